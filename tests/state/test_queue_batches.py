@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tfnb
 import tfnb.state.waits
@@ -413,3 +415,41 @@ def test_a_batch_that_nobody_can_fill_is_a_deadlock(
     queue = numbers(4)
     with pytest.raises(tfnb.errors.DeadlockError, match=r"(?s)nothing can make progress:.*queue q \(\d of 4 elements"):
         ring(queue)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_a_step_both_puts_and_gives_is_two_tensors(many: bool) -> None:
+    queues = [tfnb.FIFOQueue(10, torch.float32, (2,), name=name) for name in "ab"]
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3, 2)) if many else tfnb.placeholder(torch.ones(2), shape=(2,))
+        y = x * 2
+        puts = [queue.enqueue_many(y) if many else queue.enqueue(y) for queue in queues]
+    given = torch.ones(3, 2) if many else torch.ones(2)
+    found, *_ = tfnb.Session(graph).run([y, *puts], {x: given})
+    found.add_(5)
+    first, second = (queue.dequeue_many(3) if many else queue.dequeue() for queue in queues)
+    first.add_(7)
+    assert torch.equal(second, given * 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    puts=st.lists(st.integers(1, 9), min_size=1, max_size=6), takes=st.lists(st.integers(1, 9), max_size=9),
+    width=st.sampled_from([1, 16, 2**14]), kind=st.sampled_from(["fifo", "padding"]),
+)  # fmt: skip
+def test_batches_of_any_lengths_are_the_rows_in_order_and_nobody_elses(
+    puts: list[int], takes: list[int], width: int, kind: str
+) -> None:
+    queue = (tfnb.FIFOQueue if kind == "fifo" else tfnb.PaddingFIFOQueue)(-1, torch.float32, (width,))
+    rows = torch.arange(float(sum(puts)))[:, None].expand(-1, width)
+    for part in rows.split(puts):
+        queue.enqueue_many(part)
+    queue.close()
+    found = [queue.dequeue_up_to(n) for n in takes if queue.size()] + (
+        [queue.dequeue_up_to(99)] if queue.size() else []
+    )
+    assert torch.equal(torch.cat(found), rows)
+    for place, batch in enumerate(found):
+        batch.fill_(-place)
+    assert all(torch.equal(batch, torch.full_like(batch, -place)) for place, batch in enumerate(found))
+    assert all(b.untyped_storage().nbytes() <= 2 * b.numel() * 4 for b in found)

@@ -209,7 +209,7 @@ class Attempts(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         everyone = [*self.pairs.values(), *(attempt for _, attempt in self.withdrawn)]
-        put = [item for attempt in everyone for item in attempt.elements[: self.enqueued(attempt)]]
+        put = [tuple(map(int, i)) for attempt in everyone for i in attempt.elements[: self.enqueued(attempt)]]
         taken = [item for attempt in everyone for item in self.taken(attempt)]
         assert sorted([*taken, *self.stored()]) == sorted(put)
         assert self.queue.level.absorbed == sum(len(self.taken(a)) for a in everyone if not a.is_over)

@@ -6,6 +6,8 @@ Pure; knows the description of a queue, not what it holds. Semantics S-68, S-72,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,8 +55,57 @@ def elements_of(
     if not many:
         return [tuple(tensors)]
     check_lengths(queue, specs)
-    number = () if part is None else (torch.tensor(part),)
-    return [(*number, *row) for row in zip(*(tensor.unbind(0) for tensor in tensors), strict=True)]
+    if part is not None:
+        number = torch.tensor(part)
+        return [(number, *row) for row in zip(*(tensor.unbind(0) for tensor in tensors), strict=True)]
+    batch = Batch(tensors)
+    return [Row(batch, place) for place in range(len(tensors[0]))]
+
+
+class Batch:
+    """Tensors whose rows are elements."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    @cached_property
+    def rows(self) -> list[tuple[torch.Tensor, ...]]:
+        """The tensors of each element; made where one is looked at by itself."""
+        return list(zip(*(tensor.unbind(0) for tensor in self.tensors), strict=True))
+
+
+class Row(Sequence[torch.Tensor]):
+    """An element that is a row of a batch: no tensors are made of it while it only passes through a queue.
+
+    >>> batch = Batch([torch.tensor([1, 2, 3])])
+    >>> spans([Row(batch, 0), Row(batch, 1)]), tuple(Row(batch, 2))
+    ([(0, 2)], (tensor(3),))
+    """
+
+    __slots__ = ("batch", "place")
+
+    def __init__(self, batch: Batch, place: int) -> None:
+        self.batch, self.place = batch, place
+
+    def __len__(self) -> int:
+        return len(self.batch.tensors)
+
+    def __getitem__(self, part: Any) -> Any:
+        return self.batch.rows[self.place][part]
+
+
+def spans(elements: Sequence[Element]) -> list[tuple[int, int]]:
+    """Where rows start and stop in ``elements`` that follow one another in one batch, if all are in such spans."""
+    found, batch, place, start = list[tuple[int, int]](), None, 0, 0
+    for at, element in enumerate(elements):
+        if type(element) is not Row:
+            return []
+        if element.batch is not batch or element.place != place:
+            if at:
+                found.append((start, at))
+            batch, start = element.batch, at
+        place = element.place + 1
+    return [*found, (start, len(elements))]
 
 
 def ensure_batches(queue: Queue, what: str, *, takes: bool) -> None:
@@ -76,7 +127,37 @@ def batch_of(queue: Queue, elements: Sequence[Element]) -> tuple[torch.Tensor, .
     """Elements as one tensor for each component, a row for each element."""
     if not elements:
         return tuple(torch.empty((0, *(size or 0 for size in shape or ())), dtype=d) for d, shape in queue.gives)
+    found = spans(elements)
+    if found and len(found) * 4 <= len(elements) + 3:  # few rows stand alone
+        parts = [_span(elements[start], stop - start) for start, stop in found]  # type: ignore[arg-type]
+        columns = list(zip(*parts, strict=True))
+        if all(part.shape[1:] == column[0].shape[1:] for column in columns for part in column):
+            return tuple(map(joined, columns))
     return tuple(BATCHES[queue.kind](rows) for rows in zip(*elements, strict=True))
+
+
+def _span(first: Row, length: int) -> list[torch.Tensor]:
+    """Rows of a batch."""
+    tensors, place = first.batch.tensors, first.place
+    if length == len(tensors[0]):
+        return list(tensors)
+    return [tensor[place : place + length] for tensor in tensors]
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of several batches. Those of one are no copy, where that keeps no more than twice their memory alive.
+
+    >>> joined([torch.tensor([1, 2]), torch.tensor([3])])
+    tensor([1, 2, 3])
+    """
+    first = parts[0]
+    if len(parts) > 1:
+        return _concatenated(parts)
+    is_small = 2 * first.numel() * first.element_size() < first.untyped_storage().nbytes()
+    return copied(first) if is_small or first.data_ptr() % _ALIGNED else first
+
+
+_ALIGNED = 64  # bytes, as torch places what it allocates
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,11 +167,18 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Rows of one shape."""
-    if rows[0].numel() <= _PARALLEL or not all(map(_is_plain, rows)):
+    if rows[0].numel() <= _PARALLEL:
         return torch.stack(list(rows))
-    batch = torch.empty((len(rows), *rows[0].shape), dtype=rows[0].dtype)
-    for target, row in zip(batch, rows, strict=True):
-        np.copyto(_bytes(target), _bytes(row))
+    return _concatenated([row[None] for row in rows])
+
+
+def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Batches of rows of one shape."""
+    if sum(part.numel() for part in parts) <= _PARALLEL or not all(map(_is_plain, parts)):
+        return torch.cat(list(parts))
+    batch = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=parts[0].dtype)
+    for target, part in zip(batch.split([*map(len, parts)]), parts, strict=True):
+        np.copyto(_bytes(target), _bytes(part))
     return batch
 
 

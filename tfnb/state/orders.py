@@ -16,7 +16,7 @@ import torch
 
 from tfnb.errors import InvalidArgument
 
-Element = tuple[torch.Tensor, ...]
+Element = Sequence[torch.Tensor]
 
 
 class Order(Protocol):

@@ -336,7 +336,8 @@ class QueueMachine:
 
     def _proceeds(self) -> bool:
         """Let the head of a line proceed; False if neither can."""
-        put, take = (next(iter(self.lines[line]), None) for line in ("enqueue", "dequeue"))
+        puts, takes = self.lines["enqueue"], self.lines["dequeue"]
+        put, take = next(iter(puts)) if puts else None, next(iter(takes)) if takes else None
         if take is not None and (spare := self.elements.spare(self.closed, take.required)):
             self._take(take, spare)
         elif put is not None and put.kind == "close":

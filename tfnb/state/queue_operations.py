@@ -169,7 +169,7 @@ class QueueHandle(Queue):
         queue.submit(attempt)
         try:
             if not attempt.is_over:
-                with WAITS.running(runner):
+                with runner:
                     WAITS.wait(runner, attempt, timeout)
         except BaseException:
             queue.withdraw([attempt])
@@ -204,7 +204,7 @@ class QueueHandle(Queue):
             count = attrs.get("count")
             found = machine_of(self).first(1 if count is None else count)
             if count is None:
-                return found[0] if found else None
+                return tuple(found[0]) if found else None
             is_enough = len(found) == count or (found and attrs.get("up_to"))
             return batch_of(self, found) if is_enough else None
 
@@ -299,7 +299,7 @@ def outcome(queue: Queue, attempt: Attempt, attrs: Mapping[str, Any]) -> tuple[t
         return (torch.tensor(attempt.kept == len(attempt.elements)),)
     if attempt.kind != "dequeue":
         return ()
-    return attempt.taken[0] if attrs.get("count") is None else batch_of(queue, attempt.taken)
+    return tuple(attempt.taken[0]) if attrs.get("count") is None else batch_of(queue, attempt.taken)
 
 
 def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded | None:

@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +48,10 @@ class Runner:
     """A step that uses queues, or a call of one, while it runs; the ends of its attempts come into the ``inbox``.
 
     may: what it does to queues in all. attempts: those that wait; later: what it would do behind them. Other threads
-    ask for both while it waits.
+    ask for all three while it waits.
     """
 
-    may: Collection[tuple[Home, str]] = ()
+    may: Callable[[], Collection[tuple[Home, str]]] = tuple
     attempts: Callable[[], Iterable[Attempt]] = tuple
     later: Callable[[], Iterable[Operation]] = tuple
     name: str = field(default_factory=lambda: f"thread {threading.current_thread().name}")
@@ -61,6 +60,12 @@ class Runner:
     looked: float = 0.0
     noticed: bool = False
     deadlock: TfnbError | None = None
+
+    def __enter__(self) -> None:
+        WAITS.runners[self] = None
+
+    def __exit__(self, *error: object) -> None:
+        del WAITS.runners[self]
 
     @property
     def is_idle(self) -> bool:
@@ -96,27 +101,18 @@ class WaitGraph:
 
 
 class Waits:
-    """The runners of this process."""
+    """The runners of this process, in a dict that each changes by itself, at once: a copy of it needs no lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._runners: dict[Runner, None] = {}
-
-    @contextmanager
-    def running(self, runner: Runner) -> Iterator[None]:
-        """A runner runs."""
-        with self._lock:
-            self._runners[runner] = None
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._runners[runner]
+        self.runners: dict[Runner, None] = {}
 
     def of(self, names: Collection[str]) -> WaitGraph:
         """What the runners of these names wait for."""
         with self._lock:
-            return wait_graph([one for runner in self._runners if runner.name in names for one in runner.operations()])
+            return wait_graph(
+                [one for runner in list(self.runners) if runner.name in names for one in runner.operations()]
+            )
 
     def wait(self, runner: Runner, attempt: Attempt, timeout: float | None) -> None:
         """Wait until an attempt is over, or ``timeout`` seconds; raises DeadlockError."""
@@ -157,8 +153,9 @@ class Waits:
     def look(self) -> None:
         """Tell the runners of which something waits that nobody can end."""
         with self._lock:
-            idle = [runner for runner in self._runners if runner.is_idle]
-            free = {may for runner in self._runners if runner not in idle for may in runner.may}
+            runners = list(self.runners)
+            idle = [runner for runner in runners if runner.is_idle]
+            free = {may for runner in runners if runner not in idle for may in runner.may()}
             found = stuck([operation for runner in idle for operation in runner.operations()], free)
             if not found or not all(runner.is_idle for runner in idle):
                 return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -40,7 +41,11 @@ class Borrowed:
     """Memory that is not the step's own: that of Variables and constants."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._at = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+        self._tensors = tensors
+
+    @cached_property
+    def _at(self) -> set[int]:
+        return {tensor.untyped_storage().data_ptr() for tensor in self._tensors} - {0}
 
     def own(self, value: Any) -> Any:
         """The value in memory of the step's own."""
@@ -54,18 +59,18 @@ class Driver:
     def __init__(self, plan: Plan, borrowed: Borrowed, graph: str) -> None:
         self.plan, self.borrowed, self.graph = plan, borrowed, graph
         self.machine = Machine(plan.root, plan.results, self._submit)
-        may = {(machine_of(node.attrs["queue"]), _kind(node)) for node in (step.op.node for step in plan.waits)}
-        self.runner = Runner(may, lambda: list(self.machine.waits), self._later)
+        self.runner = Runner(self._may, lambda: list(self.machine.waits), self._later)
         self.inbox = self.runner.inbox
         self.lanes = Lanes(self.inbox)
         self.ended: list[Attempt] = []  # in the order in which they ended
+        self.put: list[torch.Tensor] = []  # what it enqueued, which is not the step's own any more
         self.limited: dict[Attempt, float] = {}  # when the time of those is over that have a time of their own
 
     def drive(self, start: Sequence[tuple[Any, Any]]) -> list[Any]:
         """The results. The first error ends all work, takes back what waits, and is raised."""
         machine = self.machine
         try:
-            with WAITS.running(self.runner):
+            with self.runner:
                 machine.feed(start)
                 machine.run()
                 while not machine.is_over:
@@ -90,12 +95,13 @@ class Driver:
             machine.finish(alone, alone.step.call(*alone.args))  # type: ignore[misc]
             return
         lanes.start()
-        event = None
-        while event is None:
-            event = self._next()
-            if event is None and self.limited:
-                self._ensure_in_time()
-        self._take(event)
+        if inbox.empty():
+            event = None
+            while event is None:
+                event = self._next()
+                if event is None and self.limited:
+                    self._ensure_in_time()
+            self._take(event)
         while not inbox.empty():
             self._take(inbox.get_nowait())
 
@@ -128,7 +134,7 @@ class Driver:
         node = step.op.node
         attrs = node.attrs
         *given, before = args
-        tensors = [self.borrowed.own(given[ref.input]) for ref in attrs.get("element", ())]
+        tensors = [self._own(given[ref.input]) for ref in attrs.get("element", ())]
         try:
             attempt = attempt_on(attrs["queue"], _kind(node), self.inbox.put, attrs, tensors, self._name(node))
         except TfnbError as error:
@@ -137,6 +143,12 @@ class Driver:
             self.limited[attempt] = attempt.since + attrs["timeout"]
         attempt.machine.submit(attempt, before)
         return attempt
+
+    def _own(self, value: Any) -> torch.Tensor:
+        """A value to be put, in memory that nothing else uses; what was put before is used by its queue."""
+        found: torch.Tensor = (Borrowed(self.put) if self.put else self.borrowed).own(self.borrowed.own(value))
+        self.put.append(found)
+        return found
 
     def _ensure_in_time(self) -> None:
         """Raise DeadlineExceeded for an operation whose own time is over."""
@@ -149,6 +161,11 @@ class Driver:
 
     def _name(self, node: Node) -> str:
         return f"{node.name} of graph {self.graph}" + (f" ({node.source})" if node.source else "")
+
+    def _may(self) -> set[tuple[Home, str]]:
+        """What the step does to which queues in all."""
+        nodes = (step.op.node for step in self.plan.waits)
+        return {(machine_of(node.attrs["queue"]), _kind(node)) for node in nodes}
 
     def _later(self) -> list[Operation]:
         """What has not run yet and uses a queue, and the attempts that wait before it."""
@@ -270,10 +287,10 @@ class Dataflow:
         start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
         start += [(edges, stored[variable]) for variable, edges in plan.storages.items()]
         kept = [*stored.values(), *(value for _, value in plan.given)]
-        borrowed = Borrowed(kept)
         driver = Driver(plan, Borrowed([*kept, *fed]), self.whole.name)  # elements outlive what is fed, too
         found = driver.drive(start)
         self._ensure_live(found)
+        borrowed = Borrowed([*kept, *driver.put])
         results = [borrowed.own(value) for value in found]
         targets = [live[variable] for variable in self.writes]
         count = len(self.fetches)
