@@ -107,11 +107,11 @@ def fit(
     names.
 
     validation: data in one of the forms of ``data``. After each epoch the watched values are computed over it, without
-    updates; their means by rows stand in the history as ``val_...`` (here; on a cluster call `fit` once for each epoch,
-    and `run` over the validation data between). callbacks: functions that are called with a `tfnb.train.Progress` after
-    each epoch, or objects with ``on_step`` or ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the
-    training: ``progress.stop()``; what the tasks of a cluster have begun by then still counts, and an epoch is over
-    there when a step of the next one is told. An error in one ends the training between two steps.
+    updates; their means by rows stand in the history as ``val_...``. The tasks of a cluster stand still meanwhile.
+    callbacks: functions that are called with a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or
+    ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``; what the tasks of
+    a cluster have begun by then still counts, and without validation data an epoch is over there when a step of the
+    next one is told. An error in one ends the training between two steps.
 
     resume: True goes on with the training of this graph that was interrupted, failed or was stopped, a path with the
     one that `Session.save` wrote there, which is restored first: the same call with the same data takes the steps that
@@ -173,11 +173,13 @@ def fit(
     else:
 
         def there(watched: tuple[Any, ...]) -> Taken:
-            return _there(session, fetch, watched, source, run, {"mode": how, "changes": run.change})
+            train = _there if validation is None else _pass_by_pass
+            return train(session, fetch, watched, source, run)
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
-        told: Taken = there(watched) if looks is None else looks.followed(watched, there)
-        taken = _by_epoch(told, lambda one: one[0].epoch, run)
+        taken = there(watched) if looks is None else looks.followed(watched, there)
+        if validation is None:
+            taken = _by_epoch(taken, lambda one: one[0].epoch, run)
     try:
         with _interrupts(run), closing(taken):
             for batch, values in taken:
@@ -230,46 +232,57 @@ def _by_epoch(each: Iterator[T], epoch_of: Callable[[T], int], run: _Run) -> Gen
         run.epoch_over(epoch)
 
 
-def _there(
-    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, mode: Mapping[str, Any]
-) -> Taken:
+def _pass_by_pass(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run) -> Taken:
+    """`_there`, but tasks stand still after each epoch: what `run` computes then is of all its steps, and no other."""
+    for part in source.passes():
+        epoch = 0
+        with closing(_there(session, fetch, watched, part, run)) as steps:
+            for batch, values in steps:
+                epoch = batch.epoch
+                yield batch, values
+        run.epoch_over(epoch)
+        if run.why_over is not None:
+            return
+
+
+def _there(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run) -> Taken:
     """Each batch with the watched values of its step, taken by the connected cluster."""
+    options = {"mode": run.mode, "changes": run.change, "timeout": run.left}
     if source.rows is not None and source.total is not None:
-        yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, mode)
+        yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, options)
         return
     each = _awaited(source.each, run)
     first = next(each, None)
     if first is None:
         return
-    begun: dict[int, Batch] = {}  # by number: in asynchronous mode several at a time, and they end in any order
+    begun: dict[int, tuple[int, Batch]] = {}  # by number: asynchronous ones are several at a time, and end in any order
     numbers = deque[int | None]()
 
     def rows() -> Iterator[tuple[Any, ...]]:
-        for batch in chain([first], each):
+        for at, batch in enumerate(chain([first], each)):
             if len(batch.keys) != len(first.keys) or any(map(is_not, first.keys, batch.keys)):
                 asked, found = (", ".join(map(name_of, keys)) for keys in (first.keys, batch.keys))
                 raise InvalidArgument(
                     "on a cluster every feed dict has the same keys in the same order: the first one has "
                     f"{asked}; another one has {found or 'none'}"
                 )
-            begun[run.steps.drawn(batch.position)] = batch
+            begun[at] = run.steps.drawn(batch.position), batch
             yield batch.values
 
-    with closing(
-        session.train((fetch, watched), first.keys, rows(), timeout=run.timeout, numbers=numbers, **mode)
-    ) as steps:
+    with closing(session.train((fetch, watched), first.keys, rows(), numbers=numbers, **options)) as steps:
         for _, values in steps:
-            number = numbers.popleft()
+            at = numbers.popleft()
+            number, batch = (None, first) if at is None else begun.pop(at)
             run.steps.told(number)
-            yield first if number is None else begun.pop(number), values
+            yield batch, values
 
 
 def _of_arrays(
-    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Arrays, total: int, run: _Run, mode: Mapping[str, Any]
+    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Arrays, total: int, options: Mapping[str, Any]
 ) -> Taken:  # fmt: skip
     """The same for arrays, which tasks take their rows of by themselves."""
     numbers = deque[int | None]()  # which step each result is of; None where its values are lost, too
-    with closing(session.train(fetches, keys, (rows, total), timeout=run.timeout, numbers=numbers, **mode)) as steps:
+    with closing(session.train(fetches, keys, (rows, total), numbers=numbers, **options)) as steps:
         for _, values in steps:
             number = numbers.popleft()
             epoch, start, stop = rows.order.place(number or 0)
@@ -298,6 +311,7 @@ class _Run:
         self._session, self._begin, cluster = session, begin, session.cluster
         self.step = begin  # told
         self.why_over: str | None = None  # a callback ended it
+        self.mode = mode
         self._change: Mode | None = None  # a callback asked for it
         self._callbacks, self._validate = callbacks, validate
         self._validated: dict[int, dict[str, float]] = {}  # by epoch
@@ -348,12 +362,18 @@ class _Run:
     def _heed(self, progress: Progress) -> None:
         """What a callback asked for."""
         self.why_over = progress.stopped or self.why_over
-        self._change = mode_of(*progress.changed) if progress.changed is not None else self._change
+        if progress.changed is not None:
+            self.mode = self._change = mode_of(*progress.changed)
 
     def change(self) -> Mode | None:
         """The mode that a callback asked for last, once."""
         wanted, self._change = self._change, None
         return wanted
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that it may take yet."""
+        return None if self.timeout is None else self.timeout - (time.perf_counter() - self._start)
 
     @property
     def _means(self) -> dict[str, float]:
@@ -464,11 +484,6 @@ def _validation(
     """What gives the watched values over the validation data, by name."""
     if data is None:
         return lambda run: {}
-    if session.cluster is not None:
-        raise InvalidArgument(
-            "fit(validation=...) is of training in this process: tasks of a cluster do not stop between two epochs. "
-            "Call fit once for each epoch, with another seed each, and tfnb.run over the validation data between"
-        )
     if not names:
         raise InvalidArgument("validation= computes the watched values over other data: name them, watch=loss")
     if not isinstance(data, Mapping) and iter(data) is data:

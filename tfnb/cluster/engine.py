@@ -249,7 +249,9 @@ class Engine:
             return None
         error = self._error(end.cause, seconds)
         if isinstance(end.cause, e.TimedOut):
-            error.message = f"training did not end within {seconds} s; variables are at step {self.step}"
+            error.message = (
+                f"training did not end within {round(seconds or 0.0, 1):g} s; variables are at step {self.step}"
+            )
         for shards in end.torn:
             names = ", ".join(map(self.name_of, shards))
             error.add_note(f"one more batch was applied on {names} only: no task was left to complete it")

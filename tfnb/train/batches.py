@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, groupby, islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -46,6 +46,18 @@ class Batches:
     def is_ours(self) -> bool:
         """Whether they are made from arrays, so that waiting for the next one cannot block."""
         return self.rows is not None
+
+    def passes(self) -> Iterator[Batches]:
+        """The same, each pass over the data by itself; the first batch of the next one is drawn to see its end."""
+        if self.rows is None or self.total is None:
+            for _, each in groupby(self.each, key=lambda batch: batch.epoch):
+                yield Batches(each, None)
+            return
+        arrays, order = self.rows
+        for number, begin in enumerate(range(0, self.total, order.per_pass)):
+            left = min(order.per_pass, self.total - begin)
+            ordered = Arrays(arrays, order._replace(first=order.first + number))
+            yield Batches(iter(()), left, ordered, self.keys)
 
 
 def batches(

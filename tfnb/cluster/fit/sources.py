@@ -71,7 +71,7 @@ class Near:
         assert isinstance(chunked, Chunked)
         self._order, self._chunks, self._homes = data.order, chunked, homes
         self._runs: list[tuple[range, Collection[str]]] = []  # of the pass in progress: steps, and where their rows lie
-        self._number, self.left = 0, data.total
+        self._passes, self.left = 0, data.total
 
     @property
     def is_spent(self) -> bool:
@@ -98,10 +98,10 @@ class Near:
     def _next_pass(self) -> list[tuple[range, Collection[str]]]:
         """The steps of a pass by the chunk in which their first row lies."""
         order, chunks = self._order, self._chunks
-        first, self._number = self._number * order.per_pass, self._number + 1
+        first, number, self._passes = self._passes * order.per_pass, order.first + self._passes, self._passes + 1
         runs: list[tuple[range, Collection[str]]] = []
         rows, step, end = 0, first, first + self.left
-        for chunk in chunk_order(order, chunks.groups, self._number, torch.Generator()):
+        for chunk in chunk_order(order, chunks.groups, number, torch.Generator()):
             rows += chunks.lengths[chunk]
             stop = min(first - (-rows // order.batch_size), first + order.per_pass, end)
             if stop > step:
