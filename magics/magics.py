@@ -528,6 +528,7 @@ class TfnbMagics(Magics):
         argument("--threads", type=int, metavar="N", help="of each worker that is started here (1)"),
         argument("--memory", metavar="SIZE", help="the limit of each worker that is started here, such as 2GB"),
         argument("--dashboard", action="store_true", help="Dask's dashboard for a cluster that is started here"),
+        argument("--live", action="store_true", help="a card that is renewed twice a second while it is connected"),
         argument("--close", action="store_true", help="bring the values home and leave"),
     )  # fmt: skip
     def tfcluster(self, line: str, cell: str | None = None) -> Any:
@@ -543,13 +544,16 @@ class TfnbMagics(Magics):
         connected = tfnb.session.connected()
         if options.close:
             return connected.close() if connected is not None else None
-        if options.cluster is None and connected is not None:
-            return self._out(options, connected)
-        cluster = tfnb.connect(
-            self._target(options.cluster), ps=options.ps, name=options.name, insecure=options.insecure,
-            timeout=options.timeout, threads=options.threads, memory=options.memory, dashboard=options.dashboard,
-        )  # fmt: skip
-        return self._out(options, cluster)
+        cluster = connected
+        if options.cluster is not None or cluster is None:
+            cluster = tfnb.connect(
+                self._target(options.cluster), ps=options.ps, name=options.name, insecure=options.insecure,
+                timeout=options.timeout, threads=options.threads, memory=options.memory, dashboard=options.dashboard,
+            )  # fmt: skip
+        if options.live:
+            plot = tfnb.widgets.LivePlot(cluster._repr_html_(), repr(cluster))
+            cluster.follow(lambda status: plot.show(status._repr_html_(), str(status)))
+        return self._out(Namespace(**{**vars(options), "quiet": options.quiet or options.live}), cluster)
 
     def _target(self, word: str | None) -> Any:
         if word is not None and word.isdigit():

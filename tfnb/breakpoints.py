@@ -17,7 +17,7 @@ import torch
 
 from tfnb.errors import BreakpointReached, InvalidArgument, NotFound
 from tfnb.execution.tracing.health import health
-from tfnb.graph import Graph, Node, Value
+from tfnb.graph import Graph, Node, Spec, Value
 from tfnb.passes import StepGraph, step_graph
 from tfnb.recording import graph as graph_named
 from tfnb.structures import graph_of, value_of
@@ -58,6 +58,11 @@ class Stopped(dict[str, Any]):
     def title(self) -> str:
         """Where the run stopped, and why."""
         return f"stopped at {self.at!r}{f', {self.node.source}' if self.node.source else ''}"
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            [self.title, *(f"  {name}  {Spec.of(value)}  {health(value)}" for name, value in self.items())]
+        )
 
 
 def stopping(step: StepGraph) -> tuple[StepGraph, tuple[Stop, ...]]:
@@ -127,8 +132,8 @@ def break_at(
     >>> try:
     ...     tfnb.run(y, {x: [1.0, 0.0]})
     ... except tfnb.errors.BreakpointReached as error:
-    ...     print(error.details)
-    {'log': tensor([0., -inf]), 'y': tensor(-inf)}
+    ...     error.details["log"]
+    tensor([0., -inf])
     >>> tfnb.break_at(y, off=True)
     []
     """

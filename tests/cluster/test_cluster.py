@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -417,6 +418,26 @@ def test_c76_status_says_the_same_as_text_and_as_html(connect, problem):
     assert "step: 2" in text
     assert "<script" not in html
     assert cluster._repr_html_().startswith("<div")
+
+
+def test_a_card_is_told_memory_lanes_and_steps_while_a_training_runs_and_its_end(connect, problem):
+    p, seen = problem(), []
+    cluster = connect(2)
+    cluster.follow(lambda status: seen.append(str(status)))
+    cluster.follow(lambda status: 1 / 0)  # one that fails is dropped
+    with pytest.warns(UserWarning, match="a follower of the cluster failed: ZeroDivisionError"):
+        end = time.monotonic() + 10
+        while len(seen) < 3 and time.monotonic() < end:
+            list(cluster.train(p.program, p.batches(20)))
+    assert len(seen) >= 3
+    steps = [int(re.search(r"^  step: (\d+)$", text, re.MULTILINE)[1]) for text in seen]
+    assert steps == sorted(steps) and steps[-1] > steps[0]
+    assert re.search(r"lanes of the servers: .*(sockets|shared memory) [\d.]+ .?B \([1-9][\d.]* .?B/s\)", seen[-1])
+    assert len(re.findall(r"; memory [1-9][\d.]* .B", seen[-1])) >= 3
+    start, told = time.monotonic(), len(seen)
+    cluster.close()
+    assert time.monotonic() - start < 10  # it is nothing that a close waits for
+    assert len(seen) <= told + 2 and seen[-1].startswith("Dask cluster, closed")
 
 
 def test_joins_follow_the_graph():

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tfnb.cluster import wire
 from tfnb.cluster.fit.courses import HOLD, Course, Turn
 from tfnb.cluster.ledger import Ledger
 from tfnb.cluster.lines import Lines, Waiting
@@ -697,6 +698,7 @@ class Core:
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
             "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines),
             "queued": self.objects.waiting, "requests": self.requests,
+            "moved": dict(wire.MOVED),
         })  # fmt: skip
 
     def _applied(self, request: Request) -> Ok:

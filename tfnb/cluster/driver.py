@@ -21,17 +21,18 @@ from typing import Any, TypeVar
 import torch
 
 from tfnb.cluster import connected, wire
-from tfnb.cluster.card import Row, Status, size
+from tfnb.cluster.card import Status
 from tfnb.cluster.collections import in_chunks, read
 from tfnb.cluster.deploy import EPOCH, Place, Started, find, start
-from tfnb.cluster.engine import Engine, in_words
+from tfnb.cluster.engine import Engine
 from tfnb.cluster.farewell import Farewell
 from tfnb.cluster.fit.leases import Offer
 from tfnb.cluster.fit.sources import drawn_from
 from tfnb.cluster.fit.training import Training, Values
 from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
-from tfnb.cluster.members import MODES, Ahead, Batch, Member, Mode
+from tfnb.cluster.members import MODES, Ahead, Batch, Mode
+from tfnb.cluster.overview import PATIENCE, Overview
 from tfnb.cluster.programs import Placed, place
 from tfnb.cluster.queue_homes import QueueHomes
 from tfnb.cluster.supervisor import LOOK, Supervisor
@@ -139,6 +140,9 @@ class Cluster:
         self._engine.on_lost = self._lost
         self._supervisor = Supervisor(self.client, self._engine)
         self._link.wait(self._link.start(self._supervisor.start), timeout, "watching the workers")
+        self._overview = Overview(self._engine, self.client)
+        self._followers: list[Callable[[Status], object]] = []
+        self._teller: asyncio.Task[None] | None = None
         self._held = Holdings()
         self._queues = QueueHomes(self._engine, self._link)
         self._farewell = Farewell(self.client, self._client_closes)
@@ -184,13 +188,16 @@ class Cluster:
 
     def status(self) -> Status:
         """Tasks, servers, sizes and health, as text and as a card."""
-        engine, address = self._engine, scheduler_address(self.client)
-        stats: dict[int, dict[str, Any]] = {}
-        if not self._closed and engine.lost is None:
+        if not self._closed and self._engine.lost is None:
             self._drop_gone()
-            stats = self._do("status", 3.0, engine.stats, 2.0)
-        members = dict.fromkeys((*engine.places.values(), *engine.servers))
-        rows = [self._row(m, stats) for m in members]
+            self._do("status", 2 * PATIENCE + 1, self._overview.ask)
+        return self._status()
+
+    def _status(self) -> Status:
+        """The same, of the last answers."""
+        engine, address = self._engine, scheduler_address(self.client)
+        if self._closed or engine.lost is not None:
+            self._overview.forget()
         shards = f", {len(engine.shards)} shards" if len(engine.shards) > len(engine.servers) else ""
         encryption = "encrypted" if parse_address(address)[0] in ("tls", "wss") else "plain"
         facts = (
@@ -200,6 +207,7 @@ class Cluster:
             ("local values are of step", str(self.pulled_step)), ("epoch", str(engine.epoch)),
             ("members", f"read from the scheduler every {LOOK:g} s"),
             ("restarts left", f"{engine.restarts.left(time.monotonic())} of {engine.restarts.most}"),
+            ("lanes of the servers", self._overview.lanes() or "nothing moved"),
             ("dashboard", self.dashboard_link or "off"),
         )  # fmt: skip
         state = "closed" if self._closed else "lost" if engine.lost else "connected"
@@ -208,24 +216,39 @@ class Cluster:
         if dead and not engine.lost:
             notes += (f"{dead} of {len(engine.places)} compute tasks are lost; the others go on",)
         notes += tuple(engine.lines)[-SHOWN:]
-        return Status(f"Dask cluster, {state}", facts, tuple(rows), notes)
+        return Status(f"Dask cluster, {state}", facts, self._overview.rows(), notes)
 
-    def _row(self, member: Member, stats: Mapping[int, dict[str, Any]]) -> Row:
-        state = "alive" if member.is_there else "lost"
-        threads = member.info.get("threads", 1)
-        parts = [f"{threads} torch thread{'s' if threads != 1 else ''}", ", ".join(member.info.get("devices", ()))]
-        if mine := [stats[shard] for shard in member.shards if shard in stats]:
-            budget, held = mine[0]["budget"], sum(stat["bytes"] for stat in mine)
-            limit = f" of {size(budget)}" if budget else ""
-            versions = ", ".join(str(stat["version"]) for stat in mine)
-            parts += [in_words(member.shards)] if len(self._engine.shards) > len(self._engine.servers) else []
-            parts.append(
-                f"{sum(stat['variables'] for stat in mine)} variables, {size(held)}{limit}, "
-                f"version{'s' if len(mine) > 1 else ''} {versions}"
-            )
-        if member.late:
-            parts.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
-        return Row(member.name, member.peer.addr, state, "; ".join(part for part in parts if part))
+    def follow(self, tell: Callable[[Status], object]) -> None:
+        """Call ``tell`` with the status twice a second, in a thread of its own, and at last when it is closed or lost.
+
+        `%tfcluster --live` shows a card so.
+
+        >>> with connect(2) as cluster:  # doctest: +SKIP
+        ...     cluster.follow(print)
+        ...     tfnb.fit(train, {x: images})
+        """
+        self._ensure_open()
+        self._followers.append(tell)
+        if len(self._followers) == 1:
+            self._link.post(self._begin_telling)
+
+    def _begin_telling(self) -> None:
+        self._teller = asyncio.create_task(self._telling())  # none of the calls that an interrupt waits for
+
+    async def _telling(self) -> None:
+        while self._engine.lost is None:
+            await asyncio.sleep(LOOK)
+            with suppress(TfnbError):  # of a server that is lost: the engine says so
+                await self._overview.ask()
+            self._tell()
+
+    def _tell(self) -> None:
+        for tell in tuple(self._followers):
+            try:
+                tell(self._status())
+            except Exception as error:
+                self._followers.remove(tell)
+                self._engine.notes.append(f"a follower of the cluster failed: {type(error).__name__}: {error}")
 
     def _repr_html_(self) -> str:
         return self.status()._repr_html_()
@@ -623,6 +646,9 @@ class Cluster:
             return
         self._say_notes()
         self._closed = True
+        if self._teller is not None:
+            self._link.post(self._teller.cancel)
+        self._tell()
         self._farewell.cancel()
         self._queues.end()
         self._link.post(self._supervisor.cancel)

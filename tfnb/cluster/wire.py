@@ -12,7 +12,8 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
@@ -28,6 +29,9 @@ DIMS_CAP = 64
 INLINE = 64 << 10  # bytes: smaller tensors travel beside the header
 ALIGN = 64
 BUDGET = 4 << 30  # bytes of tensors in one message, unless the task says otherwise
+
+MOVED = Counter[str]()
+"""Bytes of tensors that this process sent and received, by lane; about, as threads count side by side."""
 
 _TAGS: dict[str, torch.dtype] = {
     "bool": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
@@ -90,7 +94,14 @@ def encode(
         dt, shape = _TAG_OF[tensor.dtype], list(tensor.shape)
         entries.append({"dt": dt, "shape": shape, "nbytes": nbytes, "lane": lane, "ref": ref})
     _within("frames in a message", len(frames), 0, FRAMES_CAP)
+    _count((entry["lane"], entry["nbytes"]) for entry in entries)
     return [_envelope({**header, "v": VERSION, "tensors": entries}, small), *frames]
+
+
+def _count(tensors: Iterable[tuple[str, int]]) -> None:
+    """Keep in `MOVED` what a message carries."""
+    for lane, nbytes in tensors:
+        MOVED["shared memory" if lane == "s" else "sockets"] += nbytes
 
 
 def _envelope(header: Mapping[str, Any], small: Sequence[Buffer]) -> bytearray:
@@ -164,6 +175,7 @@ def decode(
     if [ref for lane, ref, *_ in places if lane == "d"] != list(range(len(frames))):
         _broken(f"{len(frames)} frames, but the header names others")
     _within("bytes of tensors in a message", sum(place[4] for place in places), 0, budget)
+    _count((place[0], place[4]) for place in places)
     return header, [_tensor(place, small, frames, borrow) for place in places]
 
 
