@@ -249,12 +249,14 @@ def _there(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batch
     """Each batch with the watched values of its step, taken by the connected cluster."""
     options = {"mode": run.mode, "changes": run.change, "timeout": run.left}
     if source.rows is not None and source.total is not None:
+        run.steps.begins(source.total)
         yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, options)
         return
     each = _awaited(source.each, run)
     first = next(each, None)
     if first is None:
         return
+    run.steps.begins()
     begun: dict[int, tuple[int, Batch]] = {}  # by number: asynchronous ones are several at a time, and end in any order
     numbers = deque[int | None]()
 
@@ -317,12 +319,11 @@ class _Run:
         self._validated: dict[int, dict[str, float]] = {}  # by epoch
         self.timeout = timeout
         self._cluster = cluster
-        self._before = 0 if cluster is None else cluster.step
         self._lines = 0 if cluster is None else cluster.news(0)[0]  # that tell who came and left, shown so far
         self.steps: Any = (  # that count
             StepsHere(begin, reads, session.runs)
             if cluster is None
-            else StepsThere(reads, session.runs, self._applied, in_order=mode.name == "sync")
+            else StepsThere(reads, session.runs, lambda: cluster.step, in_order=mode.name == "sync")
         )
         session.training = self.steps
         self.is_over = False  # all steps were taken
@@ -436,10 +437,6 @@ class _Run:
             text += "; the same call with resume=True goes on"
         self._finish(text)
         return text
-
-    def _applied(self) -> int:
-        """Steps that the variables have seen: a cluster ends what it has begun."""
-        return 0 if self._cluster is None else self._cluster.step - self._before
 
     def failed(self, error: BaseException) -> None:
         """The end by an error, which learns its step."""

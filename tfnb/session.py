@@ -49,7 +49,7 @@ from tfnb.state.batch_order import Arrays, Rows
 from tfnb.state.chunks import Chunked, like
 from tfnb.state.input_sources import Source
 from tfnb.state.run_numbers import RunNumbers
-from tfnb.state.steps_taken import StepsTaken
+from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
 from tfnb.step import Step
 from tfnb.step_runner import StepRunner
 from tfnb.structures import (
@@ -511,23 +511,28 @@ class Session:
         ``fit(resume=path)`` goes on from there. A callback of `fit` may call it.
         """
         contents = self.graph.contents
-        variables = contents.variables
-        with nullcontext() if self.cluster is not None else LOCKS.read(*variables.values()):  # no step in between
-            values = {label: variable.value() for label, variable in variables.items()}
-            positions = self.positions
+        variables, training = contents.variables, self.training
+        if self.cluster is not None:
+            found, step = self.cluster.cut(variables.values())
+            values = {label: found[variable.key] for label, variable in variables.items()}
+            positions = self._positions_behind(training.at(step) if isinstance(training, StepsThere) else None)
+        else:
+            with LOCKS.read(*variables.values()):  # no step in between
+                values, positions = {label: variable.value() for label, variable in variables.items()}, self.positions
         about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), **positions}
         checkpoint.save(path, values, about)
 
     @property
     def positions(self) -> dict[str, Any]:
         """Where its random streams, sources and training are, as a dict for JSON."""
+        return self._positions_behind(None if self.training is None else self.training.applied)
+
+    def _positions_behind(self, taken: Taken | None) -> dict[str, Any]:
+        """The same behind the steps of a training that count."""
         sources = self._positions | {name: source.position for name, source in self._sources.items()}
-        training, trained, run = self.training, self._trained, self.runs.next
-        if training is not None:
-            trained, position = training.applied
-            run = training.next_run
-            if training.source is not None and position is not None:
-                sources[training.source.name] = position
+        trained, position, run = taken or Taken(self._trained, None, self.runs.next)
+        if position is not None and self.training is not None and self.training.source is not None:
+            sources[self.training.source.name] = position
         return {
             "streams": {"seed": self.graph.seed, "runs": run}, "sources": sources, "training": {"steps": trained},
         }  # fmt: skip
@@ -581,8 +586,7 @@ class Session:
     def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
         """A training stands still: its data and the random numbers go on behind the last step that counts."""
         with no_interrupt():
-            steps, position = training.applied
-            self.runs.next = training.next_run
+            steps, position, self.runs.next = training.applied
             self._trained = 0 if is_over else steps
             if training.source is not None and position is not None and not is_over:
                 training.source.back_to(position)

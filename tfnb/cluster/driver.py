@@ -552,6 +552,19 @@ class Cluster:
         self._drop_gone()
         self._pull(self._sent_but_behind())
 
+    def cut(self, variables: Iterable[Variable]) -> tuple[dict[str, torch.Tensor], int]:
+        """Copies of values by key, also in mid-training all of one step, and that step.
+
+        A Variable that no step here has used yet has its value in this process.
+        """
+        self._ensure_open()
+        wanted = list(variables)
+        there = [variable for variable in wanted if variable in self._held]
+        self._send(variable for variable in there if variable.key not in self._held.stale)
+        here = {variable.key: variable.value() for variable in wanted if variable not in there}
+        values, step = self._do("reading variables", None, self._values, there)
+        return here | {v.key: values[v.key].to(v.spec.device) for v in there}, step
+
     def _pull(self, kept: Sequence[Variable] = ()) -> int:
         return self._do("pull", None, self._bring_home, kept)
 

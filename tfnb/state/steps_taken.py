@@ -15,10 +15,14 @@ from tfnb.state.run_numbers import RunNumbers
 
 
 class Taken(NamedTuple):
-    """So many steps count, and the source stands there behind them (None: the data has no position)."""
+    """So many steps count. Behind them the source stands there, and the next step draws the random numbers of ``run``.
+
+    position: None where the data has none. run: the session's own next one where others took numbers meanwhile.
+    """
 
     steps: int
     position: Position | None
+    run: int = 0
 
 
 class StepsTaken(Protocol):
@@ -29,11 +33,6 @@ class StepsTaken(Protocol):
     @property
     def applied(self) -> Taken:
         """The steps that the Variables have seen."""
-        ...
-
-    @property
-    def next_run(self) -> int:
-        """The random numbers of the next step; where others took numbers meanwhile, the session's own next ones."""
         ...
 
 
@@ -63,33 +62,34 @@ class StepsHere:
 
     @property
     def applied(self) -> Taken:
-        """The steps that the Variables have seen."""
+        """The steps that the Variables have seen. Random numbers of one that was broken off are drawn again."""
         has_written = self._written is not None and self._written.version != self._version
-        return self._begun if has_written else self._told
-
-    @property
-    def next_run(self) -> int:
-        """The random numbers of the next step: those of one that was broken off are drawn again."""
-        if self.is_inside and self._runs.next in (self._run, self._run + 1):  # nobody else took any
-            return self._run + (self.applied is self._begun)
-        return self._runs.next
+        run = self._runs.next
+        if self.is_inside and run in (self._run, self._run + 1):  # nobody else took any
+            run = self._run + has_written
+        return (self._begun if has_written else self._told)._replace(run=run)
 
 
 class StepsThere:
     """Of the tasks of a cluster, which apply some steps in any order.
 
-    count: how many are applied. in_order: whether they are the first ones; else a source stands behind those that are
-    known to be applied without a gap, so that no batch is lost, and some may be taken twice.
+    step: the cluster's own count of steps. in_order: whether the first ones are applied; else a source stands behind
+    those that are known to be applied without a gap, so that no batch is lost, and some may be taken twice.
     """
 
     is_inside = False
 
-    def __init__(self, source: Source | None, runs: RunNumbers, count: Callable[[], int], *, in_order: bool) -> None:
-        self.source, self._runs, self._count, self._in_order = source, runs, count, in_order
-        self._first_run, self._drawn, self._whole = runs.next, 0, 0
+    def __init__(self, source: Source | None, runs: RunNumbers, step: Callable[[], int], *, in_order: bool) -> None:
+        self.source, self._runs, self._step, self._in_order = source, runs, step, in_order
+        self._before, self._first_run, self._drawn, self._whole = step(), runs.next, 0, 0
         self._start = None if source is None else source.position
         self._positions: dict[int, Position | None] = {}  # behind each batch, by number
         self._known: set[int] = set()  # applied, after a gap
+
+    def begins(self, total: int = 0) -> None:
+        """Tasks begin with the steps that were not taken yet; so many of them are drawn already."""
+        self._first_run = self._runs.next - self._drawn
+        self._drawn += total
 
     def drawn(self, position: Position | None) -> int:
         """The number of a batch that was drawn."""
@@ -112,13 +112,13 @@ class StepsThere:
 
     @property
     def applied(self) -> Taken:
-        """The steps that the servers have applied."""
-        steps = self._count()
-        last = (max(steps, self._whole) if self._in_order else self._whole) - 1
-        return Taken(steps, self._positions.get(last, self._start))
+        """The steps that the servers have applied, as far as is known here."""
+        return self.at(self._step())
 
-    @property
-    def next_run(self) -> int:
-        """The random numbers of the step behind those that are applied."""
+    def at(self, step: int) -> Taken:
+        """What is applied at this step of the cluster."""
+        steps = step - self._before
+        last = (max(steps, self._whole) if self._in_order else self._whole) - 1
         is_ours = self._drawn > 0 and self._runs.next == self._first_run + self._drawn
-        return self._first_run + self._count() if is_ours and self._in_order else self._runs.next
+        run = self._first_run + steps if is_ours and self._in_order else self._runs.next
+        return Taken(steps, self._positions.get(last, self._start), run)
