@@ -31,7 +31,7 @@ def _names(name: str) -> Iterator[str]:
     contents = tfnb.graph().contents
     if name in ("tfgraph", "tfdiff"):
         yield from tfnb.graphs()
-    if name in ("tfrun", "tfprof", "tfgrad", "tfdiff", "tfwatch", "tfbreak"):
+    if name in ("tfrun", "tfprof", "tfgrad", "tfdiff", "tfwatch", "tfbreak", "tfcompare"):
         yield from contents.by_name
         yield from contents.aliases
     if name in ("tfgrad", "tfvars", "tfwatch"):

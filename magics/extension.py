@@ -22,13 +22,14 @@ from tfnb.magics.watch_names import settle
 
 NAMES = (
     "tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload", "tfwatch",
-    "tfbreak",
+    "tfbreak", "tfcompare",
 )  # fmt: skip
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
     "tfnb.graph.spec.Spec", "tfnb.recording.values.tensor.Operation", "tfnb.session.Session", "tfnb.fitting.RunResult",
     "tfnb.background.RunHandle", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.text_table.Table",
     "tfnb.watching.Watch", "tfnb.graph.queue.Queue", "tfnb.breakpoints.Stopped",
+    "tfnb.comparing.Comparison",
 )  # fmt: skip
 
 PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too

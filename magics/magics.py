@@ -436,6 +436,37 @@ class TfnbMagics(Magics):
             self.shell.user_ns["stopped"] = error.details
             display(error.details)
 
+    @magic(
+        argument("fetch", nargs="?", metavar="FETCH", help="what each step runs"),
+        argument(
+            "-f", "--feed", action="append", nargs="+", default=[], metavar="NAME=EXPR", help="arrays of the data"
+        ),
+        argument("-w", "--watch", metavar="LOSS", help="the scalar to compare"),
+        argument("-e", "--epochs", type=int, default=1, metavar="N", help="passes over the data (1)"),
+        argument("--seeds", type=int, default=5, metavar="N", help="runs of each mode (5)"),
+    )
+    def tfcompare(self, line: str, cell: str | None = None) -> Any:
+        """Train in several ways and compare a value at equal samples and equal time. Variables are as before then.
+
+        Each name that the body gives a dict is a way to train: options of fit, also fetch="other".
+
+            %%tfcompare train -w loss --seeds 5 -f x=images -f y=labels
+            small = {"batch_size": 16}
+            large = {"batch_size": 256}
+        """
+        __tracebackhide__ = True
+        options = parsed(self.tfcompare, line)
+        if options.help or cell is None or not options.fetch or not options.watch:
+            return self._help(self.tfcompare)
+        graph, before = self._graph(options.graph), self.shell.user_ns
+        names = compiled(self.shell, "tfcompare", line, cell).names(full_tracebacks=self.full_tracebacks)
+        modes = {
+            name: value for name, value in names.items() if isinstance(value, dict) and before.get(name) is not value
+        }
+        step, data = tfnb.Operation(graph, graph.value(options.fetch)), dict(map(self._feed, options.feed))
+        how = {"watch": options.watch, "epochs": options.epochs, "seeds": options.seeds}
+        return self._out(options, tfnb.compare(step, data, modes, **how))
+
     # -- variables and files --------------------------------------------------------------------------------
 
     @magic(

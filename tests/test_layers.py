@@ -44,6 +44,7 @@ BELOW = {
     "fit_display": "widgets",
     "fit_options": "session train",
     "fitting": "fit_display fit_options",
+    "comparing": "fitting widgets",
     "watching": "session widgets",
     "race_check": "passes structures",
     "background": "fitting",

@@ -23,6 +23,7 @@ _HOME = {
     "tfnb.background": ("RunHandle", "launch"),
     "tfnb.breakpoints": ("break_at",),
     "tfnb.cluster": ("Cluster", "connect"),
+    "tfnb.comparing": ("compare",),
     "tfnb.control_flow": (
         "TensorArray", "autograph", "cond", "fold", "function", "map_fn", "no_autograph", "scan", "while_loop",
     ),

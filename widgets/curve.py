@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 INK = "#5b8def"
@@ -33,6 +33,43 @@ def svg(name: str, points: Sequence[Point], wide: int = 240, high: int = 40) -> 
         f"<title>{escape(name)}: {span}</title>"
         f'<polyline points="{line}" fill="none" stroke="{INK}" stroke-width="1.6" stroke-linejoin="round"/>'
         f'<circle cx="{x + 4:.1f}" cy="{y + 4:.1f}" r="2.6" fill="{INK}"/></svg>'
+    )
+
+
+INKS = (INK, "#e07b39", "#3a9d5d", "#b04fb0", "#8a7a2f", "#4aa3b5")
+
+
+def bands(
+    name: str, curves: Mapping[str, Sequence[tuple[float, float, float]]], wide: int = 400, high: int = 160
+) -> str:  # fmt: skip
+    """Curves of (place, mean, deviation) with their bands and a legend; nothing where no value is finite.
+
+    >>> bands("loss", {}), bands("loss", {"sync": [(1, 2.0, 0.1), (2, 1.0, 0.1)]})[:36]
+    ('', '<svg width="400" height="160" viewBo')
+    """
+    good = {key: [p for p in points if all(map(math.isfinite, p))] for key, points in curves.items()}
+    every = [point for points in good.values() for point in points]
+    if not every:
+        return ""
+    low, top = min(y - d for _, y, d in every), max(y + d for _, y, d in every)
+    end, span = max(x for x, _, _ in every) or 1, (top - low) or 1
+
+    def at(x: float, y: float) -> str:
+        return f"{4 + (wide - 8) * x / end:.1f},{4 + (high - 8) * (1 - (y - low) / span):.1f}"
+
+    drawn = ""
+    for number_of, (key, points) in enumerate(good.items()):
+        ink = INKS[number_of % len(INKS)]
+        edge = [at(x, y + d) for x, y, d in points] + [at(x, y - d) for x, y, d in reversed(points)]
+        drawn += f'<polygon points="{" ".join(edge)}" fill="{ink}" fill-opacity="0.2"/>'
+        drawn += f'<polyline points="{" ".join(at(x, y) for x, y, _ in points)}" fill="none" stroke="{ink}"/>'
+        drawn += (
+            f'<text x="{wide - 6}" y="{16 + 14 * number_of}" text-anchor="end" fill="{ink}" font-size="12" '
+            f'font-family="Helvetica,Arial,sans-serif">{escape(key)}</text>'
+        )
+    return (
+        f'<svg width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" role="img">'
+        f"<title>{escape(name)}: {number(low)} to {number(top)}</title>{drawn}</svg>"
     )
 
 

@@ -58,3 +58,12 @@ def test_a_breakpoint_hands_the_inputs_of_its_node_to_the_next_cell(net):
     assert net.ok("%tfbreak --off").result == []
     net.ok("tfnb.fit(train, {x: -1000 * torch.ones(8, 3)}, batch_size=4)")
     assert "near: loss" in str(net.run("%tfbreak los if nan").error)
+
+
+def test_ways_to_train_are_compared(net):
+    net.ok("images = torch.randn(40, 3)")
+    body = "base = 4\nsmall = dict(batch_size=base)\nlarge = {'batch_size': 20}"
+    ran = net.ok(f"%%tfcompare train -w loss --seeds 2 -e 3 -f x=images\n{body}")
+    assert list(ran.result.runs) == ["small", "large"] and len(ran.result.runs["small"][1]) == 30
+    assert "base" not in net.names and "<svg" in ran.result._repr_html_()
+    assert "near: loss" in str(net.run("%%tfcompare train -w los -f x=images\na = {}").error)
