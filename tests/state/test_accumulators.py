@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import tfnb
+from tests.state.homes import Here, There
 from tests.state.test_queues import until
 from tfnb import train
 from tfnb.errors import Aborted, DeadlineExceeded, InvalidArgument, ShapeError
-from tfnb.state.accumulator import ACCUMULATORS, Accumulator
+from tfnb.graph.queue import Queue
 from tfnb.state.queue_machine import Attempt, QueueMachine, give_back
+from tfnb.state.queue_operations import outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
 
@@ -59,15 +61,19 @@ class Model:
         return {row: Fraction(total[row], by[row]) for row in rows}
 
 
-class Accumulating(RuleBasedStateMachine):
+class Accumulating(Here, RuleBasedStateMachine):
     """The same calls on an accumulator and its model."""
 
-    @initialize(kind=st.sampled_from(["dense", "per_row", "per_step"]))
-    def make(self, kind: str) -> None:
-        options = {"rows": 3, "per_row": int(kind == "per_row")}
-        self.order: Accumulator = ACCUMULATORS["mean" if kind == "dense" else "sparse_mean"](options)
-        self.queue, self.model = QueueMachine("grads", float("inf"), self.order), Model(kind)
-        self.takes: list[Attempt] = []
+    @initialize(kind=st.sampled_from(["dense", "per_row", "per_step"]), seed=st.integers(0, 99))
+    def make(self, kind: str, seed: int) -> None:
+        self.model, self.takes = Model(kind), list[Attempt]()
+        values, step = (torch.float64, None), (torch.int64, ())
+        if kind == "dense":
+            self.open(Queue("grads", float("inf"), [values, step], kind="mean"), seed)
+        else:
+            options = {"rows": 3, "per_row": int(kind == "per_row")}
+            parts = [(torch.int64, (None,)), values, step]
+            self.open(Queue("grads", float("inf"), parts, kind="sparse_mean", options=options), seed)
 
     @rule(
         grad=st.lists(st.tuples(st.integers(0, 2), st.integers(-9, 9)), min_size=1, max_size=4), lag=st.integers(-1, 2)
@@ -78,35 +84,33 @@ class Accumulating(RuleBasedStateMachine):
         rows = torch.tensor([row for row, _ in grad])
         values = torch.tensor([[float(value)] for _, value in grad], dtype=torch.float64)
         step = torch.tensor(max(0, self.model.step + lag))
-        element = (values, step) if self.model.kind == "dense" else (rows, values, step)
-        attempt = Attempt(self.queue, "enqueue", lambda _: None, elements=[element])
-        self.queue.submit(attempt)
-        assert attempt.is_over and attempt.kept == self.model.apply(grad, int(step))
+        element = [values, step] if self.model.kind == "dense" else [rows, values, step]
+        attempt = self.ask("enqueue", {}, element)
+        assert attempt.is_over
+        assert [bool(kept) for kept in outcome(self.described, attempt, {})] == [self.model.apply(grad, int(step))]
 
     @rule(required=st.integers(1, 3))
     def take(self, required: int) -> None:
-        self.takes.append(Attempt(self.queue, "dequeue", lambda _: None, required=required))
-        self.model.takes.append((len(self.takes) - 1, required))
-        self.queue.submit(self.takes[-1])
+        self.model.takes.append((len(self.takes), required))
+        self.takes.append(self.ask("dequeue", {"required": required}))
         self.model.settle()
 
     @rule(which=st.integers(0, 99))
     def withdraw(self, which: int) -> None:
         if self.model.takes:
             number, _ = self.model.takes.pop(which % len(self.model.takes))
-            self.queue.withdraw([self.takes[number]])
+            self.withdrawn(self.takes[number])
             self.model.settle()
 
     @rule(ahead=st.integers(0, 2))
     def set_step(self, ahead: int) -> None:
         self.model.step += ahead
-        step = self.model.step
-        self.queue.submit(Attempt(self.queue, "set_step", lambda _: None, question=lambda o: o.set_step(step)))
+        assert self.ask("set_step", {}, [torch.tensor(self.model.step)]).is_over
 
     @rule()
     def give_back(self) -> None:
         """The last mean that was taken, as by a step that was aborted."""
-        if self.model.means:
+        if self.model.means and isinstance(self.described.machine, QueueMachine):
             number = max(self.model.means)
             del self.model.means[number]
             grads, before = self.model.made_of[number]
@@ -117,14 +121,15 @@ class Accumulating(RuleBasedStateMachine):
 
     @invariant()
     def they_agree(self) -> None:
-        if not hasattr(self, "queue"):
+        if not hasattr(self, "described"):
             return
-        assert self.order.count == len(self.model.held)
+        order = self.held.elements
+        assert len(order) == len(self.model.held) and order.step == self.model.step  # type: ignore[attr-defined]
         for number, mean in self.model.means.items():
-            assert self.found(self.takes[number].taken[0]) == {row: float(value) for row, value in mean.items()}
+            assert self.found(self.taken(self.takes[number])[0]) == {row: float(value) for row, value in mean.items()}
         waiting = {number for number, _ in self.model.takes}
         assert all(not self.takes[number].is_over for number in waiting)
-        (held,) = self.order or [None]
+        (held,) = order or [None]
         assert (held is None) == (not self.model.held)
         if held is not None:
             assert self.found(held) == {row: float(value) for row, value in self.model.mean().items()}
@@ -138,9 +143,12 @@ class Accumulating(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("examples", "steps"), [(80, 25), pytest.param(300, 50, marks=pytest.mark.slow)], ids=["some", "many"]
 )
-def test_random_gradients_give_the_means_of_a_plain_model(examples: int, steps: int) -> None:
+@pytest.mark.parametrize("home", [Here, There])
+def test_random_gradients_give_the_means_of_a_plain_model(home: type, examples: int, steps: int) -> None:
+    machine = Accumulating if home is Here else type("There", (home, Accumulating), {})
+    examples //= 1 if home is Here else 4  # each takes a thread and an event loop
     run_state_machine_as_test(
-        Accumulating, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+        machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     )
 
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import tfnb
+from tests.state.homes import Here, There
 from tests.state.test_queues import in_thread, until
 from tfnb.errors import Cancelled, DeadlineExceeded, InvalidArgument, OutOfRange, QueueClosed, ShapeError
-from tfnb.state.orders import Keyed
-from tfnb.state.queue_machine import Attempt, QueueMachine
+from tfnb.graph.queue import Queue
+from tfnb.state.queue_machine import Attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
 
@@ -63,23 +64,22 @@ class Model:
         self.whole, take["got"] = sorted([*self.whole, *take["got"]]), []
 
 
-class Barriers(RuleBasedStateMachine):
+class Barriers(Here, RuleBasedStateMachine):
     """The same calls on a barrier and its model."""
 
-    @initialize()
-    def make(self) -> None:
-        self.order, self.model = Keyed(parts=2), Model()
-        self.queue = QueueMachine("b", float("inf"), self.order)
+    @initialize(seed=st.integers(0, 99))
+    def make(self, seed: int) -> None:
+        self.model = Model()
+        self.open(Queue("b", float("inf"), [(torch.int64, ())] * 3, kind="barrier", options={"parts": 2}), seed)
         self.pairs: list[tuple[dict[str, Any], Attempt]] = []
         self.number = 0
 
     @rule(part=st.integers(0, 1), keys=st.lists(st.integers(0, 4), max_size=3, unique=True))
     def insert(self, part: int, keys: list[int]) -> None:
-        values = [f"{part}{self.number + place}" for place in range(len(keys))]
+        values = [self.number + place for place in range(len(keys))]
         self.number += len(keys)
-        rows: Any = [(part, key, value) for key, value in zip(keys, values, strict=True)]
-        attempt = Attempt(self.queue, "enqueue", lambda _: None, elements=rows)
-        self.queue.submit(attempt)
+        rows = [torch.tensor(found, dtype=torch.int64) for found in (keys, values)]
+        attempt = self.ask("enqueue", {"many": True, "part": part}, rows)
         ends = {QueueClosed: "refused", InvalidArgument: "double", type(None): "done"}
         assert attempt.is_over and ends[type(attempt.error)] == self.model.insert(part, keys, values)
         self.model.settle()
@@ -87,10 +87,8 @@ class Barriers(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3), some=st.booleans())
     def take(self, count: int, some: bool) -> None:
         asked = {"count": count, "some": some, "got": [], "end": ""}
-        attempt = Attempt(self.queue, "dequeue", lambda _: None, count=count, up_to=some)
-        self.pairs.append((asked, attempt))
+        self.pairs.append((asked, self.ask("dequeue", {"count": count, "up_to": some})))
         self.model.takes.append(asked)
-        self.queue.submit(attempt)
         self.model.settle()
 
     @rule(which=st.integers(0, 99))
@@ -100,16 +98,14 @@ class Barriers(RuleBasedStateMachine):
             (attempt,) = [attempt for found, attempt in self.pairs if found is asked]
             self.pairs = [(found, attempt) for found, attempt in self.pairs if found is not asked]
             self.model.back(asked)
-            self.queue.withdraw([attempt])
+            self.withdrawn(attempt)
             self.model.settle()
 
     @rule(which=st.integers(0, 19))
     def close(self, which: int) -> None:
         if which > 2:  # not too soon
             return
-        attempt = Attempt(self.queue, "close", lambda _: None, cancel_pending=which == 0)
-        was_closed = self.model.closed
-        self.queue.submit(attempt)
+        attempt, was_closed = self.ask("close", {"cancel_pending_enqueues": which == 0}), self.model.closed
         assert attempt.is_over and (attempt.error is None) == (which == 0 or not was_closed)
         self.model.closed = True
         if which == 0:
@@ -118,27 +114,31 @@ class Barriers(RuleBasedStateMachine):
 
     @invariant()
     def they_agree(self) -> None:
-        if not hasattr(self, "queue"):
+        if not hasattr(self, "described"):
             return
-        assert (self.queue.size, self.order.coming()) == (len(self.model.whole), len(self.model.begun))
-        assert [plain(element) for element in self.order] == self.model.whole
+        order = self.held.elements
+        assert (len(order), order.coming()) == (len(self.model.whole), len(self.model.begun))
+        assert [plain(element) for element in order] == self.model.whole
         for asked, attempt in self.pairs:
             assert attempt.is_over == bool(asked["end"])
             assert isinstance(attempt.error, OutOfRange) == (asked["end"] == "end")
-            assert [plain(element) for element in attempt.taken] == asked["got"]
+            assert [plain(element) for element in self.taken(attempt)] == asked["got"]
 
 
 def plain(element: Any) -> Any:
     number, key, *parts = element
-    return int(number), int(key), *parts
+    return int(number), int(key), *map(int, parts)
 
 
 @pytest.mark.parametrize(
     ("examples", "steps"), [(80, 25), pytest.param(300, 60, marks=pytest.mark.slow)], ids=["some", "many"]
 )
-def test_random_inserts_give_the_tuples_of_a_plain_model(examples: int, steps: int) -> None:
+@pytest.mark.parametrize("home", [Here, There])
+def test_random_inserts_give_the_tuples_of_a_plain_model(home: type, examples: int, steps: int) -> None:
+    machine = Barriers if home is Here else type("There", (home, Barriers), {})
+    examples //= 1 if home is Here else 4  # each takes a thread and an event loop
     run_state_machine_as_test(
-        Barriers, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+        machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     )
 
 
