@@ -23,7 +23,7 @@ def _alike(keys: Tensor, values: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
 def table_insert(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
     """The table with these rows, too; of equal keys the last counts.
 
-    Raises ValueError where there is no room, KeyError for the key `EMPTY`.
+    Raises OverflowError where there is no room, KeyError for the key `EMPTY`.
     """
     if (new_keys == EMPTY).any():
         raise KeyError(f"the key {EMPTY} marks an empty place, so no table can have it")
@@ -35,7 +35,9 @@ def table_insert(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Ten
     kept, places = torch.sort(ordered.masked_fill(~is_last, EMPTY), stable=True)
     found = int((kept != EMPTY).sum())
     if found > len(keys):
-        raise ValueError(f"the table has a capacity of {len(keys)} keys and would have {found}: give it a larger one")
+        raise OverflowError(
+            f"the table has a capacity of {len(keys)} keys and would have {found}: give it a larger one"
+        )
     return kept[: len(keys)].clone(), all_values[order[places]][: len(keys)].clone()
 
 

@@ -30,6 +30,8 @@ def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | N
     kind: type[TfnbError] = InvalidArgument
     if _is_out_of_memory(error):
         kind, reason = ResourceExhausted, f"{reason}; feed fewer rows, or set a memory_budget of the session"
+    elif isinstance(error, OverflowError):  # an op of ours that has no room, such as that of a table
+        kind = ResourceExhausted
     node = failing_node(program, error)
     if node is None:
         return kind(f"the run failed: {reason}\n  fed: {fed or 'nothing'}")

@@ -182,7 +182,7 @@ class MutableHashTable(_Table):
     def _become(self, change: Any, *given: torch.Tensor, known: torch.Tensor | None = None) -> Any:
         try:
             keys, values = change(self._keys.read() if known is None else known, self._values.read(), *given)
-        except ValueError as error:
+        except OverflowError as error:
             raise ResourceExhausted(f"table {self.name}: {error}") from error
         except KeyError as error:
             raise InvalidArgument(f"table {self.name}: {error.args[0]}") from error
