@@ -161,7 +161,9 @@ def test_a_queue_lies_where_its_device_says(connect) -> None:
     cluster = connect(2)
     queue.enqueue(1.0)
     assert cluster._queues._here[queue][0] == 1 and used.dequeue() == 2
-    with pytest.raises(InvalidArgument, match="asks for 'ps:7'; the cluster has servers 0 to 1"):
+    with pytest.raises(
+        InvalidArgument, match=r'made under tfnb.device\("ps:7"\), and the cluster has servers ps:0 to ps:1'
+    ):
         lost.size()
 
 
@@ -179,3 +181,25 @@ def test_ten_thousand_waits_on_a_real_server(connect) -> None:
     queue.machine.withdraw(attempts)
     assert _waiting(cluster) == 0 and all(attempt.is_over for attempt in attempts)
     assert time.monotonic() - begin < 5, "a second where nobody else computes"
+
+
+def test_a_queue_that_asks_for_a_server_that_is_not_there(connect) -> None:
+    """The connection is refused before anything moves, and everything works here afterwards."""
+    first, waiting = fifo("first"), fifo("waiting")
+    with tfnb.record() as graph:
+        with tfnb.device("ps:1"):
+            second = fifo("second")
+        taken = second.dequeue(sample=torch.tensor(0.0)) + first.dequeue(sample=torch.tensor(0.0))
+    first.enqueue(1.0), second.enqueue(2.0)
+    thread, found = in_thread(waiting.dequeue)
+    homes = [queue.machine for queue in (first, second)]
+    with pytest.raises(InvalidArgument, match=r'queue second was made under tfnb.device\(".*ps.*1"\).*ps:0.*ps=2'):
+        connect(3)
+    assert [queue.machine for queue in (first, second)] == homes, "nothing was placed"
+    assert tfnb.Session(graph).run(taken) == 3
+    waiting.enqueue(5.0), thread.join(30)
+    assert found == [5.0]
+    first.enqueue(1.0), second.enqueue(2.0)
+    cluster = connect(2)
+    assert tfnb.Session(graph).run(taken) == 3
+    cluster.close()

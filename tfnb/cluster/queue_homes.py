@@ -37,9 +37,15 @@ class QueueHomes:
         self._count, self._lock = itertools.count(), threading.Lock()
 
     def begin(self) -> None:
-        """All queues that are in use go to the servers, and those that are used from now on."""
+        """All queues that are in use go to the servers, and those that are used from now on.
+
+        Raises InvalidArgument for a queue that asks for another server than there is, before any of them moves.
+        """
+        queues = [queue for queue in resources.all_of(QueueHandle) if isinstance(queue.machine, QueueMachine)]
+        for queue in queues:
+            self._asked(queue)
         HOMES.append(self._home)
-        move(resources.all_of(QueueHandle))
+        move(queues)
 
     def used(self, queues: Iterable[Queue]) -> list[tuple[int, str]]:
         """Shard and key of the queues of a step, which runners begin to fill."""
@@ -63,17 +69,24 @@ class QueueHomes:
         weakref.finalize(queue, _forget, home)
         return home
 
-    def _shard(self, queue: Queue) -> int:
+    def _asked(self, queue: Queue) -> int | None:
+        """The shard that a queue asks for, if it asks for one."""
         count = len(self._engine.shards)
         asked = None if queue.device is None else parse(queue.device)
-        if asked is not None and asked.job == "ps":
-            if (asked.task or 0) >= count:
-                raise InvalidArgument(
-                    f"queue {queue.name} asks for {queue.device!r}; the cluster has servers 0 to {count - 1}"
-                )
-            return asked.task or 0
-        taken = [shard for shard, _ in self._here.values()]
-        return min(range(count), key=taken.count)
+        if asked is None or asked.job != "ps":
+            return None
+        shard = asked.task or 0
+        if shard >= count:
+            there = "server ps:0 only" if count == 1 else f"servers ps:0 to ps:{count - 1}"
+            raise InvalidArgument(
+                f'queue {queue.name} was made under tfnb.device("{queue.device}"), and the cluster has {there}: '
+                f"connect with ps={shard + 1}, or make the queue anew without that device"
+            )
+        return shard
+
+    def _shard(self, queue: Queue) -> int:
+        asked, taken = self._asked(queue), [shard for shard, _ in self._here.values()]
+        return min(range(len(self._engine.shards)), key=taken.count) if asked is None else asked
 
     def _asking(self, shard: int) -> Ask:
         async def ask(method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Ok:
