@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import ctypes
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from distributed import Client, LocalCluster
 import tfnb
 from tests.cluster.test_cuts import Counters
 from tests.quick import quick
+from tfnb.errors import ParameterServerLost, TfnbError
 
 MODES = {
     "sync": {},
@@ -128,7 +132,53 @@ def test_a_step_asked_of_a_task_runs_on_its_successor(connect):
     assert member_of(cluster, "task:0").info["pid"] != pid
 
 
-# -- clusters that grow ---------------------------------------------------------------------------------------------
+def deadly():
+    """Register an op that ends its process, or raises what should end it, if it is fed so."""
+    if hasattr(builtins, "deadly"):
+        return
+    library = torch.library.Library("deadly", "DEF")
+    library.define("end(Tensor x) -> Tensor")
+
+    def end(x):
+        how = int(x.flatten()[0])
+        if how == 1:
+            raise SystemExit(3)
+        if how == 2:
+            raise KeyboardInterrupt
+        if how == 3:
+            ctypes.string_at(0)
+        if how == 4:
+            os._exit(1)
+        return x + 1
+
+    library.impl("end", end, "CPU")
+    torch.library.register_fake("deadly::end", torch.empty_like, lib=library)
+    builtins.deadly = library  # for as long as the process lives
+
+
+@pytest.mark.slow
+def test_c63_row26_a_kernel_that_raises_an_exit_or_ends_its_process_writes_nothing(own):
+    deadly()
+    own.run(deadly)
+    with tfnb.record("deadly"):
+        x = tfnb.placeholder(torch.zeros(3), name="x")
+        total = tfnb.Variable(torch.zeros(()), name="total")
+        step = total.assign_add(torch.ops.deadly.end(x).sum())
+    with tfnb.connect(own, ps=1, timeout=SOON) as cluster:
+        for taken, how in enumerate((1.0, 2.0, 3.0, 4.0)):
+            pids = {name: member.info["pid"] for name, member in cluster._engine.places.items()}
+            with pytest.raises(TfnbError):
+                tfnb.run(step, {x: torch.full((3,), how)}, timeout=SOON)
+            until(lambda: len(cluster.tasks) == 2)
+            if how < 3:
+                assert {name: member.info["pid"] for name, member in cluster._engine.places.items()} == pids
+            else:
+                until(lambda: len(own.run(deadly, on_error="ignore")) == 3)
+            assert tfnb.run(step, {x: torch.zeros(3)}, timeout=SOON).item() == 3.0 * (taken + 1)
+    assert total.value().item() == 12
+
+
+# -- clusters that grow and shrink -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,6 +211,39 @@ def test_c60_workers_that_are_added_in_mid_training_take_part(own, mode):
         if mode == "sync":
             assert all(member.late == 0 for member in cluster._engine.tasks), "every task's rows count"
     assert c.counts() == [float(done.steps + 1)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_c63_row27_a_cluster_scaled_down_in_mid_training_ends_tasks_before_servers(own, mode):
+    c = Counters()
+    with tfnb.connect(own, ps=1, timeout=SOON) as cluster:
+        tfnb.run(c.train, {c.x: torch.ones(4)})
+        data = rows(c, lambda: len(cluster.tasks) == 1, at=(30, lambda: own.cluster.scale(2)))
+        done = tfnb.fit(c.train, data, **MODES[mode])
+        assert cluster.tasks == ("task:0",) and cluster.step == done.steps + 1
+        until(lambda: "left at step" in str(cluster.status()))
+        said = [line for line in str(cluster.status()).splitlines() if "left at step" in line]
+        assert len(said) == 1 and "task:1" in said[0], said
+    assert c.counts() == [float(done.steps + 1)] * 2
+
+
+@pytest.mark.slow
+def test_c63_row27_a_client_that_restarts_all_workers_ends_the_training_with_a_typed_error(own):
+    c = Counters()
+    cluster = tfnb.connect(own, ps=1, timeout=SOON)
+    for _ in range(3):
+        tfnb.run(c.train, {c.x: torch.ones(4)})
+    cluster.pull()
+    with pytest.raises(ParameterServerLost, match="of step 3: ") as lost:
+        tfnb.fit(c.train, rows(c, lambda: False, at=(30, partial(own.restart, timeout=SOON))))
+    assert "goes on without the cluster" in str(lost.value) and c.counts() == [3.0] * 2
+    with pytest.warns(UserWarning, match="the cluster was lost"):
+        tfnb.run(c.train, {c.x: torch.ones(4)})
+    cluster.close()
+    with tfnb.connect(own, ps=1, timeout=SOON):
+        assert tfnb.fit(c.train, {c.x: torch.ones(40)}, batch_size=4).steps == 10
+    assert c.counts() == [14.0] * 2
 
 
 REFUSED = {

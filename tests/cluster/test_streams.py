@@ -217,6 +217,7 @@ def test_a_stopped_server_is_unknown_by_the_deadline_and_applies_once(server):
     assert server.value() == 7.0 and server.applied() == before + 1
 
 
+@pytest.mark.filterwarnings("ignore:closed without the last values")  # of the server that is killed
 def test_a_killed_server_ends_the_call_at_once_and_another_thread_can(server, dask):
     for how in ("end", "kill"):
         stream = server.stream()

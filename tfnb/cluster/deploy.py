@@ -387,6 +387,13 @@ def roles(workers: int, ps: int | None) -> Roles:
     return Roles(max(1, workers - servers), servers, ps)
 
 
+def _by_name(worker: tuple[str, dict[str, Any]]) -> tuple[int, str, str]:
+    """Key that puts worker 2 before worker 10."""
+    addr, facts = worker
+    name = str(facts.get("name"))
+    return len(name), name, addr
+
+
 async def workers_of(
     client: Client, least: int, timeout: float, progress: Progress | None = None
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
@@ -397,7 +404,7 @@ async def workers_of(
         if progress is not None:
             progress.found("workers", sorted(str(facts.get("name", addr)) for addr, facts in found.items()), least)
         if len(found) >= least:
-            return dict(sorted(found.items(), key=lambda item: (str(item[1].get("name")), item[0])))
+            return dict(sorted(found.items(), key=_by_name))
         if time.monotonic() > end:
             raise DeadlineExceeded(
                 f"the Dask cluster at {scheduler_address(client)} has {len(found)} of {least} workers after "
@@ -530,7 +537,8 @@ async def _ensure_tfnb(client: Client, addr: str, end: float) -> None:
 async def _start_on(
     client: Client, link: ClientLink, addrs: Sequence[str], who: Roles, end: float, progress: Progress
 ) -> tuple[list[Member], list[Member], str]:
-    names = {a: f"task:{i}" if i < who.tasks else f"ps:{i - who.tasks}" for i, a in enumerate(addrs)}
+    first = len(addrs) - who.tasks  # servers are the oldest workers: Dask's `scale` ends the youngest
+    names = {a: f"ps:{i}" if i < first else f"task:{i - first}" for i, a in enumerate(addrs)}
     owner = uuid.uuid4().hex[:8]
     futures = {name: submit(client, name, addr, owner) for addr, name in names.items()}
     await started(client, futures, end, progress)
