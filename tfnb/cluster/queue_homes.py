@@ -19,7 +19,7 @@ from tfnb.cluster.engine import Engine
 from tfnb.cluster.messages import Failed, Ok, raised
 from tfnb.cluster.queues_there import CONFIRM, Ask, Channels, RemoteQueue
 from tfnb.cluster.transport import ClientLink
-from tfnb.errors import FailedPrecondition, InvalidArgument, ParameterServerLost, TfnbError
+from tfnb.errors import FailedPrecondition, InvalidArgument, TfnbError
 from tfnb.graph import resources
 from tfnb.graph.device_request import parse
 from tfnb.graph.queue import Queue
@@ -120,9 +120,7 @@ class QueueHomes:
             if self._engine.shards[shard].alive:
                 self._engine.later(self._try_home(queue, machine))
             else:
-                held = machine.level.size
-                why = ParameterServerLost(f"queue {queue.name} was lost with its server, and about {held} elements")
-                machine.channel.close(why)
+                machine.channel.close(error)  # of all queues on that server
                 machine.lose(queue)
         self._here.clear()
 

@@ -24,7 +24,7 @@ import torch
 from tfnb.cluster.messages import Failed, Ok, raised
 from tfnb.cluster.objects import BYTES, ENTRIES, write_queue
 from tfnb.cluster.wire import size
-from tfnb.errors import Cancelled, OutOfRange, StepAborted, TfnbError, Unavailable
+from tfnb.errors import Cancelled, OutOfRange, ParameterServerLost, StepAborted, TfnbError, Unavailable
 from tfnb.graph.queue import Queue
 from tfnb.state.orders import Element, unpacked
 from tfnb.state.queue_machine import Attempt, Home, Level, QueueMachine
@@ -300,6 +300,9 @@ class RemoteQueue:
             if self._coming is not None and about["error"]["tag"] in ("Cancelled", "StepAborted"):
                 return  # it goes home with the queue, see `come_home`
             attempt.error = _error(about["error"])
+            if isinstance(attempt.error, ParameterServerLost):
+                held = f"{attempt.act}: its server is lost, and with it about {self.level.size} {self.level.noun}"
+                attempt.error.message = f"{held}.\n  {attempt.error.message}"
             attempt.error.enqueued = attempt.enqueued
             if isinstance(attempt.error, OutOfRange):
                 attempt.error.__cause__ = self.cause
