@@ -22,7 +22,7 @@ from tfnb.magics.watch_names import settle
 
 NAMES = (
     "tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload", "tfwatch",
-    "tfbreak", "tfcompare",
+    "tfbreak", "tfcompare", "tfcache",
 )  # fmt: skip
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is

@@ -437,6 +437,21 @@ class TfnbMagics(Magics):
             display(error.details)
 
     @magic(
+        argument("switch", nargs="?", choices=("on", "off"), help="begin or end to reuse values (off)"),
+        argument("--clear", action="store_true", help="drop the values"),
+    )
+    def tfcache(self, line: str, cell: str | None = None) -> Any:
+        """Let runs reuse the values of nodes that did not change, also after an edit; bare: bytes held and hits.
+
+        %tfcache on
+        """
+        options = self._line_only(self.tfcache, line, cell)
+        if options.help:
+            return self._help(self.tfcache)
+        on, graph = {"on": True, "off": False, None: None}[options.switch], self._graph(options.graph)
+        return self._out(options, tfnb.reuse_values(on, clear=options.clear, graph=graph))
+
+    @magic(
         argument("fetch", nargs="?", metavar="FETCH", help="what each step runs"),
         argument(
             "-f", "--feed", action="append", nargs="+", default=[], metavar="NAME=EXPR", help="arrays of the data"

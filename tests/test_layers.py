@@ -36,6 +36,7 @@ BELOW = {
     "structures": "gradients feeding",
     "breakpoints": "execution structures",
     "prepared": "breakpoints feeding execution placement structures",
+    "value_cache": "prepared",
     "step_runner": "prepared state",
     "session": "cluster step step_runner structures control_flow",
     "step": "execution feeding",

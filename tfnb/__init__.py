@@ -49,6 +49,7 @@ _HOME = {
     "tfnb.state.lookup_tables": ("HashTable", "MutableHashTable", "string_keys"),
     "tfnb.state.input_sources": ("FixedLengthRecordReader", "Source", "TextLineReader", "WholeFileReader"),
     "tfnb.state.token_queue": ("TokenQueue",),
+    "tfnb.value_cache": ("reuse_values",),
     "tfnb.watching": ("Watch", "watch"),
     "tfnb.state.queues": ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "RandomShuffleQueue"),
 }  # fmt: skip

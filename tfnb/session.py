@@ -197,6 +197,11 @@ class Session:
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
         if not trace and isolation is None and check is None:
+            if (cache := self.graph.attached.get("values")) is not None and not self._is_twin and self.cluster is None:
+                plan = cache.plan(prepared, prepared.feeder.fed(feeds.values()))
+                if plan is not None:
+                    again = {**feeds, **plan.feeds}
+                    return plan.taken(*self._generated().run((fetches, plan.kept), again, timeout=timeout))
             results = self._directly(prepared, feeds.values(), timeout)
             if results is not None:
                 return prepared.rebuild(results)
@@ -252,15 +257,19 @@ class Session:
     ) -> tuple[Any, dict[str, torch.Tensor]]:
         """`run`, in generated code, and those of ``more`` (Values and Variables) that there are in the step anyway."""
         __tracebackhide__ = True
+        step = self._prepare(fetches, parts_of(tuple(feeds))).code.step
+        made = step.graph.contents.by_id.keys() - {value.node for value in step.feeds}
+        there = {name: item for name, item in more.items() if isinstance(item, Variable) or item.node in made}
+        results, values = self._generated().run((fetches, there), feeds, **options)
+        return results, values
+
+    def _generated(self) -> Session:
+        """The same session in generated code, for runs with further fetches and feeds, which are no runs of users."""
         if self._twin is None:
             self._twin = Session(self.graph, cluster=self._cluster, compile="off", executor=self._executor,
                                  memory_budget=self.memory_budget)  # fmt: skip
             self._twin._once, self._twin._is_twin, self._twin._steps.runs = self._once, True, self.runs
-        step = self._prepare(fetches, parts_of(tuple(feeds))).code.step
-        made = step.graph.contents.by_id.keys() - {value.node for value in step.feeds}
-        there = {name: item for name, item in more.items() if isinstance(item, Variable) or item.node in made}
-        results, values = self._twin.run((fetches, there), feeds, **options)
-        return results, values
+        return self._twin
 
     def passes(self, fetches: Any, feeds: Iterable[Any] = (), *, sizes: Mapping[str, int] | None = None) -> Passes:
         """What the passes make of what a run of ``fetches`` needs: nodes, bytes and predicted peak after each.

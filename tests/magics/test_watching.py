@@ -67,3 +67,11 @@ def test_ways_to_train_are_compared(net):
     assert list(ran.result.runs) == ["small", "large"] and len(ran.result.runs["small"][1]) == 30
     assert "base" not in net.names and "<svg" in ran.result._repr_html_()
     assert "near: loss" in str(net.run("%%tfcompare train -w los -f x=images\na = {}").error)
+
+
+def test_runs_after_an_edit_reuse_values(net):
+    assert net.ok("%tfcache").result is None
+    net.ok("%tfcache on")
+    net.ok("tfnb.run(loss, {x: torch.ones(4, 3)})\ntfnb.run(loss, {x: torch.ones(4, 3)})")
+    assert "7 nodes were reused, 7 computed" in repr(net.ok("%tfcache").result)
+    assert net.ok("%tfcache --clear").result.bytes == 0 and net.ok("%tfcache off").result is None
