@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import tfnb
+from tests.state.distance import queues_there
 from tfnb.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -28,6 +30,7 @@ from tfnb.errors import (
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.state import waits
 from tfnb.state.queue_machine import Attempt, QueueMachine, give_back
+from tfnb.state.queue_operations import attempt_on
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")  # on a machine that does much else
 
@@ -352,6 +355,26 @@ def test_ten_thousand_waits_hold_no_threads_and_can_be_cancelled() -> None:
     assert isinstance(found[0], Cancelled) and not queue.machine.lines["dequeue"]
     queue.enqueue(1.0)
     assert queue.size() == 1
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_ten_thousand_puts_that_wait_are_cancelled_by_a_close(there: bool) -> None:
+    with queues_there() if there else nullcontext() as home:
+        queue, ended = tfnb.FIFOQueue(1, torch.float32, (), name="full"), list[Attempt]()
+        queue.enqueue(1.0)
+        before = threading.active_count()
+        one = torch.tensor(2.0)
+        for attempt in [attempt_on(queue, "enqueue", ended.append, {}, [one]) for _ in range(10_000)]:
+            attempt.machine.submit(attempt)
+        held = queue.machine if home is None else home.machine(queue)
+        until(lambda: held.level.enqueues == 10_000, 60)
+        assert threading.active_count() <= before + 8 and not ended
+        begin = time.process_time()
+        queue.close(cancel_pending_enqueues=True)
+        until(lambda: len(ended) == 10_000, 60)
+        assert time.process_time() - begin < 2, "a second where nobody else computes"
+        assert all(isinstance(attempt.error, Cancelled) for attempt in ended)
+        assert [float(element) for element in queue] == [1.0]
 
 
 def test_a_deadline_takes_back_what_waits_and_says_what_it_was() -> None:

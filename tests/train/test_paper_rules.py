@@ -154,8 +154,9 @@ def test_ftrl_makes_small_weights_zero() -> None:
     assert float(w[1].detach()) == 0.0
 
 
-@pytest.mark.parametrize("make", [train.Ftrl, train.LBFGS, train.ExponentialMovingAverage])
-def test_rules_that_torch_lacks_are_short(make: Any) -> None:
+@pytest.mark.parametrize("make", [*(row[0] for row in RULES.values()), train.SGD, train.AdamW, train.LazyAdam,
+                                  train.ExponentialMovingAverage])  # fmt: skip
+def test_every_rule_is_short(make: Any) -> None:
     body = inspect.getsource(make).split('"""')
     code = [line for line in "".join(body[::2]).splitlines() if line.strip()]
     assert len(code) <= 30
