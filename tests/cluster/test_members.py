@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from dask import config as dask_config
@@ -299,3 +300,30 @@ def test_a_worker_started_by_hand_takes_part(own):
         until(lambda: len(cluster.tasks) == 2)
         assert tfnb.fit(c.train, {c.x: torch.ones(60)}, batch_size=6).steps == 10
     assert c.counts() == [float(done.steps + 11)] * 2
+
+
+def used(member):
+    """Threads and open files of a process."""
+    process = psutil.Process(member if isinstance(member, int) else member.info["pid"])
+    return process.num_threads(), process.num_fds()
+
+
+@pytest.mark.slow
+def test_c13_threads_and_connections_stay_as_they_are_over_many_calls(own):
+    c = Counters()
+    with tfnb.connect(own, ps=1, timeout=SOON) as cluster:
+        processes = [os.getpid(), *cluster._engine.places.values(), *cluster._engine.servers]
+        data = {c.x: torch.ones(4000)}
+
+        def work(steps):
+            for mode in ("sync", "async"):
+                tfnb.fit(c.train, data, batch_size=4, steps=steps, mode=mode)
+            for _ in range(steps // 10):
+                tfnb.run(c.train, {c.x: torch.ones(4)})
+
+        work(200)
+        before = [used(process) for process in processes]
+        work(10_000)
+        for (threads, files), process in zip(before, processes, strict=True):
+            now = used(process)
+            assert now[0] <= threads + 2 and now[1] <= files + 4, (process, now, threads, files)
