@@ -11,7 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from tfnb.errors import Cancelled, StepAborted
+from tfnb.cluster.messages import aborted
+from tfnb.errors import Cancelled
 from tfnb.execution.running import Running
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ async def in_thread(executor: ThreadPoolExecutor, function: Callable[[], T]) -> 
         return result  # type: ignore[return-value]
     if isinstance(error, Exception):
         raise error
-    raise StepAborted(f"a kernel raised {type(error).__name__}: {error}; nothing was written") from error
+    raise aborted(error) from error
 
 
 class _Call:

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from tfnb.cluster.core import Arrived, Core, Effect, Event, Reply, Send
-from tfnb.cluster.messages import OpId, Request, failed
-from tfnb.errors import StepAborted
+from tfnb.cluster.messages import OpId, Request, aborted, failed
 
 UNHEARD = -1  # the ticket of what a shard is told by another one here: nobody waits for the answer
 
@@ -77,7 +76,4 @@ def _effects(core: Core, event: Event, now: float) -> list[Effect]:
     except BaseException as error:  # also SystemExit of a kernel: it becomes data at this edge; nothing was written
         if not isinstance(event, Arrived):
             raise
-        if not isinstance(error, Exception):
-            aborted = StepAborted(f"a kernel raised {type(error).__name__}: {error}; nothing was written")
-            aborted.__cause__, error = error, aborted
-        return [Reply(event.ticket, failed(error))]
+        return [Reply(event.ticket, failed(error if isinstance(error, Exception) else aborted(error)))]

@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 EPOCH = 1
 SAID_AFTER = 2.0  # seconds
+LOOK = 0.5  # seconds between two looks at who is there
 # of processes that we start: a large message is not put together again
 ENVIRONMENT = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
 _SETTINGS = {
@@ -429,8 +430,11 @@ def submit(client: Client, name: str, addr: str, owner: str) -> Any:
     )  # fmt: skip
 
 
-async def started(client: Client, futures: Mapping[str, Any], end: float, progress: Progress) -> None:
-    """Wait until every actor stands; raises what its worker raised."""
+async def started(
+    client: Client, futures: Mapping[str, Any], addrs: Mapping[str, str], end: float, progress: Progress
+) -> None:  # fmt: skip
+    """Wait until every actor stands, each at its address; raises what its worker raised, WorkerGone where it left."""
+    looked = time.monotonic()
     while True:
         states = {name: future.status for name, future in futures.items()}
         for name, state in states.items():
@@ -448,6 +452,11 @@ async def started(client: Client, futures: Mapping[str, Any], end: float, progre
         if time.monotonic() > end:
             waiting = ", ".join(name for name, state in states.items() if state == "pending")
             raise DeadlineExceeded(f"the tasks {waiting} did not start in time")
+        if time.monotonic() - looked > LOOK:  # Dask lets an actor wait for ever for a worker that has left
+            there, looked = await identities(client), time.monotonic()
+            for name, addr in addrs.items():
+                if states[name] == "pending" and addr not in there:
+                    raise WorkerGone(f"the worker of task {name} left while it started")
         await asyncio.sleep(0.01)
 
 
@@ -512,7 +521,7 @@ async def joined(
     await _ensure_tfnb(client, addr, end)
     future = submit(client, name, addr, uuid.uuid4().hex[:8])
     try:
-        await started(client, {name: future}, end, Progress())
+        await started(client, {name: future}, {name: addr}, end, Progress())
         peer, info = await greet(link, addr, str(future.key), end)
         member = Member(name, peer, future, info)
         await configure(link, [member], servers, end)
@@ -541,7 +550,7 @@ async def _start_on(
     names = {a: f"ps:{i}" if i < first else f"task:{i - first}" for i, a in enumerate(addrs)}
     owner = uuid.uuid4().hex[:8]
     futures = {name: submit(client, name, addr, owner) for addr, name in names.items()}
-    await started(client, futures, end, progress)
+    await started(client, futures, {name: addr for addr, name in names.items()}, end, progress)
     members, route = [], "direct"
     for addr, name in names.items():
         peer = Peer(addr, str(futures[name].key), 0)

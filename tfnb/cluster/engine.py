@@ -424,7 +424,7 @@ class Engine:
         if not member.info.get("nanny"):
             self.notes.append(f"{late} and is given up: no nanny would start another process")
         elif not self.restarts.spend(time.monotonic()):
-            self.notes.append(f"{late} and is given up: {self.restarts}")
+            self.notes.append(f"{late} and is given up: {self.restarts}. Connect again to use its worker")
         else:
             await self.link.call(member.peer, "quit", epoch=self.epoch, deadline=time.monotonic() + GRACE)
             self.notes.append(f"{late}; its process was replaced")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb import errors
-from tfnb.errors import TfnbError
+from tfnb.errors import StepAborted, TfnbError
 
 
 class Peer(NamedTuple):
@@ -132,6 +132,12 @@ def failed(error: BaseException, task: str | None = None) -> Failed:
         return Failed(type(error).__name__, error.message, details | ({"notes": notes} if notes else {}))
     tag = next((name for kind, name in _BUILTINS if isinstance(error, kind)), "Internal")
     return Failed(tag, f"{type(error).__name__}: {error}", {"task": task, "kind": type(error).__name__})
+
+
+def aborted(error: BaseException) -> StepAborted:
+    """What a step fails with whose kernel raised SystemExit or its like, which must not end the process."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return StepAborted(f"a kernel raised {text}; nothing was written")
 
 
 def raised(failure: Failed) -> TfnbError:

@@ -16,12 +16,11 @@ from itertools import chain, count
 
 from distributed import Client
 
-from tfnb.cluster.deploy import WorkerGone, identities, joined
+from tfnb.cluster.deploy import LOOK, WorkerGone, identities, joined
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.members import Member
 from tfnb.errors import VersionMismatch
 
-LOOK = 0.5  # seconds between two looks at the scheduler's list
 STARTS_WITHIN = 60.0  # seconds that a worker has for its task
 
 
@@ -57,13 +56,16 @@ class Supervisor:
                 self._look(found)
 
     def _say_who_left(self) -> None:
-        engine = self._engine
+        engine, left = self._engine, list[Member]()
         for member in engine.places.values():
             if not member.is_there and member not in self._gone:
                 member.lose()
                 self._gone.add(member)
                 engine.bury(member)
-                engine.say(f"{member.name} ({member.peer.addr}) left at step {engine.step}: {self._width()}")
+                left.append(member)
+        if left:
+            names = ", ".join(f"{member.name} ({member.peer.addr})" for member in left)
+            engine.say(f"{names} left at step {engine.step}: {self._width()}")
 
     def _width(self) -> str:
         """``3 compute tasks``."""
