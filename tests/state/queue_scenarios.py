@@ -176,6 +176,50 @@ SCENARIOS: dict[str, tuple[Mapping[str, Any], Sequence[tuple[Any, ...]]]] = {
         ("apply", [3, 1, 3], [[1], [2], [4]], 0), ("take_grad", 1), ("apply", [3, 1, 3], [[1], [2], [4]], 1),
         ("apply", [3], [[3]], 1), ("take_grad", 2),
     ]),
+    "a cancel with takes that wait": (FIFO, [
+        ("start", "take_many", 3), ("put", 1), ("start", "take"), ("cancel",), ("join", 0), ("join", 1), ("size",),
+    ]),
+    "a take of a part is served when the queue opens up": (small(FIFO, 1), [
+        ("start", "put_many", [1, 2, 3]), ("take_up_to", 2), ("take_up_to", 1), ("join", 0), ("late", "take_up_to", 1),
+    ]),
+    "no elements of a closed queue": (FIFO, [
+        ("put", 1), ("close",), ("take_many", 0), ("take_up_to", 0), ("take",), ("take_many", 0), ("take_up_to", 0),
+        ("put_many", []),
+    ]),
+    "a number of elements below none": (FIFO, [("put", 1), ("take_many", -1), ("take_up_to", -1), ("size",)]),
+    "a full shuffled queue": (small(POOL, 4), [
+        ("put_many", [5, 5, 5, 5]), ("start", "put", 5), ("size",), ("take",), ("join", 0),
+        ("late", "put_many", [5, 5]), ("size",), ("start", "put", 5), ("cancel",), ("join", 1), ("take_up_to", 9),
+    ]),
+    "a shuffled batch of what may be taken": (POOL, [
+        ("put_many", [5, 5, 5, 5]), ("late", "take_up_to", 2), ("size",), ("close",), ("take_up_to", 9),
+        ("take_up_to", 9),
+    ]),
+    "rows of one length are filled up, too": (LINES, [
+        ("put_many", [[1, 2], [3, 4]]), ("put", [5]), ("take_many", 3), ("late", "take_many", 1), ("close",),
+        ("take_many", 1), ("put", [1]),
+    ]),
+    "a full queue of ranks": ({**RANKS, "capacity": 2}, [
+        ("put_many", [2, 1], [0.2, 0.1]), ("start", "put", 0, 0.5), ("size",), ("take",), ("join", 0), ("take",),
+        ("start", "take_many", 2), ("put", 9, 0.9), ("join", 1), ("late", "take"), ("cancel",), ("put", 1, 1),
+        ("take",),
+    ]),
+    "ranks of a wrong shape": (RANKS, [("put", [3, 4], 0.3), ("put_many", [3, 4], [0.3]), ("size",)]),
+    "parts of a wrong shape": (BARRIER, [
+        ("insert", 0, [1, 2], [1]), ("insert", 0, [1], [[1, 2]]), ("size",), ("begun",),
+    ]),
+    "a key that is there twice": (BARRIER, [
+        ("insert", 0, [4, 4], [1, 2]), ("begun",), ("insert", 1, [4], [40]), ("size",), ("take_keys", 1),
+    ]),
+    "barriers end who waits for too many": (BARRIER, [
+        ("insert", 0, [1, 2], [1, 2]), ("start", "take_keys", 3), ("start", "take_some", 1), ("close",), ("join", 0),
+        ("insert", 1, [2], [20]), ("join", 1), ("cancel",), ("take_some", 2), ("close",),
+    ]),
+    "rows that are outside": (ROWS, [("apply", [7], [[4]], 0), ("count",), ("take_grad", 0)]),
+    "a step of the past": (ROWS, [
+        ("set_step", 3), ("apply", [0], [[4]], 2), ("count",), ("apply", [0], [[4]], 3), ("set_step", 1),
+        ("apply", [0], [[8]], 1), ("count",), ("take_grad", 2), ("late", "take_grad", 1),
+    ]),
     "rows of a wrong shape": (ROWS, [("apply", [0], [[4, 5]], 0), ("apply", [0, 1], [[4]], 0), ("count",)]),
 }  # fmt: skip
 

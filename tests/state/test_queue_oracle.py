@@ -36,6 +36,18 @@ OURS: Mapping[str, tuple[list[Any], str]] = {
         [None, None, None, [[1, 2, 3], [[1.0, 2.0, 3.0], [10, 20, 30]]], [[], [[], []]]],
         "TensorFlow gives keys of one insert_many in the order in which they became whole",
     ),
+    "a shuffled batch of what may be taken": (
+        [None, "DeadlineExceeded", 4, None, [5, 5, 5, 5], "OutOfRange"],
+        "TensorFlow loses the element that a dequeue_up_to had taken before its deadline",
+    ),
+    "parts of a wrong shape": (
+        ["InvalidArgument", "InvalidArgument", 0, 0],
+        "TensorFlow's Barrier takes a part of another shape, which fits no batch later",
+    ),
+    "barriers end who waits for too many": (
+        [None, None, "OutOfRange", None, "OutOfRange", None, [[2], [[2.0], [20]]], "Cancelled"],
+        "TensorFlow ends a take with OutOfRange that comes after the close, and lets one wait on that came before it",
+    ),
     "rows named twice": (
         [None, [[1, 3], [[2.0], [5.0]]], None, None, [[1, 3], [[2.0], [4.0]]]],
         "TensorFlow keeps rows apart that one gradient names twice, and adds another gradient to one of them",
