@@ -29,7 +29,7 @@ SHOWN = (
     "tfnb.graph.spec.Spec", "tfnb.recording.values.tensor.Operation", "tfnb.session.Session", "tfnb.fitting.RunResult",
     "tfnb.background.RunHandle", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.text_table.Table",
     "tfnb.watching.Watch", "tfnb.graph.queue.Queue", "tfnb.breakpoints.Stopped",
-    "tfnb.comparing.Comparison",
+    "tfnb.comparing.Comparison", "tfnb.state.checkpoint.Checkpoint",
 )  # fmt: skip
 
 PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too

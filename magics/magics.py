@@ -539,8 +539,7 @@ class TfnbMagics(Magics):
         options = self._line_only(self.tfsave, line, cell)
         if options.help or not options.file:
             return self._help(self.tfsave)
-        tfnb.session.default_session(self._graph(options.graph)).save(options.file)
-        return self._out(options, options.file)
+        return self._out(options, tfnb.session.default_session(self._graph(options.graph)).save(options.file))
 
     @magic(
         argument("file", nargs="?", type=Path, help="a .safetensors file"),
@@ -635,6 +634,7 @@ class TfnbMagics(Magics):
             tfnb.Tensor: tfnb.view.tensor_html, tfnb.Variable: tfnb.view.variable_html, tfnb.Spec: tfnb.view.spec_html,
             tfnb.Operation: tfnb.view.operation_html, tfnb.Session: tfnb.view.session_html,
             tfnb.view.reprs.Queue: tfnb.view.queue_html, tfnb.breakpoints.Stopped: tfnb.view.values_html,
+            tfnb.session.checkpoint.Checkpoint: tfnb.view.checkpoint_html,
         }  # fmt: skip
         card = next((card for kind, card in cards.items() if isinstance(shown, kind)), None)
         return shown._repr_html_() if card is None else card(shown)

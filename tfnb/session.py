@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -513,8 +514,8 @@ class Session:
 
     # -- files ----------------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path) -> None:
-        """Write the graph's variables to one safetensors file.
+    def save(self, path: str | Path) -> checkpoint.Checkpoint:
+        """Write the graph's variables to one safetensors file; the result says what it holds.
 
         With them go the positions of its random streams, of sources, and of a training that is not at its end, so that
         ``fit(resume=path)`` goes on from there. A callback of `fit` may call it.
@@ -529,7 +530,7 @@ class Session:
             with LOCKS.read(*variables.values()):  # no step in between
                 values, positions = {label: variable.value() for label, variable in variables.items()}, self.positions
         about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), **positions}
-        checkpoint.save(path, values, about)
+        return checkpoint.save(path, values, about)
 
     @property
     def positions(self) -> dict[str, Any]:
@@ -555,7 +556,9 @@ class Session:
         for source in self._sources.values():
             self.reads(source)
 
-    def restore(self, path: str | Path, *, strict: bool = True, mapping: Mapping[str, str] | None = None) -> Session:
+    def restore(
+        self, path: str | PathLike[str], *, strict: bool = True, mapping: Mapping[str, str] | None = None
+    ) -> Session:
         """Assign the variables from a file, all or none; returns the session.
 
         Random nodes draw what they would have drawn after the save: the graph takes the seed, the session its number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,7 +197,10 @@ def test_table_says_the_same_as_text_and_html(net):
 
 def test_variables_survive_a_file(net, tmp_path):
     weight = net.names["model"].weight.detach().clone()
-    net.ok(f"%tfsave {tmp_path / 'net.safetensors'}")
+    saved = net.ok(f"%tfsave {tmp_path / 'net.safetensors'}").result
+    html = tfnb.view.checkpoint_html(saved)
+    for fact in ("net.safetensors", f"{Path(saved).stat().st_size:,}", "steps", *saved.specs, "float32["):
+        assert fact in repr(saved) and fact in html
     with torch.no_grad():
         net.names["model"].weight.zero_()
     net.ok(f"%tfload {tmp_path / 'net.safetensors'}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,43 @@ from tfnb.graph.files import read_tensors, write_tensors
 FORMAT, VERSION = "tfnb-variables", 1
 
 
-def save(path: str | Path, variables: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was written: the file, and what it holds. Stands for the file's path where one is asked for."""
+
+    file: Path
+    bytes: int  # of the file
+    specs: Mapping[str, Spec]
+    meta: Mapping[str, Any]
+
+    def __fspath__(self) -> str:
+        return str(self.file)
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What both forms say."""
+        found = [(name, str(self.meta[name])) for name in ("graph", "graph_hash") if name in self.meta]
+        for name, key in (("training", "steps"), ("streams", "runs")):
+            found += [(key, str(self.meta[name][key]))] if name in self.meta else []
+        found += [("sources", ", ".join(self.meta["sources"]))] if self.meta.get("sources") else []
+        return [*found, ("bytes", f"{self.bytes:,}"), *((name, str(spec)) for name, spec in self.specs.items())]
+
+    def __repr__(self) -> str:
+        return "\n".join([f"{self.file}: {len(self.specs)} variables", *(f"  {a}: {b}" for a, b in self.facts)])
+
+
+def save(path: str | Path, variables: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Checkpoint:
     """Write the tensors and ``meta`` (JSON: step, graph, hash of the graph ...); replaces an older file as a whole.
 
     Raises CheckpointWriteError, with the older file unchanged, where the file cannot be written.
     """
-    write_tensors(Path(path), variables, {"format": FORMAT, "version": VERSION, "meta": dict(meta)})
+    file = Path(path)
+    write_tensors(file, variables, {"format": FORMAT, "version": VERSION, "meta": dict(meta)})
+    specs = {label: _shown(tensor) for label, tensor in variables.items()}
+    return Checkpoint(file, file.stat().st_size, specs, dict(meta))
 
 
-def load(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors by label, and ``meta``.
 
     Raises CheckpointCorrupt naming file and key, or CheckpointIncompatible for a file of another kind or version.

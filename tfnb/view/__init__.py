@@ -14,10 +14,19 @@ from tfnb.view.export import (
     trace_html,
 )
 from tfnb.view.listing import text_tree
-from tfnb.view.reprs import operation_html, queue_html, session_html, spec_html, tensor_html, values_html, variable_html
+from tfnb.view.reprs import (
+    checkpoint_html,
+    operation_html,
+    queue_html,
+    session_html,
+    spec_html,
+    tensor_html,
+    values_html,
+    variable_html,
+)
 
 __all__ = [
-    "Drawing", "difference_html", "graph_bundle", "graph_dot", "graph_graphml", "graph_html", "graph_networkx",
-    "graph_png", "graph_svg", "operation_html", "queue_html", "session_html", "spec_html", "tensor_html", "text_tree",
-    "timeline_of", "trace_html", "values_html", "variable_html",
+    "Drawing", "checkpoint_html", "difference_html", "graph_bundle", "graph_dot", "graph_graphml", "graph_html",
+    "graph_networkx", "graph_png", "graph_svg", "operation_html", "queue_html", "session_html", "spec_html",
+    "tensor_html", "text_tree", "timeline_of", "trace_html", "values_html", "variable_html",
 ]  # fmt: skip

@@ -22,7 +22,10 @@ Facts = list[tuple[str, str]]
 
 _BARS = 24
 FEW = 4  # numbers that a closed repr shows
-_TABLE = 'style="border-collapse:collapse;font:12px Menlo,Consolas,monospace;margin:4px 0"'
+_TABLE = (
+    'style="border-collapse:collapse;max-width:520px;overflow-wrap:anywhere;font:12px Menlo,Consolas,monospace;'
+    'margin:4px 0"'
+)
 _CELL = 'style="text-align:left;padding:1px 12px 1px 0;vertical-align:top"'
 
 
@@ -56,6 +59,11 @@ def variable_facts(variable: Variable) -> Facts:
     found = [("bytes", _bytes(variable.spec)), ("home", "here" if here else str(variable.home))]
     found.append(("trainable", "yes" if variable.trainable else "no"))
     return [*found, ("value", _numbers(variable.storage) if here else "not fetched: use .value()")]
+
+
+def checkpoint_html(checkpoint: Any) -> str:
+    """A file of variables: its path, the step, and what it holds."""
+    return _details(f"{checkpoint.file}  {len(checkpoint.specs)} variables", checkpoint.facts, "")
 
 
 def values_html(values: Any) -> str:
