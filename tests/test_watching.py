@@ -169,6 +169,23 @@ def test_what_is_seen_goes_into_event_files(net: Any, tmp_path: Path) -> None:
         for a, b in batches(3):
             tfnb.run(train, {x: a, y: b})
         seen.stop()
-    read = accumulators.EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in read.Scalars("loss")] == pytest.approx(seen.courses["loss"].points)
+    read = accumulators.EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload()
+    steps, values = zip(*seen.courses["loss"].points, strict=True)
+    assert [e.value for e in read.Scalars("loss")] == pytest.approx(values) and steps == (1, 2, 3)
     assert [e.step for e in read.Histograms("conv1.bias")] == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_values_that_are_not_finite_stop_no_run_that_writes_event_files(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with tfnb.record("odd") as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y = x / x
+    with tfnb.summary.Writer(tmp_path) as writer:
+        seen = tfnb.watch("y:hist", every=1, writer=writer, graph=graph, show=False)
+        for values in ([0.0, 0.0], [0.0, 2.0]):
+            assert tfnb.run(y, {x: torch.tensor(values)})[0].isnan()
+        seen.stop()
+    read = accumulators.EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload()
+    (event,) = read.Histograms("y")
+    assert event.step == 2 and event.histogram_value.num == 1

@@ -55,14 +55,19 @@ def histogram(tensor: torch.Tensor, bins: int = BINS) -> Histogram:
     >>> histogram(torch.tensor([0.0, 0.1, 1.0, float("nan")]), bins=2)
     Histogram(counts=(2, 1), low=0.0, high=1.0, bad=1)
     """
-    flat = tensor.detach().reshape(-1)
-    wide = (flat.abs() if flat.is_complex() else flat).to(torch.float64 if flat.dtype == torch.float64 else torch.float)
-    finite = wide[wide.isfinite()]
+    finite = _finite(tensor)
     if not finite.numel():
-        return Histogram((), math.nan, math.nan, wide.numel())
+        return Histogram((), math.nan, math.nan, tensor.numel())
     low, high = (bound.item() for bound in finite.aminmax())
     span = (low, high) if low < high else (low - 0.5, high + 0.5)
-    return Histogram(tuple(map(int, finite.histc(bins, *span).tolist())), *span, wide.numel() - finite.numel())
+    return Histogram(tuple(map(int, finite.histc(bins, *span).tolist())), *span, tensor.numel() - finite.numel())
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Its finite values as floats; of complex ones the sizes."""
+    flat = tensor.detach().reshape(-1)
+    wide = (flat.abs() if flat.is_complex() else flat).to(torch.float64 if flat.dtype == torch.float64 else torch.float)
+    return wide[wide.isfinite()]
 
 
 class Course:
@@ -200,10 +205,14 @@ class Watch:
 
     def _took(self, step: int, values: Mapping[str, torch.Tensor]) -> None:
         for name, value in values.items():
-            self.courses[name].add(step, value)
-            if self._writer is not None:
-                kind = self._writer.histogram if self.courses[name].is_histogram else self._writer.scalar
-                kind(name, value if self.courses[name].is_histogram else self.courses[name].points[-1][1], step)
+            course = self.courses[name]
+            course.add(step, value)
+            if self._writer is None:
+                continue
+            if not course.is_histogram:
+                self._writer.scalar(name, course.points[-1][1], step)
+            elif (finite := _finite(value)).numel():  # a histogram in a file is of finite values
+                self._writer.histogram(name, finite, step)
         self._is_fresh = True
         if self._plot is not None and time.perf_counter() - self._shown >= PERIOD:
             self.show()
