@@ -247,7 +247,7 @@ def _pass_by_pass(session: Session, fetch: Any, watched: tuple[Any, ...], source
 
 def _there(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run) -> Taken:
     """Each batch with the watched values of its step, taken by the connected cluster."""
-    options = {"mode": run.mode, "changes": run.change, "timeout": run.left}
+    options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left}
     if source.rows is not None and source.total is not None:
         run.steps.begins(source.total)
         yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, options)
