@@ -30,6 +30,7 @@ def test_what_an_edit_changed_is_said_and_marked(cells):
     assert notes(ran) == ["note: since its last run: 1 added (k), 2 changed (h, w)"]
     (drawn,) = ran.drawings
     assert drawn.count('class="badge"') == 3 and "\nadded" in drawn and "\nchanged" in drawn
+    assert "dot: added<" in drawn and "dot: changed<" in drawn  # what a dot means
     value = tfnb.run("z", {"x": torch.full((4, 3), 0.5)})
     torch.testing.assert_close(value, 9 * torch.tanh(torch.full((4,), 0.5)) + 1)  # cells below follow by themselves
 

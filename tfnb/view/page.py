@@ -85,7 +85,11 @@ def _legend(drawing: Drawing) -> list[list[str]]:
     if drawing.colours is not None:
         return drawing.colours.legend
     tones = {facts.tone(node) for node in drawing.contents.nodes}
-    return [[tone, LIGHT[tone].line] for tone in LEGEND if tone in tones]
+    badges = [] if drawing.badges is None else drawing.badges.legend
+    return [
+        *([tone, LIGHT[tone].line] for tone in LEGEND if tone in tones),
+        *([f"dot: {word}", colour] for word, colour in badges),
+    ]
 
 
 def _bar(drawing: Drawing) -> str:
