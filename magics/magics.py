@@ -15,10 +15,9 @@ from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics, magics_class
+from IPython.core.magic import magics_class
 from IPython.core.magic_arguments import argument
 from IPython.display import display
-from traitlets import Bool, Enum
 
 import tfnb
 from tfnb.magics.cell import compiled, place
@@ -27,25 +26,19 @@ from tfnb.magics.export_files import exported
 from tfnb.magics.live import Lives
 from tfnb.magics.options import existing, magic, parsed, size
 from tfnb.magics.rerun import Cells, Change, RecordedCell, change
+from tfnb.magics.run_magics import RunMagics
 from tfnb.magics.sticky import Sticky
 from tfnb.magics.text_table import COLUMNS, Lines, Table, variable_row
-from tfnb.magics.watch import CellWatch, recorded_by, shadowed
-from tfnb.magics.watch_names import expressions
+from tfnb.magics.watch import recorded_by, shadowed
 
 
 @magics_class
-class TfnbMagics(Magics):
+class TfnbMagics(RunMagics):
     """Settings and magics; ``%config TfnbMagics`` lists the settings."""
-
-    display = Enum(["static", "live", "none"], "static", help="how a recorded cell is drawn").tag(config=True)
-    repr = Enum(["html", "text"], "html", help="how objects of tfnb are shown").tag(config=True)
-    full_tracebacks = Bool(False, help="show the frames of tfnb in tracebacks").tag(config=True)
-
-    shell: InteractiveShell  # never None here, as it may be in IPython's class
 
     def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
         super().__init__(shell=shell, **kwargs)
-        self.watch, self.lives, self.cells = CellWatch(shell), Lives(), Cells()
+        self.lives, self.cells = Lives(), Cells()
         self.sticky = Sticky(lambda: self.watch.is_running)
 
     # -- recording and looking ------------------------------------------------------------------------------
@@ -230,12 +223,6 @@ class TfnbMagics(Magics):
             with tfnb.recording.record_cell(graph.name, owner=owner, label=cell, filename="", namespace={}):
                 pass
 
-    def _graph(self, name: str | None) -> Any:
-        try:
-            return tfnb.graph(name)
-        except tfnb.errors.NotFound as error:
-            raise UsageError(str(error)) from None
-
     # -- differentiating and running ------------------------------------------------------------------------
 
     @magic(
@@ -372,17 +359,6 @@ class TfnbMagics(Magics):
         found = before.diff(after)
         return self._out(options, Lines(found) if options.text else found)
 
-    def _feed(self, words: list[str]) -> tuple[str, Any]:
-        """The words after one -f, an expression with spaces among them."""
-        text = " ".join(words)
-        name, equals, expression = text.partition("=")
-        if not equals:
-            raise UsageError(f"-f {text}: NAME=EXPR was expected")
-        try:
-            return name, self.shell.ev(expression)
-        except (SyntaxError, NameError) as error:
-            raise UsageError(f"-f {text}: {getattr(error, 'msg', error)}") from None
-
     def _assigned(self, graph: Any, line: str, cell: str | None) -> dict[str, Any]:
         """Run a body on a copy of the namespace; what it gave to names of placeholders."""
         if cell is None:
@@ -391,96 +367,6 @@ class TfnbMagics(Magics):
         before = self.shell.user_ns
         fed = {node.name: names.get(node.name) for node in graph.placeholders}
         return {name: value for name, value in fed.items() if value is not None and value is not before.get(name)}
-
-    @magic(
-        argument("what", nargs="*", metavar="EXPR", help="names or patterns; NAME:hist for a histogram"),
-        argument("--every", type=int, metavar="K", help="look at each K-th run (at most 4 times a second)"),
-        argument("--hist", action="store_true", help="histograms of all"),
-        argument("--stop", action="store_true", help="look no more"),
-    )
-    def tfwatch(self, line: str, cell: str | None = None) -> Any:
-        """Follow values during runs and fit, as curves and histograms; bare: what is followed.
-
-        %tfwatch loss, "conv*/weight":hist --every 10
-        """
-        options = self._line_only(self.tfwatch, line, cell)
-        if options.help:
-            return self._help(self.tfwatch)
-        what = expressions(options.what, self.shell.user_ns)
-        watch = tfnb.watch(*what, every=options.every, hist=options.hist, graph=options.graph, show=not options.quiet)
-        self._store(options, watch)
-        return watch.stop() if options.stop else None if options.what else watch
-
-    @magic(
-        argument("node", nargs="?", metavar="NODE", help="the name of a value; then: if nan, if inf, if EXPRESSION"),
-        argument("--off", action="store_true", help="remove the breakpoint at NODE, or all"),
-    )
-    def tfbreak(self, line: str, cell: str | None = None) -> Any:
-        """Stop runs and fit at a node when a condition on its value holds; nothing is written. Bare: the breakpoints.
-
-        The next cell has the inputs of the node and its value, by name, in the dict `stopped`.
-
-        %tfbreak loss if nan
-        %tfbreak logits if value.abs().max() > 100
-        """
-        head, _, condition = line.partition(" if ")
-        options = self._line_only(self.tfbreak, head, cell)
-        if options.help:
-            return self._help(self.tfbreak)
-        points = tfnb.break_at(options.node, condition.strip() or None, graph=options.graph, off=options.off)
-        return self._out(options, points)
-
-    def hand_over(self, ran: Any) -> None:
-        """A cell ended: the next one has the values at the breakpoint that stopped it."""
-        if isinstance(error := getattr(ran, "error_in_exec", None), tfnb.errors.BreakpointReached):
-            self.shell.user_ns["stopped"] = error.details
-            display(error.details)
-
-    @magic(
-        argument("switch", nargs="?", choices=("on", "off"), help="begin or end to reuse values (off)"),
-        argument("--clear", action="store_true", help="drop the values"),
-    )
-    def tfcache(self, line: str, cell: str | None = None) -> Any:
-        """Let runs reuse the values of nodes that did not change, also after an edit; bare: bytes held and hits.
-
-        %tfcache on
-        """
-        options = self._line_only(self.tfcache, line, cell)
-        if options.help:
-            return self._help(self.tfcache)
-        on, graph = {"on": True, "off": False, None: None}[options.switch], self._graph(options.graph)
-        return self._out(options, tfnb.reuse_values(on, clear=options.clear, graph=graph))
-
-    @magic(
-        argument("fetch", nargs="?", metavar="FETCH", help="what each step runs"),
-        argument(
-            "-f", "--feed", action="append", nargs="+", default=[], metavar="NAME=EXPR", help="arrays of the data"
-        ),
-        argument("-w", "--watch", metavar="LOSS", help="the scalar to compare"),
-        argument("-e", "--epochs", type=int, default=1, metavar="N", help="passes over the data (1)"),
-        argument("--seeds", type=int, default=5, metavar="N", help="runs of each mode (5)"),
-    )
-    def tfcompare(self, line: str, cell: str | None = None) -> Any:
-        """Train in several ways and compare a value at equal samples and equal time. Variables are as before then.
-
-        Each name that the body gives a dict is a way to train: options of fit, also fetch="other".
-
-            %%tfcompare train -w loss --seeds 5 -f x=images -f y=labels
-            small = {"batch_size": 16}
-            large = {"batch_size": 256}
-        """
-        __tracebackhide__ = True
-        options = parsed(self.tfcompare, line)
-        if options.help or cell is None or not options.fetch or not options.watch:
-            return self._help(self.tfcompare)
-        graph, before = self._graph(options.graph), self.shell.user_ns
-        names = compiled(self.shell, "tfcompare", line, cell).names(full_tracebacks=self.full_tracebacks)
-        modes = {
-            name: value for name, value in names.items() if isinstance(value, dict) and before.get(name) is not value
-        }
-        step, data = tfnb.Operation(graph, graph.value(options.fetch)), dict(map(self._feed, options.feed))
-        how = {"watch": options.watch, "epochs": options.epochs, "seeds": options.seeds}
-        return self._out(options, tfnb.compare(step, data, modes, **how))
 
     # -- variables and files --------------------------------------------------------------------------------
 
@@ -604,44 +490,6 @@ class TfnbMagics(Magics):
         if word is not None and word.isdigit():
             return int(word)
         return self.shell.user_ns.get(word, word)
-
-    # -- what all magics share ------------------------------------------------------------------------------
-
-    def _line_only(self, method: Any, line: str, cell: str | None) -> Namespace:
-        if cell is not None:
-            raise UsageError(f"%{method.__name__} is a line magic: write it with one %")
-        return parsed(method, line)
-
-    def _out(self, options: Namespace, result: Any) -> Any:
-        self._store(options, result)
-        return None if options.quiet else result
-
-    def _store(self, options: Namespace, result: Any) -> None:
-        if options.out:
-            self.shell.user_ns[options.out] = result
-
-    def _help(self, method: Any) -> None:
-        self.watch.show({"text/plain": method.__doc__})
-
-    def _plain(self, bundle: dict[str, Any]) -> dict[str, Any]:
-        return bundle if self.repr == "html" else {"text/plain": bundle["text/plain"]}
-
-    def html(self, shown: Any) -> str | None:
-        """The HTML of one of tfnb's objects; none where ``%config TfnbMagics.repr = 'text'`` is set."""
-        if self.repr != "html":
-            return None
-        cards = {
-            tfnb.Tensor: tfnb.view.tensor_html, tfnb.Variable: tfnb.view.variable_html, tfnb.Spec: tfnb.view.spec_html,
-            tfnb.Operation: tfnb.view.operation_html, tfnb.Session: tfnb.view.session_html,
-            tfnb.view.reprs.Queue: tfnb.view.queue_html, tfnb.breakpoints.Stopped: tfnb.view.values_html,
-            tfnb.session.checkpoint.Checkpoint: tfnb.view.checkpoint_html,
-        }  # fmt: skip
-        card = next((card for kind, card in cards.items() if isinstance(shown, kind)), None)
-        return shown._repr_html_() if card is None else card(shown)
-
-    def svg(self, shown: Any) -> str | None:
-        """The picture of one of tfnb's graphs, for where HTML is cleaned of it; none as for `html`."""
-        return shown._repr_svg_() if self.repr == "html" else None
 
 
 def _axis(name: str, size: int) -> int | str:

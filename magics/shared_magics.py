@@ -1,0 +1,85 @@
+"""What all magics share: settings, results, help, cards, and the names of a line.
+
+``tfnb.<name>`` loads torch when first used.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics
+from traitlets import Bool, Enum
+
+import tfnb
+from tfnb.magics.options import parsed
+from tfnb.magics.watch import CellWatch
+
+
+class SharedMagics(Magics):
+    """Settings, and what a magic does beside its call."""
+
+    display = Enum(["static", "live", "none"], "static", help="how a recorded cell is drawn").tag(config=True)
+    repr = Enum(["html", "text"], "html", help="how objects of tfnb are shown").tag(config=True)
+    full_tracebacks = Bool(False, help="show the frames of tfnb in tracebacks").tag(config=True)
+
+    shell: InteractiveShell  # never None here, as it may be in IPython's class
+
+    def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
+        super().__init__(shell=shell, **kwargs)
+        self.watch = CellWatch(shell)
+
+    def _graph(self, name: str | None) -> Any:
+        try:
+            return tfnb.graph(name)
+        except tfnb.errors.NotFound as error:
+            raise UsageError(str(error)) from None
+
+    def _feed(self, words: list[str]) -> tuple[str, Any]:
+        """The words after one -f, an expression with spaces among them."""
+        text = " ".join(words)
+        name, equals, expression = text.partition("=")
+        if not equals:
+            raise UsageError(f"-f {text}: NAME=EXPR was expected")
+        try:
+            return name, self.shell.ev(expression)
+        except (SyntaxError, NameError) as error:
+            raise UsageError(f"-f {text}: {getattr(error, 'msg', error)}") from None
+
+    def _line_only(self, method: Any, line: str, cell: str | None) -> Namespace:
+        if cell is not None:
+            raise UsageError(f"%{method.__name__} is a line magic: write it with one %")
+        return parsed(method, line)
+
+    def _out(self, options: Namespace, result: Any) -> Any:
+        self._store(options, result)
+        return None if options.quiet else result
+
+    def _store(self, options: Namespace, result: Any) -> None:
+        if options.out:
+            self.shell.user_ns[options.out] = result
+
+    def _help(self, method: Any) -> None:
+        self.watch.show({"text/plain": method.__doc__})
+
+    def _plain(self, bundle: dict[str, Any]) -> dict[str, Any]:
+        return bundle if self.repr == "html" else {"text/plain": bundle["text/plain"]}
+
+    def html(self, shown: Any) -> str | None:
+        """The HTML of one of tfnb's objects; none where ``%config TfnbMagics.repr = 'text'`` is set."""
+        if self.repr != "html":
+            return None
+        cards = {
+            tfnb.Tensor: tfnb.view.tensor_html, tfnb.Variable: tfnb.view.variable_html, tfnb.Spec: tfnb.view.spec_html,
+            tfnb.Operation: tfnb.view.operation_html, tfnb.Session: tfnb.view.session_html,
+            tfnb.view.reprs.Queue: tfnb.view.queue_html, tfnb.breakpoints.Stopped: tfnb.view.values_html,
+            tfnb.session.checkpoint.Checkpoint: tfnb.view.checkpoint_html,
+        }  # fmt: skip
+        card = next((card for kind, card in cards.items() if isinstance(shown, kind)), None)
+        return shown._repr_html_() if card is None else card(shown)
+
+    def svg(self, shown: Any) -> str | None:
+        """The picture of one of tfnb's graphs, for where HTML is cleaned of it; none as for `html`."""
+        return shown._repr_svg_() if self.repr == "html" else None
