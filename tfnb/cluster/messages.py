@@ -135,7 +135,11 @@ def failed(error: BaseException, task: str | None = None) -> Failed:
 
 
 def aborted(error: BaseException) -> StepAborted:
-    """What a step fails with whose kernel raised SystemExit or its like, which must not end the process."""
+    """What a step fails with whose kernel raised SystemExit or its like, which must not end the process.
+
+    >>> aborted(SystemExit(3)).message, aborted(KeyboardInterrupt()).message[:33]
+    ('a kernel raised SystemExit: 3; nothing was written', 'a kernel raised KeyboardInterrupt')
+    """
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return StepAborted(f"a kernel raised {text}; nothing was written")
 
