@@ -26,10 +26,10 @@ NAMES = (
 )  # fmt: skip
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
-    "tfnb.graph.spec.Spec", "tfnb.recording.values.tensor.Operation", "tfnb.session.Session", "tfnb.fitting.RunResult",
-    "tfnb.background.RunHandle", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.text_table.Table",
-    "tfnb.watching.Watch", "tfnb.graph.queue.Queue", "tfnb.breakpoints.Stopped",
-    "tfnb.comparing.Comparison", "tfnb.state.checkpoint.Checkpoint",
+    "tfnb.graph.spec.Spec", "tfnb.recording.values.tensor.Operation", "tfnb.session.session.Session",
+    "tfnb.fitting.fit_loop.RunResult", "tfnb.fitting.background.RunHandle", "tfnb.execution.tracing.trace.Trace",
+    "tfnb.magics.text_table.Table", "tfnb.watching.Watch", "tfnb.graph.queue.Queue", "tfnb.session.breakpoints.Stopped",
+    "tfnb.fitting.comparing.Comparison", "tfnb.state.checkpoint.Checkpoint",
 )  # fmt: skip
 
 PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too

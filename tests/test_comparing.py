@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import tfnb
-from tfnb.comparing import Comparison, Point
 from tfnb.errors import InvalidArgument
+from tfnb.fitting.comparing import Comparison, Point
 
 
 def net() -> tuple[nn.Linear, Any, Any, dict[str, Any]]:

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
-from tfnb import fit_display, fitting
 from tfnb.errors import DeadlineExceeded, FeedError, InvalidArgument, ShapeError, Unimplemented
 from tfnb.execution.tiers import tiered
 from tfnb.execution.tiers.compiled_loops import obstacle
+from tfnb.fitting import fit_display, fit_loop
 from tfnb.session import default_session
 from tfnb.train.batches import batches
 
@@ -209,8 +209,8 @@ def test_terminal_shows_one_line_after_a_while(monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     tfnb.fit(value, {x: X[:, 0]}, steps=3)
     assert screen.text == ""
-    monkeypatch.setattr(fitting, "SHOWN_AFTER", 0.0)
-    monkeypatch.setattr(fitting, "SHOWN_EVERY", 0.0)
+    monkeypatch.setattr(fit_loop, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(fit_loop, "SHOWN_EVERY", 0.0)
     result = tfnb.fit(value, {x: X[:, 0]}, steps=3, watch={"count": value})
     lines = screen.text.split("\r")
     assert lines[2].startswith("graph: step 2/3 ") and "count 4.36" in lines[2] and "s left" in lines[2]
@@ -226,7 +226,7 @@ def test_the_panel_and_the_result_say_the_same_numbers(monkeypatch, epochs):
         def finish(self, text, metrics, curve):
             shown.append((text, dict(metrics), list(curve)))
 
-    monkeypatch.setattr(fitting, "front", Panel)
+    monkeypatch.setattr(fit_loop, "front", Panel)
     x, y, loss, step = recorded(network())
     result = tfnb.fit(step, {x: X, y: Y}, epochs=epochs, watch={"loss": loss})
     assert shown == [(result.summary, {"loss": result.history[-1]["loss"]}, result.curve)]
@@ -235,8 +235,8 @@ def test_the_panel_and_the_result_say_the_same_numbers(monkeypatch, epochs):
 
 def test_without_a_terminal_progress_is_logged(monkeypatch, caplog):
     _, x, value = counter()
-    monkeypatch.setattr(fitting, "SHOWN_AFTER", 0.0)
-    monkeypatch.setattr(fitting, "SHOWN_EVERY", 0.0)
+    monkeypatch.setattr(fit_loop, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(fit_loop, "SHOWN_EVERY", 0.0)
     with caplog.at_level(logging.INFO, "tfnb.fit"):
         tfnb.fit(value, {x: X[:, 0]}, steps=20)
     lines = [record.message for record in caplog.records if record.name == "tfnb.fit"]
@@ -349,8 +349,8 @@ def test_which_code_runs_is_said_once_and_told_by_traces(
 ) -> None:
     monkeypatch.setenv("TFNB_COMPILE", "auto")
     monkeypatch.setattr(tiered, "WORTH_COMPILING", 1e-4)
-    monkeypatch.setattr(fitting, "SHOWN_AFTER", 0.0)
-    monkeypatch.setattr(fitting, "SHOWN_EVERY", 0.0)
+    monkeypatch.setattr(fit_loop, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(fit_loop, "SHOWN_EVERY", 0.0)
     caplog.set_level("INFO", "tfnb.fit")
     layer = torch.nn.Linear(4, 3)
     with tfnb.record() as graph:

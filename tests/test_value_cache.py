@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tfnb
-from tfnb.value_cache import ValueCache
+from tfnb.session.value_cache import ValueCache
 
 LAYERS = 10
 

@@ -20,10 +20,10 @@ if find_spec("tfnb.kernels") is None:
     )
 
 _HOME = {
-    "tfnb.background": ("RunHandle", "launch"),
-    "tfnb.breakpoints": ("break_at",),
+    "tfnb.fitting.background": ("RunHandle", "launch"),
+    "tfnb.session.breakpoints": ("break_at",),
     "tfnb.cluster": ("Cluster", "connect"),
-    "tfnb.comparing": ("compare",),
+    "tfnb.fitting.comparing": ("compare",),
     "tfnb.control_flow": (
         "TensorArray", "autograph", "cond", "fold", "function", "map_fn", "no_autograph", "scan", "while_loop",
     ),
@@ -43,13 +43,13 @@ _HOME = {
     "tfnb.race_check": ("races",),
     "tfnb.runners": ("Coordinator", "QueueRunner"),
     "tfnb.session": ("Session", "run"),
-    "tfnb.snapshots": ("Snapshots",),
+    "tfnb.fitting.snapshots": ("Snapshots",),
     "tfnb.state.barrier": ("Barrier",),
     "tfnb.state.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
     "tfnb.state.lookup_tables": ("HashTable", "MutableHashTable", "string_keys"),
     "tfnb.state.input_sources": ("FixedLengthRecordReader", "Source", "TextLineReader", "WholeFileReader"),
     "tfnb.state.token_queue": ("TokenQueue",),
-    "tfnb.value_cache": ("reuse_values",),
+    "tfnb.session.value_cache": ("reuse_values",),
     "tfnb.watching": ("Watch", "watch"),
     "tfnb.state.queues": ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "RandomShuffleQueue"),
 }  # fmt: skip
@@ -60,6 +60,7 @@ _ROOMS = (
     "errors",
     "recording",
     "session",
+    "state",
     "summary",
     "train",
     "view",

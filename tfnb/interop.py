@@ -25,7 +25,7 @@ from tfnb.graph.op_facts import kernel
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
 from tfnb.passes import feed_symbols, optimized, step_graph
-from tfnb.structures import structure, value_of, variable_of
+from tfnb.session.structures import structure, value_of, variable_of
 
 aten, higher_order = torch.ops.aten, torch.ops.higher_order
 

@@ -8,7 +8,7 @@ from tfnb.graph import Graph
 from tfnb.passes import prune
 from tfnb.passes.unordered import Race
 from tfnb.passes.unordered import races as found_in
-from tfnb.structures import graph_of, structure, value_of, variable_of
+from tfnb.session.structures import graph_of, structure, value_of, variable_of
 
 
 def races(*steps: Any) -> list[Race]:

@@ -26,7 +26,7 @@ from tfnb.recording import Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording import variable as variable_named
 from tfnb.session import Session
-from tfnb.structures import graph_of, value_of
+from tfnb.session.structures import graph_of, value_of
 from tfnb.widgets.curve import bars, blocks, number, svg, table
 
 SHARE = 0.01  # of the time that looking may take, as measured; the caches that it empties come on top

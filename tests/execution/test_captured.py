@@ -19,7 +19,7 @@ from tfnb.execution import lower
 from tfnb.execution.tiers import captured_steps as captured
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.captured_steps import MOST, TRIES, WARM
-from tfnb.structures import value_of
+from tfnb.session.structures import value_of
 
 
 class Kept:

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfnb
 from tfnb.errors import FailedPrecondition, FeedError
-from tfnb.feeding import converted
 from tfnb.graph import Spec
 from tfnb.kernels import random
+from tfnb.session.feeding import converted
 
 FAKE = """
 import torch

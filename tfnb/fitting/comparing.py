@@ -18,10 +18,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from tfnb.errors import InvalidArgument
-from tfnb.fitting import fit
+from tfnb.fitting.fit_loop import fit
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.session import Session, default_session
-from tfnb.structures import graph_of
+from tfnb.session.structures import graph_of
 from tfnb.train.callbacks import Progress, listed
 from tfnb.widgets.curve import bands, number
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from tfnb.breakpoints import ensure_passed
 from tfnb.errors import Cancelled, FailedPrecondition, TfnbError
 from tfnb.execution import Pending, Program
 from tfnb.execution.explain import deadline, explained
 from tfnb.execution.running import Running, Stop
 from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
 from tfnb.placement.requests import task_of
-from tfnb.prepared import Prepared
+from tfnb.session.breakpoints import ensure_passed
+from tfnb.session.prepared import Prepared
 from tfnb.state.queue_machine import give_back
 from tfnb.state.run_numbers import RunNumbers
 

@@ -12,8 +12,8 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unimple
 from tfnb.graph import Variable
 from tfnb.recording import Tensor
 from tfnb.session import Session
+from tfnb.session.structures import value_of
 from tfnb.state import checkpoint
-from tfnb.structures import value_of
 from tfnb.train.batches import name_of
 from tfnb.train.modes import SyncReplicas
 

@@ -15,8 +15,8 @@ from threading import Thread
 from typing import Any
 
 from tfnb.errors import DeadlineExceeded
-from tfnb.fitting import RunResult, fit
-from tfnb.structures import graph_of
+from tfnb.fitting.fit_loop import RunResult, fit
+from tfnb.session.structures import graph_of
 from tfnb.train.callbacks import Progress, listed
 from tfnb.widgets.curve import number
 

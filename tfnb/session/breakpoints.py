@@ -20,7 +20,7 @@ from tfnb.execution.tracing.health import health
 from tfnb.graph import Graph, Node, Spec, Value
 from tfnb.passes import StepGraph, step_graph
 from tfnb.recording import graph as graph_named
-from tfnb.structures import graph_of, value_of
+from tfnb.session.structures import graph_of, value_of
 
 _KEY = "breakpoints"  # in `Graph.attached`: name -> Breakpoint
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from tfnb.errors import FeedError, NotFound, ShapeError
-from tfnb.feeding import listing
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording.values.tensor import missing
 from tfnb.recording.values.variables import known
+from tfnb.session.feeding import listing
 
 
 def parts_of(keys: Sequence[Any]) -> tuple[Any, ...]:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from tfnb.feeding import Fed
 from tfnb.graph import Graph, Value
 from tfnb.graph.files import sha256
 from tfnb.graph.forms.encode import Writer
 from tfnb.passes import StepGraph
 from tfnb.passes.rewrite import is_pure
-from tfnb.prepared import Prepared
 from tfnb.recording import graph as graph_named
+from tfnb.session.feeding import Fed
+from tfnb.session.prepared import Prepared
 
 KEY = "values"  # in `Graph.attached`
 LIMIT = 1 << 30  # bytes

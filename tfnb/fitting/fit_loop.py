@@ -24,14 +24,14 @@ import torch
 
 from tfnb.cluster.members import Mode
 from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
-from tfnb.fit_display import front
-from tfnb.fit_options import begin, mode_of, watched_by
+from tfnb.fitting.fit_display import front
+from tfnb.fitting.fit_options import begin, mode_of, watched_by
 from tfnb.interrupts import handled
 from tfnb.session import Session, default_session
+from tfnb.session.structures import graph_of
 from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
 from tfnb.state.steps_taken import StepsHere, StepsThere
-from tfnb.structures import graph_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.callbacks import Callbacks, Progress
 from tfnb.train.metrics import Metrics

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from tfnb.breakpoints import Stop, stopping
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
-from tfnb.feeding import Feeder
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.variable_locks import Cut
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.printed import lines, printing
 from tfnb.placement.requests import Asked, asked
-from tfnb.structures import fed_by, flat, places_of, structure, value_of, variable_of
+from tfnb.session.breakpoints import Stop, stopping
+from tfnb.session.feeding import Feeder
+from tfnb.session.structures import fed_by, flat, places_of, structure, value_of, variable_of
 
 
 @dataclass(slots=True)

@@ -31,7 +31,6 @@ from tfnb.execution.explain import check_timeout
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tracing.origins import not_finite
-from tfnb.feeding import Fed
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
@@ -42,18 +41,13 @@ from tfnb.interrupts import no_interrupt
 from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
 from tfnb.placement.requests import task_of
-from tfnb.prepared import Prepared, prepare, same_step
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
-from tfnb.state import checkpoint
-from tfnb.state.batch_order import Arrays, Rows
-from tfnb.state.chunks import Chunked, like
-from tfnb.state.input_sources import Source
-from tfnb.state.run_numbers import RunNumbers
-from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
-from tfnb.step import Step
-from tfnb.step_runner import StepRunner
-from tfnb.structures import (
+from tfnb.session.feeding import Fed
+from tfnb.session.prepared import Prepared, prepare, same_step
+from tfnb.session.step import Step
+from tfnb.session.step_runner import StepRunner
+from tfnb.session.structures import (
     fed_by,
     graph_of,
     key_of,
@@ -63,6 +57,12 @@ from tfnb.structures import (
     value_of,
     variable_of,
 )
+from tfnb.state import checkpoint
+from tfnb.state.batch_order import Arrays, Rows
+from tfnb.state.chunks import Chunked, like
+from tfnb.state.input_sources import Source
+from tfnb.state.run_numbers import RunNumbers
+from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
 
 _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.execution import Program
 from tfnb.execution.explain import explained
-from tfnb.feeding import Feeder
 from tfnb.graph.variable_locks import LOCKS, ensure_unchanged, versions
+from tfnb.session.feeding import Feeder
 
 
 class Step:

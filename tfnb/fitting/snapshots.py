@@ -9,7 +9,7 @@ import torch
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.session import default_session
-from tfnb.structures import graph_of
+from tfnb.session.structures import graph_of
 from tfnb.train.callbacks import Progress
 
 
