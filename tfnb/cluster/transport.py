@@ -36,6 +36,7 @@ from tfnb.cluster.lines import POLL
 from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.errors import DeadlineExceeded, ProtocolError, SchedulerLost, TfnbError
 
+_JITTER = random.Random()  # a seed of the user's stays as it is
 T = TypeVar("T")
 
 CONNECT = 3.0  # seconds to reach an address
@@ -150,7 +151,7 @@ class Link:
         for attempt in itertools.count():
             until = min(deadline, self.deadline(method, wire.size(tensors)))
             outcome = await self.call(peer, method, meta, tensors, epoch=epoch, op=op, deadline=until)
-            match retry(outcome, attempt, time.monotonic(), deadline, random.random()):
+            match retry(outcome, attempt, time.monotonic(), deadline, _JITTER.random()):
                 case Wait(seconds):
                     await asyncio.sleep(seconds)
                 case _:
