@@ -13,6 +13,7 @@ from torch import nn
 
 import tfnb
 from tests.cluster.test_cuts import Counters
+from tests.quick import quick
 from tfnb.session import default_session
 from tfnb.state import checkpoint
 
@@ -58,7 +59,7 @@ class Saves:
             self.session.save(self.files[-1])
 
 
-@pytest.mark.parametrize("kind", ["arrays", "source"])
+@pytest.mark.parametrize("kind", quick(1, ["source", "arrays"]))
 def test_a_training_goes_on_from_any_file_as_if_nothing_was(connect, tmp_path: Path, kind: str) -> None:
     whole = Net()
     assert whole.fit(kind).steps == STEPS
@@ -77,8 +78,9 @@ def test_a_training_goes_on_from_any_file_as_if_nothing_was(connect, tmp_path: P
             torch.testing.assert_close(again.values()[label], value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("options", [{"mode": "sync"}, {"mode": "async"}, {"mode": "bounded", "staleness": 1}], ids=str)
-def test_values_and_count_are_of_one_cut(connect, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", quick(1, ["async", "bounded", "sync"]))
+def test_values_and_count_are_of_one_cut(connect, tmp_path: Path, mode: str) -> None:
+    options: dict[str, Any] = {"mode": mode, "staleness": 1 if mode == "bounded" else None}
     counters = Counters()
     connect(2)
     saves = Saves(counters.train.graph, tmp_path, 0.05)
