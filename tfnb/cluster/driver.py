@@ -724,7 +724,7 @@ class Cluster:
 
     def _explained(self, error: TfnbError) -> TfnbError:
         """A fresh exception of the same error, so that tracebacks do not pile up."""
-        self._is_loss_told = self._is_loss_told or error is self._engine.lost
+        self._is_loss_told = self._is_loss_told or self._engine.lost is not None
         return type(error)(error.message, step=error.step, task=error.task, details=error.details)
 
 

@@ -355,8 +355,9 @@ class Engine:
         What it took is in its queues again then.
         """
         over = self._over(number)
+        lost = [shard for shard, member in enumerate(self.shards) if not member.alive]  # nobody answers for these
         members = [self.tasks[task] for task in tasks]
-        stopping = [self.stop(member, "cancel", lambda: over) for member in members if member.alive]
+        stopping = [self.stop(member, "cancel", lambda: over | {"lost": lost}) for member in members if member.alive]
         asks = [Ask(shard, "abort", over) for shard in range(len(self.shards))]
         await self.settled_on(asks)
         answers = await asyncio.gather(*stopping)
@@ -378,7 +379,7 @@ class Engine:
         over = self._over(number)
         await self.settled_on([Ask(shard, "keep", over) for shard in dict.fromkeys(shard for shard, _ in queues)])
 
-    def _over(self, number: int) -> dict[str, int]:
+    def _over(self, number: int) -> dict[str, Any]:
         """A round that is over, and the number up to which all are."""
         others = self._rounds - {number}
         return {"round": number, "floor": min(min(others, default=number + 1) - 1, number)}
@@ -787,7 +788,11 @@ class Engine:
                 text = f"{message}{f': {names}' if names else ''} (step {self.step}); variables are as of that step"
                 return WorkerLost(text, step=self.step)
             case e.ServerLost(shard):
-                return self._lose(self._server_error(shard))
+                lost = self._lose(self._server_error(shard))
+                if not waits:
+                    return lost
+                text = "\n  ".join(["the step waited for", *waits, lost.message])
+                return type(lost)(text, step=lost.step, task=lost.task, details=lost.details)
         error = raised(cause)
         if isinstance(error, NonFiniteGradient):
             error.step = self.step

@@ -433,6 +433,11 @@ class Channels:
             found = channel.queues[key] = RemoteQueue(channel, key, queue.name, queue.capacity, level)
         return found
 
+    def lose(self, shard: int, why: TfnbError) -> None:
+        """A shard is gone: who waits for it ends with ``why``. In the event loop."""
+        if shard in self.all:
+            self.all[shard].close(why)
+
     def close(self) -> None:
         """Nothing is asked any more. In the event loop."""
         for channel in self.all.values():

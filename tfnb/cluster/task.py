@@ -41,7 +41,7 @@ from tfnb.cluster.reading import Reader
 from tfnb.cluster.serving import Serving
 from tfnb.cluster.streams import Streams
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
-from tfnb.errors import InvalidArgument, Unavailable
+from tfnb.errors import InvalidArgument, ParameterServerLost, Unavailable
 from tfnb.execution import heap
 from tfnb.state.store import Store
 
@@ -227,7 +227,7 @@ class Task:
     async def _cancel(self, request: Request) -> Answer:
         """End a round, and those up to ``floor`` or else before it, and answer when the threads have left them.
 
-        The answer says what they waited for. Servers drop what was sent.
+        The answer says what they waited for. Servers drop what was sent; ``lost`` ones are not asked any more.
         """
         ended = int(request.meta["round"])
         self.floor = floor = max(self.floor, int(request.meta.get("floor", ended)))
@@ -235,11 +235,14 @@ class Task:
         for number, step in list(self.steps.items()):
             if number <= floor or number == ended:
                 step.cancel()
-        found = [
-            await threads.stopped(lambda number: number <= floor or number == ended)
+        stopping = [
+            asyncio.ensure_future(threads.stopped(lambda number: number <= floor or number == ended))
             for threads in (self.computing, self.waiting)
         ]
-        return Ok({"waits": [wait for waits in found for wait in waits]})
+        await asyncio.sleep(0)  # threads are stopped before what they wait for ends
+        for shard in request.meta.get("lost", ()):
+            self.queues.lose(int(shard), ParameterServerLost(f"server {shard} was lost"))
+        return Ok({"waits": [wait for waits in await asyncio.gather(*stopping) for wait in waits]})
 
     async def _forget(self, request: Request) -> Answer:
         """Drop copies of variables that are no more."""
