@@ -1,7 +1,6 @@
-"""What a step prints: the prints of its graph whose values the step has, or can make of what it has.
+"""The prints of a graph whose values a step has, or can make of what it has.
 
-A print is a group of values with text between them. It adds no node to the step: its values are further fetches, and
-are printed when the step is over, wherever the step ran.
+A print is a group of values with text between them. It adds no node to the step: its values are further fetches.
 """
 
 from __future__ import annotations
@@ -10,29 +9,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfnb.graph import Node, Ref, ops
-from tfnb.passes.prune import StepGraph, step_graph
+from tfnb.passes.prune import StepGraph
 
 PRINT = "print"  # attr of a group that is a print: text, and Refs of values
 _OF_THE_STEP = frozenset({"tfnb.placeholder", "tfnb.read", "tfnb.assign", ops.CALL}) | ops.QUEUES
 
 
-def printing(step: StepGraph) -> tuple[StepGraph, tuple[Node, ...]]:
-    """The step with what it prints among its fetches, and the prints, in program order.
+def printing(step: StepGraph) -> list[Node]:
+    """The prints that take part in a step, in program order.
 
     A print takes part if the step needs nothing more for it than calculations that only prints use: no feed, no
     Variable, no queue, and no value of another computation.
     """
     prints = [node for node in step.whole.nodes if PRINT in node.attrs]
-    if not prints:
-        return step, ()
-    printed, only = [], _only_printed(step)
-    there = set(step.graph.contents.by_id)
-    for node in prints:
-        more = step_graph(step.whole, (*step.fetches, *node.inputs), step.feeds).graph.contents.by_id.keys() - there
-        if more <= only:
-            printed.append(node)
-    fetches = (*step.fetches, *(value for node in printed for value in node.inputs))
-    return step_graph(step.whole, fetches, step.feeds), tuple(printed)
+    free = step.graph.contents.by_id.keys() | (_only_printed(step) if prints else set())
+    return [node for node in prints if step.also(node.inputs).graph.contents.by_id.keys() <= free]
 
 
 def _only_printed(step: StepGraph) -> set[int]:
@@ -52,9 +43,3 @@ def _only_printed(step: StepGraph) -> set[int]:
 def line(node: Node, values: Sequence[Any]) -> str:
     """What a print says of its values, as Python's ``print`` would."""
     return " ".join(str(values[piece.input]) if isinstance(piece, Ref) else piece for piece in node.attrs[PRINT])
-
-
-def lines(prints: Sequence[Node], values: Sequence[Any]) -> list[str]:
-    """The same of several, with the values of all of them."""
-    ends = [sum(len(node.inputs) for node in prints[: place + 1]) for place in range(len(prints))]
-    return [line(node, values[end - len(node.inputs) : end]) for node, end in zip(prints, ends, strict=True)]

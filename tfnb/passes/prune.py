@@ -20,6 +20,11 @@ class StepGraph:
     fetches: tuple[Value, ...]
     feeds: tuple[Value, ...]
 
+    def also(self, values: Iterable[Value]) -> StepGraph:
+        """The same with further fetches behind its own."""
+        more = tuple(values)
+        return step_graph(self.whole, (*self.fetches, *more), self.feeds) if more else self
+
     @cached_property
     def variables(self) -> tuple[Variable, ...]:
         """Those that the step reads or writes."""

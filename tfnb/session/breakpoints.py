@@ -1,7 +1,6 @@
 """Breakpoints: a run stops at a node when a condition on its value holds, writes nothing, and hands over the values.
 
-The node's value and its inputs are further fetches of the step, which is stopped between computing and committing. May
-import what knows fetches and steps.
+The node's value and its inputs are further fetches of the step, which is stopped between computing and committing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from tfnb.errors import BreakpointReached, InvalidArgument, NotFound
 from tfnb.execution.tracing.health import health
 from tfnb.graph import Graph, Node, Spec, Value
-from tfnb.passes import StepGraph, step_graph
+from tfnb.passes import StepGraph
 from tfnb.recording import graph as graph_named
 from tfnb.session.structures import graph_of, value_of
 
@@ -39,12 +38,23 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A breakpoint in one step: its node, and where the value and the inputs stand among the results."""
+    """A breakpoint in one step: its node, and what it looks at, by name: the inputs of the node, and its own value."""
 
     at: Breakpoint
     node: Node
-    place: int
-    inputs: dict[str, int]
+    wanted: dict[str, Value]
+
+    def ensure_passed(self, values: Sequence[Any]) -> None:
+        """Raise BreakpointReached if its condition holds for the values of ``wanted``."""
+        value = values[-1]
+        if value is None or not self.at.holds(value):  # None: of a branch that was not taken
+            return
+        found = Stopped(self.at, self.node, dict(zip(self.wanted, values, strict=True)))
+        raise BreakpointReached(
+            f"{found.title}; nothing was written. The error's `details`, in the next cell of a notebook `stopped`, has "
+            f"the values of {', '.join(found)}",
+            **self.node.where, details=found,
+        )  # fmt: skip
 
 
 class Stopped(dict[str, Any]):
@@ -65,25 +75,18 @@ class Stopped(dict[str, Any]):
         )
 
 
-def stopping(step: StepGraph) -> tuple[StepGraph, tuple[Stop, ...]]:
-    """The step with what its breakpoints look at among its fetches, and those breakpoints."""
-    wanted = step.whole.attached.get(_KEY)
-    if not wanted:
-        return step, ()
-    fetches, stops = list(step.fetches), []
-    for at in wanted.values():
+def stopping(step: StepGraph) -> Iterator[Stop]:
+    """The breakpoints of a graph that are in a step."""
+    for at in step.whole.attached.get(_KEY, {}).values():
         try:
             value = step.whole.value(at.name)
         except NotFound:  # its cell was recorded again without it
             continue
         node = step.graph.contents.by_id.get(value.node)
-        if node is None:
-            continue
-        names = dict(_inputs(step.whole, node))
-        start = len(fetches)
-        fetches += [value, *names.values()]
-        stops.append(Stop(at, node, start, {name: start + place for place, name in enumerate(names, 1)}))
-    return (step_graph(step.whole, fetches, step.feeds), tuple(stops)) if stops else (step, ())
+        if node is not None:
+            inputs = dict(_inputs(step.whole, node))
+            inputs.pop(at.name, None)
+            yield Stop(at, node, inputs | {at.name: value})
 
 
 def _inputs(graph: Graph, node: Node) -> Iterator[tuple[str, Value]]:
@@ -91,21 +94,6 @@ def _inputs(graph: Graph, node: Node) -> Iterator[tuple[str, Value]]:
         source = graph.contents.by_id[value.node]
         if source.outputs:
             yield f"{source.name}:{value.index}" if value.index else source.name, value
-
-
-def ensure_passed(stops: Sequence[Stop], results: Sequence[Any]) -> None:
-    """Raise BreakpointReached if the condition of one holds."""
-    for stop in stops:
-        value = results[stop.place]
-        if value is None or not stop.at.holds(value):  # None: of a branch that was not taken
-            continue
-        values = {name: results[place] for name, place in stop.inputs.items()} | {stop.at.name: value}
-        found = Stopped(stop.at, stop.node, values)
-        raise BreakpointReached(
-            f"{found.title}; nothing was written. The error's `details`, in the next cell of a notebook `stopped`, has "
-            f"the values of {', '.join(values)}",
-            **stop.node.where, details=found,
-        )  # fmt: skip
 
 
 def break_at(

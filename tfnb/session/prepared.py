@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,11 +14,19 @@ from tfnb.execution.tiers import tiered as tiers
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.variable_locks import Cut
 from tfnb.passes import StepGraph, step_graph
-from tfnb.passes.printed import lines, printing
+from tfnb.passes.printed import line, printing
 from tfnb.placement.requests import Asked, asked
-from tfnb.session.breakpoints import Stop, stopping
+from tfnb.session.breakpoints import stopping
 from tfnb.session.feeding import Feeder
 from tfnb.session.structures import fed_by, flat, places_of, structure, value_of, variable_of
+
+
+class Look(NamedTuple):
+    """Further fetches of a step, and what becomes of their values: a print or a breakpoint of its graph."""
+
+    wanted: tuple[Value, ...]
+    see: Callable[[Sequence[Any]], None]
+    stops: bool = False  # it sees them before the step commits, and may raise; else when the step is over
 
 
 @dataclass(slots=True)
@@ -31,15 +40,26 @@ class Prepared:
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
     asked: tuple[Asked, ...] = ()  # nodes that ask for a place
-    prints: tuple[Node, ...] = ()  # whose values are fetched behind ``values``
-    stops: tuple[Stop, ...] = ()  # breakpoints, whose values are fetched behind those of prints
+    looks: Sequence[Look] = ()  # whose values are fetched behind ``values``
     direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
     guarded: tiers.Guarded | None = None  # what that is of
+
+    @property
+    def stops(self) -> bool:
+        """Whether a breakpoint may stop it."""
+        return bool(self.looks) and any(look.stops for look in self.looks)
 
     @property
     def is_plain(self) -> bool:
         """Whether it asks for nothing beside the step itself."""
         return not (self.trailing or self.asked or self.feeder.repeats or self.stops)
+
+    def look(self, results: Sequence[Any]) -> None:
+        """Show breakpoints their values, before the step commits."""
+        __tracebackhide__ = True
+        for look, start, end in _placed(self.looks, len(self.values)):
+            if look.stops:
+                look.see(results[start:end])
 
     def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
         """The values of the fetched Variables after the step; those that it did not write are of the cut."""
@@ -63,15 +83,15 @@ def prepare(
     else:
         made = type(fetches) if flat(fetches, leaves) else rebuild
     feeder = Feeder(graph, [(key, fed_by(graph, key)) for key in feed_keys])
-    step, prints = printing(step_graph(graph, values, feeder.values))
-    step, stops = stopping(step)
-    if prints or stops:
-        made = _printed(prints, made, len(values), len(step.fetches))
+    step = step_graph(graph, values, feeder.values)
+    looks = [Look(node.inputs, partial(_print, node)) for node in printing(step)]
+    step = step.also(value for look in looks for value in look.wanted)
+    stops = [Look(tuple(stop.wanted.values()), stop.ensure_passed, stops=True) for stop in stopping(step)]
+    step = step.also(value for stop in stops for value in stop.wanted)
+    if looks := [*looks, *stops]:
+        made = partial(_looked, looks, made, len(values))
     feeder.narrow(step.graph.nodes)
-    return Prepared(
-        code(step), feeder, values, made, trailing, version,
-        asked(step.graph.nodes), prints, stops,
-    )  # fmt: skip
+    return Prepared(code(step), feeder, values, made, trailing, version, asked(step.graph.nodes), looks)
 
 
 def same_step(old: StepGraph, new: StepGraph) -> bool:
@@ -80,12 +100,20 @@ def same_step(old: StepGraph, new: StepGraph) -> bool:
     return is_same and old.graph.nodes == new.graph.nodes
 
 
-def _printed(prints: tuple[Node, ...], rebuild: Callable[[list[Any]], Any], start: int, end: int) -> Any:
-    """``rebuild``, which prints the results from ``start`` to ``end`` and leaves them out."""
+def _placed(looks: Sequence[Look], start: int) -> Iterator[tuple[Look, int, int]]:
+    """Each with where its values begin and end among the results."""
+    for look in looks:
+        yield look, start, (start := start + len(look.wanted))
 
-    def rebuilt(results: Sequence[Any]) -> Any:
-        for text in lines(prints, results[start:end]):
-            print(text)  # noqa: T201  the user asked for it
-        return rebuild([*results[:start], *results[end:]])
 
-    return rebuilt
+def _looked(looks: Sequence[Look], rebuild: Callable[[Sequence[Any]], Any], start: int, results: Sequence[Any]) -> Any:
+    """``rebuild`` of the results without those that only looks are for; the step is over, and prints."""
+    end = start
+    for look, begin, end in _placed(looks, start):
+        if not look.stops:
+            look.see(results[begin:end])
+    return rebuild([*results[:start], *results[end:]])
+
+
+def _print(node: Node, values: Sequence[Any]) -> None:
+    print(line(node, values))  # noqa: T201  the user asked for it

@@ -67,11 +67,8 @@ from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
 _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",
     ("step", "memory_budget"): "a step in parts keeps what later fetches may take: use a session without memory_budget",
-    ("step", "prints"): "a step in parts fetches values one by one: print those, and take tfnb.print out of the cell",
-    (
-        "step",
-        "stops",
-    ): "a step in parts fetches values one by one: look at those, and tfnb.break_at(off=True)",
+    ("step", "looks"): "a step in parts fetches values one by one: look at those, take tfnb.print out of the cell, and "
+    "remove breakpoints, tfnb.break_at(off=True)",
     ("stops", "cluster"): "breakpoints are of runs here: close the cluster, or remove them, tfnb.break_at(off=True)",
     ("step", "queues"): "a step in parts is generated code, without queues; run the fetches together",
     ("trace", "cluster"): "a traced run runs here only: close the cluster, or run without trace=True",
@@ -475,7 +472,7 @@ class Session:
         """Raise Unimplemented where an option that is asked for does not go with how the step runs."""
         asked = {"memory_budget": self.memory_budget is not None, "queues": code.is_dataflow}
         if prepared is not None:
-            asked |= {"stops": bool(prepared.stops), "prints": bool(prepared.prints)}
+            asked |= {"stops": prepared.stops, "looks": bool(prepared.looks)}
         holds = asked | {"cluster": self.cluster is not None}
         if asked.get(option, True):
             for (what, situation), text in _NOT_TOGETHER.items():

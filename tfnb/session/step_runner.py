@@ -15,7 +15,6 @@ from tfnb.execution.explain import deadline, explained
 from tfnb.execution.running import Running, Stop
 from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
 from tfnb.placement.requests import task_of
-from tfnb.session.breakpoints import ensure_passed
 from tfnb.session.prepared import Prepared
 from tfnb.state.queue_machine import give_back
 from tfnb.state.run_numbers import RunNumbers
@@ -155,7 +154,7 @@ def _look(prepared: Prepared, results: Sequence[Any], pending: Pending) -> None:
     """Raise where a breakpoint stops the step; elements of queues are back then."""
     __tracebackhide__ = True
     try:
-        ensure_passed(prepared.stops, results)
+        prepared.look(results)
     except TfnbError:
         give_back(pending.queued)
         raise

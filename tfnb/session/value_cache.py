@@ -45,7 +45,7 @@ class ValueCache:
     def plan(self, prepared: Prepared, fed: Fed) -> Smaller | None:
         """What is left to do of a run with these feeds; None of one that writes, draws, waits or prints."""
         step = prepared.code.step
-        if prepared.code.is_dataflow or step.writes or prepared.trailing or prepared.prints or prepared.stops:
+        if prepared.code.is_dataflow or step.writes or prepared.trailing or prepared.looks:
             return None
         if any(node.stream is not None for node in step.graph.nodes):
             return None
