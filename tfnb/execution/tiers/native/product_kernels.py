@@ -81,8 +81,8 @@ def _layout(x: Any) -> Layout | None:
 
 @cache
 def _is_quicker(first: Layout, second: Layout, threads: int) -> bool:
-    """Whether oneDNN is, for matrices that lie so."""
-    with _disable_current_modes(), torch.no_grad():
+    """Whether oneDNN is, for matrices that lie so: timed without the hooks that the compiler adds to each op."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
         a, b = (torch.empty_strided(*layout).fill_(0.5) for layout in (first, second))
         calls: Sequence[Callable[[], Tensor]] = (lambda: torch.mm(a, b), lambda: onednn_product(a, b))
         for call in calls:
