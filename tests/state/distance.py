@@ -103,7 +103,7 @@ class Distance:
         raise AssertionError("it does not settle")
 
     async def _is_settled(self, channel: Any) -> bool:
-        there = self.core.objects.channels.get(channel._id)
+        there = self.core.objects.channels.get(channel.id)
         heard = there is None or all(serial <= channel._got for serial in there.ends)
         return not channel._outbox and not channel._posting and heard
 

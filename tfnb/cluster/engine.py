@@ -21,6 +21,7 @@ import torch
 from tfnb.cluster import events as e
 from tfnb.cluster import plan as p
 from tfnb.cluster.asking import identified, messages, sent
+from tfnb.cluster.deadlocks import Deadlocks, Use
 from tfnb.cluster.fit.leases import Broken
 from tfnb.cluster.fit.resident import NO_LOOP, RANK
 from tfnb.cluster.fit.training import Training
@@ -34,6 +35,7 @@ from tfnb.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,
+    DeadlockError,
     NonFiniteGradient,
     ParameterServerLost,
     SchedulerLost,
@@ -88,6 +90,7 @@ class Engine:
         self._arrival = asyncio.Event()
         self._interrupts = 0  # so far: what begins is told of those that came before it could listen
         self.notes: list[str] = []  # for the user, at the next call
+        self.deadlocks = Deadlocks(self._who_waits)
 
     # -- what the notebook asks for -------------------------------------------------------------------------
 
@@ -121,13 +124,14 @@ class Engine:
                 await turn.enter_async_context(self._iteration)
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
             whole, lost = placed.why_whole is not None, list[int]()
+            use = turn.enter_context(self.deadlocks.use(queues))
             while True:
                 tasks = await self._idle(deadline, placed.task, since)
                 if queues:
                     tasks.sort(key=lambda task: self._busy[self.tasks[task].name])
                 machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
                 machine.lost, machine.places = lost, {task: self._first(task) for task in tasks}
-                end, waits = await self._drive(machine, placed, batch, since, queues, turn)
+                end, waits = await self._drive(machine, placed, batch, since, use, turn)
                 if not (isinstance(end.cause, e.TasksLost) and end.cause.is_none_left and self.comes):
                     break
             if end.cause is not None:
@@ -207,6 +211,15 @@ class Engine:
         answers = await self.tell(asks, time.monotonic() + seconds)
         return {shard: dict(answer.meta) for shard, answer in enumerate(answers) if isinstance(answer, Ok)}
 
+    async def _who_waits(self, seconds: float) -> tuple[list[Outcome], list[Outcome]]:
+        """Which steps wait for queues, as all tasks say, and then which attempts do, as all shards say."""
+        live = [member.peer for member in self.tasks if member.is_there]
+        end = time.monotonic() + seconds
+        calls = (self.link.call(peer, "waits", {}, epoch=self.epoch, deadline=end) for peer in live)
+        steps = await asyncio.gather(*calls)
+        asks = [Ask(shard, "waiting") for shard in range(len(self.shards))]
+        return steps, await self.tell(asks, time.monotonic() + seconds)
+
     # -- trainings whose tasks loop by themselves ----------------------------------------------------------------
 
     async def train(
@@ -260,17 +273,19 @@ class Engine:
     # -- one synchronous step ------------------------------------------------------------------------------------
 
     async def _drive(
-        self, machine: p.Step, placed: Placed, batch: Batch, since: int, queues: Sequence[tuple[int, str]] = (),
+        self, machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use | None = None,
         turn: AsyncExitStack | None = None,
     ) -> tuple[e.Finish, list[str]]:  # fmt: skip
         """Run a step machine to its end: that, and what the step waited for where it was stopped.
 
-        queues: that it uses. It enters its ``turn`` when it commits, and then has to find what it read.
+        use: of queues. It enters its ``turn`` when it commits, and then has to find what it read.
         """
         queue: asyncio.Queue[p.Event] = asyncio.Queue()
         carried: set[asyncio.Task[None]] = set()
         seen, aborted = {key: self._written[key] for key in placed.read}, list[Coroutine[Any, Any, list[str]]]()
-        is_in_turn, mine = not queues, set[int]()
+        use = use or Use()
+        queues, is_in_turn, mine = use.queues, not use.queues, set[int]()
+        use.tell = lambda failure: queue.put_nowait(p.Error(machine.number, -1, failure))
         self._queues.add(queue)
         if self._interrupts != since:
             queue.put_nowait(e.Interrupt())
@@ -294,6 +309,7 @@ class Engine:
                         case p.Run(number, task):
                             mine.add(number)
                             self._rounds.add(number)
+                            use.round = number
                             self._busy[self.tasks[task].name] += bool(queues)
                             begun.append(self._run_part(instruction, placed, batch, queue, queues))
                         case p.Prepare() | p.Commit():
@@ -794,6 +810,8 @@ class Engine:
                 text = "\n  ".join(["the step waited for", *waits, lost.message])
                 return type(lost)(text, step=lost.step, task=lost.task, details=lost.details)
         error = raised(cause)
+        if isinstance(error, DeadlockError):
+            error.details = cause.details["graph"]
         if isinstance(error, NonFiniteGradient):
             error.step = self.step
             error.message += (

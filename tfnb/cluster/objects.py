@@ -89,7 +89,7 @@ class Channel:
 class Objects:
     """The queues of one server. afford: raises ResourceExhausted where so many bytes more have no room."""
 
-    METHODS = frozenset({"post", "ends", "contents", "first"})
+    METHODS = frozenset({"post", "ends", "contents", "first", "waiting"})
 
     def __init__(self, afford: Callable[[int], None] = lambda asked: None) -> None:
         self.queues: dict[str, Held] = {}
@@ -99,7 +99,7 @@ class Objects:
         self._rounds: dict[int, list[Work]] = {}  # what each did so far
         self.methods: dict[str, Method] = {
             "post": self._post, "ends": self._ends, "contents": self._contents,
-            "first": self._first,
+            "first": self._first, "waiting": self._waiting,
         }  # fmt: skip
         self._acts: dict[str, Callable[[Channel, int, str, Mapping[str, Any], list[torch.Tensor]], None]] = {
             "make": self._make, "do": self._do, "withdraw": self._withdraw, "leave": self._leave, "drop": self._drop,
@@ -222,6 +222,21 @@ class Objects:
         """Elements that come next; they stay."""
         found = self._held(str(request.meta["key"])).machine.first(min(int(request.meta["count"]), ENTRIES))
         return Ok({"lengths": [len(element) for element in found]}, [part for element in found for part in element])
+
+    def _waiting(self, request: Request, now: float) -> Ok:
+        """Attempts that wait, with those that follow them, and who used their queues so far; none of a crowd."""
+        found: list[list[Any]] = []
+        queues: dict[str, list[Any]] = {}
+        for name, channel in self.channels.items() if self.waiting <= ENTRIES else ():
+            numbers = {work.attempt: work.number for work in channel.open.values()}
+            for attempt, number in numbers.items():
+                assert attempt is not None
+                work = channel.open[number]
+                followers = [numbers[one] for one in attempt.followers if one in numbers]
+                what, key, machine = attempt.what or "a call", work.held.key, work.held.machine
+                found.append([name, number, key, attempt.kind, what, attempt.is_placed, followers, work.round])
+                queues[key] = [_level(machine), {kind: sorted(who) for kind, who in machine.past.items()}]
+        return Ok({"open": found, "queues": queues})
 
     # -- acts -------------------------------------------------------------------------------------------------
 

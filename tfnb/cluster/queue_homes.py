@@ -32,7 +32,7 @@ class QueueHomes:
 
     def __init__(self, engine: Engine, link: ClientLink) -> None:
         self._engine, self._link = engine, link
-        self._channels = Channels(link.loop, self._asking)
+        self._channels = engine.deadlocks.channels = Channels(link.loop, self._asking)
         self._here: weakref.WeakKeyDictionary[Queue, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._count, self._lock = itertools.count(), threading.Lock()
 

@@ -30,6 +30,7 @@ from tfnb.state.orders import Element, unpacked
 from tfnb.state.queue_machine import Attempt, Home, Level, QueueMachine
 from tfnb.state.queue_operations import made
 
+OTHERS = "a step or call elsewhere on the cluster, if there is one"
 ACK = 0.005  # seconds that a message about what was received waits for another one to go with
 CONFIRM = 20.0  # seconds that a server has to take attempts back, or to send a queue home
 ATTRS = frozenset({"count", "many", "part", "up_to", "required", "cancel_pending_enqueues", "begun", "step"})
@@ -78,7 +79,7 @@ class Channel:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbered: dict[Attempt, int] = {}
         self._posting = self._listening = self._is_ack_due = False
-        self._id = uuid.uuid4().hex
+        self.id = uuid.uuid4().hex
 
     def act(
         self, verb: str, key: str, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *,
@@ -139,7 +140,7 @@ class Channel:
             while self._outbox or self._is_ack_due:
                 acts, tensors = self._batch()
                 got, self._is_ack_due = self._got, False
-                about = {"channel": self._id, "number": next(self._posts), "got": got, "acts": acts}
+                about = {"channel": self.id, "number": next(self._posts), "got": got, "acts": acts}
                 answer = await self.ask("post", about, tensors)
                 self._said = max(self._said, got)
                 self._take(answer)
@@ -158,7 +159,7 @@ class Channel:
         try:
             while self.open and self.broken is None:
                 got = self._got
-                answer = await self.ask("ends", {"channel": self._id, "got": got}, ())
+                answer = await self.ask("ends", {"channel": self.id, "got": got}, ())
                 self._said = max(self._said, got)
                 self._take(answer)
         except TfnbError as error:
@@ -233,7 +234,9 @@ class RemoteQueue:
     cause: BaseException | None = None
     used: float | None = None
     heir: Home | None = None  # where it went
-    past: Mapping[str, set[str]] = field(default_factory=lambda: defaultdict(lambda: {"whoever is elsewhere"}))
+    past: Mapping[str, set[str]] = field(default_factory=lambda: defaultdict(lambda: {OTHERS}))
+    others: str = OTHERS
+    earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
     _coming: list[tuple[Attempt, Attempt | None]] | None = None  # what waits until it has gone home
 
     @property
@@ -344,6 +347,7 @@ class RemoteQueue:
         waiting: list[tuple[Attempt, Attempt | None]] = []
         if held is not None:
             self.starters, self.cause, self.level = held.starters, held.cause, held.level
+            self.earlier = held.past
             facts["holds"], tensors, waiting = held.leave(self)
         self.channel.queues[self.key] = self
 

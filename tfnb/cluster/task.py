@@ -33,6 +33,7 @@ from tfnb.cluster import asking, queues_there, wire
 from tfnb.cluster.computing import Computing, in_thread
 from tfnb.cluster.core import PLANS, Core, Send, fence
 from tfnb.cluster.cores import Cores
+from tfnb.cluster.deadlocks import who_waits
 from tfnb.cluster.fit.resident import Loops
 from tfnb.cluster.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
@@ -44,6 +45,7 @@ from tfnb.cluster.transport import read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument, ParameterServerLost, Unavailable
 from tfnb.execution import heap
 from tfnb.state.store import Store
+from tfnb.state.waits import WAITS
 
 Answer = Ok | Failed | Refused
 
@@ -94,6 +96,7 @@ class Task:
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "quit": self._quit, "stream": self._open_stream,
+            "waits": self._waits,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 
@@ -243,6 +246,10 @@ class Task:
         for shard in request.meta.get("lost", ()):
             self.queues.lose(int(shard), ParameterServerLost(f"server {shard} was lost"))
         return Ok({"waits": [wait for waits in await asyncio.gather(*stopping) for wait in waits]})
+
+    async def _waits(self, request: Request) -> Answer:
+        """Which steps wait for queues, and what they would do after that."""
+        return Ok({"waits": who_waits(list(WAITS.runners), self.queues.all)})
 
     async def _forget(self, request: Request) -> Answer:
         """Drop copies of variables that are no more."""

@@ -108,6 +108,7 @@ class Home(Protocol):
     cause: BaseException | None  # the error that ended who filled it
     used: float | None  # when somebody last did something, as `time.time` says
     past: Mapping[str, set[str]]  # who did what so far
+    others: str  # who else may use it, in words
 
     @property
     def level(self) -> Level:
@@ -154,6 +155,8 @@ class QueueMachine:
     >>> done[2].taken, queue.size
     (['a', 'b', 'c'], 1)
     """
+
+    others = "nobody in a run or call that is at work now"
 
     def __init__(self, name: str, capacity: float, order: Order | None = None) -> None:
         self.name, self.capacity = name, capacity

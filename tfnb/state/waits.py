@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tfnb.errors import DeadlockError, TfnbError
@@ -22,6 +23,8 @@ from tfnb.state.queue_machine import Attempt, Home
 POLL = 0.1  # seconds between looks at whether the step was stopped
 LOOK = 1.0  # seconds between looks at who waits for whom
 NOTICE = 2.0  # seconds until a notice
+
+Past = Mapping[Home, Mapping[str, set[str]]]  # who did what to which queue so far
 
 _WANTS = {"dequeue": "an element", "enqueue": "room", "close": "the enqueues before it"}
 _PRODUCER = {"dequeue": "enqueue", "enqueue": "dequeue", "close": "dequeue"}  # of what an operation waits for
@@ -110,9 +113,10 @@ class Waits:
     def of(self, names: Collection[str]) -> WaitGraph:
         """What the runners of these names wait for."""
         with self._lock:
-            return wait_graph(
-                [one for runner in list(self.runners) if runner.name in names for one in runner.operations()]
-            )
+            runners = list(self.runners)
+            theirs = [one for runner in runners if runner.name in names for one in runner.operations()]
+            others = [runner for runner in runners if runner.name not in names]
+            return wait_graph(theirs, [(*may, runner.name) for runner in others for may in runner.may()])
 
     def wait(self, runner: Runner, attempt: Attempt, timeout: float | None) -> None:
         """Wait until an attempt is over, or ``timeout`` seconds; raises DeadlockError."""
@@ -146,17 +150,24 @@ class Waits:
             self.look()
         if now - runner.since >= NOTICE and not runner.noticed:
             runner.noticed = True
-            graph = wait_graph(runner.operations())
+            graph = self.of([runner.name])
             warnings.warn(f"still waiting:\n{graph}", stacklevel=user_level(None))
         return None
 
-    def look(self) -> None:
-        """Tell the runners of which something waits that nobody can end."""
+    def look(
+        self, elsewhere: Iterable[Runner] = (), awake: Collection[Runner] = (), past: Past = MappingProxyType({})
+    ) -> None:
+        """Tell the runners of which something waits that nobody can end.
+
+        elsewhere: runners of other processes. awake: those here that go on soon. past: of queues that are elsewhere.
+        """
         with self._lock:
-            runners = list(self.runners)
-            idle = [runner for runner in runners if runner.is_idle]
-            free = {may for runner in runners if runner not in idle for may in runner.may()}
-            found = stuck([operation for runner in idle for operation in runner.operations()], free)
+            runners = [*self.runners, *elsewhere]
+            idle = [runner for runner in runners if runner.is_idle and runner not in awake]
+            busy = [runner for runner in runners if runner not in idle]
+            free = {may for runner in busy for may in runner.may()}
+            free |= {(attempt.machine, attempt.kind) for runner in busy for attempt in runner.attempts()}
+            found = stuck([operation for runner in idle for operation in runner.operations()], free, past)
             if not found or not all(runner.is_idle for runner in idle):
                 return
             graph = wait_graph(found)
@@ -170,20 +181,22 @@ class Waits:
 WAITS = Waits()
 
 
-def stuck(operations: Iterable[Operation], free: Collection[tuple[Home, str]] = ()) -> list[Operation]:
+def stuck(
+    operations: Iterable[Operation], free: Collection[tuple[Home, str]] = (), past: Past = MappingProxyType({})
+) -> list[Operation]:
     """Operations that nobody can end: those that wait for a producer stand before all that would produce it.
 
     free: what runners do that do not wait. Whoever used a queue before and is not among the operations may do it again.
     What has no producer here is not stuck: it may come from anywhere.
     """
     everyone = found = list(operations)
-    while len(left := _blocked(found, everyone, free)) < len(found):
+    while len(left := _blocked(found, everyone, free, past)) < len(found):
         found = left
     return found
 
 
 def _blocked(
-    found: Sequence[Operation], everyone: Iterable[Operation], free: Collection[tuple[Home, str]]
+    found: Sequence[Operation], everyone: Iterable[Operation], free: Collection[tuple[Home, str]], past: Past
 ) -> list[Operation]:
     """Those of ``found`` that only others of ``found`` could let go on."""
     kept, attempts = set(found), {one.attempt for one in found}
@@ -201,16 +214,16 @@ def _blocked(
         return (
             bool(here)
             and open_.isdisjoint([(machine, producer), (machine, "close")])
-            and here >= machine.past[producer]
+            and here >= past.get(machine, machine.past)[producer]
         )
 
     return [one for one in found if is_blocked(one)]
 
 
-def wait_graph(operations: Iterable[Operation]) -> WaitGraph:
-    """Who waits for which queue, and who would serve it."""
+def wait_graph(operations: Iterable[Operation], others: Iterable[tuple[Home, str, str]] = ()) -> WaitGraph:
+    """Who waits for which queue, and who would serve it. others: queue, kind and name of what else runs."""
     edges: dict[tuple[str, str], None] = {}
-    everyone = list(operations)
+    everyone, others = list(operations), list(others)
     named = {operation.attempt: operation.what for operation in everyone}
     for operation in everyone:
         held = operation.machine
@@ -221,5 +234,6 @@ def wait_graph(operations: Iterable[Operation]) -> WaitGraph:
         edges[operation.what, place] = None
         producer = _PRODUCER[operation.kind]
         serve = [o.what for o in everyone if not o.stands and o.machine is held and o.kind == producer]
-        edges.update({(place, what): None for what in serve or ["nobody in a run or call that is at work now"]})
+        serve += [name for machine, kind, name in others if machine is held and kind == producer]
+        edges.update({(place, what): None for what in serve or [held.others]})
     return WaitGraph(tuple(edges))
