@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
+from tests.cluster.test_queues_on_servers import until
 from tests.quick import quick
 from tfnb.cluster.fit.sources import Near
 from tfnb.cluster.members import Ahead
@@ -66,6 +68,21 @@ def test_the_numbers_are_those_of_the_local_training(connect, case: str) -> None
     assert_near(done.history, here.history), assert_near(seen, seen_here)
     for mine, other in zip(values, values_here, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_arrays_are_sent_once_and_dropped_at_the_end(connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, asked = Line(), Counter[str]()
+    link = connect(2)._engine.link
+    call = link.call
+
+    def told(peer: Any, method: str, *args: Any, **how: Any) -> Any:
+        asked[method] += 1
+        return call(peer, method, *args, **how)
+
+    monkeypatch.setattr(link, "call", told)
+    line.fit(dict, {"epochs": 3, "batch_size": 8})
+    assert asked["load"] == 2
+    until(lambda: asked["unload"] == 2)
 
 
 def test_early_stopping_ends_the_training_after_that_epoch(connect) -> None:

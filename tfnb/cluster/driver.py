@@ -295,12 +295,12 @@ class Cluster:
 
     def ahead(self, step: StepGraph, data: Arrays, total: int, run_index: int) -> Ahead | Iterator[Batch]:
         """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large."""
-        arrays, order = data
+        arrays, order, kept = data
         fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=True))
         budgets = (member.info.get("budget") for member in self._engine.tasks)
         room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
         if fits and wire.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
-            return Ahead(arrays, order, total, run_index)
+            return Ahead(arrays, order, total, run_index, kept)
         return self._drawn(step, arrays, order, range(run_index, run_index + total))
 
     def _drawn(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -26,7 +27,7 @@ from tfnb.cluster.fit.leases import Broken
 from tfnb.cluster.fit.resident import NO_LOOP, RANK
 from tfnb.cluster.fit.training import Training
 from tfnb.cluster.joins import Way
-from tfnb.cluster.members import Ahead, Batch, Member, Mode
+from tfnb.cluster.members import Ahead, Batch, Member, Mode, Sent
 from tfnb.cluster.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, Unknown, failed, raised
 from tfnb.cluster.programs import Placed, Plan
 from tfnb.cluster.restarts import Restarts
@@ -42,6 +43,7 @@ from tfnb.errors import (
     TfnbError,
     WorkerLost,
 )  # fmt: skip
+from tfnb.state.batch_order import Kept
 
 T = TypeVar("T")
 Settled = Ok | Failed | e.ShardLost
@@ -82,7 +84,8 @@ class Engine:
         self._told: set[asyncio.Task[Any]] = set()
         self._stopping: dict[Member, asyncio.Task[Ok | None]] = {}  # tasks that were told to stop computing
         self._trainings: dict[Training, asyncio.Task[None]] = {}  # in progress, and who watches for each
-        self.names = itertools.count()  # of trainings
+        self.names = itertools.count()  # of trainings and their data
+        self._kept: weakref.WeakKeyDictionary[Kept, Sent] = weakref.WeakKeyDictionary()
         self.homes = [member.peer.addr for member in tasks]  # of each task, also of those that come later
         self.restarts = Restarts()
         self.lines: deque[str] = deque(maxlen=LINES)  # who came and who left, for the user
@@ -248,6 +251,22 @@ class Engine:
         watcher = self._trainings.pop(training, None)
         if watcher is not None:
             watcher.cancel()
+
+    def sent(self, kept: Kept) -> Sent:
+        """The data that ``kept`` stands for, which tasks keep until that is no more."""
+        if kept not in self._kept:
+            sent = self._kept[kept] = Sent(f"{self.link.client}-{next(self.names)}")
+            weakref.finalize(kept, self.link.post, lambda: self.later(self.unload(sent))).atexit = False
+        return self._kept[kept]
+
+    async def unload(self, sent: Sent) -> None:
+        """Tasks drop data that they were sent."""
+        deadline = time.monotonic() + p.STOPS_WITHIN
+        await asyncio.gather(*(
+            self.link.call(member.peer, "unload", {"data": sent.name}, epoch=self.epoch, deadline=deadline)
+            for member in sent.members
+            if member.alive
+        ))  # fmt: skip
 
     def later(self, work: Coroutine[Any, Any, Any]) -> None:
         """Do it; nobody waits for it but `settle`."""

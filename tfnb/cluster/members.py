@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.cluster.messages import Peer
-from tfnb.state.batch_order import Order
+from tfnb.state.batch_order import Kept, Order
 from tfnb.state.chunks import Chunked
 
 
@@ -69,13 +69,22 @@ class Batch:
 class Ahead:
     """Data that is sent to the tasks once, or told where it lies: rows of arrays, in an order of the seed alone.
 
-    ``total``: steps. ``run_index``: of the first one.
+    ``total``: steps. ``run_index``: of the first one. ``kept``: stands for the same data in several trainings.
     """
 
     arrays: tuple[torch.Tensor | Chunked, ...]
     order: Order
     total: int
     run_index: int
+    kept: Kept | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """Data that tasks have under a name, and which of them do."""
+
+    name: str
+    members: set[Member] = field(default_factory=set)
 
 
 class Mode(NamedTuple):

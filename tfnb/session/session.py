@@ -353,7 +353,7 @@ class Session:
     def _ahead(self, prepared: Prepared, step: StepGraph, data: Arrays, total: int) -> Any:
         """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""
         __tracebackhide__ = True
-        arrays, order = data
+        arrays, order, kept = data
         shown = Rows([like(array) for array in arrays], order)
         for at in {0, min(total, order.per_pass) - 1}:
             prepared.feeder.fed(shown.batch(at))
@@ -363,7 +363,7 @@ class Session:
             replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor
             for array, tensor in zip(prepared.feeder.spread(arrays), given, strict=True)
         ]
-        return self.cluster.ahead(step, Arrays(tuple(fed), order), total, first)
+        return self.cluster.ahead(step, Arrays(tuple(fed), order, kept), total, first)
 
     def _cut(self, prepared: Prepared, isolation: str, timeout: float | None) -> Cut:
         """Copies of what a step reads, and of the Variables that are fetched with it."""

@@ -46,11 +46,16 @@ class Order(NamedTuple):
         return self.first + number, start, min(start + self.batch_size, self.rows)
 
 
+class Kept:
+    """Stands for arrays that several trainings take: as long as it lives, tasks keep those that they were sent."""
+
+
 class Arrays(NamedTuple):
     """Arrays of training data, all with the same number of rows or without an axis, and the order of the rows."""
 
     arrays: tuple[torch.Tensor | Chunked, ...]
     order: Order
+    kept: Kept | None = None
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
-from tfnb.state.batch_order import Arrays, Order, Rows
+from tfnb.state.batch_order import Arrays, Kept, Order, Rows
 from tfnb.state.chunks import Chunked, as_rows, is_collection, without_frames
 from tfnb.state.input_sources import Position, Source
 
@@ -53,10 +53,10 @@ class Batches:
             for _, each in groupby(self.each, key=lambda batch: batch.epoch):
                 yield Batches(each, None)
             return
-        arrays, order = self.rows
+        (arrays, order, _), kept = self.rows, Kept()
         for number, begin in enumerate(range(0, self.total, order.per_pass)):
             left = min(order.per_pass, self.total - begin)
-            ordered = Arrays(arrays, order._replace(first=order.first + number))
+            ordered = Arrays(arrays, order._replace(first=order.first + number), kept)
             yield Batches(iter(()), left, ordered, self.keys)
 
 

@@ -25,7 +25,7 @@ from tfnb.cluster.fit import rounds as s
 from tfnb.cluster.fit.courses import HOLD
 from tfnb.cluster.fit.data import written
 from tfnb.cluster.joins import Way, join
-from tfnb.cluster.members import Ahead, Batch, Member, Mode
+from tfnb.cluster.members import Ahead, Batch, Member, Mode, Sent
 from tfnb.cluster.messages import Ask, NotDone, Ok, Outcome, Refused, failed
 from tfnb.cluster.programs import Placed
 from tfnb.cluster.transport import read_outcome
@@ -96,12 +96,12 @@ class Training:
         self.is_held = False
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self._ways = [way for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
-        self._name = self._data_name = self._new_name()
+        self._name = self._new_name()
         self._loops: dict[int, _Listening] = {}  # task -> its loop
         self._numbers = itertools.count()
         self._steps_of: dict[int, Sequence[int]] = {}  # of each piece the numbers of its steps
         self._heard: dict[tuple[int, int], list[_Heard]] = {}  # piece and task
-        self._sent: set[Member] = set()  # members that have the data
+        self._sent = Sent(self._name) if data is None or data.kept is None else engine.sent(data.kept)
         self._streams: set[int] = set()
         self._news = asyncio.Event()
         self._begun: set[asyncio.Task[None]] = set()
@@ -403,7 +403,7 @@ class Training:
         part = machine.part(task) if isinstance(machine, s.Rounds) else None
         self._streams.add(piece.stream)
         meta: dict[str, Any] = {
-            "training": self._name, "data": self._data_name, "loop": loop.name, "plan": self.placed.compute.id,
+            "training": self._name, "data": self._sent.name, "loop": loop.name, "plan": self.placed.compute.id,
             "part": part, "joint": self._joint,
             "shards": list(self.placed.writes), "number": piece.number, "stream": self._stream(piece.stream),
             "first": piece.first, "count": piece.count, "staleness": self._staleness,
@@ -452,13 +452,13 @@ class Training:
 
     async def _load(self, member: Member) -> None:
         """Send the data ahead, once."""
-        if isinstance(self.data, Ahead) and member not in self._sent:
+        if isinstance(self.data, Ahead) and member not in self._sent.members:
             chunked = [place for place, array in enumerate(self.data.arrays) if isinstance(array, Chunked)]
-            about = {"data": self._data_name, "chunked": chunked}
+            about = {"data": self._sent.name, "chunked": chunked}
             answer = await self._asked(member, "load", about, [written(array) for array in self.data.arrays])
             if not isinstance(answer, Ok):
                 raise NotDone(answer)
-            self._sent.add(member)
+            self._sent.members.add(member)
 
     async def _watch(self, task: int, loop: _Listening) -> None:
         """Listen to a task while it loops."""
@@ -598,9 +598,9 @@ class Training:
         calls: list[tuple[Member, str, dict[str, Any]]] = []
         for task, loop in self._loops.items():
             calls.append((engine.tasks[task], "leave", {"loop": loop.name, "seen": loop.seen}))
-        calls += [(member, "unload", {"data": self._data_name}) for member in self._sent]
         asks = self._to_all("end_training", clients=self._clients)
-        await asyncio.gather(engine.tell_until(asks, deadline), *(
+        is_kept = self.data is not None and self.data.kept is not None
+        await asyncio.gather(engine.tell_until(asks, deadline), *([] if is_kept else [engine.unload(self._sent)]), *(
             engine.link.call(member.peer, method, meta, epoch=engine.epoch, deadline=deadline)
             for member, method, meta in calls
             if member.alive
