@@ -5,10 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dask.array as arrays
+import dask.bag as bags
+import dask.dataframe as frames
 import fsspec
+import numpy as np
+import pandas
 import pytest
 import torch
 from hypothesis import given
@@ -123,6 +129,9 @@ def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
         Source(iter([1]))
     with pytest.raises(InvalidArgument, match="a position has epoch, count"):
         Source([1]).seek({"file": 1})
+    for wrong in ("a", -1, 1.5):
+        with pytest.raises(InvalidArgument, match="a position has numbers of at least 0"):
+            Source([1]).seek({"epoch": 0, "count": wrong})  # type: ignore[dict-item]
     with pytest.raises(NotFound, match="no file is at"):
         tfnb.TextLineReader(str(tmp_path / "none.txt")).read()
     (tmp_path / "bad.txt").write_bytes(b"good\n\xff\n")
@@ -134,6 +143,52 @@ def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
     shorter.seek({"epoch": 0, "count": 3})
     with pytest.raises(InvalidArgument, match="has 2 elements now"):
         shorter.read()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"skip_header_lines": -1}, {"skip_header_lines": 1.5}, {"encoding": "utf-16"}, {"encoding": "none such"}],
+)
+def test_lines_that_cannot_be_read_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="skip_header_lines is at least 0, and encoding one"):
+        tfnb.TextLineReader("memory://lines.txt", **arguments)
+
+
+@pytest.mark.parametrize(
+    "make", [tfnb.TextLineReader, tfnb.WholeFileReader, partial(tfnb.FixedLengthRecordReader, record_bytes=2)]
+)
+@pytest.mark.parametrize("keep", [3, 60])
+def test_a_damaged_compressed_file_is_named(make: Any, keep: int) -> None:
+    whole = gzip.compress(bytes(range(256)) * 8)
+    with fsspec.open("memory://damaged/a.gz", "wb") as file:
+        file.write(whole[:keep] if keep > 3 else b"none" + whole)
+    with pytest.raises(DataLoss, match=r"damaged/a\.gz is no whole gzip file"):
+        list(make("memory://damaged/a.gz", **({"encoding": "latin-1"} if make is tfnb.TextLineReader else {})))
+
+
+@pytest.mark.parametrize("content", [b"", b"12345"])
+def test_a_file_that_is_shorter_than_its_header_is_no_empty_file(content: bytes) -> None:
+    with fsspec.open("memory://headers/a.bin", "wb") as file:
+        file.write(content)
+    assert list(tfnb.FixedLengthRecordReader("memory://headers/a.bin", 1, header_bytes=len(content))) == []
+    with pytest.raises(DataLoss, match=r"headers/a\.bin ends within its header"):
+        tfnb.FixedLengthRecordReader("memory://headers/a.bin", 1, header_bytes=4, footer_bytes=2).read()
+
+
+def test_rows_of_dask_come_partition_by_partition_and_are_taken_up_anywhere() -> None:
+    array = arrays.from_array(np.arange(51.0).reshape(17, 3), chunks=((5, 1, 0, 11), (2, 1)))
+    for count in (0, 5, 6, 17):
+        source, again = Source(array), Source(array)
+        begun = [source.read() for _ in range(count)]
+        again.seek(source.position)
+        assert np.array_equal([*begun, *again], np.arange(51.0).reshape(17, 3))
+    columns = pandas.DataFrame({"x": np.arange(5.0), "word": list("abcde")})
+    taken = list(Source(frames.from_pandas(columns, npartitions=2)))
+    assert [row.word for row in taken] == list("abcde") and taken[2] == (2.0, "c")
+    bag = Source(bags.from_sequence([(0.5, number) for number in range(7)], npartitions=3))
+    queue = tfnb.FIFOQueue(2, [torch.float32, torch.int64], [(), ()])
+    tfnb.QueueRunner(queue, [bag])
+    assert [int(number) for _, number in queue] == list(range(7))
 
 
 def regression() -> tuple[Any, Any, Any, torch.nn.Linear]:
@@ -254,6 +309,9 @@ def test_odd_files_end_with_out_of_range(tmp_path: Path, content: bytes, lines: 
     assert [reader.read() for _ in lines] == lines
     with pytest.raises(OutOfRange):
         reader.read()
+    for wrong in ("a", -1, 1.5):
+        with pytest.raises(InvalidArgument, match="a position has numbers of at least 0"):
+            Source([1]).seek({"epoch": 0, "count": wrong})  # type: ignore[dict-item]
     with pytest.raises(NotFound, match="no file is at"):
         tfnb.TextLineReader(str(tmp_path / "*.none"))
 

@@ -112,6 +112,9 @@ def test_bad_input_says_what_to_do() -> None:
     for make in (lambda: tfnb.HashTable([1, EMPTY], [1, 2]), lambda: tfnb.MutableHashTable(2, 1).insert([EMPTY], [1])):
         with pytest.raises(InvalidArgument, match=f"{EMPTY} marks an empty place"):
             make()
+    for change in (lambda: tfnb.MutableHashTable(2, 1).insert([1], [1.5]), lambda: tfnb.HashTable([1], [2], 0.5)):
+        with pytest.raises(InvalidArgument, match=r"table table takes int64, and was given .*float32: convert it"):
+            change()
     with pytest.raises(InvalidArgument, match="values, these are"):
         tfnb.MutableHashTable(2, 1).insert([1], torch.ones(1))
 

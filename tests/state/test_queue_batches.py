@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,35 @@ def refused_priority_alone() -> None:
 
 def refused_priority_that_is_a_fraction() -> None:
     tfnb.PriorityQueue(3, torch.float32, ()).enqueue((torch.tensor(0.5), 1.0))
+
+
+ILL_MADE: list[Callable[[], Any]] = [
+    lambda: tfnb.FIFOQueue(2.5, torch.float32),  # type: ignore[arg-type]
+    lambda: tfnb.RandomShuffleQueue(None, 1, torch.float32),  # type: ignore[arg-type]
+    lambda: tfnb.RandomShuffleQueue(3, "1", torch.float32),  # type: ignore[arg-type]
+    lambda: tfnb.FIFOQueue(3, "float32"),  # type: ignore[arg-type]
+    lambda: tfnb.FIFOQueue(3, torch.float32, (-1,)),
+    lambda: tfnb.FIFOQueue(3, torch.float32, 5),
+    lambda: tfnb.FIFOQueue(3, [torch.float32], (2,)),
+    lambda: tfnb.PriorityQueue(3, [torch.float32, torch.int64], 5),
+    lambda: tfnb.Barrier(torch.float32, 5, name="queue q"),
+    lambda: tfnb.SparseConditionalAccumulator(torch.float32, (4.0, 2)),  # type: ignore[arg-type]
+    lambda: numbers().enqueue("1"),
+    lambda: numbers().dequeue(timeout=float("nan")),
+    lambda: numbers().close(timeout="soon"),  # type: ignore[arg-type]
+    lambda: tfnb.FIFOQueue(3, torch.int64, (2,)).enqueue([1.5, 2.5]),
+    lambda: tfnb.FIFOQueue(3, torch.int64, ()).enqueue_many([2.5]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ILL_MADE)))
+@pytest.mark.parametrize("recorded", [False, True], ids=["at once", "recorded"])
+def test_what_makes_no_queue_or_element_is_refused(number: int, recorded: bool) -> None:
+    with (
+        pytest.raises(InvalidArgument, match=r"queue|timeout is in seconds"),
+        tfnb.record() if recorded else nullcontext(),
+    ):
+        ILL_MADE[number]()
 
 
 REFUSED = {name: value for name, value in list(globals().items()) if name.startswith("refused_")}

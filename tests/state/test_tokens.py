@@ -47,7 +47,7 @@ def test_a_token_whose_lease_is_over_goes_to_the_next_and_its_holder_is_refused(
 
 
 def test_what_is_no_lease_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="more than 0 seconds"):
+    with pytest.raises(InvalidArgument, match="more than 0"):
         tfnb.TokenQueue(lease=0)
 
 

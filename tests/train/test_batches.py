@@ -135,6 +135,8 @@ def test_a_dask_collection_that_is_too_large_or_fails():
         batches({"x": da.zeros((1000, 1000, 1000))})
     with pytest.raises(InvalidArgument, match="data for x: Dask could not compute it: ZeroDivisionError"):
         batches({"x": da.ones(3).map_blocks(lambda rows: 1 // 0, dtype=float)})
+    with pytest.raises(InvalidArgument, match="data is a Dask Array: say what it feeds"):
+        batches(da.ones(3), batch_size=2)
     with pytest.raises(ShapeError, match="10 rows for x and 9 rows for y"):
         batches({"x": X, "y": da.ones(9, chunks=2)})
 

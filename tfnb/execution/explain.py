@@ -64,18 +64,6 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def check_timeout(timeout: Any) -> None:
-    """Raises InvalidArgument for what is no number of seconds.
-
-    >>> check_timeout(0.5)
-    >>> check_timeout("2 s")
-    Traceback (most recent call last):
-    tfnb.errors.InvalidArgument: timeout is in seconds, at least 0, not '2 s'
-    """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-        raise InvalidArgument(f"timeout is in seconds, at least 0, not {timeout!r}")
-
-
 def deadline(program: Program, timeout: float) -> Deadline:
     """The seconds that a step has, and the error for one that took longer."""
 

@@ -212,6 +212,32 @@ def flows(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def tensor_of(value: Any, dtype: torch.dtype | None, owner: str) -> torch.Tensor:
+    """A number or nested list as a tensor of this dtype, or of its own where that is None.
+
+    owner: who is given it. Raises InvalidArgument for what is no tensor, and where the dtype would lose a part of it.
+
+    >>> tensor_of([1, 2], torch.float32, "variable w")
+    tensor([1., 2.])
+    >>> tensor_of(1.5, torch.int64, "queue q")
+    Traceback (most recent call last):
+    tfnb.errors.InvalidArgument: queue q takes int64, and was given 1.5, which is float32: convert it
+    """
+    shown = repr(value) if isinstance(value, int | float | complex | str | None) else f"a {type(value).__name__}"
+    takes = "a tensor" if dtype is None else dtype_name(dtype)
+    try:
+        found = torch.as_tensor(value)
+        if dtype is None:
+            return found
+        if torch.can_cast(found.dtype, dtype) or not found.numel():
+            return torch.as_tensor(value, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"{owner} takes {takes}, and was given {shown}: {error}") from None
+    raise InvalidArgument(
+        f"{owner} takes {takes}, and was given {shown}, which is {dtype_name(found.dtype)}: convert it"
+    )
+
+
 def is_static(sizes: Sequence[Size]) -> TypeGuard[Sequence[int]]:
     """Whether none of the sizes varies."""
     return all(isinstance(size, int) for size in sizes)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, StepAborted
 from tfnb.graph import current, resources
 from tfnb.graph.held import CHANGES, Held, Watch
-from tfnb.graph.spec import Spec, flows
+from tfnb.graph.spec import Spec, flows, tensor_of
 from tfnb.graph.variable_locks import LOCKS, counter
 
 _serial = itertools.count()
@@ -365,7 +365,7 @@ class Variable:
         if isinstance(value, Variable):
             return value.value()
         plain = current.plain(value)
-        return plain if isinstance(plain, torch.Tensor) else torch.as_tensor(plain, dtype=self.dtype)
+        return plain if isinstance(plain, torch.Tensor) else tensor_of(plain, self.dtype, f"variable {self.name}")
 
     def _rows(self, indices: Any) -> torch.Tensor:
         """Row numbers as a tensor; raises InvalidArgument for one outside of the rows."""

@@ -27,7 +27,6 @@ from tfnb.errors import (
 from tfnb.execution import TRACERS, Checked, Trace, Tracer, ValueHealth, profiling
 from tfnb.execution.budgeted import Planned
 from tfnb.execution.dataflow.executor import EXECUTORS
-from tfnb.execution.explain import check_timeout
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tracing.origins import not_finite
@@ -63,6 +62,7 @@ from tfnb.state.chunks import Chunked, like
 from tfnb.state.input_sources import Source
 from tfnb.state.run_numbers import RunNumbers
 from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
+from tfnb.state.waits import check_timeout
 
 _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",

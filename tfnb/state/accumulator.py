@@ -15,6 +15,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Spec
+from tfnb.recording.marks.notes import user_level
 from tfnb.state.orders import Element, Whole
 
 
@@ -235,7 +236,7 @@ class Accumulator(Whole):
         """Gradients of earlier steps are dropped from here on; the step before. Warns of a step that was."""
         before, self.step = self.step, step
         if step < before:
-            warnings.warn(f"an accumulator at step {before} goes back to step {step}", stacklevel=2)
+            warnings.warn(f"an accumulator at step {before} goes back to step {step}", stacklevel=user_level(None))
         return before
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tfnb.errors import InvalidArgument
 from tfnb.recording import Operation
+from tfnb.state.elements import component
 from tfnb.state.queue_operations import QueueHandle, counted, limited
 
 
@@ -33,9 +34,10 @@ class Barrier(QueueHandle):
     ) -> None:  # fmt: skip
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
         given = [shapes] if isinstance(dtypes, torch.dtype) else list(shapes or ())
-        if not kinds or len(kinds) != len(given) or any(shape is None or None in shape for shape in given):
+        parts = [component(name, *part) for part in zip(kinds, given, strict=False)]
+        if not kinds or len(kinds) != len(given) or any(shape is None or None in shape for _, shape in parts):
             raise InvalidArgument(f"a barrier has a dtype and a whole shape for each part; {name} was given {shapes}")
-        parts = [(torch.int64, ()), *((kind, tuple(shape)) for kind, shape in zip(kinds, given, strict=True))]
+        parts.insert(0, (torch.int64, ()))
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}
         super().__init__(name, math.inf, parts, kind="barrier", options={"parts": len(kinds)}, **where)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -131,6 +131,26 @@ def like(array: torch.Tensor | Chunked) -> torch.Tensor:
 def is_collection(value: Any) -> bool:
     """Whether it is an array, bag, dataframe or the like of Dask."""
     return callable(getattr(type(value), "__dask_graph__", None))
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether it is such a collection whose partitions can be computed one by one."""
+    return is_collection(value) and callable(getattr(value, "to_delayed", None))
+
+
+class Partitions:
+    """Rows of a Dask collection, one partition after the other: of a dataframe named tuples, of a bag its items."""
+
+    def __init__(self, collection: Any) -> None:
+        shape = getattr(collection, "shape", ())
+        if callable(getattr(collection, "rechunk", None)):  # an array: whole rows
+            collection = collection.rechunk(dict.fromkeys(range(1, len(shape)), -1))
+        self._parts = np.ravel(collection.to_delayed()).tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in self._parts:
+            rows = part.compute()
+            yield from rows.itertuples(index=False) if hasattr(rows, "itertuples") else rows
 
 
 def without_frames(collection: Any) -> Any:

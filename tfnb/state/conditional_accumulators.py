@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Spec, current, ops
+from tfnb.graph.spec import flows
 from tfnb.recording import Recorder, Tensor
+from tfnb.state.elements import component
 from tfnb.state.queue_operations import QueueHandle, limited
 
 
@@ -51,8 +53,8 @@ class _Conditional(QueueHandle):
 
 
 def _ensure_flows(name: str, dtype: torch.dtype) -> None:
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise InvalidArgument(f"the mean of {name} is of numbers with a fraction; {dtype} has none")
+    if not isinstance(dtype, torch.dtype) or not flows(dtype):
+        raise InvalidArgument(f"the mean of {name} is of a torch.dtype of numbers with a fraction, not of {dtype!r}")
 
 
 class ConditionalAccumulator(_Conditional):
@@ -74,7 +76,7 @@ class ConditionalAccumulator(_Conditional):
         container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         _ensure_flows(name, dtype)
-        parts = [(dtype, None if shape is None else tuple(shape)), (torch.int64, ())]
+        parts = [(dtype, shape), (torch.int64, ())]
         super().__init__(name, math.inf, parts, kind="mean", container=container, shared_name=shared_name)
 
     def apply_grad(self, grad: Any, local_step: Any = 0) -> Any:
@@ -113,6 +115,7 @@ class SparseConditionalAccumulator(_Conditional):
         name: str = "sparse_accumulator", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         _ensure_flows(name, dtype)
+        _, shape = component(name, dtype, shape)
         if not shape or any(size is None for size in shape):
             raise InvalidArgument(f"{name} has the shape of a whole table, rows first, not {shape}")
         if sparse_mean not in ("per_step", "per_row"):

@@ -20,6 +20,24 @@ from tfnb.state.orders import Element
 Shape = tuple[int | None, ...] | None
 
 
+def component(name: str, dtype: Any, shape: Any) -> tuple[torch.dtype, Shape]:
+    """The dtype and shape of a component as they were given for queue ``name``; raises InvalidArgument.
+
+    >>> component("q", torch.float32, [None, 2])
+    (torch.float32, (None, 2))
+    """
+    sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else shape
+    is_shape = sizes is None or (
+        isinstance(sizes, tuple) and all(size is None or (type(size) is int and size >= 0) for size in sizes)
+    )
+    if not isinstance(dtype, torch.dtype) or not is_shape:
+        raise InvalidArgument(
+            f"a component of queue {name} has a dtype and a shape, such as torch.float32 and (None, 3); "
+            f"it was given {dtype!r} and {shape!r}"
+        )
+    return dtype, sizes
+
+
 def check_part(queue: Queue, place: int, shape: Shape, spec: Spec) -> None:
     """Raise ShapeError for a tensor that is no component of this shape."""
     if shape is not None and not (

@@ -6,7 +6,10 @@ was given last. Imports fsspec for files; compression, globs and remote file sys
 
 from __future__ import annotations
 
+import lzma
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
@@ -16,6 +19,7 @@ from torch.utils.data import default_collate
 
 from tfnb.errors import DataLoss, InvalidArgument, NotFound, OutOfRange
 from tfnb.kernels.random import mix
+from tfnb.state.chunks import Partitions, is_partitioned
 
 Position = dict[str, int]
 Part = Callable[[Iterator[Any]], Iterator[Any]]
@@ -24,10 +28,11 @@ Part = Callable[[Iterator[Any]], Iterator[Any]]
 class Source:
     """Elements of an iterable that can be taken up again where they were left.
 
-    data: what can be iterated again for each pass, such as a list or a torch DataLoader. name: its key in checkpoints.
-    seed: torch's random state at the start of each pass comes from it, so a DataLoader that shuffles gives the same
-    order again; None leaves torch's state alone. A pass that is taken up again is drawn from its start and the elements
-    before the position are dropped.
+    data: what can be iterated again for each pass, such as a list or a torch DataLoader; of a Dask array, bag or
+    dataframe the rows, where each partition is computed when its turn comes, where Dask has it. name: its key in
+    checkpoints. seed: torch's random state at the start of each pass comes from it, so a DataLoader that shuffles gives
+    the same order again; None leaves torch's state alone. A pass that is taken up again is drawn from its start and the
+    elements before the position are dropped.
 
     >>> source = Source(["a", "b", "c"], name="letters")
     >>> source.read(), source.position
@@ -47,7 +52,7 @@ class Source:
                 f"source {name}: {type(data).__name__} can be iterated only once, so no position of it can be taken up "
                 "again; pass a list, a DataLoader, or an object whose __iter__ starts anew"
             )
-        self.name, self._data, self._seed = name, data, seed
+        self.name, self._data, self._seed = name, Partitions(data) if is_partitioned(data) else data, seed
         self._parts: tuple[Part, ...] = ()
         self._root = self
         self._start({"epoch": 0, "count": 0})
@@ -69,7 +74,9 @@ class Source:
         keys = self._root._position.keys()
         if not isinstance(position, dict) or position.keys() != keys:
             raise InvalidArgument(f"source {self.name}: a position has {', '.join(keys)}; this is {position!r}")
-        self._root._start({key: int(value) for key, value in position.items()})
+        if not all(type(value) is int and value >= 0 for value in position.values()):
+            raise InvalidArgument(f"source {self.name}: a position has numbers of at least 0; this is {position!r}")
+        self._root._start(dict(position))
 
     def back_to(self, position: Position) -> None:
         """Go on from a position; nothing happens where it stands there."""
@@ -190,20 +197,42 @@ class _FileReader(Source):
         position = self._position
         while position["file"] < len(self._files):
             entry = self._files[position["file"]]
-            try:
-                with entry as file:
-                    if position["offset"]:
-                        file.seek(position["offset"])
-                    for record in self._records(file, entry.full_name):
-                        position["offset"] = file.tell()
-                        yield record
-            except FileNotFoundError as error:
-                raise NotFound(f"{self.name}: no file is at {entry.full_name}") from error
+            with self._opened(entry) as file:
+                if position["offset"]:
+                    file.seek(position["offset"])
+                for record in self._records(file, entry.full_name):
+                    position["offset"] = file.tell()
+                    yield record
             position["file"], position["offset"] = position["file"] + 1, 0
+
+    @contextmanager
+    def _opened(self, entry: Any) -> Iterator[BinaryIO]:
+        """A file, and errors that name it."""
+        try:
+            with entry as file:
+                yield file
+        except FileNotFoundError as error:
+            raise NotFound(f"{self.name}: no file is at {entry.full_name}") from error
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if entry.compression is None:
+                raise
+            raise DataLoss(f"{self.name}: {entry.full_name} is no whole {entry.compression} file: {error}") from error
 
     def _records(self, file: BinaryIO, url: str) -> Iterator[Any]:
         """Records from where the file stands; it then stands behind the one that was given."""
         raise NotImplementedError
+
+
+def _are_counts(*values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _ends_in_a_byte(encoding: str) -> bool:
+    """Whether lines of text in this encoding are the lines of its bytes."""
+    try:
+        return "\n\n".encode(encoding).endswith(b"\n\n")
+    except LookupError:
+        return False
 
 
 class TextLineReader(_FileReader):
@@ -222,6 +251,11 @@ class TextLineReader(_FileReader):
         self, urls: str | Sequence[str], *, skip_header_lines: int = 0, encoding: str = "utf-8", name: str = "lines",
         compression: str | None = "infer", storage_options: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        if not _are_counts(skip_header_lines) or not _ends_in_a_byte(encoding):
+            raise InvalidArgument(
+                f"{name}: skip_header_lines is at least 0, and encoding one in which a line ends with one byte, such "
+                f"as utf-8; got {skip_header_lines!r}, {encoding!r}"
+            )
         super().__init__(urls, name=name, compression=compression, options=storage_options)
         self._header, self._encoding = skip_header_lines, encoding
 
@@ -240,7 +274,7 @@ class TextLineReader(_FileReader):
 class FixedLengthRecordReader(_FileReader):
     r"""Records of equal length of files, each a uint8 tensor ``[record_bytes]``.
 
-    header_bytes, footer_bytes: of each file, left out. A file that ends within a record raises DataLoss.
+    header_bytes, footer_bytes: of each file, left out. A file that ends within a record or header raises DataLoss.
 
     >>> with fsspec.open("memory://doc/pairs.bin", "wb") as file:
     ...     _ = file.write(b"\x01\x02\x03\x04")
@@ -252,7 +286,7 @@ class FixedLengthRecordReader(_FileReader):
         self, urls: str | Sequence[str], record_bytes: int, *, header_bytes: int = 0, footer_bytes: int = 0,
         name: str = "records", compression: str | None = "infer", storage_options: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(record_bytes, int) or record_bytes < 1 or min(header_bytes, footer_bytes) < 0:
+        if not _are_counts(record_bytes, header_bytes, footer_bytes) or record_bytes < 1:
             raise InvalidArgument(
                 f"{name}: record_bytes is at least 1, header and footer at least 0; "
                 f"got {record_bytes!r}, {header_bytes!r}, {footer_bytes!r}"
@@ -263,6 +297,10 @@ class FixedLengthRecordReader(_FileReader):
     def _records(self, file: BinaryIO, url: str) -> Iterator[torch.Tensor]:
         start = file.tell() or self._header
         end = file.seek(0, 2) - self._footer
+        if start > end:
+            raise DataLoss(
+                f"{self.name}: {url} ends within its header of {self._header} and footer of {self._footer} bytes"
+            )
         file.seek(start)
         while start < end:
             if end - start < self._bytes:
@@ -292,11 +330,8 @@ class WholeFileReader(_FileReader):
         position = self._position
         while position["file"] < len(self._files):
             entry = self._files[position["file"]]
-            try:
-                with entry as file:
-                    content = torch.frombuffer(bytearray(file.read()) or bytearray(1), dtype=torch.uint8)
-                    content = content if file.tell() else content[:0]
-            except FileNotFoundError as error:
-                raise NotFound(f"{self.name}: no file is at {entry.full_name}") from error
+            with self._opened(entry) as file:
+                content = torch.frombuffer(bytearray(file.read()) or bytearray(1), dtype=torch.uint8)
+                content = content if file.tell() else content[:0]
             position["file"] += 1
             yield entry.full_name, content

@@ -15,6 +15,7 @@ import torch
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import Variable, current
+from tfnb.graph.spec import tensor_of
 from tfnb.kernels.tables import EMPTY
 from tfnb.state.input_sources import TextLineReader
 
@@ -46,7 +47,7 @@ class _Table:
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, default: Any, buckets: int, name: str) -> None:
         self.name, self.num_oov_buckets = name, buckets
-        self._default = torch.as_tensor(default, dtype=values.dtype).expand(values.shape[1:]).clone()
+        self._default = tensor_of(default, values.dtype, f"table {name}").expand(values.shape[1:]).clone()
         self._keys = Variable(keys, name=f"{name}/keys", trainable=False)
         self._values = Variable(values, name=f"{name}/values", trainable=False)
 
@@ -164,7 +165,7 @@ class MutableHashTable(_Table):
         int64, which marks an empty place.
         """
         taken = self._taken(keys).flatten()
-        rows = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, dtype=self._values.dtype)
+        rows = self._rows(values)
         if rows.dtype != self._values.dtype:
             raise InvalidArgument(f"table {self.name} has {self._values.dtype} values, these are {rows.dtype}")
         return self._become(torch.ops.tfnb.table_insert, taken, rows.reshape(-1, *self._values.shape[1:]))
@@ -176,8 +177,13 @@ class MutableHashTable(_Table):
     def load(self, keys: Any, values: Sequence[Any] | torch.Tensor) -> Any:
         """Have these keys and no others, such as those of `export`."""
         empty = torch.full_like(self._keys.read(), EMPTY)
-        rows = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, dtype=self._values.dtype)
+        rows = self._rows(values)
         return self._become(torch.ops.tfnb.table_insert, self._taken(keys).flatten(), rows, known=empty)
+
+    def _rows(self, values: Any) -> torch.Tensor:
+        if isinstance(values, torch.Tensor):
+            return values
+        return tensor_of(values, self._values.dtype, f"table {self.name}")
 
     def _become(self, change: Any, *given: torch.Tensor, known: torch.Tensor | None = None) -> Any:
         try:

@@ -16,15 +16,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import DeadlineExceeded, InvalidArgument, NotFound
 from tfnb.graph import Ref, Spec, Variable, current, ops, resources
 from tfnb.graph.queue import QUEUES, Queue
-from tfnb.graph.spec import Size
+from tfnb.graph.spec import Size, tensor_of
 from tfnb.recording import Operation, Recorder, Tensor
 from tfnb.recording.values.effects import effect
 from tfnb.state.accumulator import ACCUMULATORS
-from tfnb.state.elements import batch_of, check_batch_part, check_lengths, check_part, copied, elements_of
+from tfnb.state.elements import (
+    batch_of,
+    check_batch_part,
+    check_lengths,
+    check_part,
+    component,
+    copied,
+    elements_of,
+)
 from tfnb.state.orders import ORDERS, Order
 from tfnb.state.queue_machine import Attempt, Home, Kind, Level, QueueMachine, give_back
 from tfnb.state.tokens import Tokens
-from tfnb.state.waits import WAITS, Runner
+from tfnb.state.waits import WAITS, Runner, check_timeout
 
 Shape = tuple[int | None, ...]
 
@@ -40,8 +48,9 @@ class QueueHandle(Queue):
         self, name: str, capacity: float, components: Sequence[Any], *, kind: str,
         options: Mapping[str, Any] | None = None, container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
+        checked = [component(shared_name or name, *part) for part in components]
         new = Queue(
-            shared_name or name, capacity, components, kind=kind, options=options,
+            shared_name or name, capacity, checked, kind=kind, options=options,
             container=resources.placed(container), shared_name=shared_name,
         )  # fmt: skip
         if (found := resources.shared(container, shared_name)) is not None:
@@ -188,7 +197,7 @@ class QueueHandle(Queue):
             found = part.value()
         else:
             part = current.plain(part)
-            found = torch.as_tensor(part) if hasattr(part, "dtype") else torch.tensor(part, dtype=dtype)
+            found = tensor_of(part, None if hasattr(part, "dtype") else dtype, f"queue {self.name}")
         return copied(_same_kind(self, found, dtype).detach())
 
     def _sample(self, sample: Any, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
@@ -211,7 +220,7 @@ class QueueHandle(Queue):
     def _recorded(self, recorder: Recorder, part: Any, dtype: torch.dtype) -> Tensor:
         if not isinstance(part, (torch.Tensor, Variable)):
             with _disable_current_modes():
-                part = torch.as_tensor(part, dtype=dtype)
+                part = tensor_of(part, dtype, f"queue {self.name}")
         tensor = recorder.fresh(recorder._as_tensor(part))
         _same_kind(self, tensor, dtype)
         return tensor
@@ -321,7 +330,11 @@ def counted(queue: Queue, what: str, n: Any) -> int:
 
 
 def limited(timeout: float | None) -> dict[str, Any]:
-    return {} if timeout is None else {"timeout": timeout}
+    """The attribute of an operation that waits so long at most; raises InvalidArgument for what is no time."""
+    if timeout is None:
+        return {}
+    check_timeout(timeout)
+    return {"timeout": timeout}
 
 
 def _same_kind(queue: Queue, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -30,15 +30,13 @@ class TensorQueue(QueueHandle):
     ) -> None:  # fmt: skip
         is_single = isinstance(dtypes, torch.dtype)
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-        given = [shapes] if is_single or shapes is None else list(shapes)
-        if shapes is None:
-            given *= len(kinds)
-        if not kinds or len(given) != len(kinds) or capacity == 0:
+        given = _each(shapes, len(kinds), is_single)
+        if not kinds or len(given) != len(kinds) or not _is_number(capacity) or capacity == 0:
             raise InvalidArgument(
-                f"a queue has a capacity, one dtype or more and a shape for each; {name!r} was given capacity "
-                f"{capacity}, {len(kinds)} dtypes and {len(given)} shapes"
+                f"a queue has a capacity (below 0: no limit), one dtype or more and a shape for each; {name!r} was "
+                f"given capacity {capacity!r}, {len(kinds)} dtypes and shapes {shapes!r}"
             )
-        parts = [(kind, None if shape is None else tuple(shape)) for kind, shape in zip(kinds, given, strict=True)]
+        parts = list(zip(kinds, given, strict=True))
         super().__init__(name, math.inf if capacity < 0 else capacity, parts, kind=kind, options=options, **where)
         if self.__dict__.setdefault("is_single", is_single) != is_single:
             raise InvalidArgument(f"queue {self.name} of this shared name gives {self.components} in another form")
@@ -118,6 +116,17 @@ class TensorQueue(QueueHandle):
         return counted(self, what, n)
 
 
+def _each(shapes: Any, count: int, is_single: bool) -> list[Any]:
+    """The shape of each of so many dtypes."""
+    if is_single or shapes is None:
+        return [shapes] * count
+    return list(shapes) if isinstance(shapes, (list, tuple)) else [shapes]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 class FIFOQueue(TensorQueue):
     """A queue of at most ``capacity`` elements, first in, first out.
 
@@ -170,7 +179,11 @@ class RandomShuffleQueue(TensorQueue):
         seed: int | None = None, name: str = "random_shuffle_queue", container: str = "",
         shared_name: str | None = None,
     ) -> None:  # fmt: skip
-        if min_after_dequeue < 0 or (capacity >= 0 and capacity <= min_after_dequeue):
+        if (
+            not (_is_number(min_after_dequeue) and _is_number(capacity))
+            or min_after_dequeue < 0
+            or (capacity >= 0 and capacity <= min_after_dequeue)
+        ):
             raise InvalidArgument(
                 f"queue {name} holds more than min_after_dequeue elements; it was given capacity {capacity} and "
                 f"min_after_dequeue {min_after_dequeue}"
@@ -229,7 +242,8 @@ class PriorityQueue(TensorQueue):
         self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *,
         name: str = "priority_queue", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
+        is_single = isinstance(dtypes, torch.dtype)
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-        given = [shapes] if isinstance(dtypes, torch.dtype) else [None] * len(kinds) if shapes is None else list(shapes)
+        given = _each(shapes, len(kinds), is_single)
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}
         super().__init__(capacity, [torch.int64, *kinds], [(), *given], name, kind="priority", **where)

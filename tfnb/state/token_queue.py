@@ -9,6 +9,7 @@ import torch
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import current, ops
+from tfnb.graph.spec import tensor_of
 from tfnb.recording import Operation, Recorder
 from tfnb.state.queue_operations import QueueHandle, counted, limited
 
@@ -26,14 +27,14 @@ class TokenQueue(QueueHandle):
     (None, None, 7, 1)
     >>> tokens.finish(token)
     Traceback (most recent call last):
-    tfnb.errors.FailedPrecondition: token 1 is not held any more: its lease of 30 s is over
+    tfnb.errors.FailedPrecondition: token 1 is not held any more: it is finished, or its lease of 30 s is over
     """
 
     def __init__(
         self, lease: float = 30.0, *, name: str = "tokens", container: str = "", shared_name: str | None = None
     ) -> None:
-        if lease <= 0:
-            raise InvalidArgument(f"{name}: a lease is of more than 0 seconds, not {lease!r}")
+        if isinstance(lease, bool) or not isinstance(lease, int | float) or not 0 < lease < math.inf:
+            raise InvalidArgument(f"{name}: a lease is a number of seconds, more than 0, not {lease!r}")
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}
         options = {"lease_ms": max(1, int(1000 * lease))}
         super().__init__(name, math.inf, [(torch.int64, ())], kind="tokens", options=options, **where)
@@ -41,7 +42,7 @@ class TokenQueue(QueueHandle):
     def give(self, step: Any, count: int = 1) -> Operation | None:
         """So many tokens more, of a step."""
         many = counted(self, "give", count)
-        steps = torch.as_tensor(step, dtype=torch.int64).reshape(1).expand(many)
+        steps = tensor_of(step, torch.int64, f"queue {self.name}").reshape(1).expand(many)
         return self._put([steps], {"many": True})  # type: ignore[no-any-return]
 
     def take(self, *, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,7 +91,9 @@ class Tokens(Whole):
     def _of(self, number: int) -> Lease:
         self.spare(False)
         if number not in self._held:
-            raise FailedPrecondition(f"token {number} is not held any more: its lease of {self.lease:g} s is over")
+            raise FailedPrecondition(
+                f"token {number} is not held any more: it is finished, or its lease of {self.lease:g} s is over"
+            )
         return self._held[number]
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:

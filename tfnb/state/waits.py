@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from tfnb.errors import DeadlockError, TfnbError
+from tfnb.errors import DeadlockError, InvalidArgument, TfnbError
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.queue_machine import Attempt, Home
 
@@ -25,6 +25,19 @@ LOOK = 1.0  # seconds between looks at who waits for whom
 NOTICE = 2.0  # seconds until a notice
 
 Past = Mapping[Home, Mapping[str, set[str]]]  # who did what to which queue so far
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raises InvalidArgument for what is no number of seconds.
+
+    >>> check_timeout(0.5)
+    >>> check_timeout("2 s")
+    Traceback (most recent call last):
+    tfnb.errors.InvalidArgument: timeout is in seconds, at least 0, not '2 s'
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise InvalidArgument(f"timeout is in seconds, at least 0, not {timeout!r}")
+
 
 _WANTS = {"dequeue": "an element", "enqueue": "room", "close": "the enqueues before it"}
 _PRODUCER = {"dequeue": "enqueue", "enqueue": "dequeue", "close": "dequeue"}  # of what an operation waits for

@@ -78,6 +78,11 @@ def batches(
     _at_least_one(epochs=epochs, steps=steps, batch_size=batch_size)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise InvalidArgument(f"seed must be an int, not {seed!r}: the order of the rows depends on it alone")
+    if is_collection(data):
+        raise InvalidArgument(
+            f"data is a Dask {type(data).__name__}: say what it feeds, as in {{x: array}} or "
+            "{x: frame[['a', 'b']], y: frame['c']}; or feed the batches of tfnb.Source(data).batch(n) with feeds="
+        )
     if isinstance(data, Mapping) and feeds is not None:
         raise InvalidArgument("feeds= is for an iterable of batches: {placeholder: array} says what each array feeds")
     if isinstance(data, Mapping):  # plain numbers and a bool: a cluster is told of them
