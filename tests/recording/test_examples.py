@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import tfnb
-from tfnb.recording.shapes.shape_examples import Examples, Fresh
+from tfnb.recording.shapes.shape_examples import Fresh, ask
 from tfnb.recording.shapes.symbols import Symbols
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ def asked(op: Any, *shapes: tuple[Any, ...], **kwargs: Any) -> Any:
     sizes = {letter: symbols.fresh(letter, 4) for shape in shapes for letter in shape if isinstance(letter, str)}
     with symbols.fake_mode:
         fakes = [torch.empty([sizes.get(s, s) for s in shape]) for shape in shapes]
-    found = Examples().ask(fakes, kwargs, op)
+    found = ask(fakes, kwargs, op)
     return found and tuple(symbols.size(s) for s in found.shape) if isinstance(found, Fresh) else found
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.graph import Spec
 from tfnb.graph.node import leaves
 from tfnb.graph.op_facts import Op, facts
-from tfnb.recording.shapes.shape_examples import Examples, Fresh
+from tfnb.recording.shapes.shape_examples import Fresh, ask
 from tfnb.recording.shapes.symbols import Symbols
 
 _PURE = frozenset({"aten", "prims", "tfnb"})  # a fake kernel of a user's op may do anything
@@ -38,7 +38,6 @@ class Shapes:
         self._contiguous: dict[Any, torch.Tensor] = {}  # dtype, device and sizes -> the same
         self._later: dict[int, Any] = {}  # what stands in keys for a fake tensor that begins later in its memory
         self._alike: dict[Any, int] = {}  # metadata of such, but for where they begin -> the first one
-        self._examples = Examples()
         self._relations = 0
 
     def call(self, func: Op, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
@@ -70,7 +69,7 @@ class Shapes:
 
     def _by_example(self, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
         with self.symbols.unlogged():
-            found = self._examples.ask(args, kwargs, rule)
+            found = ask(args, kwargs, rule)
         if found is None:
             return None
         return self._fresh(found) if isinstance(found, Fresh) else type(found)(map(self._fresh, found))
@@ -125,7 +124,6 @@ class Shapes:
             self._contiguous.clear()
             self._later.clear()
             self._alike.clear()
-            self._examples.forget()
             self._specs.clear()
 
     def _key(self, func: Op, args: Any, kwargs: Any) -> Any:

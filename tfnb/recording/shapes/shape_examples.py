@@ -3,12 +3,14 @@
 Sympy makes a rule of torch's slow, and most results have sizes that their arguments have, or none that vary. So each
 symbol is given two sizes, a small one and a large prime, so that what is the lesser or the greater of two sizes shows.
 A result whose every size is in both cases that of an argument, or in both the same, needs no symbols to be told; all
-others are left to the rule on symbols.
+others are left to the rule on symbols. Symbols go by the order in which they appear in the arguments, so what was told
+is told again in another recording: a cell that runs again has new symbols.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import sympy
@@ -16,7 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _BIG = 20_000  # primes below it, and above any width of a layer, divide none
-_SMALL = 3  # of the axes that vary, but for the first, which is the batch: of one row
+_SMALL = 3  # of the axes that vary, but for the first, which is mostly the batch: of one row
+_KEPT = 8192  # answers
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Fresh(NamedTuple):
@@ -27,97 +31,148 @@ class Fresh(NamedTuple):
     shape: tuple[Any, ...]
 
 
-class Examples:
-    """Two plain fake tensors for each symbolic one."""
+class _Size(NamedTuple):
+    """An expression over symbols that are numbered by their first appearance, and the Python type of its value."""
+
+    expr: sympy.Basic
+    kind: type
+
+
+class _Memory(NamedTuple):
+    """What a fake tensor is for a rule."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+
+
+class _Other(NamedTuple):
+    """An argument without sizes; True, 1 and 1.0 are not the same."""
+
+    kind: type
+    value: Any
+
+
+def ask(args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
+    """What ``rule`` gives on these fake tensors, each result as Fresh; None where the examples do not tell."""
+    described = _Described()
+    try:
+        question = tuple(map(described.of, args)), tuple((name, described.of(item)) for name, item in kwargs.items())
+        told = _told(rule, torch.get_default_dtype(), tuple(described.sizes), *question) if described.sizes else None
+    except (LookupError, TypeError, RuntimeError):  # a size that only data tell; what has no hash; what has no strides
+        return None
+    if told is None or isinstance(told, Fresh):
+        return told and described.sized(told)
+    return type(told)(each and described.sized(each) for each in told)
+
+
+class _Described:
+    """Arguments in terms that are equal for equal ones of another recording."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode()
-        self._sizes: dict[Any, tuple[Any, Any]] = {}  # expression -> its two values
-        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of a fake tensor that stays
-        self._small: dict[sympy.Symbol, sympy.Integer] = {}
-        self._primes: dict[sympy.Symbol, sympy.Integer] = {}
+        self._names: dict[sympy.Symbol, sympy.Symbol] = {}
+        self.sizes: dict[_Size, Any] = {}  # of tensors, and numbers: the SymInt of this recording
 
-    def forget(self) -> None:
-        """Sizes became equal or fixed."""
-        self._sizes.clear()
-        self._tensors.clear()
-
-    def ask(self, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
-        """What ``rule`` gives on these fake tensors, each result as Fresh; None where the examples do not tell."""
-        known: dict[tuple[Any, Any], Any] = {}
-        try:
-            first, second = ([self._example(tree, known, at) for tree in (args, kwargs)] for at in (0, 1))
-            if not known:
-                return None
-            with self.mode:
-                one, two = rule(*first[0], **first[1]), rule(*second[0], **second[1])
-        except Exception:  # the rule on symbols says what is wrong, or what has to be equal
-            return None
-        if not isinstance(one, (list, tuple)):
-            return _result(one, two, known)
-        if len(one) != len(two):  # as many parts as a size has
-            return None
-        results = [_result(a, b, known) for a, b in zip(one, two, strict=True)]
-        told = all(r is not None or a is None for r, a in zip(results, one, strict=True))
-        return type(one)(results) if told and type(one) in (list, tuple) else None
-
-    def _example(self, tree: Any, known: dict[tuple[Any, Any], Any], at: int) -> Any:
-        """``tree`` with plain sizes; what they stand for is added to ``known``."""
+    def of(self, tree: Any) -> Any:
+        """An argument, described."""
         if isinstance(tree, FakeTensor):
-            for size in tree.shape:
-                self._size(size, known, at)
-            return self._tensor(tree)[at]
+            sizes, strides = map(self._counted, tree.shape), map(self._size, tree.stride())
+            return _Memory(tree.dtype, tree.device, tuple(sizes), tuple(strides))
         if isinstance(tree, (list, tuple)):
-            return type(tree)([self._example(item, known, at) for item in tree])
+            return _Other(type(tree), tuple(map(self.of, tree)))
         if isinstance(tree, Mapping):
-            return {name: self._example(item, known, at) for name, item in tree.items()}
-        return self._size(tree, known, at)
+            return _Other(dict, tuple((name, self.of(item)) for name, item in tree.items()))
+        size = self._counted(tree)
+        return size if isinstance(size, _Size) else _Other(type(tree), tree)
 
-    def _size(self, size: Any, known: dict[tuple[Any, Any], Any], at: int) -> Any:
-        if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return size
-        pair = self._pair(size)
+    def _counted(self, size: Any) -> Any:
+        found = self._size(size)
         if isinstance(size, torch.SymInt):
-            if known.setdefault(pair, size) is not size and known[pair].node.expr != size.node.expr:
-                raise LookupError("two sizes with the same examples")
-            if pair[0] == pair[1]:
-                raise LookupError("a size like a number")
-        return pair[at]
+            self.sizes.setdefault(found, size)
+        return found
 
-    def _pair(self, size: Any) -> tuple[Any, Any]:
+    def _size(self, size: Any) -> Any:
+        if not isinstance(size, _SYMBOLIC):
+            return size
+        if size.node.hint is None:
+            raise LookupError("a size that only data tell")
         expr = size.node.expr
-        found = self._sizes.get(expr)
-        if found is None:
-            if size.node.hint is None:
-                raise LookupError("a size that only data tell")
-            for symbol in sorted(expr.free_symbols - self._primes.keys(), key=str):
-                # the smaller the one, the larger the other: the lesser of two symbols is like neither of them
-                count = len(self._primes)
-                self._small[symbol] = sympy.Integer(_SMALL + count - 1 if count else 1)
-                self._primes[symbol] = sympy.Integer(sympy.prevprime(min(self._primes.values(), default=_BIG)))
-            kind = size.node.pytype
-            found = self._sizes[expr] = kind(expr.xreplace(self._small)), kind(expr.xreplace(self._primes))
-        return found
+        for symbol in sorted(expr.free_symbols - self._names.keys(), key=str):
+            self._names[symbol] = _symbol(len(self._names))
+        return _Size(expr.xreplace(self._names), size.node.pytype)
 
-    def _tensor(self, fake: FakeTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self._tensors.get(id(fake))
-        if found is None:
-            with self.mode:
-                made = [
-                    torch.empty_strided(
-                        [self._plain(s, at) for s in fake.shape], [self._plain(s, at) for s in fake.stride()],
-                        dtype=fake.dtype, device=fake.device,
-                    )
-                    for at in (0, 1)
-                ]  # fmt: skip
-            found = self._tensors[id(fake)] = made[0], made[1]
-        return found
-
-    def _plain(self, size: Any, at: int) -> int:
-        return self._pair(size)[at] if isinstance(size, torch.SymInt) else size
+    def sized(self, told: Fresh) -> Fresh:
+        """A result with this recording's sizes."""
+        return told._replace(shape=tuple(self.sizes[s] if isinstance(s, _Size) else s for s in told.shape))
 
 
-def _result(a: Any, b: Any, known: dict[tuple[Any, Any], Any]) -> Fresh | None:
+@lru_cache(_KEPT)
+def _told(
+    rule: Callable[..., Any], _default: torch.dtype, sizes: tuple[_Size, ...], args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+) -> Any:  # fmt: skip
+    """The answer to a question: sizes of results are numbers, or of ``sizes``."""
+    known = {_examples(size): size for size in sizes}
+    if len(known) < len(sizes) or any(first == second for first, second in known):
+        return None  # two sizes with the same examples, or one like a number
+    try:
+        with FakeTensorMode():
+            one, two = (
+                rule(*(_example(item, at) for item in args), **{name: _example(item, at) for name, item in kwargs})
+                for at in (0, 1)
+            )
+    except Exception:  # the rule on symbols says what is wrong, or what has to be equal
+        return None
+    if not isinstance(one, (list, tuple)):
+        return _result(one, two, known)
+    if len(one) != len(two):  # as many parts as a size has
+        return None
+    results = [_result(a, b, known) for a, b in zip(one, two, strict=True)]
+    told = all(r is not None or a is None for r, a in zip(results, one, strict=True))
+    return type(one)(results) if told and type(one) in (list, tuple) else None
+
+
+def _example(described: Any, at: int) -> Any:
+    """An argument with the first or the second example of each size."""
+    match described:
+        case _Size():
+            return _examples(described)[at]
+        case _Memory():
+            sizes, strides = ([_number(s, at) for s in part] for part in (described.shape, described.stride))
+            return torch.empty_strided(sizes, strides, dtype=described.dtype, device=described.device)
+        case _Other(kind=kind, value=value) if issubclass(kind, (list, tuple)):
+            return kind([_example(item, at) for item in value])
+        case _Other(kind=kind, value=value) if kind is dict:
+            return {name: _example(item, at) for name, item in value}
+    return described.value
+
+
+def _number(size: Any, at: int) -> Any:
+    return _examples(size)[at] if isinstance(size, _Size) else size
+
+
+@cache
+def _symbol(place: int) -> sympy.Symbol:
+    return sympy.Symbol(f"n{place}", integer=True, positive=True)
+
+
+@cache
+def _values(place: int) -> tuple[sympy.Integer, sympy.Integer]:
+    """The examples of a symbol: the smaller the one, the larger the other, so the lesser of two is like neither."""
+    small = _SMALL + place - 1 if place else 1
+    return sympy.Integer(small), sympy.Integer(sympy.prevprime(_values(place - 1)[1] if place else _BIG))
+
+
+@lru_cache(_KEPT)
+def _examples(size: _Size) -> tuple[Any, Any]:
+    """The two examples of an expression."""
+    numbers = {symbol: _values(int(str(symbol)[1:])) for symbol in size.expr.free_symbols}
+    first, second = (size.expr.xreplace({symbol: pair[at] for symbol, pair in numbers.items()}) for at in (0, 1))
+    return size.kind(first), size.kind(second)
+
+
+def _result(a: Any, b: Any, known: Mapping[tuple[Any, Any], _Size]) -> Fresh | None:
     """One result from those of the two examples."""
     if type(a) is not FakeTensor or a.layout is not torch.strided or a.dtype != b.dtype or a.dim() != b.dim():
         return None
