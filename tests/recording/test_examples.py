@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import tfnb
+from tfnb.recording.shapes import shape_examples
 from tfnb.recording.shapes.shape_examples import Fresh, ask
 from tfnb.recording.shapes.symbols import Symbols
 
@@ -59,3 +60,16 @@ def test_sizes_that_an_op_makes_equal_are_heard() -> None:
 def test_wrong_channels_of_a_batch_norm_fail_in_a_lazy_recording() -> None:
     with pytest.raises(Exception, match="length 7"), tfnb.record(lazy=True):
         F.batch_norm(tfnb.placeholder(torch.randn(4, 5, 6)), torch.ones(7), torch.ones(7), training=True)
+
+
+def test_a_recording_again_asks_no_rule_anew() -> None:
+    def step() -> None:
+        with tfnb.record():
+            x, y = (tfnb.placeholder(torch.ones(7, 91)) for _ in range(2))
+            tfnb.gradients(((x @ torch.ones(91, 3)).relu() - y[:, :3]).square().sum(), [x])
+
+    step()
+    before = shape_examples._told.cache_info()
+    step()
+    after = shape_examples._told.cache_info()
+    assert (after.misses, after.hits > before.hits) == (before.misses, True)
