@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from IPython.core.error import UsageError
 from IPython.core.magic_arguments import argument
 from IPython.display import display
 
@@ -84,7 +85,9 @@ class RunMagics(SharedMagics):
         argument(
             "-f", "--feed", action="append", nargs="+", default=[], metavar="NAME=EXPR", help="arrays of the data"
         ),
-        argument("-w", "--watch", metavar="LOSS", help="the scalar to compare"),
+        argument("--data", metavar="EXPR", help="data as of fit, such as a DataLoader, in place of -f"),
+        argument("--feeds", metavar="EXPR", help="what the parts of an item of the data are fed to: (x,y)"),
+        argument("-w", "--watch", action="append", metavar="LOSS", help="a scalar to compare; may be repeated"),
         argument("-e", "--epochs", type=int, default=1, metavar="N", help="passes over the data (1)"),
         argument("--seeds", type=int, default=5, metavar="N", help="runs of each mode (5)"),
     )
@@ -96,16 +99,26 @@ class RunMagics(SharedMagics):
             %%tfcompare train -w loss --seeds 5 -f x=images -f y=labels
             small = {"batch_size": 16}
             large = {"batch_size": 256}
+
+        Data that batches itself: --data loader --feeds (x,y).
         """
         __tracebackhide__ = True
         options = parsed(self.tfcompare, line)
-        if options.help or cell is None or not options.fetch or not options.watch:
+        if options.help or not line.strip():
             return self._help(self.tfcompare)
+        if cell is None:
+            raise UsageError("%%tfcompare is a cell magic: the ways to train stand in its body, one dict a line")
+        if not options.fetch or not options.watch:
+            raise UsageError("say what each step runs and what is compared: %%tfcompare FETCH -w LOSS")
+        if bool(options.feed) == bool(options.data):
+            raise UsageError("say what it trains on: -f NAME=EXPR of each placeholder, or --data EXPR")
         graph, before = self._graph(options.graph), self.shell.user_ns
         names = compiled(self.shell, "tfcompare", line, cell).names(full_tracebacks=self.full_tracebacks)
         modes = {
             name: value for name, value in names.items() if isinstance(value, dict) and before.get(name) is not value
         }
-        step, data = tfnb.Operation(graph, graph.value(options.fetch)), dict(map(self._feed, options.feed))
+        step = tfnb.Operation(graph, graph.value(options.fetch))
+        data = self._value("--data", options.data) if options.data else dict(map(self._feed, options.feed))
         how = {"watch": options.watch, "epochs": options.epochs, "seeds": options.seeds}
+        how |= {"feeds": self._value("--feeds", options.feeds)} if options.feeds else {}
         return self._out(options, tfnb.compare(step, data, modes, **how))

@@ -43,10 +43,14 @@ class SharedMagics(Magics):
         name, equals, expression = text.partition("=")
         if not equals:
             raise UsageError(f"-f {text}: NAME=EXPR was expected")
+        return name, self._value(f"-f {text}", expression)
+
+    def _value(self, option: str, expression: str) -> Any:
+        """The value of an expression of the user's; ``option``: what an error begins with."""
         try:
-            return name, self.shell.ev(expression)
+            return self.shell.ev(expression)
         except (SyntaxError, NameError) as error:
-            raise UsageError(f"-f {text}: {getattr(error, 'msg', error)}") from None
+            raise UsageError(f"{option}: {getattr(error, 'msg', error)}") from None
 
     def _line_only(self, method: Any, line: str, cell: str | None) -> Namespace:
         if cell is not None:

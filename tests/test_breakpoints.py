@@ -147,3 +147,11 @@ def test_a_cell_recorded_again_keeps_its_breakpoint_and_one_that_lost_the_node_r
         else:
             assert tfnb.run(y, {x: [0.0]}) == 0 and len(tfnb.break_at(graph=graph)) == 1
     tfnb.recording.forget("again")
+
+
+def test_a_name_within_a_loop_says_what_to_write_there() -> None:
+    with tfnb.record("looped") as graph:
+        start = tfnb.placeholder(torch.ones(2), name="start")
+        tfnb.while_loop(lambda h: h.sum() < 9, lambda h: (h * 2,), (start,))
+    with pytest.raises(NotFound, match=r"has no name out here: .* tfnb\.assert_"):
+        tfnb.break_at("mul", "nan", graph=graph)

@@ -67,8 +67,9 @@ def test_values_that_are_not_finite_are_shown() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"data": []}, "placeholder: array"), ({"modes": {}}, "modes is a dict"), ({"modes": {"a": 3}}, "a dict of"),
-        ({"seeds": 0}, "at least 1"), ({"watch": []}, "follows one scalar"),
+        ({"data": iter([])}, "DataLoader"), ({"modes": {}}, "modes is a dict"), ({"modes": {"a": 3}}, "a dict of"),
+        ({"seeds": 0}, "at least 1"), ({"watch": []}, "at least one scalar"), ({"data": []}, "data is empty"),
+        ({"modes": {"a": {}, "b": {"watch": []}}}, "the same ones"),
     ],
 )  # fmt: skip
 def test_bad_input_says_what_to_write_and_keeps_the_variables(change: dict[str, Any], text: str) -> None:
@@ -78,3 +79,19 @@ def test_bad_input_says_what_to_write_and_keeps_the_variables(change: dict[str, 
     with pytest.raises(InvalidArgument, match=text):
         tfnb.compare(steps["0.1"], **given)
     assert torch.equal(before, layer.weight)
+
+
+def test_a_loader_and_several_values_are_compared_at_the_samples_that_were_read() -> None:
+    _, x, loss, steps = net()
+    rows = torch.utils.data.TensorDataset(torch.rand(50, 3))
+    loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
+    state = torch.get_rng_state()
+    found = tfnb.compare(
+        steps["0.001"], loader, {"slow": {}, "same": {}}, watch={"a": loss, "b": loss}, feeds=(x,), epochs=2, seeds=2
+    )
+    assert torch.equal(state, torch.get_rng_state()) and [*found] == ["a", "b"]
+    for name in found:
+        slow, same = found[name].runs["slow"], found[name].runs["same"]
+        assert [point.samples for point in slow[0]] == [8, 16, 24, 32, 40, 48, 50, 58, 66, 74, 82, 90, 98, 100]
+        assert [[p.value for p in run] for run in slow] == [[p.value for p in run] for run in same]
+    assert found._repr_html_().count("<table") == 2 and repr(found).count("same") == 2

@@ -67,6 +67,24 @@ def test_ways_to_train_are_compared(net):
     assert list(ran.result.runs) == ["small", "large"] and len(ran.result.runs["small"][1]) == 30
     assert "base" not in net.names and "<svg" in ran.result._repr_html_()
     assert "near: loss" in str(net.run("%%tfcompare train -w los -f x=images\na = {}").error)
+    net.ok("from torch.utils.data import DataLoader\nloader = DataLoader(images, batch_size=8)")
+    ran = net.ok("%%tfcompare train -w loss -w loss --data loader --feeds x --seeds 2\na = {}")
+    assert [*ran.result] == ["loss", "loss_1"] and len(ran.result["loss"].runs["a"][0]) == 5
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        ("%tfcompare train -w loss", "is a cell magic"),
+        ("%%tfcompare train -f x=1\na = {}", "-w LOSS"),
+        ("%%tfcompare train -w loss\na = {}", "--data EXPR"),
+        ("%%tfcompare train -w loss --data nosuch\na = {}", "--data: name 'nosuch' is not defined"),
+        ("%%tfcompare train -w loss --data iter([])\na = {}", "a DataLoader or a list"),
+    ],
+)
+def test_a_comparison_that_lacks_something_says_what_to_write(net, cell, text):
+    ran = net.run(cell)
+    assert text in ran.out + ran.err + str(ran.error)
 
 
 def test_runs_after_an_edit_reuse_values(net):

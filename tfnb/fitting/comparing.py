@@ -17,15 +17,18 @@ from math import comb, isfinite, nan
 from statistics import fmean, stdev
 from typing import Any
 
+import torch
+
 from tfnb.errors import InvalidArgument
 from tfnb.fitting.fit_loop import fit
+from tfnb.fitting.fit_options import watched_by
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.session import Session, default_session
 from tfnb.session.structures import graph_of
+from tfnb.state.input_sources import Source
 from tfnb.train.callbacks import Progress, listed
 from tfnb.widgets.curve import bands, number
 
-BATCH = 32  # rows of a step, as `fit` has it
 POINTS = 40  # of a curve with its band
 WARM = 4  # steps of each way before the clocks start
 MOST = 20_000  # ways to deal values to two groups that are all tried; of more, so many are drawn
@@ -106,17 +109,27 @@ class Comparison:
         return f"{charts}<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
+class Comparisons(dict[str, Comparison]):
+    """What `compare` found of several watched values, by name."""
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(repr, self.values()))
+
+    def _repr_html_(self) -> str:
+        return "".join(each._repr_html_() for each in self.values())
+
+
 def compare(
-    fetch: Any, data: Mapping[Any, Any], modes: Mapping[str, Mapping[str, Any]], *, watch: Any, seeds: int = 5,
-    **options: Any,
-) -> Comparison:  # fmt: skip
+    fetch: Any, data: Any, modes: Mapping[str, Mapping[str, Any]], *, watch: Any, seeds: int = 5, **options: Any,
+) -> Comparison | Comparisons:  # fmt: skip
     """Train in several ways, each from the Variables of now, and compare a value at equal samples and at equal time.
 
-    fetch, data: as of `fit`, of arrays. modes: a name and options of `fit` for each way, also ``fetch`` for another
-    optimizer: ``{"sync": {}, "async": {"mode": "async"}, "Adam": {"fetch": adam}}``. watch: the scalar to compare.
-    seeds: so many runs of each, with other orders of the data and other random numbers. options: of all, such as
-    ``epochs=3``. Afterwards the Variables are as before. p is how often chance alone makes as large a difference to the
-    first mode: a permutation test over seeds.
+    fetch, data: as of `fit`, but for data that can be read only once. modes: a name and options of `fit` for each way,
+    also ``fetch`` for another optimizer: ``{"sync": {}, "async": {"mode": "async"}, "Adam": {"fetch": adam}}``. watch:
+    the scalar to compare; of several, or of a dict of names, the result is a dict with a Comparison of each. seeds: so
+    many runs of each, with other orders of the data and other random numbers. options: of all, such as ``epochs=3`` or
+    ``feeds=(x, y)``. Afterwards the Variables are as before. p is how often chance alone makes as large a difference to
+    the first mode: a permutation test over seeds.
 
     >>> import torch, tfnb
     >>> w = torch.nn.Parameter(torch.zeros(3))
@@ -129,15 +142,22 @@ def compare(
     (True, [0.0, 0.0, 0.0])
     """
     __tracebackhide__ = True
-    if not isinstance(data, Mapping) or not data:
-        raise InvalidArgument("compare takes data as {placeholder: array}: it counts samples")
+    if isinstance(data, Iterator | Source):
+        raise InvalidArgument(
+            f"compare reads the data anew for each run, and {type(data).__name__} goes on where it is: pass arrays, a "
+            "DataLoader or a list of feed dicts"
+        )
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
         raise InvalidArgument(f"seeds is a number of runs of each mode, an int of at least 1, not {seeds!r}")
     if not modes or not all(isinstance(each, Mapping) for each in modes.values()):
         raise InvalidArgument(f"modes is a dict of names and options of fit, such as {{'sync': {{}}}}, not {modes!r}")
     asked = {mode: {"fetch": fetch, "data": data, "watch": watch, **options, **each} for mode, each in modes.items()}
     session = default_session(graph_of(fetch))
-    runs: dict[str, list[Sequence[Point]]] = {mode: [] for mode in asked}
+    watched = {mode: watched_by(how["watch"], session)[0] for mode, how in asked.items()}
+    names = next(iter(watched.values()))
+    if not names or set(watched.values()) != {names}:
+        raise InvalidArgument(f"compare follows at least one scalar, and in each mode the same ones; got {watched}")
+    clocks: dict[str, list[_Clock]] = {mode: [] for mode in asked}
     with _kept(session) as begin:
         for how in asked.values():
             begin(0)
@@ -145,30 +165,27 @@ def compare(
         for seed in range(seeds):
             for mode, how in asked.items():
                 begin(seed)
-                clock = _Clock(how)
+                clocks[mode].append(clock := _Clock())
                 fit(**{"seed": seed, **how, "callbacks": [*listed(how.get("callbacks", ())), clock]})
-                runs[mode].append(clock.points)
-    return Comparison(clock.name, runs)
+    found = Comparisons(
+        (name, Comparison(name, {mode: [each.points[name] for each in mine] for mode, mine in clocks.items()}))
+        for name in names
+    )
+    return next(iter(found.values())) if len(found) == 1 else found
 
 
 class _Clock:
-    """A callback of `fit` that keeps the value of each step, with samples and seconds."""
+    """A callback of `fit` that keeps the values of each step by name, with samples and seconds."""
 
-    def __init__(self, how: Mapping[str, Any]) -> None:
-        self.points: list[Point] = []
-        self.name = ""
-        self._rows = min(len(array) for array in how["data"].values())
-        self._batch = how.get("batch_size") or BATCH
+    def __init__(self) -> None:
+        self.points: dict[str, list[Point]] = {}
         self._start = time.perf_counter()
 
     def on_step(self, progress: Progress) -> None:
         """`fit` tells that a step is done."""
-        if len(progress.values) != 1:
-            raise InvalidArgument(f"compare follows one scalar, watch=loss; got {', '.join(progress.values) or 'none'}")
-        passes, steps = divmod(progress.step, -(-self._rows // self._batch))
-        samples = passes * self._rows + steps * self._batch
-        ((self.name, value),) = progress.values.items()
-        self.points.append(Point(samples, time.perf_counter() - self._start, float(value)))
+        seconds = time.perf_counter() - self._start
+        for name, value in progress.values.items():
+            self.points.setdefault(name, []).append(Point(progress.samples, seconds, float(value)))
 
 
 @contextmanager
@@ -184,11 +201,13 @@ def _kept(session: Session) -> Iterator[Any]:
                 variables[label].set(value.clone())
         session.go_to(positions)
         session.graph.seed = seed + number
+        torch.manual_seed(number)  # a DataLoader shuffles by it: each mode has the same order
 
-    try:
-        yield begin
-    finally:
-        begin(0)
+    with torch.random.fork_rng():
+        try:
+            yield begin
+        finally:
+            begin(0)
 
 
 def _spread(values: Sequence[float]) -> float:

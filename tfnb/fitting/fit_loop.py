@@ -312,6 +312,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
         self.step = begin  # told
+        self._samples = 0
         self.why_over: str | None = None  # a callback ended it
         self.mode = mode
         self._change: Mode | None = None  # a callback asked for it
@@ -339,12 +340,13 @@ class _Run:
         """One more step is done."""
         __tracebackhide__ = True
         self.step += 1
+        self._samples += batch.rows
         self.steps.ends()
         is_known = not any(value is None for value in values)  # else a lost task told nobody of them
         self._metrics.add(self.step, batch.rows, values if is_known else (), batch.epoch)
         if self._callbacks.follow_steps:
             named = dict(zip(self._metrics.names, values, strict=True)) if is_known else {}
-            self._heed(self._callbacks.on_step(Progress(self.step, batch.epoch, named)))
+            self._heed(self._callbacks.on_step(Progress(self.step, batch.epoch, named, self._samples)))
         now = time.perf_counter()
         if now - self._looked >= SHOWN_EVERY:
             self._looked = now
@@ -358,7 +360,7 @@ class _Run:
         if found:
             self._validated[epoch] = found
         values = {**self._metrics.means_of(epoch), **found}
-        self._heed(self._callbacks.on_epoch(Progress(self.step, epoch, values)))
+        self._heed(self._callbacks.on_epoch(Progress(self.step, epoch, values, self._samples)))
 
     def _heed(self, progress: Progress) -> None:
         """What a callback asked for."""

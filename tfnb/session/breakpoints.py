@@ -17,6 +17,7 @@ import torch
 from tfnb.errors import BreakpointReached, InvalidArgument, NotFound
 from tfnb.execution.tracing.health import health
 from tfnb.graph import Graph, Node, Spec, Value
+from tfnb.graph.subgraph import subgraphs
 from tfnb.passes import StepGraph
 from tfnb.recording import graph as graph_named
 from tfnb.session.structures import graph_of, value_of
@@ -140,7 +141,15 @@ def break_at(
 
 
 def _name(graph: Graph, item: Any) -> str:
-    value = value_of(graph, item)
+    try:
+        value = value_of(graph, item)
+    except NotFound as error:
+        if not any(True for node in graph.nodes for _ in subgraphs(node)):
+            raise
+        raise NotFound(
+            f"{error}; what is computed within a loop or branch has no name out here: stop at its result, or write "
+            "tfnb.assert_(condition, message) beside the line"
+        ) from None
     node = graph.contents.by_id[value.node]
     if not node.outputs:
         raise InvalidArgument(f"{node.name} has no value to stop at: take a node that has one")

@@ -69,7 +69,8 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "memory_budget"): "a step in parts keeps what later fetches may take: use a session without memory_budget",
     ("step", "looks"): "a step in parts fetches values one by one: look at those, take tfnb.print out of the cell, and "
     "remove breakpoints, tfnb.break_at(off=True)",
-    ("stops", "cluster"): "breakpoints are of runs here: close the cluster, or remove them, tfnb.break_at(off=True)",
+    ("stops", "cluster"): "breakpoints are of runs here: close the cluster (%tfcluster --close), or remove them, "
+    "tfnb.break_at(off=True)",
     ("step", "queues"): "a step in parts is generated code, without queues; run the fetches together",
     ("trace", "cluster"): "a traced run runs here only: close the cluster, or run without trace=True",
     ("trace", "queues"): "a traced run is generated code, without queues: run without trace=True",

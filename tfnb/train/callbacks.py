@@ -12,7 +12,7 @@ from tfnb.errors import InvalidArgument
 
 @dataclass(slots=True)
 class Progress:
-    """Where a training stands. ``step`` and ``epoch`` count from 1.
+    """Where a training stands. ``step`` and ``epoch`` count from 1; ``samples``: rows of all steps of this call.
 
     ``values``: after a step the watched values of it, 0-d tensors; after an epoch their means over it, and those over
     the validation data as ``val_...``, floats.
@@ -21,6 +21,7 @@ class Progress:
     step: int
     epoch: int
     values: Mapping[str, Any]
+    samples: int = 0
     stopped: str | None = None
     changed: tuple[Any, int, int | None] | None = None
 
