@@ -9,8 +9,9 @@ is told again in another recording: a cell that runs again has new symbols.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import sympy
@@ -107,6 +108,28 @@ class _Described:
         return told._replace(shape=tuple(self.sizes[s] if isinstance(s, _Size) else s for s in told.shape))
 
 
+class _Own(threading.local):
+    """A thread's fake tensors with plain sizes: a mode is entered by one thread at a time."""
+
+    @cached_property
+    def mode(self) -> FakeTensorMode:
+        """The mode that the rules run in."""
+        return FakeTensorMode()
+
+    @cached_property
+    def tensor(self) -> Callable[[_Memory, int], torch.Tensor]:
+        """The fake tensor for a memory, with its first or second sizes."""
+        return lru_cache(_KEPT)(self._made)
+
+    @staticmethod
+    def _made(like: _Memory, at: int) -> torch.Tensor:
+        sizes, strides = ([_number(s, at) for s in part] for part in (like.shape, like.stride))
+        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
+
+
+_OWN = _Own()
+
+
 @lru_cache(_KEPT)
 def _told(
     rule: Callable[..., Any], _default: torch.dtype, sizes: tuple[_Size, ...], args: tuple[Any, ...],
@@ -117,7 +140,7 @@ def _told(
     if len(known) < len(sizes) or any(first == second for first, second in known):
         return None  # two sizes with the same examples, or one like a number
     try:
-        with FakeTensorMode():
+        with _OWN.mode:
             one, two = (
                 rule(*(_example(item, at) for item in args), **{name: _example(item, at) for name, item in kwargs})
                 for at in (0, 1)
@@ -139,8 +162,7 @@ def _example(described: Any, at: int) -> Any:
         case _Size():
             return _examples(described)[at]
         case _Memory():
-            sizes, strides = ([_number(s, at) for s in part] for part in (described.shape, described.stride))
-            return torch.empty_strided(sizes, strides, dtype=described.dtype, device=described.device)
+            return _OWN.tensor(described, at)
         case _Other(kind=kind, value=value) if issubclass(kind, (list, tuple)):
             return kind([_example(item, at) for item in value])
         case _Other(kind=kind, value=value) if kind is dict:
