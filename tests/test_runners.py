@@ -117,6 +117,13 @@ def test_a_runner_that_starts_after_the_stop_ends_at_once(coordinator: Coordinat
 def test_a_runner_without_work_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="runner of queue q "):
         QueueRunner(numbers("q"), [])
+    with pytest.raises(InvalidArgument, match=r"runner of queue q .* was given 3"):
+        QueueRunner(numbers("q"), [3])  # type: ignore[list-item]
+    with pytest.raises(InvalidArgument, match="a runner fills a queue"):
+        QueueRunner("q", [])  # type: ignore[arg-type]
+    queue = numbers("q")
+    QueueRunner(queue, tfnb.Source([1.0, 2.0]))
+    assert [float(number) for number in queue] == [1.0, 2.0]
 
 
 # -- the coordinator --------------------------------------------------------------------------------------------------

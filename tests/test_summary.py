@@ -59,10 +59,23 @@ def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
     writer = tfnb.summary.Writer(tmp_path)
     with pytest.raises(ShapeError, match=r"one number, this is \[2\]"):
         writer.scalar("a", torch.ones(2), 0)
-    with pytest.raises(InvalidArgument, match="of 2 values 1 are not finite"):
+    with pytest.raises(InvalidArgument, match="of 2 values 1 are larger or not finite"):
         writer.histogram("a", [1.0, float("nan")], 0)
     with pytest.raises(ShapeError, match="1 or 3 channels"):
         writer.image("a", torch.ones(2, 4, 4), 0)
+    for value in ("x", None, 1j):
+        with pytest.raises(InvalidArgument, match="summary a "):
+            writer.scalar("a", value, 0)
+    for step in (1.5, None, "1"):
+        with pytest.raises(InvalidArgument, match="summary a: step is the number of a step"):
+            writer.scalar("a", 1.0, step)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="of 2 values 1 are larger"):
+        writer.histogram("a", torch.tensor([1.0, 1e30]), 0)
+    for image in (torch.full((4, 4), 200), torch.full((4, 4), torch.nan), torch.ones(0, 4)):
+        with pytest.raises(InvalidArgument, match="an image is of finite floats"):
+            writer.image("a", image, 0)
+    with pytest.raises(InvalidArgument, match="a summary has a name"):
+        writer.text("", "a", 0)
     for _ in range(2):
         writer.close()
     with pytest.raises(InvalidArgument, match="is closed"):

@@ -19,7 +19,7 @@ from tfnb.session import Session, run
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_operations import machine_of
 from tfnb.state.queues import TensorQueue
-from tfnb.state.waits import WAITS
+from tfnb.state.waits import WAITS, check_timeout
 
 _POLL = 0.1  # seconds between looks at whether threads ended
 
@@ -91,6 +91,7 @@ class Coordinator:
 
         Raises FailedPrecondition that names the threads which did not stop in that time, and what they wait for.
         """
+        check_timeout(stop_grace_period_secs)
         everyone = list(dict.fromkeys([*threads, *self._threads]))
         while any(thread.is_alive() for thread in everyone) and not self.wait_for_stop(_POLL):
             pass
@@ -117,8 +118,8 @@ class QueueRunner:
     gets those that are left and then OutOfRange. Any other error stops the coordinator and closes the queue; it is
     raised by ``coordinator.join()``, and is the cause of the OutOfRange.
 
-    enqueue_ops: recorded enqueues, or a `tfnb.Source` whose elements are put; one for each thread. session: that runs
-    them, by default that of `tfnb.run`.
+    enqueue_ops: recorded enqueues, or a `tfnb.Source` whose elements are put; one for each thread, or one alone.
+    session: that runs them, by default that of `tfnb.run`.
 
     >>> import torch, tfnb
     >>> names, letters = (tfnb.FIFOQueue(5, torch.int64, (), name=name) for name in ("names", "letters"))
@@ -133,12 +134,20 @@ class QueueRunner:
     """
 
     def __init__(
-        self, queue: TensorQueue, enqueue_ops: Sequence[Operation | Source], *, coordinator: Coordinator | None = None,
-        session: Session | None = None,
+        self, queue: TensorQueue, enqueue_ops: Operation | Source | Sequence[Operation | Source], *,
+        coordinator: Coordinator | None = None, session: Session | None = None,
     ) -> None:  # fmt: skip
-        self.queue, self.enqueue_ops = queue, tuple(enqueue_ops)
+        if not isinstance(queue, TensorQueue):
+            raise InvalidArgument(f"a runner fills a queue such as tfnb.FIFOQueue, not {queue!r}")
+        is_one = isinstance(enqueue_ops, Operation | Source)
+        self.queue, self.enqueue_ops = queue, (enqueue_ops,) if is_one else tuple(enqueue_ops)
         if not self.enqueue_ops:
             raise InvalidArgument(f"a runner of queue {queue.name} has enqueues to run, and was given none")
+        if wrong := [op for op in self.enqueue_ops if not isinstance(op, Operation | Source)]:
+            raise InvalidArgument(
+                f"a runner of queue {queue.name} runs recorded enqueues, or puts what a tfnb.Source gives, and was "
+                f"given {wrong[0]!r}"
+            )
         self.coordinator = Coordinator() if coordinator is None else coordinator
         self.threads: tuple[threading.Thread, ...] = ()
         self._run = run if session is None else session.run

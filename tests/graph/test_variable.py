@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,23 @@ def test_another_shape_or_dtype_is_refused_with_both(v: Variable, value: torch.T
     before = v.value()
     with pytest.raises(ShapeError, match=message):
         v.assign(value)
+    assert torch.equal(v.value(), before)
+
+
+@pytest.mark.parametrize("change", [
+    lambda v: v.scatter_update([1], [[1.0, 1.0, 1.0]]),
+    lambda v: v.scatter_mul([1.0], [[1.0, 1.0]]),
+    lambda v: v.assign_add(torch.ones(3)),
+    lambda v: v.assign("a"),
+    lambda v: Variable(torch.tensor(3), name="v").assign(1.5),
+    lambda v: Variable(None, name="v"),
+    lambda v: Variable(1.0, shared_name=3),
+    lambda v: Variable(1.0, container=3),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_and_nothing_is_written(v: Variable, change: Callable[[Variable], Any]) -> None:
+    before = v.value()
+    with pytest.raises(InvalidArgument, match=r"variable v|a Variable|shared_name are strings"):
+        change(v)
     assert torch.equal(v.value(), before)
 
 

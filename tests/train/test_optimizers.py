@@ -363,6 +363,12 @@ def test_bad_hyperparameters_are_refused(make, arguments):
         make(**arguments)
 
 
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 0.99, 0.999)])
+def test_a_pair_has_two_numbers(betas):
+    with pytest.raises(InvalidArgument, match="betas is a pair, beta1 and beta2, not"):
+        train.Adam(betas=betas)
+
+
 @pytest.mark.parametrize(("make", "torch_make", "_"), RULES.values())
 def test_arguments_and_defaults_are_those_of_torch(make, torch_make, _):
     ours = dict(inspect.signature(make).parameters)

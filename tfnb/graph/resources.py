@@ -159,7 +159,9 @@ def placed(where: str) -> str:
 
 
 def shared(where: str, shared_name: str | None) -> Any:
-    """The resource of this name, if there is one."""
+    """The resource of this name, if there is one; raises InvalidArgument for what is no name."""
+    if not isinstance(where, str) or not isinstance(shared_name, str | None):
+        raise InvalidArgument(f"container and shared_name are strings, not {where!r} and {shared_name!r}")
     with _ALL.lock:
         return None if shared_name is None else _ALL.named.get((placed(where), shared_name))
 

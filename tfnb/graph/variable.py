@@ -356,7 +356,10 @@ class Variable:
         operands = [*(self._rows(i) for i in indices), self._operand(value)]
         with LOCKS.write(self) if self.home is None else nullcontext():
             old = operands[-1] if kind == "assign" else self.value()  # an uninitialised variable may be assigned
-            new = updated(old, kind, *operands)
+            try:
+                new = updated(old, kind, *operands)
+            except RuntimeError as error:
+                raise ShapeError(f"variable {self.name}, which is {self.spec}: {kind}: {error}") from error
             self.set(new)
         return new
 
@@ -369,7 +372,9 @@ class Variable:
 
     def _rows(self, indices: Any) -> torch.Tensor:
         """Row numbers as a tensor; raises InvalidArgument for one outside of the rows."""
-        rows = torch.as_tensor(current.plain(indices))
+        rows = tensor_of(current.plain(indices), None, f"variable {self.name}")
+        if rows.numel() and rows.dtype not in (torch.int64, torch.int32):
+            raise InvalidArgument(f"variable {self.name} takes row numbers in int64, not in {rows.dtype}")
         outside = rows[(rows < 0) | (rows >= len(self))]
         if outside.numel():
             bad = int(outside[0])
@@ -472,7 +477,7 @@ def _initial(value: Any, owner: Variable | str | None) -> torch.Tensor:
     token = _INITIALIZING.set(chain if owner is None else (*chain, owner))
     try:
         found = value() if _is_function(value) else value
-        return found.value() if isinstance(found, Variable) else torch.as_tensor(current.plain(found))
+        return found.value() if isinstance(found, Variable) else tensor_of(current.plain(found), None, "a Variable")
     finally:
         _INITIALIZING.reset(token)
 

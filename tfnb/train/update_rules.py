@@ -169,8 +169,11 @@ def settings_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
     """A setting of torch by the names of the op, which has one for each part of a pair."""
-    is_pair = name in _PAIRS and not isinstance(value, Real)
-    return list(zip(_PAIRS[name], value, strict=True)) if is_pair else [(name, value)]
+    if name not in _PAIRS or (name == "eps" and isinstance(value, Real)):  # some have one eps, others a pair
+        return [(name, value)]
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InvalidArgument(f"{name} is a pair, {' and '.join(_PAIRS[name])}, not {value!r}")
+    return list(zip(_PAIRS[name], value, strict=True))
 
 
 def _rate(lr: Rate) -> dict[str, Rate]:
