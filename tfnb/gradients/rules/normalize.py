@@ -1,4 +1,4 @@
-"""Rules for batch and layer norm, and dropout: the fused backward kernels of torch.
+"""Rules for batch, layer and group norm, and dropout: the fused backward kernels of torch.
 
 The saved mean and scale carry no gradient: the formulas of the second order take them into account.
 """
@@ -70,6 +70,19 @@ def _(n: Forward, dy: Any) -> Any:
     w, b = n["weight"], n["bias"]
     mask = [n.needs("input"), n.needs("weight"), n.needs("bias")]
     found = aten.native_layer_norm_backward(dy, n["input"], n["normalized_shape"], n.outs[1], n.outs[2], w, b, mask)
+    dx, dw, db = (d if wanted else None for d, wanted in zip(found, mask, strict=True))
+    return {"input": dx} | ({} if w is None else {"weight": dw}) | ({} if b is None else {"bias": db})
+
+
+# -- group norm ------------------------------------------------------------------------------------------------
+
+
+@rule(aten.native_group_norm.default, outputs=1)
+def _(n: Forward, dy: Any) -> Any:
+    w, b = n["weight"], n["bias"]
+    mask = [n.needs("input"), n.needs("weight"), n.needs("bias")]
+    sizes = (n["N"], n["C"], n["HxW"], n["group"])
+    found = aten.native_group_norm_backward(dy, n["input"], n.outs[1], n.outs[2], w, *sizes, mask)
     dx, dw, db = (d if wanted else None for d, wanted in zip(found, mask, strict=True))
     return {"input": dx} | ({} if w is None else {"weight": dw}) | ({} if b is None else {"bias": db})
 
