@@ -1,4 +1,4 @@
-"""Random functions as text that write in place: names of the same tensor, views, items, buffers, other dtypes.
+"""Random functions as text, as people write them, that write in place: names of the same tensor, views, items, buffers.
 
 Python runs the same text. Names: ``u, v, w`` vectors of three, ``a, b, c`` numbers, ``m`` a matrix like ``x``, ``k`` a
 count of Python's, and others that are views of those.
@@ -7,15 +7,19 @@ count of Python's, and others that are views of those.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import TypeVar
 
+T = TypeVar("T")
 VECTORS = ("u", "v", "w")
 NUMBERS = ("a", "b", "c")
+SLICES = ("k:", ":k", "-k:", ":-k", "k:k + 2", "k - 2:k", "k::2", "n - 1:", ":n", "k // 2:n", "torch.arange(min(k, 1))")
 END = "return a, b, c, u, v, w, m, k, box.v, box.s, net.seen * 1, net.total * 1"
 
 
-def source(seed: int) -> str:
+def source(seed: int, *, writes: bool = True) -> str:
     """``program(x, n, net)`` of a matrix with three columns, a whole number and a module with two buffers."""
-    return _Writer(seed).text()
+    return _Writer(seed, writes).text()
 
 
 def _in(lines: list[str]) -> list[str]:
@@ -23,8 +27,12 @@ def _in(lines: list[str]) -> list[str]:
 
 
 class _Writer:
-    def __init__(self, seed: int) -> None:
-        self.rng, self.names = random.Random(seed), 0
+    def __init__(self, seed: int, writes: bool) -> None:
+        self.rng, self.writes, self.names = random.Random(seed), writes, 0
+
+    def among(self, written: Sequence[T], *others: T) -> T:
+        """One of these, or of those that write."""
+        return self.rng.choice((*others, *written) if self.writes else others)
 
     def text(self) -> str:
         rng = self.rng
@@ -46,8 +54,8 @@ class _Writer:
     def helper(self, number: int) -> list[str]:
         """Called with a vector, into which it may write, and a number."""
         rng = self.rng
-        inner = rng.choice(
-            (["p = p * 0.5 + q"], ["p += q"], ["p[0] = q"], ["p, q = p * 0.5, p.sum() * 0.1"], ["p[1:].mul_(0.5)"])
+        inner = self.among(
+            (["p += q"], ["p[0] = q"], ["p[1:].mul_(0.5)"]), ["p = p * 0.5 + q"], ["p, q = p * 0.5, p.sum() * 0.1"]
         )
         leave = [f"if p.sum() {rng.choice('<>')} q:", f"    return {rng.choice(('p', 'p * 0.5', 'p + q'))}"]
         loop = rng.choice(("for i in range(3):", "for j in range(2):", "for z in (p * 0.5, p):"))
@@ -82,6 +90,8 @@ class _Writer:
 
     def numbers(self) -> str:
         rng, one, other = self.rng, self.number(), self.number()
+        if not self.writes and rng.random() < 0.2:
+            return f"(m[{rng.choice(SLICES)}] * {one}).sum()"
         return rng.choice(
             (f"{one} * 0.5", f"({one} + {other})", f"({one} - {other})", f"{one}.tanh() * {other}",
              f"{self.vector()}.sum()",
@@ -110,7 +120,8 @@ class _Writer:
         return [line for _ in range(self.rng.randint(1, 3)) for line in self.statement(depth)]
 
     def statement(self, depth: int) -> list[str]:
-        kinds = [self.assign, self.write, self.write, self.alias, self.tuples, self.parts]
+        kinds = [self.assign, self.alias, self.tuples]
+        kinds += [self.write, self.write, self.parts] if self.writes else [self.assign, self.assign]
         if depth < 2:
             kinds += [
                 self.branch,
@@ -127,7 +138,7 @@ class _Writer:
     def assign(self, depth: int) -> list[str]:
         rng = self.rng
         if rng.random() < 0.15:
-            return ["k += 1"]
+            return ["k += 1"]  # of a tensor it would be in place, which autograd may refuse
         if rng.random() < 0.5:
             return [f"{rng.choice((*VECTORS, 'box.v'))} = ({self.vectors()}).clamp(-9, 9)"]
         return [f"{rng.choice((*NUMBERS, 'box.s'))} = ({self.numbers()}).clamp(-9, 9)"]
@@ -202,17 +213,15 @@ class _Writer:
         return [f"if {self.test()}:", f"    {self.rng.choice(('break', 'continue'))}"]
 
     def rows(self, depth: int) -> list[str]:
-        over, used = self.rng.choice(
-            (("i in range(n)", "k += i"), ("i, row in enumerate(x)", "u = (u + row * i).clamp(-9, 9)"),
-              ("row in x", "v = v + row"),
-             ("row in m", "w = w - row * 0.5"), ("one, row in zip(x, m)", "u = (one - row).clamp(-9, 9)"),
-              ("i in range(3)", "u[i] += 1"),
-             ("i in range(len(x))", "m[i] *= 0.5"), ("i, (one, row) in enumerate(zip(m, x))",
-              "a = (a + row[i % 3]).clamp(-9, 9)"),
-             ("e in u", "a = (a + e).clamp(-9, 9)"), ("i in range(n - 1, -1, -1)", "k += i"), ("row in m.flip(0)",
-              "u += row"),
-             ("i in range(1, n)", "b = b * 0.5 + i"), ("row in (u, v)", "row += 0.25"), ("e in (a, b)",
-              "c = c * 0.5 + e"))
+        over, used = self.among(
+            (("i in range(3)", "u[i] += 1"), ("i in range(len(x))", "m[i] *= 0.5"), ("row in m.flip(0)", "u += row"),
+             ("row in (u, v)", "row += 0.25")),
+            ("i in range(n)", "k += i"), ("i, row in enumerate(x)", "u = (u + row * i).clamp(-9, 9)"),
+            ("row in x", "v = v + row"), ("row in m", "w = w - row * 0.5"), ("i in reversed(range(n))", "k += i"),
+            ("one, row in zip(x, m)", "u = (one - row).clamp(-9, 9)"), ("i in range(1, n)", "b = b * 0.5 + i"),
+            ("i, (one, row) in enumerate(zip(m, x))", "a = (a + row[i % 3]).clamp(-9, 9)"),
+            ("e in u", "a = (a + e).clamp(-9, 9)"), ("i in range(n - 1, -1, -1)", "k += i"),
+            ("e in (a, b)", "c = c * 0.5 + e"),
         )  # fmt: skip
         found = [f"for {over}:", *_in([used, *self.left(), *self.block(depth + 1)])]
         return found + (["else:", *_in(self.statement(depth + 1))] if self.rng.random() < 0.2 else [])
@@ -231,13 +240,13 @@ class _Writer:
         """A function in a function, which sees names of around it, and may set them."""
         rng, name, sets = self.rng, self.new("inner"), self.rng.choice((*VECTORS, *NUMBERS))
         arg = "p"
-        body = rng.choice(
-            ([f"return p * 0.5 + {self.number()}"], [f"if p > {self.number()}:", "    return p * 0.5",
-             f"return {self.number()}"],
-             [f"nonlocal {sets}",
+        body = self.among(
+            ([f"{self.vector()}.add_(p)", "return p"],),
+            [f"return p * 0.5 + {self.number()}"],
+            [f"if p > {self.number()}:", "    return p * 0.5", f"return {self.number()}"],
+            [f"nonlocal {sets}",
              f"{sets} = ({self.vectors() if sets in VECTORS else self.numbers()}).clamp(-9, 9)", "return p + 1"],
-             [f"{self.vector()}.add_(p)", "return p"], ["for row in m:", f"    if row.sum() > {self.number()}:",
-             "        return row.sum()", "return p"])
+            ["for row in m:", f"    if row.sum() > {self.number()}:", "        return row.sum()", "return p"],
         )  # fmt: skip
         call = f"{rng.choice(NUMBERS)} = ({name}({rng.choice(NUMBERS)})).clamp(-9, 9)"
         used = [f"for i in range({rng.choice(('2', 'n'))}):", f"    {call}"] if rng.random() < 0.5 else [call]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
+from tests.threads import at_once
 from tfnb.errors import Aborted, Cancelled, DeadlineExceeded, InvalidArgument, OutOfRange
 from tfnb.graph import variable_locks
 from tfnb.graph.variable_locks import LOCKS
@@ -31,28 +32,6 @@ def turns() -> Iterator[None]:
     sys.setswitchinterval(1e-4)
     yield
     sys.setswitchinterval(before)
-
-
-def at_once(*works: Callable[[], None]) -> None:
-    """Run in a thread each; the first error of any is raised."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(works))
-
-    def run(work: Callable[[], None]) -> None:
-        try:
-            start.wait(100)
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 def test_steps_of_one_graph_never_exchange_values() -> None:

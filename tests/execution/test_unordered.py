@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,30 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
+from tests.threads import at_once
 from tfnb.graph.variable_locks import LOCKS
 
 LONG = 400_000  # long enough for two kernels to meet
 STEPS = 40
-
-
-def at_once(*works: Callable[[], object], seconds: float = 120) -> None:
-    """Each in a thread; the first error is raised."""
-    errors: list[BaseException] = []
-
-    def run(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 def stores(**options: bool) -> tuple[tfnb.Variable, list[tfnb.Operation], tfnb.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
@@ -28,22 +30,11 @@ def test_runs_at_other_batches_equal_torch(program: Program) -> None:
     note(checks.batches(program))
 
 
+@pytest.mark.parametrize("check", [checks.files, checks.passes, checks.donates])
 @slow_draws
-@given(programs(size=8))
-def test_loaded_graphs_run_alike(program: Program) -> None:
-    note(checks.files(program))
-
-
-@slow_draws
-@given(programs(size=8))
-def test_passes_and_fed_intermediate_values_change_nothing(program: Program) -> None:
-    note(checks.passes(program))
-
-
-@slow_draws
-@given(programs(size=8))
-def test_donated_memory_changes_nothing(program: Program) -> None:
-    note(checks.donates(program))
+@given(program=programs(size=8))
+def test_files_passes_and_donated_memory_change_nothing(check: Callable[[Program], str], program: Program) -> None:
+    note(check(program))
 
 
 @pytest.mark.slow
