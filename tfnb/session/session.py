@@ -515,8 +515,9 @@ class Session:
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
         """Write the graph's variables to one safetensors file; the result says what it holds.
 
-        With them go the positions of its random streams, of sources, and of a training that is not at its end, so that
-        ``fit(resume=path)`` goes on from there. A callback of `fit` may call it.
+        With them go the positions of its random streams, of the sources that `fit` of this session read or that `reads`
+        names, and of a training that is not at its end, so that ``fit(resume=path)`` goes on from there. What queues
+        hold is not saved. A callback of `fit` may call it.
         """
         contents = self.graph.contents
         variables, training = contents.variables, self.training
@@ -560,7 +561,7 @@ class Session:
         """Assign the variables from a file, all or none; returns the session.
 
         Random nodes draw what they would have drawn after the save: the graph takes the seed, the session its number
-        of runs. Sources go on from their saved positions.
+        of runs. A source goes on from its saved position once `fit` or `reads` is given one of that name.
 
         strict: a variable missing in the file is an error. mapping: label here -> key in the file. Raises
         CheckpointCorrupt, NotFound or CheckpointIncompatible, with nothing assigned.
@@ -577,8 +578,8 @@ class Session:
     def reads(self, source: Source) -> None:
         """Keep the position of a source in `save`; one that was restored under its name counts now.
 
-        `fit` does this for its data; where a queue or a loop of one's own is fed, call it once.
-        Raises InvalidArgument where another source of that name is known.
+        `fit` does this for its data; in a loop of one's own call it once. Where a runner puts the elements into a queue
+        the position is behind what the queue holds, which is not saved. Raises InvalidArgument where another source of that name is known.
         """
         if self._sources.setdefault(source.name, source)._root is not source._root:
             raise InvalidArgument(
