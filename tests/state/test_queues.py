@@ -351,7 +351,7 @@ def test_ten_thousand_waits_hold_no_threads_and_can_be_cancelled() -> None:
     begin = time.process_time()
     session.close()
     thread.join(120)
-    assert time.process_time() - begin < 8, "a second where nobody else computes"
+    assert time.process_time() - begin < 2, "a third of a second alone"
     assert isinstance(found[0], Cancelled) and not queue.machine.lines["dequeue"]
     queue.enqueue(1.0)
     assert queue.size() == 1
@@ -372,7 +372,7 @@ def test_ten_thousand_puts_that_wait_are_cancelled_by_a_close(there: bool) -> No
         begin = time.process_time()
         queue.close(cancel_pending_enqueues=True)
         until(lambda: len(ended) == 10_000, 60)
-        assert time.process_time() - begin < 8, "a second where nobody else computes"
+        assert time.process_time() - begin < 2, "a third of a second alone"
         assert all(isinstance(attempt.error, Cancelled) for attempt in ended)
         assert [float(element) for element in queue] == [1.0]
 
