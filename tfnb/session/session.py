@@ -579,7 +579,8 @@ class Session:
         """Keep the position of a source in `save`; one that was restored under its name counts now.
 
         `fit` does this for its data; in a loop of one's own call it once. Where a runner puts the elements into a queue
-        the position is behind what the queue holds, which is not saved. Raises InvalidArgument where another source of that name is known.
+        the position is behind what the queue holds, which is not saved. Raises InvalidArgument where another source of
+        that name is known.
         """
         if self._sources.setdefault(source.name, source)._root is not source._root:
             raise InvalidArgument(
