@@ -46,6 +46,11 @@ def _(n: Forward, dy: Any) -> Any:
 # -- along one axis --------------------------------------------------------------------------------------------
 
 
+@rule(aten.gather.default)
+def _(n: Forward, dy: Any) -> Any:
+    return dy.new_zeros(n["self"].shape).scatter_add(n["dim"], n["index"], dy), None
+
+
 @lookup(aten.gather.default)
 def _(n: Forward, dy: Any, at: Any) -> Any:
     rows = n["index"] if n["self"].dim() == 1 else _one_a_row(n)
@@ -63,6 +68,14 @@ def _one_a_row(n: Forward) -> torch.Tensor | None:
 def _same(a: Any, b: Any) -> bool:
     """Whether two sizes are surely the same, without a guard."""
     return str(a) == str(b)
+
+
+@rule(aten.index_select.default)
+def _(n: Forward, dy: Any) -> Any:
+    x, index = n["self"], n["index"]
+    if x.dim() == 0:
+        return dy.reshape([]), None
+    return dy.new_zeros(x.shape).index_add(n["dim"], index.reshape(-1), dy), None
 
 
 @lookup(aten.index_select.default)

@@ -53,6 +53,29 @@ partials(aten.mean.default, lambda n, dy: _spread(n, dy / _count(n)))
 partials(aten.mean.dim, lambda n, dy: _spread(n, dy / _count(n)))
 
 
+def _products(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Of each element along ``dim``, the product of the others: right also with zeros."""
+
+    def before(x: torch.Tensor) -> torch.Tensor:
+        pad = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [1, 0]
+        return aten.constant_pad_nd(x, pad, 1).cumprod(dim).narrow(dim, 0, x.shape[dim])
+
+    return before(x) * before(x.flip(dim)).flip(dim)
+
+
+@rule(aten.prod.default)
+def _(n: Forward, dy: Any) -> Any:
+    x = n["self"]
+    if x.dim() == 0:
+        return (dy,)
+    return (dy * _products(x.reshape(-1), 0).reshape(x.shape),)
+
+
+@rule(aten.prod.dim_int)
+def _(n: Forward, dy: Any) -> Any:
+    return (_kept(n, dy) * _products(n["self"], n["dim"]) if n["self"].dim() else dy,)
+
+
 @rule(aten.cumprod.default)
 def _(n: Forward, dy: Any) -> Any:
     x, dim = n["self"], n["dim"]
@@ -63,6 +86,14 @@ def _(n: Forward, dy: Any) -> Any:
     eye = torch.eye(x.shape[dim], dtype=torch.bool, device=x.device)
     without = torch.where(eye, torch.ones_like(row), row).cumprod(-1).triu()
     return ((dy.transpose(dim, -1).unsqueeze(-2) * without).sum(-1).transpose(dim, -1),)
+
+
+for _op in (aten.cummax.default, aten.cummin.default):
+
+    @rule(_op, outputs=1)
+    def _(n: Forward, dy: Any) -> Any:
+        x = n["self"]
+        return (dy if x.dim() == 0 else dy.new_zeros(x.shape).scatter_add(n["dim"], n.outs[1], dy),)
 
 
 @composite(aten._cdist_forward.default)
