@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from tfnb.gradients.rule_table import Cotangents, Forward, Rule, gives_one
 from tfnb.graph import current
 from tfnb.graph.op_facts import unbind
 from tfnb.graph.ops import overload
+from tfnb.graph.setting import setting
 from tfnb.graph.spec import flows
 from tfnb.recording.dispatch.recorded_call import ABSENT
 from tfnb.recording.subgraphs.own_gradient import sealed
@@ -42,16 +43,6 @@ def dispatched_to_autograd() -> AbstractContextManager[None]:
     for key in _KEYS:
         excluded = excluded - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return torch._C._ForceDispatchKeyGuard(included, excluded)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _opened(recordings: list[Any]) -> Iterator[None]:
-    """These recordings are open in this thread. While torch works on stand-ins none is: its Functions are its own."""
-    before, current.stack.open = current.stack.open, recordings
-    try:
-        yield
-    finally:
-        current.stack.open = before
 
 
 class StandIn(torch.Tensor):
@@ -96,7 +87,7 @@ class Derivation(TorchDispatchMode):
             self.is_first = False
             return _grouped(func, [None if out.spec == ABSENT else StandIn(out) for out in self.outs])
         args, kwargs = tree_map_only(StandIn, lambda x: x.recorded, (args, kwargs or {}))
-        with _opened(self.open), self.recorder.on(), torch.set_grad_enabled(self.grad):
+        with setting(current.stack, open=self.open), self.recorder.on(), torch.set_grad_enabled(self.grad):
             found = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, StandIn, found)
 
@@ -127,7 +118,8 @@ def derived_rule(op: str, recorder: Recording) -> Rule:
         given = [dys.given(i) for i in range(len(dys))] if isinstance(dys, Cotangents) else [dys]
         try:
             with (
-                torch._C.DisableTorchFunction(), _disable_current_modes(), mode, dispatched_to_autograd(), _opened([]),
+                torch._C.DisableTorchFunction(), _disable_current_modes(), mode, dispatched_to_autograd(),
+                setting(current.stack, open=[]),  # while torch works on stand-ins its Functions are its own
                 nullcontext() if op.startswith("aten.") else sealed(recorder, partial(_left, op)),
             ):  # fmt: skip
                 return _backward(n, given, mode)

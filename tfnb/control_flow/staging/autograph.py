@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from tfnb.control_flow.staging.operators import OPERATORS
 from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.unset import Undefined
 from tfnb.control_flow.structure import recorder_if_open
+from tfnb.graph.setting import setting
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.overrides.override_table import Stage, override
 
@@ -67,8 +68,7 @@ def autograph(function: F) -> F:
     return marked(call)
 
 
-@contextmanager
-def no_autograph() -> Iterator[None]:
+def no_autograph() -> AbstractContextManager[None]:
     """Inside, Python takes its branches by the samples, with a guard for each, as outside of AutoGraph.
 
     >>> import torch, tfnb
@@ -77,21 +77,12 @@ def no_autograph() -> Iterator[None]:
     ...     with tfnb.no_autograph():
     ...         return 2 * x if x.shape[0] > 1 else x
     """
-    status.off += 1
-    try:
-        yield
-    finally:
-        status.off -= 1
+    return setting(status, off=status.off + 1)
 
 
-@contextmanager
-def converting() -> Iterator[None]:
+def converting() -> AbstractContextManager[None]:
     """Inside, the forward methods of the user's modules are converted too."""
-    status.active += 1
-    try:
-        yield
-    finally:
-        status.active -= 1
+    return setting(status, active=status.active + 1)
 
 
 @override(Stage.MODULE, torch.nn.Module)

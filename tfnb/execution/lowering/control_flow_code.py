@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -15,6 +15,7 @@ import torch
 from tfnb.execution.lowering.loop_products import Product, apart
 from tfnb.execution.lowering.pass_through import passed_on
 from tfnb.graph import Node, Ref, Value, ops
+from tfnb.graph.setting import setting
 from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import Replay, call, while_loop
 from tfnb.kernels.memory_budget import MemoryBudget, current_budget
@@ -219,15 +220,9 @@ class _Watching(threading.local):
 _watching = _Watching()
 
 
-@contextmanager
-def watched(watch: Watcher | None) -> Iterator[None]:
+def watched(watch: Watcher | None) -> AbstractContextManager[None]:
     """Loops and branches that this thread runs are looked at by ``watch``; None: they are not."""
-    before = _watching.watch
-    _watching.watch = watch
-    try:
-        yield
-    finally:
-        _watching.watch = before
+    return setting(_watching, watch=watch)
 
 
 class Cond:

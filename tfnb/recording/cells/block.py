@@ -23,6 +23,7 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, file_labe
 from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
+from tfnb.graph.setting import setting
 from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.dispatch.function_mode import Functions
@@ -226,7 +227,7 @@ def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     stack.enter_context(surroundings())
     stack.enter_context(own_streams(recorder))
     stack.enter_context(_pushed(recorder))
-    stack.enter_context(_listening(recorder))
+    stack.enter_context(setting(recorder.symbols, listener=recorder))
     stack.enter_context(follow_modules())
     stack.enter_context(enable_python_dispatcher())
     stack.enter_context(torch._C._AutoDispatchBelowAutograd())
@@ -251,15 +252,6 @@ def _pushed(recorder: Recorder) -> Iterator[None]:
             raise FailedPrecondition(
                 f"recordings were left out of order: {top.graph.name} is still open inside {recorder.graph.name}"
             )
-
-
-@contextmanager
-def _listening(recorder: Recorder) -> Iterator[None]:
-    before, recorder.symbols.listener = recorder.symbols.listener, recorder
-    try:
-        yield
-    finally:
-        recorder.symbols.listener = before
 
 
 def _commit(

@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -32,6 +32,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from tfnb.errors import ShapeError
 from tfnb.graph import Dim, Spec
 from tfnb.graph.contents import unique
+from tfnb.graph.setting import setting
 from tfnb.graph.spec import Size
 from tfnb.recording.shapes.fakes import imported
 
@@ -330,23 +331,13 @@ class Symbols:
         """Whether a relation holds for the sizes of the samples; None if unknown."""
         return self.seen(relation.node.expr, bool)
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> AbstractContextManager[None]:
         """Inside an op that is being recorded: the user's line does not ask."""
-        before, self.env.depth = self.env.depth, self.env.depth + 1
-        try:
-            yield
-        finally:
-            self.env.depth = before
+        return setting(self.env, depth=self.env.depth + 1)
 
-    @contextmanager
-    def laying(self) -> Iterator[None]:
+    def laying(self) -> AbstractContextManager[None]:
         """While a tensor is made: torch asks whether its memory has a gap, which is no relation that others rely on."""
-        self.env.laying = True
-        try:
-            yield
-        finally:
-            self.env.laying = False
+        return setting(self.env, laying=True)
 
     def decided(self, relation: Any) -> bool:
         """The outcome of a relation, on which the graph relies from here as if the user's line had asked."""
@@ -389,14 +380,9 @@ class Symbols:
         with _disable_current_modes():
             return self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> AbstractContextManager[None]:
         """Inside, inequalities are forgotten: nobody's choice depends on them."""
-        before, self.env.kernel = self.env.kernel, True
-        try:
-            yield
-        finally:
-            self.env.kernel = before
+        return setting(self.env, kernel=True)
 
     @contextmanager
     def kernel(self) -> Iterator[None]:
@@ -405,11 +391,6 @@ class Symbols:
             yield
 
     @staticmethod
-    @contextmanager
-    def unlogged() -> Iterator[None]:
+    def unlogged() -> AbstractContextManager[None]:
         """Inside, fake kernels that fail leave it to the exception to say so."""
-        before, _LOG.disabled = _LOG.disabled, True
-        try:
-            yield
-        finally:
-            _LOG.disabled = before
+        return setting(_LOG, disabled=True)

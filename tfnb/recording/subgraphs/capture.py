@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Contents, Dim, Guard, Node, Ref, Spec, Subgraph, Value, Variable
 from tfnb.graph.contents import Names
 from tfnb.graph.graph import new_id
+from tfnb.graph.setting import setting
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import is_guarding, uses_queues
 from tfnb.recording.marks.scopes import clean
@@ -97,7 +98,7 @@ def record_region(
                 recorder.tape.marked(control=()),
                 recorder.scope(f"{scope}/"),
                 _sealed(recorder, iterations),
-                _reached(recorder, entered),
+                setting(recorder, entered=recorder.entered and entered),
             ):
                 tensors = [_placeholder(recorder, item) for item in given]
                 inputs = tuple(tensor._entry.value for tensor in tensors)  # before any is written in place
@@ -149,16 +150,6 @@ def retried(of: object, record: Callable[[], Result], recorder: Recording | None
 def attempt(recorder: Recording) -> Callable[[], None]:
     """A function that takes back everything recorded from here on."""
     return Savepoint(recorder).undo
-
-
-@contextmanager
-def _reached(recorder: Recording, entered: bool) -> Iterator[None]:
-    """Inside of what the samples enter, or do not."""
-    before, recorder.entered = recorder.entered, recorder.entered and entered
-    try:
-        yield
-    finally:
-        recorder.entered = before
 
 
 def _sealed(recorder: Recording, iterations: bool) -> Any:

@@ -7,8 +7,8 @@ holds the node without its rule: differentiating it there is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from tfnb.graph import Ref, Value
 from tfnb.graph.ops import WITH_GRADIENT
+from tfnb.graph.setting import setting
 from tfnb.graph.spec import flows
 from tfnb.recording.values.recording import Recording, open_recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
@@ -87,14 +88,9 @@ def open_recorder() -> Recording:
     return recorder
 
 
-@contextmanager
-def sealed(recorder: Recording, refuse: Callable[[str], None]) -> Iterator[None]:
+def sealed(recorder: Recording, refuse: Callable[[str], None]) -> AbstractContextManager[None]:
     """Inside, ``refuse(how)`` is asked about each value that leaves the graph."""
-    before, recorder.refuse = recorder.refuse, refuse
-    try:
-        yield
-    finally:
-        recorder.refuse = before
+    return setting(recorder, refuse=refuse)
 
 
 def written_at(function: Any) -> str:

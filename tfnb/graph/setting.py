@@ -1,0 +1,29 @@
+"""Attributes that have another value inside of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def setting(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, these attributes of the owner have these values; then they are what they were.
+
+    >>> from types import SimpleNamespace
+    >>> here = SimpleNamespace(depth=0)
+    >>> with setting(here, depth=1):
+    ...     here.depth
+    1
+    >>> here.depth
+    0
+    """
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
