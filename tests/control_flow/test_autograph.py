@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfnb
+from tests.quick import quick
 from tfnb.errors import InvalidArgument, ShapeError
 
 F64 = torch.float64
@@ -80,7 +81,9 @@ def normed(x: Any, w: Any) -> Any:
     return x.sin().sum()
 
 
-@pytest.mark.parametrize("function", [piecewise, powers, stopped_rows, first_large, first_in_nested_loops, normed])
+@pytest.mark.parametrize(
+    "function", quick(5, [piecewise, powers, stopped_rows, first_large, normed, first_in_nested_loops])
+)
 def test_gradients_go_through_staged_statements(function: Any) -> None:
     x0 = torch.tensor([[0.5, 1.0], [-0.25, 0.75]], dtype=F64)
     with tfnb.record():
@@ -313,7 +316,7 @@ def blocks(inner: Any) -> Any:
 programs = st.lists(st.recursive(assigns, blocks, max_leaves=6), min_size=2, max_size=4)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(programs, st.booleans())
 def test_random_programs_equal_python(parts: list[str], is_early: bool) -> None:
     equals_python(parts, is_early)
