@@ -120,3 +120,34 @@ def test_what_is_watched_is_renewed_in_place_below_its_cell(kernel: Kernel) -> N
     assert 1 <= len(renewed) <= 40 and "step 200: 200" in renewed[-1]["data"]["text/plain"]
     assert "<svg" in renewed[-1]["data"]["text/html"]
     assert not [out for out in outputs if out["type"] in ("display_data", "error")]
+
+
+TRAINING = """%%tfgraph t --no-show
+model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+x = tfnb.placeholder(torch.rand(8, 256))
+loss = model(x).square().mean()
+train = tfnb.train.SGD(1e-4).minimize(loss)
+"""
+CLOCKED = """
+import time
+from tfnb.fitting.fit_loop import _Run
+looked, spent = _Run._look, []
+def clocked(run, seconds):
+    began = time.thread_time()
+    looked(run, seconds)
+    spent.append(time.thread_time() - began)
+_Run._look = clocked
+result = tfnb.fit(train, {x: torch.rand(64, 256)}, batch_size=64, steps=10**6, watch=[loss],
+                  callbacks=[type("End", (), {"on_step": lambda self, p: began + 8 < time.time() and p.stop()})()])
+_Run._look = looked
+"""
+
+
+@pytest.mark.slow
+def test_progress_costs_less_than_a_hundredth_of_a_training(kernel: Kernel) -> None:
+    kernel.run("from torch import nn")
+    kernel.run(TRAINING)
+    outputs = kernel.run(CLOCKED.replace("result =", "began = time.time()\nresult ="))
+    assert [out for out in outputs if out["type"] == "update_display_data"], outputs[-1]
+    looks, share = eval(kernel.text("(len(spent), sum(spent) / result.seconds)"))
+    assert looks > 20 and share < 0.01
