@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -675,16 +676,8 @@ def limit(graph: Graph, memory_budget: int | None) -> Session:
     return session
 
 
-def run(
-    fetches: Any,
-    feed_dict: Mapping[Any, Any] | None = None,
-    *,
-    timeout: float | None = None,
-    trace: bool | Literal["kernels", "health"] = False,
-    check: Literal["nan"] | None = None,
-    isolation: Literal["snapshot"] | None = None,
-) -> Any:
-    """`Session.run` on the default session of the fetches' graph.
+def run(fetches: Any, feed_dict: Mapping[Any, Any] | None = None, **options: Any) -> Any:
+    """`Session.run` on the default session of the fetches' graph, with its options.
 
     >>> import tfnb
     >>> with tfnb.record():
@@ -694,5 +687,7 @@ def run(
     tensor(10.)
     """
     __tracebackhide__ = True
-    session = default_session(graph_of(fetches))
-    return session.run(fetches, feed_dict, timeout=timeout, trace=trace, check=check, isolation=isolation)
+    return default_session(graph_of(fetches)).run(fetches, feed_dict, **options)
+
+
+run.__signature__ = signature(partial(Session.run, None))  # type: ignore[attr-defined]  # completion asks for it
