@@ -13,7 +13,6 @@ from typing import Any
 
 from tfnb.control_flow import frames
 from tfnb.control_flow.frames import Flow, Op, Port
-from tfnb.errors import InvalidArgument
 from tfnb.execution.dataflow.flow_calls import CALLS, ended, guarding, node_of, nothing, sizes_of
 from tfnb.execution.dataflow.machine import (
     CALL,
@@ -30,7 +29,7 @@ from tfnb.execution.dataflow.machine import (
     Step,
     Template,
 )  # fmt: skip
-from tfnb.execution.lowering.lower import subprogram
+from tfnb.execution.lowering.lower import subprogram, unfed
 from tfnb.execution.lowering.program import Program
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique
@@ -294,7 +293,7 @@ class Planner:
         elif op.kind == frames.NODE:
             assert node is not None
             if node.op == "tfnb.placeholder":
-                raise _unfed(node)
+                raise unfed(node)
             if node.op in ("tfnb.read", "tfnb.assign", "tfnb.constant"):
                 return
             if "queue" in node.attrs:
@@ -355,15 +354,6 @@ def _distinct(nodes: Sequence[Node]) -> list[Node]:
         taken.add(name)
         found.append(replace(node, name=name))
     return found
-
-
-def _unfed(node: Node) -> InvalidArgument:
-    where = f", recorded at {node.source}" if node.source else ""
-    return InvalidArgument(
-        f"placeholder {node.name} ({node.outputs[0]}) must be fed{where}; add it to the feed_dict",
-        node=node.name,
-        op=node.op,
-    )
 
 
 def _rank(templates: Iterable[Template]) -> None:
