@@ -70,6 +70,7 @@ def test_values_that_are_not_finite_are_shown() -> None:
         ({"data": iter([])}, "DataLoader"), ({"modes": {}}, "modes is a dict"), ({"modes": {"a": 3}}, "a dict of"),
         ({"seeds": 0}, "at least 1"), ({"watch": []}, "at least one scalar"), ({"data": []}, "data is empty"),
         ({"modes": {"a": {}, "b": {"watch": []}}}, "the same ones"),
+        ({"modes": {"a": {"batchsize": 3}}}, "mode a: fit has no option batchsize; it has .*batch_size"),
     ],
 )  # fmt: skip
 def test_bad_input_says_what_to_write_and_keeps_the_variables(change: dict[str, Any], text: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from html import escape
+from inspect import signature
 from itertools import combinations
 from math import comb, isfinite, nan
 from statistics import fmean, stdev
@@ -32,6 +33,7 @@ from tfnb.widgets.curve import bands, number
 POINTS = 40  # of a curve with its band
 WARM = 4  # steps of each way before the clocks start
 MOST = 20_000  # ways to deal values to two groups that are all tried; of more, so many are drawn
+OPTIONS = tuple(signature(fit).parameters)
 AXES = {"samples": "at equal samples", "seconds": "at equal time"}
 
 
@@ -152,6 +154,9 @@ def compare(
     if not modes or not all(isinstance(each, Mapping) for each in modes.values()):
         raise InvalidArgument(f"modes is a dict of names and options of fit, such as {{'sync': {{}}}}, not {modes!r}")
     asked = {mode: {"fetch": fetch, "data": data, "watch": watch, **options, **each} for mode, each in modes.items()}
+    for mode, how in asked.items():
+        if unknown := sorted(map(str, how.keys() - set(OPTIONS))):
+            raise InvalidArgument(f"mode {mode}: fit has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
     session = default_session(graph_of(fetch))
     watched = {mode: watched_by(how["watch"], session)[0] for mode, how in asked.items()}
     names = next(iter(watched.values()))
