@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import threading
@@ -375,6 +376,27 @@ def test_ten_thousand_puts_that_wait_are_cancelled_by_a_close(there: bool) -> No
         assert time.process_time() - begin < 2, "a third of a second alone"
         assert all(isinstance(attempt.error, Cancelled) for attempt in ended)
         assert [float(element) for element in queue] == [1.0]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_passed_through_a_queue_is_free_without_a_collector(there: bool) -> None:
+    with queues_there() if there else nullcontext():
+        queue = tfnb.FIFOQueue(4, torch.float32, (2,), name="free")
+        with tfnb.record():
+            x = tfnb.placeholder(torch.ones(2), shape=(2,))
+            put, taken = queue.enqueue(x), queue.dequeue()
+
+        def pass_some() -> int:
+            for _ in range(5):
+                queue.enqueue(torch.ones(2)), queue.dequeue()
+                tfnb.run(put, {x: torch.ones(2)}), tfnb.run(taken)
+            return sum(type(found) is Attempt for found in gc.get_objects())
+
+        pass_some(), gc.collect(), gc.disable()
+        before = sum(type(found) is Attempt for found in gc.get_objects())
+        after = pass_some()
+        gc.enable()
+    assert after <= before + 1, "the last one may be in the hands of a thread"
 
 
 def test_a_deadline_takes_back_what_waits_and_says_what_it_was() -> None:

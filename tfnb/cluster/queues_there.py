@@ -310,7 +310,7 @@ class RemoteQueue:
             if isinstance(attempt.error, OutOfRange):
                 attempt.error.__cause__ = self.cause
         attempt.outputs, attempt.is_over = tuple(tensors), True
-        attempt.then(attempt)
+        attempt.tell()
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
         """Take back attempts that are not over, and wait until they are."""

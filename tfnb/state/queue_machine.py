@@ -92,6 +92,11 @@ class Attempt:
         """Whether it puts or takes no element, and so waits for nobody."""
         return (self.kind == "dequeue" and not self.count) or (self.kind == "enqueue" and not self.elements)
 
+    def tell(self) -> None:
+        """It is over. It forgets whom it tells: with an inbox that holds it its tensors would live in a cycle."""
+        then, self.then = self.then, _nobody
+        then(self)
+
     @property
     def act(self) -> str:
         """What it does to which queue, in words."""
@@ -448,7 +453,7 @@ def give_back(done: Sequence[Attempt]) -> None:
 
 def _tell(over: Sequence[Attempt]) -> None:
     for attempt in over:
-        attempt.then(attempt)
+        attempt.tell()
 
 
 def _nobody(attempt: Attempt) -> None:

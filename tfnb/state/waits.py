@@ -82,6 +82,7 @@ class Runner:
 
     def __exit__(self, *error: object) -> None:
         del WAITS.runners[self]
+        self.may = self.attempts = self.later = tuple  # what they know of, such as tensors, ends with it
 
     @property
     def is_idle(self) -> bool:

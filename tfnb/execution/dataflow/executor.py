@@ -82,6 +82,8 @@ class Driver:
                 error.node = self._at()
             self._abandon()
             raise
+        finally:
+            machine.submit = None  # which knows the driver: what they hold is free now, not when a collector comes
         return machine.results
 
     def _advance(self) -> None:
