@@ -690,4 +690,4 @@ def run(fetches: Any, feed_dict: Mapping[Any, Any] | None = None, **options: Any
     return default_session(graph_of(fetches)).run(fetches, feed_dict, **options)
 
 
-run.__signature__ = signature(partial(Session.run, None))  # type: ignore[attr-defined]  # completion asks for it
+run.__signature__ = signature(Session.run.__get__(object()))  # type: ignore[attr-defined]  # completion asks for it
