@@ -195,12 +195,12 @@ def _expression(name: str, text: str) -> Callable[[torch.Tensor], Any]:
         raise InvalidArgument(f"the condition {text!r} is no expression: {error}") from None
     names = [at for at in ast.walk(tree) if isinstance(at, ast.Name)]
     made = {at.id for at in names if isinstance(at.ctx, ast.Store)}
-    if unknown := {at.id for at in names} - made - {"value", "torch", "math", *dir(builtins)}:
+    if unknown := {at.id for at in names} - made - {"value", name, "torch", "math", *dir(builtins)}:
         raise InvalidArgument(
-            f"the condition {text!r} knows value, torch and math, not {', '.join(sorted(unknown))}: "
-            "tfnb.break_at takes a function of the value, too"
+            f"the condition {text!r} knows value{f' (or {name})' * name.isidentifier()}, torch and math, "
+            f"not {', '.join(sorted(unknown))}: tfnb.break_at takes a function of the value, too"
         )
-    return lambda value: eval(code, {"value": value, "torch": torch, "math": math})
+    return lambda value: eval(code, {name: value, "torch": torch, "math": math, "value": value})
 
 
 def _counts(*words: str) -> Callable[[torch.Tensor], bool]:
