@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections import Counter
 from typing import Any
 
@@ -83,6 +86,41 @@ def test_arrays_are_sent_once_and_dropped_at_the_end(connect, monkeypatch: pytes
     line.fit(dict, {"epochs": 3, "batch_size": 8})
     assert asked["load"] == 2
     until(lambda: asked["unload"] == 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.1])
+def test_a_task_that_is_killed_around_a_validation_changes_no_number(connect, delay: float) -> None:
+    """At the end of an epoch, while the validation runs, or when the next epoch begins.
+
+    Watched values of a step may die with a task that had not told of them; those of the validation may not.
+    """
+    options = {"epochs": 5, "batch_size": 8, "seed": 2}
+    here = Line()
+    expected = tfnb.fit(
+        here.train,
+        here.fed(here.data, dict),
+        watch={"loss": here.loss},
+        validation=here.fed(here.other, dict),
+        **options,
+    )
+    there = Line()
+    cluster = connect(3)
+    timers: list[threading.Timer] = []
+
+    def strike(at: Any) -> None:
+        if at.epoch <= 2:
+            member = cluster._engine.tasks[at.epoch]
+            timers.append(threading.Timer(delay, os.kill, [member.info["pid"], signal.SIGKILL]))
+            timers[-1].start()
+
+    done = tfnb.fit(
+        there.train, there.fed(there.data, dict), watch={"loss": there.loss}, validation=there.fed(there.other, dict),
+        callbacks=[strike], **options,
+    )  # fmt: skip
+    [timer.join() for timer in timers]
+    assert len(timers) == 2 and done.steps == expected.steps == cluster.step
+    assert_near([one["val_loss"] for one in done.history], [one["val_loss"] for one in expected.history])
 
 
 def test_early_stopping_ends_the_training_after_that_epoch(connect) -> None:
