@@ -72,7 +72,8 @@ def test_a_run_stops_where_the_condition_holds_and_writes_nothing(net: Net, opti
     ("condition", "values", "holds"),
     [
         ("nan", [1.0, math.nan], True), ("nan", [1.0, math.inf], False), ("inf", [1.0, -math.inf], True),
-        ("inf", [math.nan], False), ("value > 1", [0.0, 2.0], True), ("y > 1", [0.0, 2.0], True), ("any(v < 0 for v in value)", [1.0], False),
+        ("inf", [math.nan], False), ("value > 1", [0.0, 2.0], True), ("y > 1", [0.0, 2.0], True),
+        ("any(v < 0 for v in value)", [1.0], False),
         (lambda value: value.sum() == 0, [1.0, -1.0], True), (None, [], True), ("nan", [], False),
     ],
 )  # fmt: skip
