@@ -139,8 +139,8 @@ class QueueRunner:
     ) -> None:  # fmt: skip
         if not isinstance(queue, TensorQueue):
             raise InvalidArgument(f"a runner fills a queue such as tfnb.FIFOQueue, not {queue!r}")
-        is_one = isinstance(enqueue_ops, Operation | Source)
-        self.queue, self.enqueue_ops = queue, (enqueue_ops,) if is_one else tuple(enqueue_ops)
+        self.queue = queue
+        self.enqueue_ops = (enqueue_ops,) if isinstance(enqueue_ops, Operation | Source) else tuple(enqueue_ops)
         if not self.enqueue_ops:
             raise InvalidArgument(f"a runner of queue {queue.name} has enqueues to run, and was given none")
         if wrong := [op for op in self.enqueue_ops if not isinstance(op, Operation | Source)]:

@@ -115,13 +115,13 @@ class SparseConditionalAccumulator(_Conditional):
         name: str = "sparse_accumulator", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         _ensure_flows(name, dtype)
-        _, shape = component(name, dtype, shape)
-        if not shape or any(size is None for size in shape):
-            raise InvalidArgument(f"{name} has the shape of a whole table, rows first, not {shape}")
+        _, sizes = component(name, dtype, shape)
+        if not sizes or None in sizes:
+            raise InvalidArgument(f"{name} has the shape of a whole table, rows first, not {sizes}")
         if sparse_mean not in ("per_step", "per_row"):
             raise InvalidArgument(f"sparse_mean of {name} is 'per_step' or 'per_row', not {sparse_mean!r}")
-        parts = [(torch.int64, (None,)), (dtype, (None, *shape[1:])), (torch.int64, ())]
-        options = {"rows": shape[0], "per_row": int(sparse_mean == "per_row")}
+        parts = [(torch.int64, (None,)), (dtype, (None, *sizes[1:])), (torch.int64, ())]
+        options = {"rows": sizes[0], "per_row": int(sparse_mean == "per_row")}
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}
         super().__init__(name, math.inf, parts, kind="sparse_mean", options=options, **where)
         self.shape = tuple(shape)
