@@ -21,10 +21,15 @@ def _alike(keys: Tensor, values: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
 
 @op(_SAME, _alike)
 def table_insert(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-    """The table with these rows, too; of equal keys the last counts.
+    """The table with a value for each new key, too; of equal keys the last counts.
 
-    Raises OverflowError where there is no room, KeyError for the key `EMPTY`.
+    Raises OverflowError where there is no room, KeyError for the key `EMPTY`, ValueError for another number of values.
     """
+    if new_values.shape != (*new_keys.shape, *values.shape[1:]):
+        one = f" of {list(values.shape[1:])}" if values.dim() > 1 else ""
+        raise ValueError(
+            f"keys of {list(new_keys.shape)} need a value{one} each, and these are {list(new_values.shape)}"
+        )
     if (new_keys == EMPTY).any():
         raise KeyError(f"the key {EMPTY} marks an empty place, so no table can have it")
     all_keys = torch.cat([keys, new_keys.flatten()])

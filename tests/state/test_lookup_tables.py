@@ -117,6 +117,27 @@ def test_bad_input_says_what_to_do() -> None:
             change()
     with pytest.raises(InvalidArgument, match="values, these are"):
         tfnb.MutableHashTable(2, 1).insert([1], torch.ones(1))
+    with pytest.raises(InvalidArgument, match=r"takes strings, and was given 2"):
+        tfnb.HashTable(["a", 2], [1, 2])
+    assert tfnb.HashTable([1], [2]).lookup([]).tolist() == []
+
+
+@pytest.mark.parametrize("change", ["insert", "load"])
+@pytest.mark.parametrize(("keys", "values"), [([1, 2], [1, 2, 3]), ([1], [[1, 2]]), ([1, 2], [1]), ([[1, 2]], [1, 2])])
+def test_each_key_has_one_value(change: str, keys: Any, values: Any) -> None:
+    table = tfnb.MutableHashTable(4, -1)
+    table.insert([7], [9])
+    with pytest.raises(ShapeError, match=r"table table: keys of .* need a value each, and these are"):
+        getattr(table, change)(keys, values)
+    assert table.lookup([7, 1]).tolist() == [9, -1]
+    with tfnb.record():
+        given = tfnb.placeholder(torch.tensor([1]))
+        with pytest.raises(ShapeError, match=r"table_insert failed: keys of \[1\] need a value each"):
+            getattr(table, change)([2], given)
+        more = tfnb.placeholder(torch.tensor([2, 3]))
+        put = getattr(table, change)(more, more + 3)
+    tfnb.run(put, {more: torch.tensor([2])})
+    assert table.lookup([2]).tolist() == [5]
 
 
 def test_two_strings_with_one_digest_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ def string_keys(strings: str | Iterable[str]) -> torch.Tensor:
     of: dict[int, str] = {}
     found = []
     for string in strings:
+        if not isinstance(string, str):
+            raise InvalidArgument(f"string_keys takes strings, and was given {string!r}")
         key = _key(string)
         if of.setdefault(key, string) != string:
             raise InvalidArgument(f"{of[key]!r} and {string!r} have the same 63-bit digest: change one of them")
@@ -78,7 +80,9 @@ class _Table:
     def _taken(self, keys: Any) -> torch.Tensor:
         if isinstance(keys, str) or (isinstance(keys, (list, tuple)) and keys and isinstance(keys[0], str)):
             return string_keys(keys)
-        taken = keys if isinstance(keys, torch.Tensor) else torch.as_tensor(keys)
+        taken = keys if isinstance(keys, torch.Tensor) else tensor_of(keys, None, f"table {self.name}")
+        if taken.dtype != torch.int64 and taken.numel() == 0:
+            return taken.long()
         if taken.dtype != torch.int64:
             raise InvalidArgument(
                 f"table {self.name} has int64 keys, these are {taken.dtype}: convert them, or use tfnb.string_keys"
@@ -161,14 +165,10 @@ class MutableHashTable(_Table):
     def insert(self, keys: Any, values: Any) -> Any:
         """Put values under keys; of equal keys the last counts. In a recording it gives what to fetch.
 
-        Raises ResourceExhausted, with nothing changed, where the table has no room; InvalidArgument for the largest
-        int64, which marks an empty place.
+        Raises ResourceExhausted, with nothing changed, where the table has no room; ShapeError where there is not one
+        value for each key; InvalidArgument for the largest int64, which marks an empty place.
         """
-        taken = self._taken(keys).flatten()
-        rows = self._rows(values)
-        if rows.dtype != self._values.dtype:
-            raise InvalidArgument(f"table {self.name} has {self._values.dtype} values, these are {rows.dtype}")
-        return self._become(torch.ops.tfnb.table_insert, taken, rows.reshape(-1, *self._values.shape[1:]))
+        return self._become(torch.ops.tfnb.table_insert, self._taken(keys), self._rows(values))
 
     def remove(self, keys: Any) -> Any:
         """Take keys out; those that it lacks do nothing."""
@@ -177,13 +177,14 @@ class MutableHashTable(_Table):
     def load(self, keys: Any, values: Sequence[Any] | torch.Tensor) -> Any:
         """Have these keys and no others, such as those of `export`."""
         empty = torch.full_like(self._keys.read(), EMPTY)
-        rows = self._rows(values)
-        return self._become(torch.ops.tfnb.table_insert, self._taken(keys).flatten(), rows, known=empty)
+        return self._become(torch.ops.tfnb.table_insert, self._taken(keys), self._rows(values), known=empty)
 
     def _rows(self, values: Any) -> torch.Tensor:
-        if isinstance(values, torch.Tensor):
-            return values
-        return tensor_of(values, self._values.dtype, f"table {self.name}")
+        if not isinstance(values, torch.Tensor):
+            return tensor_of(values, self._values.dtype, f"table {self.name}")
+        if values.dtype != self._values.dtype:
+            raise InvalidArgument(f"table {self.name} has {self._values.dtype} values, these are {values.dtype}")
+        return values
 
     def _become(self, change: Any, *given: torch.Tensor, known: torch.Tensor | None = None) -> Any:
         try:
@@ -192,5 +193,7 @@ class MutableHashTable(_Table):
             raise ResourceExhausted(f"table {self.name}: {error}") from error
         except KeyError as error:
             raise InvalidArgument(f"table {self.name}: {error.args[0]}") from error
+        except ValueError as error:
+            raise ShapeError(f"table {self.name}: {error}") from error
         done = self._keys.assign(keys), self._values.assign(values)
         return None if current.recording() is None else done
