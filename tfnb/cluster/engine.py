@@ -393,6 +393,8 @@ class Engine:
         lost = [shard for shard, member in enumerate(self.shards) if not member.alive]  # nobody answers for these
         members = [self.tasks[task] for task in tasks]
         stopping = [self.stop(member, "cancel", lambda: over | {"lost": lost}) for member in members if member.alive]
+        if stopping:  # servers end the waits, too: tasks that hear of that first do not say what they waited for
+            await asyncio.wait(stopping, timeout=GRACE)
         asks = [Ask(shard, "abort", over) for shard in range(len(self.shards))]
         await self.settled_on(asks)
         answers = await asyncio.gather(*stopping)
