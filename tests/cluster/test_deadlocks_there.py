@@ -12,6 +12,8 @@ import torch
 import tfnb
 from tests.cluster.test_queues_on_servers import _waiting, fifo, until
 from tests.state.test_queues import in_thread
+from tfnb.cluster import deadlocks
+from tfnb.cluster.queues_there import Channels
 from tfnb.errors import DeadlineExceeded, DeadlockError
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
@@ -82,3 +84,11 @@ def test_a_call_that_put_before_may_put_again(connect) -> None:
     connect(2)
     with pytest.raises(DeadlineExceeded):
         call(timeout=2)
+
+
+def test_steps_that_no_task_has_taken_yet_are_all_at_work() -> None:
+    view = deadlocks._View(Channels(None, lambda shard: None), [])
+    uses = [deadlocks.Use(()) for _ in range(3)]
+    uses[2].round = 0
+    assert set(view.runners([], uses).values()) == set(uses)
+    assert not any(runner.attempts() for runner in view.runners([[[["c", 1]], []]], uses))

@@ -153,18 +153,20 @@ class _View:
     def runners(self, waiting: Iterable[Any], uses: Iterable[Use]) -> dict[Runner, Use]:
         """A runner for each step: what it waits for, or, where it may be at work, what it may do."""
         now, found = time.monotonic(), dict[Runner, Use]()
-        left = {use.round: use for use in uses}
+        at_work = set(uses)  # those without a round, too, wait for a task to take them: they may do all that they do
+        of_round = {use.round: use for use in at_work if use.round >= 0}
         for attempts, later in waiting:
             ids = [(str(name), int(number)) for name, number in attempts]
-            use = left.get(self.rounds.get(ids[0]) or -1) if ids else None
+            round_ = self.rounds.get(ids[0]) if ids else None
+            use = None if round_ is None else of_round.pop(round_, None)
             operations = list(self._operations(later))
             if use is not None and self.attempts.keys() >= set(ids) and len(operations) == len(later):
-                del left[use.round]
+                at_work.discard(use)
                 held = [self.attempts[at] for at in ids]
                 runner = Runner(attempts=_always(held), later=_always(operations), name=f"round {use.round}")
                 runner.since = now
                 found[runner] = use
-        for use in left.values():
+        for use in at_work:
             machines = [machine for queue in use.queues if (machine := self._machine(*queue)) is not None]
             found[Runner(may=_always([(machine, kind) for machine in machines for kind in KINDS]))] = use
         return found
