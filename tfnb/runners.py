@@ -19,6 +19,7 @@ from tfnb.session import Session, run
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_operations import machine_of
 from tfnb.state.queues import TensorQueue
+from tfnb.state.source_puts import put_next
 from tfnb.state.waits import WAITS, check_timeout
 
 _POLL = 0.1  # seconds between looks at whether threads ended
@@ -113,13 +114,13 @@ class Coordinator:
 class QueueRunner:
     """Runs operations that put elements into a queue again and again, or puts those of sources, each in its own thread.
 
-    It starts by itself when somebody has to wait for an element of the queue, or by `start`. An operation is done when
-    it raises OutOfRange: its input is at its end. When all are done the queue is closed, so that who takes elements
-    gets those that are left and then OutOfRange. Any other error stops the coordinator and closes the queue; it is
-    raised by ``coordinator.join()``, and is the cause of the OutOfRange.
+    It starts by itself when somebody has to wait for an element of the queue, or by `start`; after a restore, again.
+    An operation is done when it raises OutOfRange: its input is at its end. When all are done the queue is closed, so
+    that who takes elements gets those that are left and then OutOfRange. Any other error stops the coordinator and
+    closes the queue; it is raised by ``coordinator.join()``, and is the cause of the OutOfRange.
 
     enqueue_ops: recorded enqueues, or a `tfnb.Source` whose elements are put; one for each thread, or one alone.
-    session: that runs them, by default that of `tfnb.run`.
+    session: that runs them, by default that of `tfnb.run`; its files keep the positions of the sources.
 
     >>> import torch, tfnb
     >>> names, letters = (tfnb.FIFOQueue(5, torch.int64, (), name=name) for name in ("names", "letters"))
@@ -151,6 +152,9 @@ class QueueRunner:
         self.coordinator = Coordinator() if coordinator is None else coordinator
         self.threads: tuple[threading.Thread, ...] = ()
         self._run = run if session is None else session.run
+        for source in self.enqueue_ops if session is not None else ():
+            if isinstance(source, Source):
+                session.reads(source)
         self._lock = threading.Lock()
         self._left = len(self.enqueue_ops)
         machine_of(queue).starters.append(self._start_once)
@@ -167,8 +171,10 @@ class QueueRunner:
 
     def _start_once(self) -> None:
         with self._lock:
-            if self.threads:
+            is_over = not self._left and not any(thread.is_alive() for thread in self.threads)
+            if self.threads and not (is_over and self._may_go_on):
                 return
+            self._left = len(self.enqueue_ops)
             self.threads = tuple(
                 threading.Thread(
                     target=self._loop,
@@ -183,14 +189,14 @@ class QueueRunner:
         for thread in self.threads:
             thread.start()
 
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether its queue, which it closed, is open: it was restored."""
+        return not self.coordinator.should_stop() and not machine_of(self.queue).level.closed
+
     def _put(self, op: Operation | Source) -> None:
         if isinstance(op, Source):
-            before, element = op.position, op.read()
-            try:
-                self.queue.enqueue(tuple(element) if isinstance(element, list) else element)
-            except BaseException:
-                op.seek(before)  # it was not put
-                raise
+            put_next(self.queue, op)
         else:
             self._run(op)
 

@@ -221,6 +221,67 @@ SCENARIOS: dict[str, tuple[Mapping[str, Any], Sequence[tuple[Any, ...]]]] = {
         ("apply", [0], [[8]], 1), ("count",), ("take_grad", 2), ("late", "take_grad", 1),
     ]),
     "rows of a wrong shape": (ROWS, [("apply", [0], [[4, 5]], 0), ("apply", [0, 1], [[4]], 0), ("count",)]),
+    "ranks are taken up as they come": (RANKS, [
+        ("start", "take_many", 3), ("put", 5, 0.5), ("put", 1, 0.1), ("put", 3, 0.3), ("join", 0), ("size",),
+    ]),
+    "a close behind a batch that waits for room": (small(FIFO, 2), [
+        ("start", "put_many", [1, 2, 3, 4, 5]), ("start", "close"), ("start", "put", 9), ("take_many", 4), ("join", 0),
+        ("join", 1), ("join", 2), ("take_up_to", 4), ("take_up_to", 4), ("put", 9),
+    ]),
+    "two batches that wait for room are cancelled": (small(FIFO, 2), [
+        ("start", "put_many", [1, 2, 3]), ("start", "put_many", [4, 5]), ("cancel",), ("join", 0), ("join", 1),
+        ("size",), ("take_many", 2), ("take",),
+    ]),
+    "nothing is taken before who waits": (FIFO, [
+        ("start", "take_many", 3), ("take_many", 0), ("take_up_to", 0), ("put_many", [1, 2, 3]), ("join", 0),
+    ]),
+    "a take of a part waits for the whole": (FIFO, [
+        ("start", "take_up_to", 4), ("put_many", [1, 2, 3]), ("size",), ("cancel",), ("join", 0), ("size",),
+    ]),
+    "takes of parts after a close": (PAIRS, [
+        ("put_many", [[1, 2], [3, 4], [5, 6]], [7, 8, 9]), ("close",), ("take_up_to", 2), ("take_up_to", 0),
+        ("take_up_to", 2), ("take_up_to", 0), ("take_many", 0), ("take_up_to", 1),
+    ]),
+    "a batch of another length behind a closed queue": (PAIRS, [("close",), ("put_many", [[1, 2]], [5]), ("size",)]),
+    "rows that do not fit their padding": (GRIDS, [("put", [1, 2]), ("put", [[]]), ("put", [[1]]), ("take_many", 2)]),
+    "padded batches of batches": (LINES, [
+        ("put_many", [[1, 2], [3, 4]]), ("put", [5]), ("take_many", 3), ("put_many", [[6]]), ("close",),
+        ("take_up_to", 3),
+    ]),
+    "equal ranks and what is left of them": ({**RANKS, "capacity": 3}, [
+        ("put", 2, 0.5), ("put", 1, 0.25), ("start", "put_many", [2, 1], [0.5, 0.25]), ("size",), ("take",),
+        ("join", 0), ("take_many", 3), ("size",),
+    ]),
+    "ranks behind a close": (RANKS, [
+        ("start", "take"), ("close",), ("join", 0), ("put", 1, 0.5), ("size",), ("take",),
+    ]),
+    "a shuffled queue is closed with takes and puts that wait": (small(POOL, 4), [
+        ("put_many", [5, 5, 5, 5]), ("start", "put_many", [5, 5]), ("size",), ("start", "close"), ("take_many", 2),
+        ("join", 0), ("join", 1), ("size",), ("take_many", 5), ("take_up_to", 5), ("take",),
+    ]),
+    "a shuffled batch that waits when all is cancelled": (POOL, [
+        ("put_many", [5, 5, 5, 5]), ("start", "take_many", 5), ("size",), ("cancel",), ("join", 0), ("size",),
+        ("take_up_to", 5),
+    ]),
+    "tuples that stay incomplete": (BARRIER, [
+        ("insert", 0, [1, 2, 3], [1, 2, 3]), ("insert", 1, [2], [20]), ("start", "take_keys", 2), ("close",),
+        ("insert", 1, [3], [30]), ("join", 0), ("begun",), ("size",), ("take_some", 2), ("insert", 1, [1], [10]),
+        ("take_some", 2), ("take_some", 1),
+    ]),
+    "a cancelled barrier has what is whole": (BARRIER, [
+        ("insert", 0, [1, 2], [1, 2]), ("insert", 1, [1], [10]), ("cancel",), ("begun",), ("insert", 1, [2], [20]),
+        ("take_some", 2), ("take_keys", 1), ("close",),
+    ]),
+    "means of more than were asked for": (GRADS, [
+        ("apply", [1, 2], 3), ("apply", [3, 4], 0), ("apply", [5, 6], 9), ("take_grad", 2), ("count",),
+        ("set_step", 1), ("apply", [1, 1], 0), ("apply", [1, 1], 1), ("set_step", 5), ("count",), ("take_grad", 1),
+        ("apply", [2, 2], 5), ("apply", [2, 2], 6), ("take_grad", 1),
+    ]),
+    "two means of rows are waited for": (ROWS, [
+        ("start", "take_grad", 1), ("start", "take_grad", 2), ("apply", [4, 0], [[8], [2]], 0), ("join", 0),
+        ("apply", [1], [[1]], 0), ("apply", [1], [[3]], 1), ("count",), ("apply", [2], [[5]], 4), ("join", 1),
+        ("count",),
+    ]),
 }  # fmt: skip
 
 LATE = 0.2  # seconds of a call that is to end late

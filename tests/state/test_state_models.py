@@ -47,7 +47,7 @@ class Steps(RuleBasedStateMachine):
     @initialize()
     def make(self) -> None:
         self.number, self.rows, self.line, self.closed = 0.0, dict[int, float](), list[int](), False
-        self.saved: tuple[float, dict[int, float]] | None = None
+        self.saved: tuple[float, dict[int, float], list[int], bool] | None = None
         self.writes = 0
         self.waiting: tuple[threading.Thread, list[Any], int] | None = None  # and the writes before it
         self.folder = tempfile.TemporaryDirectory()
@@ -196,15 +196,21 @@ class Steps(RuleBasedStateMachine):
     @rule()
     def saves(self) -> None:
         self.session.save(Path(self.folder.name) / "saved.safetensors")
-        self.saved = self.number, dict(self.rows)
+        self.saved = self.number, dict(self.rows), [*self.line], self.closed
 
     @precondition(lambda self: self.saved is not None)
     @rule()
     def restores(self) -> None:
         assert self.saved is not None
         self.session.restore(Path(self.folder.name) / "saved.safetensors")
-        self.number, self.rows = self.saved[0], dict(self.saved[1])
+        self.number, self.rows, self.line, self.closed = (
+            *self.saved[:1],
+            dict(self.saved[1]),
+            [*self.saved[2]],
+            self.saved[3],
+        )
         self.writes += 1
+        self.ended(Aborted)
 
     @invariant()
     def they_agree(self) -> None:

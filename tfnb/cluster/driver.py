@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from tfnb.cluster import connected, wire
 from tfnb.cluster.card import Status
 from tfnb.cluster.collections import in_chunks, read
+from tfnb.cluster.contents_there import Copies
 from tfnb.cluster.deploy import EPOCH, Place, Started, find, start
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.farewell import Farewell
@@ -48,6 +50,7 @@ from tfnb.errors import (
     Unimplemented,
 )
 from tfnb.graph import Variable
+from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Homes, Piece, joined, read_from
@@ -56,6 +59,7 @@ from tfnb.placement.shards import pack, together
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Arrays, Order, Rows
 from tfnb.state.chunks import Chunked
+from tfnb.state.queue_contents import Held
 
 T = TypeVar("T")
 
@@ -520,7 +524,7 @@ class Cluster:
             self._do("sending what was written here", None, self._sent, written)
 
     async def _sent(self, variables: Sequence[Variable]) -> None:
-        await self._engine.assign(_on_shards(variables, self._held.homes))
+        await self._engine.assign(_on_shards(variables, self._held.homes), [variable.key for variable in variables])
         for variable in variables:
             self._held.same(variable)
 
@@ -552,8 +556,10 @@ class Cluster:
         self._drop_gone()
         self._pull(self._sent_but_behind())
 
-    def cut(self, variables: Iterable[Variable]) -> tuple[dict[str, torch.Tensor], int]:
-        """Copies of values by key, also in mid-training all of one step, and that step.
+    def cut(
+        self, variables: Iterable[Variable], queues: Iterable[Queue]
+    ) -> tuple[dict[str, torch.Tensor], dict[Queue, Held], int]:
+        """Copies of values by key, also in mid-training all of one step, what queues hold then, and that step.
 
         A Variable that no step here has used yet has its value in this process.
         """
@@ -562,8 +568,22 @@ class Cluster:
         there = [variable for variable in wanted if variable in self._held]
         self._send(variable for variable in there if variable.key not in self._held.stale)
         here = {variable.key: variable.value() for variable in wanted if variable not in there}
-        values, step = self._do("reading variables", None, self._values, there)
-        return here | {v.key: values[v.key].to(v.spec.device) for v in there}, step
+        at = self._queues.places(queues)
+        values, step, found = self._do("reading variables and queues", None, self._values, there, at)
+        held = {queue: Held(*found[key]) for queue, (_, key) in at.items()}
+        return here | {v.key: values[v.key].to(v.spec.device) for v in there}, held, step
+
+    def refill(self, held: Mapping[Queue, Held]) -> None:
+        """Let queues hold this. Steps that used them raise Aborted."""
+        self._ensure_open()
+        wanted: dict[int, Copies] = {}
+        for queue, (shard, key) in self._queues.places(held).items():
+            wanted.setdefault(shard, {})[key] = held[queue].found, held[queue].tensors
+        self._do("restoring queues", None, self._refilled, wanted)
+
+    async def _refilled(self, wanted: Mapping[int, Copies]) -> None:
+        await self._queues.there()
+        await self._engine.refill(wanted)
 
     def _pull(self, kept: Sequence[Variable] = ()) -> int:
         return self._do("pull", None, self._bring_home, kept)
@@ -572,7 +592,7 @@ class Cluster:
         """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
         begin = time.monotonic()
         variables = [variable for variable in self._held.variables if variable not in kept]
-        values, step = await self._values(variables)
+        values, step, _ = await self._values(variables)
         with torch.no_grad(), self._held.showing:
             for variable in variables:
                 variable.storage.copy_(values[variable.key])
@@ -580,13 +600,20 @@ class Cluster:
             self._pulled = (step, time.monotonic(), time.monotonic() - begin)
         return step
 
-    async def _values(self, variables: Sequence[Variable]) -> tuple[dict[str, torch.Tensor], int]:
+    async def _values(
+        self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
+    ) -> tuple[dict[str, torch.Tensor], int, Copies]:
+        if queues:
+            await self._queues.there()
         homes, wanted = self._held.homes, dict[int, list[str]]()
         for variable in variables:
             for piece in read_from(homes[variable.key]):
                 wanted.setdefault(piece.shard, []).append(piece.key)
-        values, step = await self._engine.pull(wanted)
-        return {variable.key: joined(homes[variable.key], values) for variable in variables}, step
+        asked: dict[int, list[str]] = {}
+        for shard, key in queues.values():
+            asked.setdefault(shard, []).append(key)
+        values, step, held = await self._engine.pull(wanted, asked)
+        return {variable.key: joined(homes[variable.key], values) for variable in variables}, step, held
 
     def _refresh(self) -> None:
         """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most."""
@@ -738,7 +765,7 @@ class Home:
         """A copy of the value on the servers."""
         if variable.key not in self.cluster._held.stale:
             self.cluster._send([variable])
-        values, _ = self.cluster._do("reading a variable", None, self.cluster._values, [variable])
+        values, _, _ = self.cluster._do("reading a variable", None, self.cluster._values, [variable])
         return values[variable.key].to(variable.spec.device)
 
     def assign(self, variable: Variable, value: torch.Tensor) -> None:
@@ -747,7 +774,7 @@ class Home:
         new: dict[int, dict[str, torch.Tensor]] = {}
         for piece in cluster._held.homes[variable.key]:
             new.setdefault(piece.shard, {})[piece.key] = piece.of(value.cpu())
-        cluster._do("assigning a variable", None, cluster._engine.assign, new)
+        cluster._do("assigning a variable", None, cluster._engine.assign, new, [variable.key])
         cluster._held.superseded(variable)
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ import itertools
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ import torch
 from tfnb.cluster import events as e
 from tfnb.cluster import plan as p
 from tfnb.cluster.asking import identified, messages, sent
+from tfnb.cluster.contents_there import Contents, Copies
 from tfnb.cluster.deadlocks import Deadlocks, Use
 from tfnb.cluster.fit.leases import Broken
 from tfnb.cluster.fit.resident import NO_LOOP, RANK
@@ -76,6 +77,7 @@ class Engine:
         self.timings: OrderedDict[str, float] = OrderedDict()
         self._numbers = itertools.count(1)
         self._rounds: set[int] = set()  # in progress
+        self._void: set[int] = set()  # of those: queues that they used hold something else by now
         self._busy: Counter[str] = Counter()  # steps that use queues, by the name of their task
         self._written: Counter[str] = Counter()  # steps that wrote each Variable, by its key
         self.is_closing = False
@@ -94,6 +96,7 @@ class Engine:
         self._interrupts = 0  # so far: what begins is told of those that came before it could listen
         self.notes: list[str] = []  # for the user, at the next call
         self.deadlocks = Deadlocks(self._who_waits)
+        self.contents = Contents(self.insist_on)
 
     # -- what the notebook asks for -------------------------------------------------------------------------
 
@@ -163,9 +166,10 @@ class Engine:
         """Make variables on a shard."""
         await self._mutate(shard, "create", {"keys": list(values)}, list(values.values()))
 
-    async def assign(self, values: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Write variables of some shards, with no step in between."""
+    async def assign(self, values: Mapping[int, Mapping[str, torch.Tensor]], written: Iterable[str]) -> None:
+        """Write pieces of variables of some shards, with no step in between. ``written``: the keys of those."""
         async with self._iteration:
+            self._written.update(written)
             for shard, mine in values.items():
                 await self._mutate(shard, "assign", {"keys": list(mine)}, list(mine.values()))
 
@@ -182,8 +186,10 @@ class Engine:
             )
             await asyncio.gather(*calls)
 
-    async def pull(self, wanted: dict[int, list[str]]) -> tuple[dict[str, torch.Tensor], int]:
-        """Values by key, all of one step, and that step.
+    async def pull(
+        self, wanted: dict[int, list[str]], queues: Mapping[int, list[str]] | None = None
+    ) -> tuple[dict[str, torch.Tensor], int, Copies]:
+        """Values by key, all of one step, and that step. Of the ``queues`` by shard what they hold then.
 
         Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
         """
@@ -193,6 +199,7 @@ class Engine:
                 stand = [await holds.enter_async_context(training.held()) for training in list(self._trainings)]
                 step = self.step
                 answers = await self.insist_on(asks)
+                held = await self.contents.held(queues or {})
                 is_one_step = all([await stands() for stands in stand])
             if is_one_step:
                 break
@@ -206,7 +213,14 @@ class Engine:
             for keys, answer in zip(wanted.values(), answers, strict=True)
             for key, tensor in zip(keys, answer.tensors, strict=True)
         }
-        return values, step
+        return values, step, await self.contents.fetched(held)
+
+    async def refill(self, queues: Mapping[int, Copies]) -> None:
+        """Let queues hold this, by shard. Steps that used them raise Aborted."""
+        await self.contents.bring(queues)
+        async with self._iteration:
+            self._void.update(await self.contents.refill({shard: list(mine) for shard, mine in queues.items()}))
+            self._void &= self._rounds
 
     async def stats(self, seconds: float) -> dict[int, dict[str, Any]]:
         """What each shard of a live server says of itself, within ``seconds``."""
@@ -319,6 +333,9 @@ class Engine:
                         case e.Finish(cause=cause):
                             waits = [wait for found in await asyncio.gather(*aborted) for wait in found]
                             if queues and cause is None:
+                                if not is_in_turn:  # else what it took may be counted twice, here and where it went
+                                    assert turn is not None
+                                    await turn.enter_async_context(self._iteration)
                                 await self._keep_round(machine.number, queues)
                             return instruction, waits
                         case p.Abort(number) if queues:
@@ -337,7 +354,7 @@ class Engine:
                     assert turn is not None
                     await turn.enter_async_context(self._iteration)
                     is_in_turn = True
-                    there = self._unless_written(seen, there, queue)
+                    there = self._unless_written(seen, there, queue, mine)
                 for coroutine in [*begun, *([self._write(there, queue)] if there else [])]:
                     work = asyncio.create_task(coroutine)
                     carried.add(work)
@@ -401,10 +418,10 @@ class Engine:
         return [str(wait) for answer in answers if answer is not None for wait in answer.meta.get("waits", ())]
 
     def _unless_written(
-        self, seen: Mapping[str, int], there: list[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event]
+        self, seen: Mapping[str, int], there: list[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event], mine: set[int]
     ) -> list[p.Prepare | p.Commit]:
-        """What shards are to do, unless somebody wrote what the step had read: then it is told so."""
-        if all(self._written[key] == before for key, before in seen.items()):
+        """What shards are to do, unless somebody wrote what the step had read or taken: then it is told so."""
+        if all(self._written[key] == before for key, before in seen.items()) and self._void.isdisjoint(mine):
             return there
         failure = Failed("Aborted", "another step wrote what this one had read, while it waited: run it again")
         for one in there:

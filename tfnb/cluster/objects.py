@@ -4,6 +4,9 @@ Each process that asks has a `Channel`. It posts acts in order, each post under 
 does nothing; and it hears how they ended under growing numbers, again and again until it says that it has heard. Who
 waits is an attempt in the line of its queue, as it would be at home. Elements that were taken may come back: until the
 channel has heard of them, or, where they were taken for a round, until the notebook keeps or aborts that round.
+
+The notebook copies what queues of all servers hold, or lets them hold something else, at one moment: first it freezes
+all of them, so that nobody hears or does anything, and then each copies or changes its own.
 """
 
 from __future__ import annotations
@@ -20,14 +23,15 @@ import torch
 
 from tfnb.cluster.messages import Ok, Request, failed
 from tfnb.cluster.wire import size
-from tfnb.errors import InvalidArgument, NotFound, StepAborted, TfnbError
+from tfnb.errors import Aborted, InvalidArgument, NotFound, StepAborted, TfnbError
 from tfnb.graph.queue import QUEUES, Queue
 from tfnb.graph.spec import dtype_name
-from tfnb.state.queue_machine import Attempt, QueueMachine
-from tfnb.state.queue_operations import attempt_on, made, outcome
+from tfnb.state.queue_machine import Attempt, Mark, QueueMachine, StepQueues, become, copied
+from tfnb.state.queue_operations import attempt_on, made, ordered, outcome
 
 ENTRIES = 1000  # tensors in one message
 BYTES = 64 << 20  # of them, unless a single one is larger
+FROZEN = 10.0  # seconds at most
 
 Method = Callable[[Request, float], Ok | None]
 
@@ -89,7 +93,9 @@ class Channel:
 class Objects:
     """The queues of one server. afford: raises ResourceExhausted where so many bytes more have no room."""
 
-    METHODS = frozenset({"post", "ends", "contents", "first", "waiting"})
+    METHODS = frozenset({
+        "post", "ends", "contents", "first", "waiting", "freeze", "copy", "page", "bring", "refill", "thaw",
+    })  # fmt: skip
 
     def __init__(self, afford: Callable[[int], None] = lambda asked: None) -> None:
         self.queues: dict[str, Held] = {}
@@ -97,9 +103,14 @@ class Objects:
         self.is_over: Callable[[int], bool] = lambda number: False  # of a round
         self._afford = afford
         self._rounds: dict[int, list[Work]] = {}  # what each did so far
+        self._steps: dict[int, StepQueues] = {}  # of those rounds, and of those that wait
+        self._frozen, self._until = "", 0.0  # who froze it, and until when
+        self._copies: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}  # by queue, for who froze it last
+        self._brought: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}  # what these are to hold
         self.methods: dict[str, Method] = {
             "post": self._post, "ends": self._ends, "contents": self._contents,
-            "first": self._first, "waiting": self._waiting,
+            "first": self._first, "waiting": self._waiting, "freeze": self._freeze, "copy": self._copy,
+            "page": self._page, "bring": self._bring, "refill": self._refill, "thaw": self._thaw,
         }  # fmt: skip
         self._acts: dict[str, Callable[[Channel, int, str, Mapping[str, Any], list[torch.Tensor]], None]] = {
             "make": self._make, "do": self._do, "withdraw": self._withdraw, "leave": self._leave, "drop": self._drop,
@@ -118,12 +129,14 @@ class Objects:
     @staticmethod
     def line(request: Request) -> str:
         """Where a request stands that has to wait; empty for what never waits."""
-        return f"ends:{request.meta['channel']}" if request.method == "ends" else ""
+        return f"{request.method}:{request.meta['channel']}" if request.method in ("post", "ends") else ""
 
     # -- requests ---------------------------------------------------------------------------------------------
 
-    def _post(self, request: Request, now: float) -> Ok:
-        """Acts of a channel, once; what has ended by now."""
+    def _post(self, request: Request, now: float) -> Ok | None:
+        """Acts of a channel, once; what has ended by now. It waits while all is frozen."""
+        if now < self._until:
+            return None
         channel, meta = self._channel(request), request.meta
         acts = list(meta["acts"])
         if int(meta["number"]) == channel.posted + 1:  # else it came before
@@ -151,7 +164,7 @@ class Objects:
     def _ends(self, request: Request, now: float) -> Ok | None:
         """What has ended; waits until something has."""
         channel = self._channel(request)
-        return self._heard_from(channel, ()) if channel.ends else None
+        return self._heard_from(channel, ()) if channel.ends and now >= self._until else None
 
     def _channel(self, request: Request) -> Channel:
         """The channel of who asks, who has heard of some ends."""
@@ -188,7 +201,13 @@ class Objects:
 
     def keep(self, number: int) -> None:
         """A round was committed: what it took does not come back."""
+        self._end_steps([number])
         _keep(self._rounds.pop(number, []))
+
+    def _end_steps(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number in self._steps:
+                self._steps.pop(number).end()
 
     def abort(self) -> None:
         """Of rounds that are over, and were not committed, what waits ends, and what they took comes back."""
@@ -205,18 +224,84 @@ class Objects:
                 _keep(done)  # it moved elements
             else:
                 _give_back(done)
+        self._end_steps([number for number in self._steps if self.is_over(number)])
 
     def _contents(self, request: Request, now: float) -> Ok:
         """Some tensors of a queue that left, from number ``start`` on."""
         held = self._held(str(request.meta["key"]))
         if held.left is None:
             raise InvalidArgument(f"queue {held.queue.name} is here, it did not leave")
-        found: list[torch.Tensor] = []
-        for tensor in held.left[1][int(request.meta["start"]) :]:
-            if found and (len(found) >= ENTRIES or size([*found, tensor]) > BYTES):
-                break
-            found.append(tensor)
-        return Ok({"facts": held.left[0], "count": len(held.left[1])}, found)
+        return Ok({"facts": held.left[0], "count": len(held.left[1])}, _some(held.left[1], request))
+
+    # -- what queues of all servers hold ------------------------------------------------------------------------
+
+    def _freeze(self, request: Request, now: float) -> Ok:
+        """Nobody does or hears anything for a while. Of each round: did it put something, did it use one of these?"""
+        self._frozen, self._until = str(request.meta["id"]), now + FROZEN
+        machines = {self._held(str(key)).machine for key in request.meta["keys"]}
+        return Ok({
+            "rounds": [
+                [number, step.has_put, not machines.isdisjoint(attempt.machine for attempt in step.attempts)]
+                for number, step in self._steps.items()
+            ]
+        })  # fmt: skip
+
+    def _ensure_frozen(self, request: Request, now: float) -> None:
+        if request.meta["id"] != self._frozen or now >= self._until:
+            raise Aborted(f"the queues were not held still for longer than {FROZEN:g} s: do it again")
+
+    def _copy(self, request: Request, now: float) -> Ok:
+        """Copy what queues hold; nothing is frozen then. ``moved``: rounds whose elements stay taken."""
+        self._ensure_frozen(request, now)
+        moved, keys = {int(number) for number in request.meta["moved"]}, list(map(str, request.meta["keys"]))
+        machines = {self._held(key).machine: ordered(self._held(key).queue) for key in keys}
+        found = copied(machines, lambda step: step.number in moved)
+        self._copies = dict(zip(keys, found, strict=True))
+        self._until = 0.0
+        return Ok({"found": {key: [facts, len(tensors)] for key, (facts, tensors) in self._copies.items()}})
+
+    def _page(self, request: Request, now: float) -> Ok:
+        """Some tensors of a copy, from number ``start`` on."""
+        key = str(request.meta["key"])
+        if request.meta["id"] != self._frozen or key not in self._copies:
+            raise Aborted("somebody else copies what queues hold: do it again")
+        return Ok({}, _some(self._copies[key][1], request))
+
+    def _bring(self, request: Request, now: float) -> Ok:
+        """Tensors that a queue is to hold, those from number ``start`` on."""
+        key, start = str(request.meta["key"]), int(request.meta["start"])
+        self._afford(size(request.tensors))
+        _, there = self._brought.setdefault(key, (request.meta["found"], []))
+        there[start:] = request.tensors
+        return Ok({})
+
+    def _refill(self, request: Request, now: float) -> Ok:
+        """Queues hold what was brought for them, and rounds that are ``void`` raise Aborted; nothing is frozen then."""
+        self._ensure_frozen(request, now)
+        brought, self._brought, self._until = self._brought, {}, 0.0
+        others = {}
+        for key, (found, tensors) in brought.items():
+            held = self._held(key)
+            other = others[held.machine] = made(held.queue)
+            other.fill(found, tensors)
+            held.nbytes = size(tensors) + sum(_not_put(work) for work in self._open() if work.held is held)
+        for number in map(int, request.meta["void"]):
+            self._step(number).is_void = True
+        become(others)
+        return Ok({})
+
+    def _thaw(self, request: Request, now: float) -> Ok:
+        """It is over, well or not."""
+        self._copies, self._brought, self._until = {}, {}, 0.0
+        return Ok({})
+
+    def _open(self) -> Iterator[Work]:
+        return (work for channel in self.channels.values() for work in channel.open.values())
+
+    def _step(self, number: int) -> StepQueues:
+        if number not in self._steps:
+            self._steps[number] = StepQueues(number)
+        return self._steps[number]
 
     def _first(self, request: Request, now: float) -> Ok:
         """Elements that come next; they stay."""
@@ -263,7 +348,10 @@ class Objects:
         if kind == "enqueue":
             self._afford(work.came)
         then = partial(self._ended, channel, work)
-        work.attempt = attempt_on(held.queue, kind, then, work.attrs, given, str(facts["what"]), lends=True)
+        work.attempt = attempt_on(
+            held.queue, kind, then, work.attrs, given, str(facts["what"]), lends=True, mark=_mark(facts),
+            step=None if work.round is None else self._step(work.round),
+        )  # fmt: skip
         before = channel.open.get(facts.get("after", -1))
         channel.open[number] = work
         if kind == "enqueue":
@@ -330,6 +418,20 @@ class Objects:
         return (held.machine for held in self.queues.values())
 
 
+def _some(tensors: Sequence[torch.Tensor], request: Request) -> list[torch.Tensor]:
+    """As many as one message takes."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors[int(request.meta["start"]) :]:
+        if found and (len(found) >= ENTRIES or size([*found, tensor]) > BYTES):
+            break
+        found.append(tensor)
+    return found
+
+
+def _mark(facts: Mapping[str, Any]) -> Mark | None:
+    return (str(facts["mark"][0]), int(facts["mark"][1])) if "mark" in facts else None
+
+
 def _withdraw(channel: Channel, work: Work) -> None:
     assert work.attempt is not None
     work.attempt.machine.withdraw([work.attempt])
@@ -340,9 +442,13 @@ def _withdraw(channel: Channel, work: Work) -> None:
 
 def _settle(work: Work) -> None:
     """What an enqueue did not put is not held here."""
+    work.held.nbytes -= _not_put(work)
+
+
+def _not_put(work: Work) -> int:
+    """Bytes that an enqueue did not put."""
     attempt = work.attempt
-    if attempt is not None and attempt.kind == "enqueue":
-        work.held.nbytes -= sum(map(size, attempt.elements[attempt.enqueued :]))
+    return sum(map(size, attempt.elements[attempt.enqueued :])) if attempt and attempt.kind == "enqueue" else 0
 
 
 def _keep(done: Sequence[Work]) -> None:

@@ -49,15 +49,27 @@ class QueueHomes:
 
     def used(self, queues: Iterable[Queue]) -> list[tuple[int, str]]:
         """Shard and key of the queues of a step, which runners begin to fill."""
-        found = []
+        found = self.places(queues)
+        for queue in found:
+            for start in tuple(machine_of(queue).starters):
+                start()
+        return list(found.values())
+
+    def places(self, queues: Iterable[Queue]) -> dict[Queue, tuple[int, str]]:
+        """Shard and key of each."""
+        found = {}
         for queue in queues:
-            machine = machine_of(queue)
+            machine_of(queue)
             if queue not in self._here:
                 raise FailedPrecondition(f"queue {queue.name} lives on another cluster: close that one first")
-            for start in tuple(machine.starters):
-                start()
-            found.append(self._here[queue])
+            found[queue] = self._here[queue]
         return found
+
+    async def there(self) -> None:
+        """Wait until all that was asked for has begun on the servers. In the event loop."""
+        for channel in list(self._channels.all.values()):
+            if channel.broken is None:
+                await channel.done("withdraw", "", {"numbers": []}, CONFIRM)
 
     def _home(self, queue: Queue, held: QueueMachine | None) -> RemoteQueue:
         """A queue lives on a server from now on, with what a machine here held."""

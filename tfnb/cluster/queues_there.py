@@ -286,6 +286,8 @@ class RemoteQueue:
             facts["after"] = before
         if (number := _round.get()) is not None:
             facts["round"] = number
+        if attempt.mark is not None:
+            facts["mark"] = list(attempt.mark)
         base = attempt.enqueued
         self.channel.act(
             "do", self.key, facts, tensors, queue=self, attempt=attempt,

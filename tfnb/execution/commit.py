@@ -15,7 +15,7 @@ import torch
 
 from tfnb.graph import Variable
 from tfnb.interrupts import no_interrupt
-from tfnb.state.queue_machine import Attempt
+from tfnb.state.queue_machine import StepQueues
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Pending:
     updates: list[Update]
     variables: tuple[Variable, ...] = ()
     done: Callable[[], object] | None = None
-    queued: Sequence[Attempt] = ()
+    queued: StepQueues | None = None
 
 
 def commit(pending: Pending) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
-from tfnb.graph.variable_locks import LOCKS
-from tfnb.session import default_session
+from tfnb.session import Moment, default_session
 from tfnb.session.structures import graph_of
 from tfnb.train.callbacks import Progress
 
@@ -43,7 +42,7 @@ class Snapshots:
                 raise InvalidArgument(f"{name} is an int of at least 1, not {value!r}")
         self._session = default_session(graph_of(fetch))
         self._every, self._keep = every, keep
-        self._taken: dict[int, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
+        self._taken: dict[int, Moment] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -53,7 +52,8 @@ class Snapshots:
     @property
     def nbytes(self) -> int:
         """Bytes that they take."""
-        return sum(tensor.nbytes for values, _ in self._taken.values() for tensor in values.values())
+        held = [one for moment in self._taken.values() for one in (*moment.values.values(), *moment.queues.values())]
+        return sum(one.nbytes for one in held)
 
     def on_step(self, progress: Progress) -> None:
         """`fit` tells that a step is done."""
@@ -68,11 +68,8 @@ class Snapshots:
                 "snapshots are of trainings in this process, and servers hold the Variables: close the cluster, or use "
                 "Session.save"
             )
-        variables = session.graph.contents.variables
-        with LOCKS.read(*variables.values()):  # no step in between
-            values = {label: variable.storage.detach().clone() for label, variable in variables.items()}
         self._taken.pop(step, None)  # one that is taken again is the newest
-        self._taken[step] = values, session.positions
+        self._taken[step] = session.moment()
         while len(self._taken) > self._keep:
             del self._taken[next(iter(self._taken))]
 
@@ -81,16 +78,12 @@ class Snapshots:
         if step not in self._taken:
             there = ", ".join(map(str, self.steps)) or "none"
             raise NotFound(f"there is no snapshot of step {step}; there are: {there}")
-        return dict(self._taken[step][0])
+        return dict(self._taken[step].values)
 
     def restore(self, step: int) -> None:
         """Put everything back to where it was after this step. Variables that are newer stay as they are."""
-        variables = self._session.graph.contents.variables
-        values = {label: value for label, value in self.values(step).items() if label in variables}
-        with LOCKS.write(*variables.values()):
-            for label, value in values.items():
-                variables[label].set(value.clone())
-        self._session.go_to(self._taken[step][1])
+        self.values(step)  # there is one
+        self._session.go_back(self._taken[step].copy())
 
     def __repr__(self) -> str:
         return f"<Snapshots at steps {', '.join(map(str, self.steps)) or 'none'}: {self.nbytes:,} bytes>"

@@ -5,6 +5,6 @@ and the `value_cache` of its graph. `step_runner` runs one step and can stop it;
 owns the signatures of a graph, its positions and its saved state.
 """
 
-from tfnb.session.session import Session, connected, default_session, limit, run
+from tfnb.session.session import Moment, Session, connected, default_session, limit, run
 
-__all__ = ["Session", "connected", "default_session", "limit", "run"]
+__all__ = ["Moment", "Session", "connected", "default_session", "limit", "run"]

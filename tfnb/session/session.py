@@ -15,7 +15,8 @@ from functools import partial
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -35,7 +36,9 @@ from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.forms.serial import graph_hash
+from tfnb.graph.queue import Queue
 from tfnb.graph.resources import reset
+from tfnb.graph.subgraph import queues_of
 from tfnb.graph.variable_locks import LOCKS, Cut
 from tfnb.interrupts import no_interrupt
 from tfnb.memory import step_passes
@@ -57,13 +60,18 @@ from tfnb.session.structures import (
     value_of,
     variable_of,
 )
-from tfnb.state import checkpoint
+from tfnb.state import checkpoint, queue_contents
 from tfnb.state.batch_order import Arrays, Rows
 from tfnb.state.chunks import Chunked, like
 from tfnb.state.input_sources import Source
+from tfnb.state.queue_contents import Held
+from tfnb.state.queues import TensorQueue
 from tfnb.state.run_numbers import RunNumbers
+from tfnb.state.source_puts import position_behind, standing
 from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
 from tfnb.state.waits import check_timeout
+
+_NO_QUEUES: Mapping[str, Held] = MappingProxyType({})
 
 _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",
@@ -87,6 +95,19 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ),
 }
 """What does not go with what: of an option and a situation, what the error says."""
+
+
+class Moment(NamedTuple):
+    """What a session had at one moment: values and contents of queues by label, and its `positions`."""
+
+    values: Mapping[str, torch.Tensor]
+    positions: Mapping[str, Any]
+    queues: Mapping[str, Held]
+
+    def copy(self) -> Moment:
+        """The same in memory of its own."""
+        values = {label: value.clone() for label, value in self.values.items()}
+        return self._replace(values=values, queues={label: one.copy() for label, one in self.queues.items()})
 
 
 class Session:
@@ -132,6 +153,7 @@ class Session:
         self._prepared: dict[Any, Prepared] = {}
         self._steps = StepRunner(self.graph.name)
         self._sources: dict[str, Source] = {}
+        self._more_queues: dict[Queue, None] = {}  # that no node uses
         self._positions: dict[str, dict[str, int]] = {}  # restored, of sources that it does not know yet
         self._trained = 0
         self.training: StepsTaken | None = None  # of `fit`, in progress
@@ -516,30 +538,63 @@ class Session:
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
         """Write the graph's variables to one safetensors file; the result says what it holds.
 
-        With them go the positions of its random streams, of the sources that `fit` of this session read or that `reads`
-        names, and of a training that is not at its end, so that ``fit(resume=path)`` goes on from there. What queues
-        hold is not saved. A callback of `fit` may call it.
+        With them go what the queues, accumulators and barriers of the graph hold, the positions of its random streams,
+        of the sources that `fit` of this session read or that `reads` names, and of a training that is not at its end,
+        so that ``fit(resume=path)`` goes on from there. All of it is as if the steps under way were stopped at that
+        moment: what they took is in its queue, unless they put elements, too. A callback of `fit` may call it.
         """
         contents = self.graph.contents
         variables, training = contents.variables, self.training
         if self.cluster is not None:
-            found, step = self.cluster.cut(variables.values())
-            values = {label: found[variable.key] for label, variable in variables.items()}
-            positions = self._positions_behind(training.at(step) if isinstance(training, StepsThere) else None)
+            with standing(self._sources.values()):
+                queues = self._queues()
+                found, there, step = self.cluster.cut(variables.values(), queues.values())
+                values = {label: found[variable.key] for label, variable in variables.items()}
+                held = {label: there[queue] for label, queue in queues.items()}
+                taken = training.at(step) if isinstance(training, StepsThere) else None
+                positions = self._positions_behind(taken, held)
         else:
-            with LOCKS.read(*variables.values()):  # no step in between
-                values, positions = {label: variable.value() for label, variable in variables.items()}, self.positions
-        about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), **positions}
-        return checkpoint.save(path, values, about)
+            values, positions, held = self.moment()
+        queued, tensors = queue_contents.written(self._queues(), held)
+        about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), **positions, "queues": queued}
+        return checkpoint.save(path, values, about, tensors)
+
+    def moment(self) -> Moment:
+        """Copies of all that `save` writes, of one moment."""
+        variables = self.graph.contents.variables
+        with standing(self._sources.values()), LOCKS.read(*variables.values()):  # no step in between
+            values = {label: variable.value() for label, variable in variables.items()}
+            held = queue_contents.held_by(self._queues())
+            positions = self._positions_behind(None if self.training is None else self.training.applied, held)
+        return Moment(values, positions, held)
+
+    def go_back(self, moment: Moment) -> None:
+        """Everything is as it was; Variables and queues that are newer stay as they are."""
+        variables, queues = self.graph.contents.variables, self._queues()
+        held = {label: one for label, one in moment.queues.items() if label in queues}
+        with standing(self._sources.values()):
+            with nullcontext() if self.cluster is not None else LOCKS.write(*variables.values()):
+                for label, value in moment.values.items():
+                    if label in variables:
+                        variables[label].set(value)
+                if self.cluster is None:
+                    queue_contents.hold_again(queues, held)
+                else:
+                    self.cluster.refill({queues[label]: one for label, one in held.items()})
+            self.go_to(moment.positions)
+
+    def _queues(self) -> dict[str, Queue]:
+        return queue_contents.labelled([*queues_of(self.graph.nodes), *self._more_queues])
 
     @property
     def positions(self) -> dict[str, Any]:
         """Where its random streams, sources and training are, as a dict for JSON."""
         return self._positions_behind(None if self.training is None else self.training.applied)
 
-    def _positions_behind(self, taken: Taken | None) -> dict[str, Any]:
-        """The same behind the steps of a training that count."""
-        sources = self._positions | {name: source.position for name, source in self._sources.items()}
+    def _positions_behind(self, taken: Taken | None, held: Mapping[str, Held] = _NO_QUEUES) -> dict[str, Any]:
+        """The same behind the steps of a training that count, and behind what queues hold."""
+        marks = [one.marks for one in held.values()]
+        sources = self._positions | {name: position_behind(one, marks) for name, one in self._sources.items()}
         trained, position, run = taken or Taken(self._trained, None, self.runs.next)
         if position is not None and self.training is not None and self.training.source is not None:
             sources[self.training.source.name] = position
@@ -559,30 +614,33 @@ class Session:
     def restore(
         self, path: str | PathLike[str], *, strict: bool = True, mapping: Mapping[str, str] | None = None
     ) -> Session:
-        """Assign the variables from a file, all or none; returns the session.
+        """Assign the variables from a file, and let queues hold what they held, all or none; returns the session.
 
+        Steps that used one of these queues raise Aborted, and what waits for elements takes those that are there then.
         Random nodes draw what they would have drawn after the save: the graph takes the seed, the session its number
         of runs. A source goes on from its saved position once `fit` or `reads` is given one of that name.
 
-        strict: a variable missing in the file is an error. mapping: label here -> key in the file. Raises
+        strict: a variable or queue missing in the file is an error. mapping: label here -> key in the file. Raises
         CheckpointCorrupt, NotFound or CheckpointIncompatible, with nothing assigned.
         """
-        tensors, about = checkpoint.load(path)
-        labels = self.graph.contents.variables
-        specs = {label: variable.spec for label, variable in labels.items()}
-        with nullcontext() if self.cluster is not None else LOCKS.write(*labels.values()):
-            for label, tensor in checkpoint.match(tensors, specs, strict=strict, mapping=mapping).items():
-                labels[label].set(tensor)
-        self.go_to(about)
+        found, about = checkpoint.load(path)
+        tensors, held = queue_contents.split(found)
+        specs = {label: variable.spec for label, variable in self.graph.contents.variables.items()}
+        values = checkpoint.match(tensors, specs, strict=strict, mapping=mapping)
+        queues = self._queues() if "queues" in about else {}
+        self.go_back(Moment(values, about, queue_contents.match(about.get("queues", {}), held, queues, strict=strict)))
         return self
 
-    def reads(self, source: Source) -> None:
+    def reads(self, source: Source | TensorQueue) -> None:
         """Keep the position of a source in `save`; one that was restored under its name counts now.
 
-        `fit` does this for its data; in a loop of one's own call it once. Where a runner puts the elements into a queue
-        the position is behind what the queue holds, which is not saved. Raises InvalidArgument where another source of
-        that name is known.
+        `fit` does this for its data, and a `QueueRunner` with a session; in a loop of one's own call it once. Where a
+        runner puts the elements into a queue of the graph, the position is behind what the queue holds. A queue that
+        the graph does not use: keep what it holds. Raises InvalidArgument where another source of that name is known.
         """
+        if isinstance(source, TensorQueue):
+            self._more_queues[source] = None
+            return
         if self._sources.setdefault(source.name, source)._root is not source._root:
             raise InvalidArgument(
                 f"this session reads another source named {source.name!r}: their positions are saved by name, so give "

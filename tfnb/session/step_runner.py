@@ -16,7 +16,6 @@ from tfnb.execution.running import Running, Stop
 from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
 from tfnb.placement.requests import task_of
 from tfnb.session.prepared import Prepared
-from tfnb.state.queue_machine import give_back
 from tfnb.state.run_numbers import RunNumbers
 
 
@@ -131,8 +130,10 @@ class StepRunner:
                 _take(hold)
             if program.writes:
                 ensure_unchanged(seen)
+                if found[1].queued is not None:
+                    found[1].queued.ensure_valid()
         except BaseException:
-            give_back(found[1].queued)
+            _give_back(found[1])
             raise
         return found
 
@@ -158,8 +159,13 @@ def _look(prepared: Prepared, results: Sequence[Any], pending: Pending) -> None:
     try:
         prepared.look(results)
     except TfnbError:
-        give_back(pending.queued)
+        _give_back(pending)
         raise
+
+
+def _give_back(pending: Pending) -> None:
+    if pending.queued is not None:
+        pending.queued.give_back()
 
 
 def _take(hold: Hold) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,19 +42,25 @@ class Checkpoint:
         for name, key in (("training", "steps"), ("streams", "runs")):
             found += [(key, str(self.meta[name][key]))] if name in self.meta else []
         found += [("sources", ", ".join(self.meta["sources"]))] if self.meta.get("sources") else []
+        held = [f"{label} ({about['found']['size']})" for label, about in self.meta.get("queues", {}).items()]
+        found += [("queues", ", ".join(held))] if held else []
         return [*found, ("bytes", f"{self.bytes:,}"), *((name, str(spec)) for name, spec in self.specs.items())]
 
     def __repr__(self) -> str:
         return "\n".join([f"{self.file}: {len(self.specs)} variables", *(f"  {a}: {b}" for a, b in self.facts)])
 
 
-def save(path: str | Path, variables: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Checkpoint:
+def save(
+    path: str | Path, variables: Mapping[str, torch.Tensor], meta: Mapping[str, Any],
+    more: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Checkpoint:  # fmt: skip
     """Write the tensors and ``meta`` (JSON: step, graph, hash of the graph ...); replaces an older file as a whole.
 
-    Raises CheckpointWriteError, with the older file unchanged, where the file cannot be written.
+    more: tensors that are no Variables. Raises CheckpointWriteError, with the older file unchanged, where the file
+    cannot be written.
     """
     file = Path(path)
-    write_tensors(file, variables, {"format": FORMAT, "version": VERSION, "meta": dict(meta)})
+    write_tensors(file, {**variables, **more}, {"format": FORMAT, "version": VERSION, "meta": dict(meta)})
     specs = {label: _shown(tensor) for label, tensor in variables.items()}
     return Checkpoint(file, file.stat().st_size, specs, dict(meta))
 
@@ -82,10 +89,10 @@ def match(
     keys = {label: label for label in want} | dict(mapping or {})
     unknown = sorted(keys.keys() - want.keys())
     if unknown:
-        raise InvalidArgument(f"mapping names {unknown[0]!r}, which is no variable here{_near(unknown[0], want)}")
+        raise InvalidArgument(f"mapping names {unknown[0]!r}, which is no variable here{near(unknown[0], want)}")
     missing = [keys[label] for label in want if keys[label] not in have]
     if missing and (strict or set(missing) & set((mapping or {}).values())):
-        shown = "\n".join(f"  {key}{_near(key, have)}" for key in missing)
+        shown = "\n".join(f"  {key}{near(key, have)}" for key in missing)
         raise NotFound(f"the checkpoint lacks {len(missing)} of {len(want)} variables:\n{shown}")
     found = {label: have[keys[label]] for label in want if keys[label] in have}
     wrong = [label for label, tensor in found.items() if _spec(tensor) != (want[label].dtype, want[label].shape)]
@@ -103,6 +110,7 @@ def _shown(tensor: torch.Tensor) -> Spec:
     return Spec(tensor.dtype, tuple(tensor.shape))
 
 
-def _near(key: str, among: Mapping[str, Any]) -> str:
+def near(key: str, among: Mapping[str, Any]) -> str:
+    """What of ``among`` is named like ``key``, for messages."""
     near = difflib.get_close_matches(key, among, 3)
     return f" (near: {', '.join(near)})" if near else ""

@@ -13,11 +13,12 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from tfnb.errors import Cancelled, OutOfRange, QueueClosed, StepAborted, TfnbError
+from tfnb.errors import Aborted, Cancelled, OutOfRange, QueueClosed, StepAborted, TfnbError
 from tfnb.state.orders import Arrival, Element, Order
 
 Kind = Literal["enqueue", "dequeue", "close", "size", "set_step", "renew", "finish"]
@@ -55,12 +56,13 @@ class Attempt:
     what the order is asked or told, in no line, and its ``answer``. It stands in its line when ``after``, the program's
     operation before it, ended, or stands in the same line. ``call``: the attributes and tensors that it was made of,
     and ``outputs`` what it gave, where the queue is elsewhere. lends: what it takes may come back until it is `kept`.
+    step: of what it is a part. mark: of the element of a source.
     """
 
     __slots__ = (
         "answer", "call", "cancel_pending", "count", "elements", "enqueued", "error", "followers", "is_over",
-        "is_placed", "kept", "kind", "lends", "machine", "numbers", "outputs", "question", "required", "since", "taken",
-        "then", "up_to", "what",
+        "is_placed", "kept", "kind", "lends", "machine", "mark", "numbers", "outputs", "question", "required", "since",
+        "step", "taken", "then", "up_to", "what",
     )  # fmt: skip
 
     def __init__(
@@ -68,8 +70,12 @@ class Attempt:
         count: int = 1, up_to: bool = False, required: int = 1, cancel_pending: bool = False,
         question: Callable[[Any], int] = len, what: Any = None,
         call: tuple[Mapping[str, Any], Sequence[torch.Tensor]] = ({}, ()), lends: bool = False,
+        step: StepQueues | None = None, mark: Mark | None = None,
     ) -> None:  # fmt: skip
         self.machine, self.kind, self.then, self.what = machine, kind, then, what
+        self.step, self.mark = step, mark
+        if step is not None:
+            step.attempts.append(self)
         self.elements, self.count, self.up_to, self.cancel_pending = elements, count, up_to, cancel_pending
         self.required, self.question = required, question
         self.call, self.lends = call, lends
@@ -102,6 +108,42 @@ class Attempt:
         """What it does to which queue, in words."""
         many = "" if self.kind != "dequeue" or self.count == 1 else f" of {self.count}"
         return f"{self.kind}{many} on queue {self.machine.name}"
+
+
+Mark = tuple[str, int]  # who takes elements of a source to queues, and how many those were
+
+
+class StepQueues:
+    """What one step does to queues, from its first attempt on until it is over."""
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = number  # of the round, on a server
+        self.attempts: list[Attempt] = []
+        self.is_void = False  # a queue that it used holds something else by now
+        UNDER_WAY[self] = None
+
+    def ensure_valid(self) -> None:
+        """Raise Aborted where a queue that it used holds something else by now."""
+        if self.is_void:
+            raise Aborted(f"nothing was written: {_RESTORED}")
+
+    def end(self) -> None:
+        """What it took is taken."""
+        UNDER_WAY.pop(self, None)
+
+    def give_back(self) -> None:
+        """It wrote nothing, and is over: see `give_back`."""
+        give_back([attempt for attempt in self.attempts if attempt.error is None])
+        self.end()
+
+    @property
+    def has_put(self) -> bool:
+        """Whether what it took stays taken where it is stopped now; with the locks of its queues."""
+        return any(attempt.kind == "enqueue" and attempt.enqueued for attempt in self.attempts)
+
+
+UNDER_WAY: dict[StepQueues, None] = {}
+"""The steps of this process that use queues here."""
 
 
 class Home(Protocol):
@@ -178,6 +220,8 @@ class QueueMachine:
         self._placing: deque[Attempt] = deque()
         self._over: list[Attempt] = []  # to be told
         self._taken = 0  # elements so far
+        self._since = 0  # those up to this number are of contents that are gone, and never come back
+        self.marks: dict[str, int] = {}  # of the last element of each source
         self._front: list[int] = []  # numbers of those that came back, and are the first ones again
 
     @property
@@ -292,17 +336,48 @@ class QueueMachine:
                 waiting += [(follower, attempt) for follower in attempt.followers]
                 attempt.followers = []
             self.heir = heir
-            facts, tensors = self.elements.contents()
             self.lent.clear()
-            return {"closed": self.closed, "facts": facts}, tensors, waiting
+            return *self._contents(), waiting
 
     def fill(self, found: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Hold what another one held, as `leave` gave it."""
+        """Hold what another one held, as `leave` gave it. It holds nothing before."""
         with self._lock:
-            self.closed = bool(found["closed"])
+            self.closed, self.marks = bool(found["closed"]), dict(found["marks"])
             self.elements.fill(found["facts"], tensors)
 
     # -- with the lock held -----------------------------------------------------------------------------------
+
+    def _contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        facts, tensors = self.elements.contents()
+        return {"closed": self.closed, "marks": dict(self.marks), "size": self.size, "facts": facts}, tensors
+
+    def _copied(self, steps: Iterable[StepQueues], empty: Order) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """What it would hold if these steps, and all that waits, gave back what they took: facts, copies of tensors.
+
+        empty: an order as its own.
+        """
+        found, tensors = self._contents()
+        twin = QueueMachine(self.name, self.capacity, empty)
+        empty.fill(found["facts"], [tensor.clone() for tensor in tensors])
+        twin._front, twin._since = [*self._front], self._since
+        taken = [attempt for step in steps for attempt in step.attempts if attempt.machine is self]
+        for attempt in dict.fromkeys([*self.lines["dequeue"], *taken]):
+            twin._come_back(attempt.numbers, attempt.taken)
+        facts, tensors = empty.contents()
+        return {**found, "size": len(empty), "facts": facts}, tensors
+
+    def _become(self, other: QueueMachine) -> None:
+        """Hold what another one holds. What was taken never comes back; steps, and what was begun here, are void."""
+        self.elements, self.closed, self.marks = other.elements, other.closed, other.marks
+        self._front, self._since = [], self._taken
+        for attempt in self.lent:
+            attempt.numbers, attempt.taken = [], []
+        self.lent.clear()
+        for line in self.lines.values():
+            for attempt in list(line):
+                attempt.numbers, attempt.taken = [], []
+                if attempt.step is not None or attempt.mark is not None:
+                    self._end(attempt, error=Aborted(f"{attempt.act}: {_RESTORED}"))
 
     @property
     def _fill(self) -> str:
@@ -320,6 +395,9 @@ class QueueMachine:
     def _place(self, attempt: Attempt) -> None:
         """Put an attempt into its line, or end it; those that may stand behind it follow."""
         if attempt.is_over:
+            return
+        if attempt.step is not None and attempt.step.is_void:
+            self._end(attempt, error=Aborted(f"{attempt.act}: {_RESTORED}"))
             return
         attempt.is_placed = True
         self._placing.extend(f for f in attempt.followers if f.line == attempt.line)
@@ -386,11 +464,15 @@ class QueueMachine:
         """What an attempt took stands where it stood before those that were taken after it."""
         if not attempt.taken:  # as of most that are cancelled: new lists for 10,000 of them cost more than all else
             return
-        for number, element in zip(reversed(attempt.numbers), reversed(attempt.taken), strict=True):
-            place = bisect_left(self._front, number)
-            self._front.insert(place, number)
-            self.elements.put_back(element, place)
+        self._come_back(attempt.numbers, attempt.taken)
         attempt.numbers, attempt.taken = [], []
+
+    def _come_back(self, numbers: Sequence[int], elements: Sequence[Element]) -> None:
+        for number, element in zip(reversed(numbers), reversed(elements), strict=True):
+            if number > self._since:
+                place = bisect_left(self._front, number)
+                self._front.insert(place, number)
+                self.elements.put_back(element, place)
 
     def _put(self, attempt: Attempt) -> None:
         """An enqueue puts what there is room for, and is over when it put all."""
@@ -433,6 +515,8 @@ class QueueMachine:
             self.past[attempt.kind].add(attempt.what or "a call")
             if attempt.lends and attempt.taken:
                 self.lent.add(attempt)
+            if attempt.mark is not None:
+                self.marks[attempt.mark[0]] = attempt.mark[1]
         else:
             error.enqueued = attempt.enqueued
             self._restore(attempt)
@@ -441,6 +525,40 @@ class QueueMachine:
         self._over.append(attempt)
         self._placing.extend(attempt.followers)
         attempt.followers = []
+
+
+_RESTORED = "a queue was restored to what it held at another time. Run this step again"
+
+
+def copied(
+    machines: Mapping[QueueMachine, Order], moves: Callable[[StepQueues], bool] = lambda step: step.has_put
+) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
+    """Facts and tensors of what these hold at one moment, if all steps under way were stopped then.
+
+    Of each an empty order as its own. moves: whether what a step took stays taken.
+    """
+    with _locked(machines):
+        stopped = [step for step in [*UNDER_WAY] if not moves(step)]
+        return [machine._copied(stopped, empty) for machine, empty in machines.items()]
+
+
+def become(machines: Mapping[QueueMachine, QueueMachine]) -> None:
+    """Each holds what the other one holds, all at one moment. Steps that used one of them raise Aborted."""
+    with _locked(machines):
+        for step in [*UNDER_WAY]:
+            step.is_void |= any(attempt.machine in machines for attempt in step.attempts)
+        for machine, other in machines.items():
+            machine._become(other)
+        over = [attempt for machine in machines for attempt in machine._settled()]
+    _tell(over)
+
+
+def _locked(machines: Iterable[QueueMachine]) -> ExitStack:
+    """The locks of all, always taken in the same order."""
+    stack = ExitStack()
+    for machine in sorted(machines, key=id):
+        stack.enter_context(machine._lock)
+    return stack
 
 
 def give_back(done: Sequence[Attempt]) -> None:

@@ -30,7 +30,7 @@ from tfnb.state.elements import (
     elements_of,
 )
 from tfnb.state.orders import ORDERS, Order
-from tfnb.state.queue_machine import Attempt, Home, Kind, Level, QueueMachine, give_back
+from tfnb.state.queue_machine import Attempt, Home, Kind, Level, Mark, QueueMachine, StepQueues, give_back
 from tfnb.state.tokens import Tokens
 from tfnb.state.waits import WAITS, Runner, check_timeout
 
@@ -101,8 +101,7 @@ class QueueHandle(Queue):
         """Put an element, or many; whether it was kept, where its kind tells."""
         components = self.puts(attrs.get("part"))
         kinds = [kind for kind, _ in components]
-        if len(parts) != len(kinds):
-            raise InvalidArgument(f"queue {self.name} takes {len(kinds)} tensors, and was given {len(parts)}")
+        self._ensure_count(parts, len(kinds))
         recorder = current.recording()
         if not isinstance(recorder, Recorder):
             tensors = [self._plain(part, kind) for part, kind in zip(parts, kinds, strict=True)]
@@ -116,6 +115,10 @@ class QueueHandle(Queue):
             check_lengths(self, specs)
         found = self._recorded_with(recorder, ops.ENQUEUE, recorded, attrs, self._told(recorded))
         return found if isinstance(found, Operation) else found[0]
+
+    def _ensure_count(self, parts: Sequence[Any], count: int) -> None:
+        if len(parts) != count:
+            raise InvalidArgument(f"queue {self.name} takes {count} tensors, and was given {len(parts)}")
 
     def _told(self, recorded: Sequence[Tensor]) -> Sequence[tuple[Spec, torch.Tensor | None]]:
         """Spec and sample of what a recorded put tells."""
@@ -172,16 +175,25 @@ class QueueHandle(Queue):
         self, kind: Kind, attrs: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()
     ) -> Sequence[torch.Tensor]:
         """Do it now."""
+        return self._wait(*self._begin(kind, attrs, tensors), attrs)
+
+    def _begin(
+        self, kind: Kind, attrs: Mapping[str, Any], tensors: Sequence[torch.Tensor], mark: Mark | None = None
+    ) -> tuple[Attempt, Runner]:
         runner = Runner(attempts=lambda: [attempt])
-        attempt = attempt_on(self, kind, runner.inbox.put, attrs, tensors)
-        queue, timeout = attempt.machine, attrs.get("timeout")
-        queue.submit(attempt)
+        attempt = attempt_on(self, kind, runner.inbox.put, attrs, tensors, mark=mark)
+        attempt.machine.submit(attempt)
+        return attempt, runner
+
+    def _wait(self, attempt: Attempt, runner: Runner, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """Until an attempt that was begun is over: what it gives."""
+        timeout = attrs.get("timeout")
         try:
             if not attempt.is_over:
                 with runner:
                     WAITS.wait(runner, attempt, timeout)
         except BaseException:
-            queue.withdraw([attempt])
+            attempt.machine.withdraw([attempt])
             if attempt.error is None:  # it ended in the last moment
                 give_back([attempt])
             raise
@@ -246,7 +258,12 @@ def machine_of(queue: Queue) -> Home:
 
 def made(queue: Queue) -> QueueMachine:
     """The machine of a queue here, empty."""
-    return QueueMachine(queue.name, queue.capacity, MAKE[queue.kind](queue.options))
+    return QueueMachine(queue.name, queue.capacity, ordered(queue))
+
+
+def ordered(queue: Queue) -> Order:
+    """The order of a queue, empty."""
+    return MAKE[queue.kind](queue.options)
 
 
 MAKE: Mapping[str, Callable[[Mapping[str, Any]], Order]] = {
@@ -271,11 +288,12 @@ def move(queues: Iterable[Queue]) -> None:
 def attempt_on(
     queue: Queue, kind: Kind, then: Callable[[Attempt], None], attrs: Mapping[str, Any],
     tensors: Sequence[torch.Tensor] = (), what: str | None = None, lends: bool = False,
+    step: StepQueues | None = None, mark: Mark | None = None,
 ) -> Attempt:  # fmt: skip
     """An operation on a queue as its node's ``attrs`` say, not begun; raises ShapeError for tensors that do not fit."""
     count, many, part = attrs.get("count"), attrs.get("many", False), attrs.get("part")
     return Attempt(
-        machine_of(queue), kind, then, what=what, call=(attrs, tensors), lends=lends,
+        machine_of(queue), kind, then, what=what, call=(attrs, tensors), lends=lends, step=step, mark=mark,
         elements=elements_of(queue, tensors, many=many, part=part) if kind == "enqueue" else (),
         count=1 if count is None else count, up_to=attrs.get("up_to", False), required=attrs.get("required", 1),
         cancel_pending=attrs.get("cancel_pending_enqueues", False),

@@ -12,7 +12,9 @@ from tfnb.errors import InvalidArgument, OutOfRange
 from tfnb.graph import current
 from tfnb.recording import Operation, Recorder
 from tfnb.state.elements import ensure_batches
+from tfnb.state.queue_machine import Attempt, Mark
 from tfnb.state.queue_operations import QueueHandle, counted, limited
+from tfnb.state.waits import Runner
 
 
 class TensorQueue(QueueHandle):
@@ -103,6 +105,13 @@ class TensorQueue(QueueHandle):
                 if end.__cause__ is not None:  # who fills it failed
                     raise end.__cause__ from None
                 return
+
+    def _begin_put(self, element: Any, mark: Mark) -> tuple[Attempt, Runner]:
+        """`enqueue` of an element of a source, at once; `_wait` for it."""
+        parts = self._parts(element)
+        kinds = [kind for kind, _ in self.components]
+        self._ensure_count(parts, len(kinds))
+        return self._begin("enqueue", {}, list(map(self._plain, parts, kinds)), mark)
 
     def _parts(self, given: Any) -> list[Any]:
         return [given] if self.is_single else super()._parts(given)

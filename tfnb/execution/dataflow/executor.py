@@ -32,7 +32,7 @@ from tfnb.passes import StepGraph, feed_symbols, optimized
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
-from tfnb.state.queue_machine import Attempt, Home, Kind, give_back
+from tfnb.state.queue_machine import Attempt, Home, Kind, StepQueues
 from tfnb.state.queue_operations import attempt_on, machine_of, outcome, overdue
 from tfnb.state.waits import POLL, WAITS, Operation, Runner
 
@@ -62,7 +62,7 @@ class Driver:
         self.runner = Runner(self._may, lambda: list(self.machine.waits), self._later)
         self.inbox = self.runner.inbox
         self.lanes = Lanes(self.inbox)
-        self.ended: list[Attempt] = []  # in the order in which they ended
+        self.queues = StepQueues()
         self.put: list[torch.Tensor] = []  # what it enqueued, which is not the step's own any more
         self.limited: dict[Attempt, float] = {}  # when the time of those is over that have a time of their own
 
@@ -122,7 +122,6 @@ class Driver:
             self.limited.pop(event, None)
             if event.error is not None:
                 raise _placed(event.error, task.step.op.node)
-            self.ended.append(event)
             self.machine.finish(task, _outputs(event, task.step.op.node))
             return
         task, outputs, error = event
@@ -138,7 +137,9 @@ class Driver:
         *given, before = args
         tensors = [self._own(given[ref.input]) for ref in attrs.get("element", ())]
         try:
-            attempt = attempt_on(attrs["queue"], _kind(node), self.inbox.put, attrs, tensors, self._name(node))
+            attempt = attempt_on(
+                attrs["queue"], _kind(node), self.inbox.put, attrs, tensors, self._name(node), step=self.queues
+            )
         except TfnbError as error:
             raise _placed(error, node) from error
         if "timeout" in attrs:
@@ -195,7 +196,7 @@ class Driver:
             queues.setdefault(attempt.machine, []).append(attempt)
         for held, attempts in queues.items():
             held.withdraw(attempts)
-        give_back([*self.ended, *(attempt for attempt in self.machine.waits if attempt.error is None)])
+        self.queues.give_back()
         self.lanes.drop()
 
 
@@ -291,12 +292,18 @@ class Dataflow:
         kept = [*stored.values(), *(value for _, value in plan.given)]
         driver = Driver(plan, Borrowed([*kept, *fed]), self.whole.name)  # elements outlive what is fed, too
         found = driver.drive(start)
-        self._ensure_live(found)
-        borrowed = Borrowed([*kept, *driver.put])
-        results = [borrowed.own(value) for value in found]
+        try:
+            self._ensure_live(found)
+            borrowed = Borrowed([*kept, *driver.put])
+            results = [borrowed.own(value) for value in found]
+        except BaseException:
+            driver.queues.give_back()
+            raise
         targets = [live[variable] for variable in self.writes]
-        count = len(self.fetches)
-        return results[:count], Pending(targets, results[count:], [], self.writes, queued=driver.ended)
+        count, queues = len(self.fetches), driver.queues
+        if not self.writes:
+            queues.end()
+        return results[:count], Pending(targets, results[count:], [], self.writes, done=queues.end, queued=queues)
 
     @staticmethod
     def commit(pending: Pending) -> None:

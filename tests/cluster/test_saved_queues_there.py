@@ -1,0 +1,185 @@
+"""What queues on servers hold is in the file of `Session.save`, of one moment with the Variables, and goes back."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.state.test_queues import in_thread
+from tests.state.test_saved_queues import KINDS
+from tfnb.errors import Aborted, CheckpointCorrupt, OutOfRange
+from tfnb.state import checkpoint
+from tfnb.state.queue_machine import QueueMachine
+
+pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
+
+
+def until(holds: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def fifo(name: str, capacity: int = 100) -> tfnb.FIFOQueue:
+    return tfnb.FIFOQueue(capacity, torch.int64, (), name=name)
+
+
+def test_each_kind_gives_there_and_here_what_it_gave_before(connect, tmp_path: Path) -> None:
+    kinds = [kind() for kind in KINDS]
+    with tfnb.record() as graph:
+        for one in kinds:
+            one.record()
+    session = tfnb.Session(graph)
+    cluster = connect(2)
+    for one in kinds:
+        one.fill()
+    session.save(tmp_path / "there")
+    expected = [one.rest() for one in kinds]
+    assert not any(isinstance(one.queue.machine, QueueMachine) for one in kinds)
+    session.restore(tmp_path / "there")
+    assert [one.rest() for one in kinds] == expected
+    cluster.close()
+    session.restore(tmp_path / "there")
+    session.save(tmp_path / "here")
+    assert [one.rest() for one in kinds] == expected
+    session.restore(tmp_path / "here")
+    assert [one.rest() for one in kinds] == expected
+
+
+@pytest.mark.slow
+def test_queues_of_many_and_large_elements_go_there_and_back(connect, tmp_path: Path) -> None:
+    many, large = (
+        tfnb.FIFOQueue(9000, torch.float32, name="many"),
+        tfnb.FIFOQueue(9, torch.float32, (5_000_000,), name="large"),
+    )
+    with tfnb.record() as graph:
+        many.dequeue(sample=torch.zeros(3)), large.dequeue(sample=torch.zeros(5_000_000))
+    session = tfnb.Session(graph)
+    for n in range(2500):
+        many.enqueue(torch.full((n,), float(n))[: n % 1500])
+    for n in range(5):
+        large.enqueue(torch.full((5_000_000,), float(n)))
+    connect(3)
+    session.save(tmp_path / "file")
+    assert many.size() == 2500
+    for _ in range(5):
+        large.dequeue()
+    session.restore(tmp_path / "file")
+    assert [float(large.dequeue().sum()) / 5e6 for _ in range(5)] == [0, 1, 2, 3, 4]
+    lengths = [len(many.dequeue()) for _ in range(2500)]
+    assert lengths == [n % 1500 for n in range(2500)]
+
+
+def test_a_step_under_way_is_not_in_the_file_and_not_after_a_restore(connect, tmp_path: Path) -> None:
+    a, b, c = fifo("a"), fifo("b", 1), fifo("c")
+    total = tfnb.Variable(0, name="total")
+    a.enqueue_many([1, 2])
+    b.enqueue(0)
+    with tfnb.record() as graph:
+        move = b.enqueue(a.dequeue() * 10)
+        add = total.assign_add(a.dequeue() + c.dequeue(sample=torch.tensor(1)))
+    session = tfnb.Session(graph)
+    connect(2)
+    moving, moved = in_thread(lambda: session.run(move, timeout=60))
+    until(lambda: a.size() == 1)
+    session.save(tmp_path / "file")
+    adding, added = in_thread(lambda: session.run(add, timeout=60))
+    until(lambda: a.size() == 0)
+    session.restore(tmp_path / "file")
+    for thread, found in ((moving, moved), (adding, added)):
+        thread.join(60)
+        assert isinstance(found[0], Aborted), found
+    assert [int(n) for n in a.dequeue_many(2)] == [1, 2] and b.dequeue() == 0
+    assert total.value() == 0 and a.size() == b.size() == c.size() == 0
+
+
+def test_a_damaged_file_changes_nothing_there(connect, tmp_path: Path) -> None:
+    queue, v = fifo("q"), tfnb.Variable(1.0, name="v")
+    with tfnb.record() as graph:
+        v.assign_add(1.0)
+        queue.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    connect(3)
+    queue.enqueue(1)
+    tensors, meta = checkpoint.load(session.save(tmp_path / "file"))
+    tensors.pop("@q/0")
+    checkpoint.save(tmp_path / "file", tensors, meta)
+    queue.enqueue(2)
+    v.assign(7.0)
+    with pytest.raises(CheckpointCorrupt, match="queue q"):
+        session.restore(tmp_path / "file")
+    assert queue.dequeue_many(2).tolist() == [1, 2] and v.value() == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_files_saved_while_tasks_move_elements_have_each_once(connect, tmp_path: Path, tasks: int) -> None:
+    """Elements of a source go through two queues, which lie on two servers, into a sum."""
+    a, b = fifo("a", 10), fifo("b", 3)
+    total, count = tfnb.Variable(0, name="total"), tfnb.Variable(0, name="count")
+    source = tfnb.Source(range(1, 121), name="numbers")
+    with tfnb.record() as graph:
+        move = b.enqueue(a.dequeue(sample=torch.tensor(1)))
+        add = [total.assign_add(b.dequeue(sample=torch.tensor(1))), count.assign_add(1)]
+    session = tfnb.Session(graph)
+    connect(tasks)
+    runner = tfnb.QueueRunner(a, source, session=session)
+    mover = tfnb.QueueRunner(b, [move, move], session=session)
+
+    def adds() -> None:
+        while True:
+            try:
+                session.run(add)
+            except Aborted:
+                pass
+            except OutOfRange:
+                return
+
+    thread, ended = in_thread(adds)
+    files, rng = [], random.Random(0)
+    while thread.is_alive():
+        files.append(tmp_path / str(len(files)))
+        session.save(files[-1])
+        time.sleep(0.03 * rng.random())
+    assert ended == [None]
+    assert total.value() == 120 * 121 // 2
+    runner.coordinator.join()
+    mover.coordinator.join()
+    positions = set()
+    for path in files:
+        tensors, about = checkpoint.load(path)
+        queued = [int(n) for key, stack in tensors.items() if key.startswith("@") for n in stack]
+        position = about["sources"]["numbers"]["count"]
+        positions.add(position)
+        assert len({*queued}) == len(queued), path
+        assert len(queued) + int(tensors["count"]) == position, path
+        assert sum(queued) + int(tensors["total"]) == position * (position + 1) // 2
+    assert len(positions) > 5
+
+
+def test_a_runner_goes_on_there_where_the_file_says(connect, tmp_path: Path) -> None:
+    queue = fifo("q", 4)
+    with tfnb.record() as graph:
+        got = queue.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    connect(3)
+    runner = tfnb.QueueRunner(queue, tfnb.Source(range(20), name="numbers"), session=session)
+    first = [int(session.run(got)) for _ in range(5)]
+    until(lambda: queue.level.enqueues == 1)
+    session.save(tmp_path / "file")
+    assert checkpoint.load(tmp_path / "file")[1]["sources"]["numbers"]["count"] == 9
+    assert first + [int(queue.dequeue()) for _ in range(6)] == [*range(11)]
+    session.restore(tmp_path / "file")
+    assert [int(n) for n in queue] == [*range(5, 20)]
+    session.restore(tmp_path / "file")  # the runner was over, and begins again
+    assert [int(n) for n in queue] == [*range(5, 20)]
+    runner.coordinator.join()
+    assert threading.active_count() < 50

@@ -1,0 +1,559 @@
+"""What queues hold is in the file of `Session.save`, of one moment with the Variables and the positions of sources."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import tfnb
+from tests.state.test_queues import in_thread, until
+from tfnb.errors import Aborted, CheckpointCorrupt, CheckpointIncompatible, NotFound, OutOfRange
+from tfnb.graph.variable_locks import LOCKS
+from tfnb.state import checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
+
+
+def fifo(name: str, capacity: int = 100) -> tfnb.FIFOQueue:
+    return tfnb.FIFOQueue(capacity, torch.int64, (), name=name)
+
+
+def held(queue: Any) -> list[int]:
+    return [int(element[0]) for element in queue.machine.first(1000)]
+
+
+# -- each kind ------------------------------------------------------------------------------------------------------
+
+
+class Fifo:
+    """One kind: how it is made, filled, and what it gives from then on."""
+
+    def __init__(self) -> None:
+        self.queue: Any = tfnb.FIFOQueue(9, [torch.float32, torch.bool], [None, (2,)], name="q")
+
+    def fill(self) -> None:
+        for n in range(3):
+            self.queue.enqueue((torch.full((n,), 0.5 * n), torch.tensor([True, n > 1])))
+
+    def record(self) -> Any:
+        return self.queue.dequeue(sample=(torch.zeros(2), torch.zeros(2, dtype=torch.bool)))
+
+    def rest(self) -> list[Any]:
+        return [[part.tolist() for part in self.queue.dequeue()] for _ in range(self.queue.size())]
+
+
+class Shuffle(Fifo):
+    def __init__(self) -> None:
+        self.queue = tfnb.RandomShuffleQueue(50, 0, torch.int64, (), seed=4, name="q")
+
+    def fill(self) -> None:
+        self.queue.enqueue_many(torch.arange(20))
+        self.queue.dequeue_many(4)
+
+    def record(self) -> Any:
+        return self.queue.dequeue()
+
+    def rest(self) -> list[Any]:
+        return [int(self.queue.dequeue()) for _ in range(self.queue.size())]
+
+
+class Padding(Fifo):
+    def __init__(self) -> None:
+        self.queue = tfnb.PaddingFIFOQueue(9, torch.complex64, (None,), name="q")
+
+    def fill(self) -> None:
+        for n in (3, 1, 2):
+            self.queue.enqueue(torch.arange(n) * 1j)
+
+    def record(self) -> Any:
+        return self.queue.dequeue_many(2)
+
+    def rest(self) -> list[Any]:
+        return self.queue.dequeue_many(3).tolist()
+
+
+class Priority(Shuffle):
+    def __init__(self) -> None:
+        self.queue = tfnb.PriorityQueue(9, torch.int64, (), name="q")
+
+    def fill(self) -> None:
+        for n, priority in enumerate((5, 1, 5, 1, 3)):
+            self.queue.enqueue((priority, n))
+
+    def rest(self) -> list[Any]:
+        return [int(self.queue.dequeue()[1]) for _ in range(self.queue.size())]
+
+
+class Parts(Shuffle):
+    """A barrier with a whole element and two that are begun, closed."""
+
+    def __init__(self) -> None:
+        self.queue = tfnb.Barrier([torch.float32, torch.int64], [(), ()], name="q")
+
+    def fill(self) -> None:
+        self.queue.insert_many(0, [7, 5, 6], torch.tensor([0.7, 0.5, 0.6]))
+        self.queue.insert_many(1, [5], torch.tensor([50]))
+        self.queue.close()
+
+    def record(self) -> Any:
+        return self.queue.take_many(1)
+
+    def rest(self) -> list[Any]:
+        self.queue.insert_many(1, [7], torch.tensor([70]))
+        keys, *parts = self.queue.take_many(2)
+        found = [str(keys), str(parts)]
+        with pytest.raises(tfnb.errors.QueueClosed):
+            self.queue.insert_many(0, [8], torch.tensor([0.8]))
+        return [found, self.queue.incomplete_size()]
+
+
+class Mean(Shuffle):
+    def __init__(self) -> None:
+        self.queue = tfnb.ConditionalAccumulator(torch.float64, (2,), name="q")
+
+    def fill(self) -> None:
+        self.queue.set_global_step(3)
+        for value, step in ((1.0, 3), (9.0, 2), (4.0, 5)):
+            self.queue.apply_grad(torch.full((2,), value, dtype=torch.float64), local_step=step)
+
+    def record(self) -> Any:
+        return self.queue.take_grad(1)
+
+    def rest(self) -> list[Any]:
+        accepted = self.queue.apply_grad(torch.full((2,), 7.0, dtype=torch.float64), local_step=2)
+        return [accepted, self.queue.count(), self.queue.take_grad(2).tolist()]
+
+
+class Rows(Shuffle):
+    def __init__(self) -> None:
+        self.queue = tfnb.SparseConditionalAccumulator(torch.float32, (5, 2), name="q")
+
+    def fill(self) -> None:
+        for rows in ([0, 3], [3, 4]):
+            self.queue.apply_grad(tfnb.IndexedSlices(torch.ones(2, 2), torch.tensor(rows), (5, 2)))
+
+    def record(self) -> Any:
+        return self.queue.take_grad(1)
+
+    def rest(self) -> list[Any]:
+        mean = self.queue.take_grad(2)
+        return [mean.indices.tolist(), mean.values.tolist()]
+
+
+class Tokens(Shuffle):
+    """One of three is held."""
+
+    def __init__(self) -> None:
+        self.queue = tfnb.TokenQueue(60.0, name="q")
+
+    def fill(self) -> None:
+        self.queue.give(7, 3)
+        self.queue.take()
+
+    def record(self) -> Any:
+        return self.queue.take()
+
+    def rest(self) -> list[Any]:
+        self.queue.finish(1)
+        return [[int(part) for part in self.queue.take()] for _ in range(2)]
+
+
+KINDS: list[Callable[[], Fifo]] = [Fifo, Shuffle, Padding, Priority, Parts, Mean, Rows, Tokens]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["the same queue", "another process's"])
+def test_each_kind_gives_what_it_gave_before(tmp_path: Path, kind: Callable[[], Fifo], where: str) -> None:
+    one = kind()
+    with tfnb.record() as graph:
+        one.record()
+    one.fill()
+    tfnb.Session(graph).save(tmp_path / "file")
+    expected = one.rest()
+    if where != "the same queue":
+        one = kind()
+        with tfnb.record() as graph:
+            one.record()
+    tfnb.Session(graph).restore(tmp_path / "file")
+    assert one.rest() == expected
+
+
+def test_a_loaded_graph_has_its_queues_as_they_were(tmp_path: Path) -> None:
+    queues = [fifo("q"), fifo("q")]
+    with tfnb.record() as graph:
+        both = [queue.dequeue() for queue in queues]
+    for n, queue in enumerate(queues):
+        queue.enqueue_many([n, n + 10])
+    graph.save(tmp_path / "graph.json")
+    saved = tfnb.Session(graph).save(tmp_path / "file")
+    assert "queues: q (2), q_1 (2)" in str(saved)
+    loaded = tfnb.Session(tfnb.Graph.load(tmp_path / "graph.json")).restore(tmp_path / "file")
+    names = [one.node.name for one in both]
+    assert [[int(n) for n in loaded.run(names)] for _ in range(2)] == [[0, 1], [10, 11]]
+    assert held(queues[0]) == [0, 10], "those are others"
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["cut", "kind", "shape", "missing", "group", "facts"])
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "file"
+    queue, v = fifo("q"), tfnb.Variable(1.0, name="v")
+    with tfnb.record() as graph:
+        v.assign_add(1.0)
+        queue.dequeue()
+    session = tfnb.Session(graph)
+    queue.enqueue_many([1, 2])
+    session.save(path)
+    queue.enqueue(3)
+    v.assign(5.0)
+    tensors, meta = checkpoint.load(path)
+    expected: type[Exception] = CheckpointCorrupt
+    match damage:
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-3])
+        case "group":
+            tensors.pop("@q/0")
+        case "facts":
+            del meta["queues"]["q"]["found"]["facts"]["lengths"]
+        case "missing":
+            meta["queues"]["qq"], expected = meta["queues"].pop("q"), NotFound
+        case "kind":
+            meta["queues"]["q"]["kind"], expected = "priority", CheckpointIncompatible
+        case "shape":
+            meta["queues"]["q"]["components"], expected = [["int64", [3]]], CheckpointIncompatible
+    if damage != "cut":
+        checkpoint.save(path, tensors, meta)
+    with pytest.raises(expected, match="damaged or truncated" if damage == "cut" else "queue.*q|q .near: qq"):
+        session.restore(path)
+    assert held(queue) == [1, 2, 3] and v.value() == 5
+    if damage == "missing":
+        session.restore(path, strict=False)
+        assert held(queue) == [1, 2, 3] and v.value() == 1
+
+
+def test_an_older_file_without_queues_leaves_them(tmp_path: Path) -> None:
+    queue = fifo("q")
+    with tfnb.record() as graph:
+        queue.dequeue()
+    session = tfnb.Session(graph)
+    tensors, meta = checkpoint.load(session.save(tmp_path / "file"))
+    del meta["queues"]
+    checkpoint.save(tmp_path / "file", tensors, meta)
+    queue.enqueue(3)
+    session.restore(tmp_path / "file")
+    assert held(queue) == [3]
+
+
+# -- steps under way --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_took_that_is_not_over_is_in_its_queue(tmp_path: Path) -> None:
+    a, b = fifo("a"), fifo("b", 1)
+    a.enqueue_many([1, 2])
+    b.enqueue(0)
+    with tfnb.record() as graph:
+        move = b.enqueue(a.dequeue() * 10)
+    session = tfnb.Session(graph)
+    thread, found = in_thread(lambda: session.run(move, timeout=30))
+    until(lambda: b.level.enqueues == 1)
+    session.save(tmp_path / "file")
+    assert held(a) == [2]
+    assert b.dequeue() == 0
+    thread.join(30)
+    assert (held(a), held(b)) == ([2], [10]), found
+    session.restore(tmp_path / "file")
+    assert (held(a), held(b)) == ([1, 2], [0])
+
+
+def test_a_step_that_took_what_was_there_before_a_restore_writes_and_puts_nothing(tmp_path: Path) -> None:
+    a, b, c = fifo("a"), fifo("b"), fifo("c")
+    total = tfnb.Variable(0, name="total")
+    with tfnb.record() as graph:
+        move = b.enqueue(a.dequeue() + c.dequeue(sample=torch.tensor(1)))
+        total.assign_add(a.dequeue())
+    session = tfnb.Session(graph)
+    a.enqueue_many([1, 2])
+    session.save(tmp_path / "file")
+    thread, found = in_thread(lambda: session.run(move, timeout=30))
+    until(lambda: c.level.dequeues == 1)
+    session.restore(tmp_path / "file")
+    thread.join(30)
+    assert isinstance(found[0], Aborted) and "restored" in str(found[0])
+    assert (held(a), held(b), held(c)) == ([1, 2], [], [])
+
+
+def test_a_step_that_computes_while_its_queue_is_restored_writes_nothing(tmp_path: Path) -> None:
+    queue, total = fifo("q"), tfnb.Variable(0, name="total")
+    with tfnb.record() as graph:
+        taken = queue.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    queue.enqueue_many([1, 2])
+    session.save(tmp_path / "file")  # without total
+    with tfnb.record(graph):
+        add = total.assign_add(taken)
+    with LOCKS.write(total):  # the step waits for it behind all else
+        thread, found = in_thread(lambda: session.run(add, timeout=30))
+        until(lambda: queue.level.size == 1)
+        session.restore(tmp_path / "file", strict=False)
+    thread.join(30)
+    assert isinstance(found[0], Aborted) and total.value() == 0 and held(queue) == [1, 2]
+
+
+def test_whoever_waits_takes_what_is_restored(tmp_path: Path) -> None:
+    queue = fifo("q")
+    with tfnb.record() as graph:
+        queue.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    queue.enqueue_many([1, 2, 3])
+    session.save(tmp_path / "file")
+    queue.dequeue_many(2)
+    thread, found = in_thread(lambda: queue.dequeue_many(2, timeout=30).tolist())
+    until(lambda: queue.level.absorbed == 1)
+    session.restore(tmp_path / "file")
+    thread.join(30)
+    assert found == [[1, 2]] and held(queue) == [3]
+
+
+def test_files_saved_while_steps_move_elements_have_each_once(tmp_path: Path) -> None:
+    """Two threads move numbers from queue to queue, a third adds them up; each number is somewhere in each file."""
+    a, b = fifo("a", 10), fifo("b", 3)
+    total, count = tfnb.Variable(0, name="total"), tfnb.Variable(0, name="count")
+    source = tfnb.Source(range(1, 801), name="numbers")
+    with tfnb.record() as graph:
+        move = b.enqueue(a.dequeue(sample=torch.tensor(1)))
+        add = [total.assign_add(b.dequeue(sample=torch.tensor(1))), count.assign_add(1)]
+    session = tfnb.Session(graph)
+    runner = tfnb.QueueRunner(a, source, session=session)
+    mover = tfnb.QueueRunner(b, [move, move], session=session)
+
+    def adds() -> None:
+        while True:
+            try:
+                session.run(add)
+            except Aborted:
+                pass
+            except OutOfRange:
+                return
+
+    thread, _ = in_thread(adds)
+    files, rng = [], random.Random(0)
+    while thread.is_alive():
+        files.append(tmp_path / str(len(files)))
+        session.save(files[-1])
+        time.sleep(0.003 * rng.random())
+    assert total.value() == 800 * 801 // 2
+    runner.coordinator.join()
+    mover.coordinator.join()
+    assert len(files) > 10
+    positions = set()
+    for path in files:
+        tensors, about = checkpoint.load(path)
+        queued = [int(n) for key, stack in tensors.items() if key.startswith("@") for n in stack]
+        position = about["sources"]["numbers"]["count"]
+        positions.add(position)
+        assert len({*queued}) == len(queued)
+        assert len(queued) + int(tensors["count"]) == position
+        assert sum(queued) + int(tensors["total"]) == position * (position + 1) // 2
+    assert len(positions) > 5
+
+
+@pytest.mark.parametrize("taken", [0, 3, 17, 20])
+def test_a_runner_goes_on_where_the_file_says(tmp_path: Path, taken: int) -> None:
+    def make() -> tuple[Any, Any, Any]:
+        queue = fifo("q", 4)
+        with tfnb.record() as graph:
+            got = queue.dequeue(sample=torch.tensor(1))
+        session = tfnb.Session(graph)
+        tfnb.QueueRunner(queue, tfnb.Source(range(20), name="numbers"), session=session)
+        return session, got, queue
+
+    session, got, queue = make()
+    first = [int(session.run(got)) for _ in range(taken)]
+    time.sleep(0.02)
+    session.save(tmp_path / "file")
+    rest = [int(n) for n in queue]
+    assert first + rest == [*range(20)]
+    session.restore(tmp_path / "file")  # the runner was over, and begins again
+    assert [int(n) for n in queue] == rest
+    again, _, queue = make()
+    again.restore(tmp_path / "file")
+    assert [int(n) for n in queue] == rest
+
+
+def test_a_runner_that_waits_for_room_follows_a_restore(tmp_path: Path) -> None:
+    queue = fifo("q", 2)
+    with tfnb.record() as graph:
+        queue.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    runner = tfnb.QueueRunner(queue, tfnb.Source(range(9), name="numbers"), session=session)
+    runner.start()
+    until(lambda: queue.level.enqueues == 1)
+    session.save(tmp_path / "file")
+    assert checkpoint.load(tmp_path / "file")[1]["sources"]["numbers"]["count"] == 2
+    assert [int(queue.dequeue()) for _ in range(4)] == [0, 1, 2, 3]
+    until(lambda: queue.level.enqueues == 1)
+    session.restore(tmp_path / "file")
+    assert [int(n) for n in queue] == [*range(9)]
+
+
+def test_snapshots_have_what_queues_hold() -> None:
+    queue, v = fifo("q"), tfnb.Variable(torch.zeros(()), name="v")
+    with tfnb.record() as graph:
+        move = v.assign_add(queue.dequeue(sample=torch.tensor(1)))
+    snapshots, session = tfnb.Snapshots(move), tfnb.session.default_session(graph)
+    queue.enqueue_many([1, 2, 3])
+    session.run(move)
+    snapshots.take(1)
+    for _ in range(2):
+        session.run(move)
+        session.run(move)
+        assert v.value() == 6 and not held(queue)
+        snapshots.restore(1)
+        assert v.value() == 1 and held(queue) == [2, 3]
+
+
+def test_a_queue_of_no_node_is_kept_where_the_session_reads_it(tmp_path: Path) -> None:
+    queue = fifo("aside")
+    with tfnb.record() as graph:
+        tfnb.placeholder(torch.zeros(2))
+    session = tfnb.Session(graph)
+    session.reads(queue)
+    queue.enqueue_many([4, 5])
+    session.save(tmp_path / "file")
+    queue.dequeue()
+    session.restore(tmp_path / "file")
+    assert held(queue) == [4, 5]
+
+
+# -- random interleavings -----------------------------------------------------------------------------------------
+
+
+class Saved(RuleBasedStateMachine):
+    """Queues and a Variable against lists and a number, with files among all that happens."""
+
+    @initialize()
+    def make(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.a, self.b = fifo("a", 5), tfnb.PriorityQueue(3, torch.int64, (), name="b")
+        self.total = tfnb.Variable(0, name="total")
+        with tfnb.record() as graph:
+            self.x = tfnb.placeholder(torch.tensor(1), name="x")
+            self.put = self.a.enqueue(self.x)
+            taken = self.a.dequeue(sample=torch.tensor(1))
+            self.move = self.b.enqueue((taken % 3, taken))
+            self.add = self.total.assign_add(self.b.dequeue(sample=(torch.tensor(1), torch.tensor(1)))[1])
+        self.session = tfnb.Session(graph)
+        self.line, self.ranked, self.sum, self.count = list[int](), list[int](), 0, 0
+        self.files: list[tuple[Path, Any]] = []
+        self.waiting: tuple[threading.Thread, list[Any]] | None = None
+
+    @property
+    def now(self) -> Any:
+        """What a file has: a step that waits has taken nothing."""
+        line = ([self.taken] if self.waiting is not None else []) + self.line
+        return line, [*self.ranked], self.sum
+
+    @precondition(lambda self: len(self.line) < 5)
+    @rule(recorded=st.booleans())
+    def puts(self, recorded: bool) -> None:
+        self.count += 1
+        if recorded:
+            self.session.run(self.put, {self.x: self.count})
+        else:
+            self.a.enqueue(self.count)
+        self.line.append(self.count)
+
+    @precondition(lambda self: self.line and self.waiting is None)
+    @rule()
+    def moves(self) -> None:
+        if len(self.ranked) < 3:
+            self.session.run(self.move)
+            self.rank(self.line.pop(0))
+            return
+        self.waiting = in_thread(lambda: self.session.run(self.move, timeout=60))
+        until(lambda: self.b.level.enqueues == 1, 60)
+        self.taken = self.line.pop(0)
+
+    def rank(self, number: int) -> None:
+        self.ranked.append(number)
+        self.ranked.sort(key=lambda n: n % 3)
+
+    @precondition(lambda self: self.ranked)
+    @rule()
+    def adds(self) -> None:
+        self.session.run(self.add)
+        self.sum += self.ranked.pop(0)
+        if self.waiting is not None:
+            self.ended(None)
+            self.rank(self.taken)
+
+    def ended(self, error: type[Exception] | None) -> None:
+        assert self.waiting is not None
+        thread, found = self.waiting
+        self.waiting = None
+        thread.join(60)
+        assert isinstance(found[0], error) if error else found == [None], found
+
+    @rule()
+    def saves(self) -> None:
+        path = Path(self.folder.name) / str(len(self.files))
+        self.session.save(path)
+        self.files.append((path, self.now))
+
+    @precondition(lambda self: self.files)
+    @rule(which=st.integers(0, 99))
+    def restores(self, which: int) -> None:
+        path, (line, ranked, total) = self.files[which % len(self.files)]
+        self.session.restore(path)
+        if self.waiting is not None:
+            self.ended(Aborted)
+        self.line, self.ranked, self.sum = [*line], [*ranked], total
+
+    @precondition(lambda self: self.waiting is None)
+    @rule()
+    def begins_another_session(self) -> None:
+        self.session = tfnb.Session(self.session.graph)
+
+    @invariant()
+    def they_agree(self) -> None:
+        if not hasattr(self, "session"):
+            return
+        found = [int(element[0]) for element in self.a.machine.first(9)] if self.a.machine is not None else []
+        ranks = [int(element[1]) for element in self.b.machine.first(9)] if self.b.machine is not None else []
+        assert (found, ranks, int(self.total.value())) == (self.line, self.ranked, self.sum)
+
+    def teardown(self) -> None:
+        if hasattr(self, "session"):
+            self.session.close()
+            if self.waiting is not None:
+                self.waiting[0].join(60)
+            self.folder.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(12, 25), pytest.param(150, 60, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_files_among_random_puts_and_takes(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        Saved, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    )  # fmt: skip
