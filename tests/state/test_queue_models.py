@@ -39,6 +39,9 @@ class Model:
         self.takes: list[Asked] = []
 
     def spare(self) -> int:
+        if self.kind == "priority" and not self.closed:
+            wanted = min(self.takes[0].count - len(self.takes[0].items), self.capacity)
+            return len(self.stored) if len(self.stored) >= wanted else 0
         return max(0, len(self.stored) - (0 if self.closed else self.least))
 
     def next(self) -> Any:
@@ -78,9 +81,9 @@ class Model:
             pass
 
     def step(self) -> bool:
-        if self.takes and self.spare():
+        if self.takes and (spare := self.spare()):
             head = self.takes[0]
-            head.items.append(self.next())
+            head.items += [self.next() for _ in range(min(spare, head.count - len(head.items)))]
             if len(head.items) == head.count:
                 self.takes.pop(0).outcome = "done"
         elif self.puts and self.puts[0].kind == "close":

@@ -48,6 +48,10 @@ OURS: Mapping[str, tuple[list[Any], str]] = {
         [None, None, "OutOfRange", None, "OutOfRange", None, [[2], [[2.0], [20]]], "Cancelled"],
         "TensorFlow ends a take with OutOfRange that comes after the close, and lets one wait on that came before it",
     ),
+    "two means of rows are waited for": (
+        [None, [[0, 4], [[2.0], [8.0]]], None, None, 1, None, [[1, 2], [[3.0], [5.0]]], 0],
+        "TensorFlow gives the rows of a single gradient in its order; ours rise",
+    ),
     "rows named twice": (
         [None, [[1, 3], [[2.0], [5.0]]], None, None, [[1, 3], [[2.0], [4.0]]]],
         "TensorFlow keeps rows apart that one gradient names twice, and adds another gradient to one of them",

@@ -29,7 +29,7 @@ class Order(Protocol):
     def __iter__(self) -> Iterator[Element]: ...
 
     def spare(self, closed: bool, required: int) -> int:
-        """How many elements may be taken now by who requires so many puts for each."""
+        """How many elements may be taken now by who waits for so many, or for one that is made of so many."""
 
     def put(self, element: Element) -> bool:
         """One element more; False where it is dropped."""
@@ -201,8 +201,8 @@ class Ranked(Whole):
         return reversed(self._elements)
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All."""
-        return len(self)
+        """All, once there are enough: one that comes later may be smaller."""
+        return len(self) if closed or len(self) >= required else 0
 
     def put(self, element: Element) -> bool:
         """Behind those of its rank."""

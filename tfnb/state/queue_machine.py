@@ -130,6 +130,8 @@ class StepQueues:
     def end(self) -> None:
         """What it took is taken."""
         UNDER_WAY.pop(self, None)
+        for attempt in self.attempts:
+            attempt.step = None  # no cycle holds elements
 
     def give_back(self) -> None:
         """It wrote nothing, and is over: see `give_back`."""
@@ -424,7 +426,7 @@ class QueueMachine:
         """Let the head of a line proceed; False if neither can."""
         puts, takes = self.lines["enqueue"], self.lines["dequeue"]
         put, take = next(iter(puts)) if puts else None, next(iter(takes)) if takes else None
-        if take is not None and (spare := self.elements.spare(self.closed, take.required)):
+        if take is not None and (spare := self.elements.spare(self.closed, self._required(take))):
             self._take(take, spare)
         elif put is not None and put.kind == "close":
             self.closed = True
@@ -439,6 +441,10 @@ class QueueMachine:
         else:
             return False
         return True
+
+    def _required(self, take: Attempt) -> int:
+        """How many elements are to be there for a dequeue; one of more than find room takes them as they come."""
+        return max(take.required, int(min(take.count - len(take.taken), self.capacity)))
 
     def _comes_late(self, attempt: Attempt) -> bool:
         """Whether an attempt may put something though the queue is closed."""

@@ -237,6 +237,8 @@ class PaddingFIFOQueue(TensorQueue):
 class PriorityQueue(TensorQueue):
     """A queue whose elements are ``(priority, ...)``: the smallest priority first, equal ones as they came.
 
+    A batch is of the smallest, taken once there are enough, or the queue is full or closed.
+
     dtypes and shapes are of what follows the priority, which is an int64 number. Otherwise like `FIFOQueue`.
 
     >>> import torch
