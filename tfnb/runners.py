@@ -152,9 +152,10 @@ class QueueRunner:
         self.coordinator = Coordinator() if coordinator is None else coordinator
         self.threads: tuple[threading.Thread, ...] = ()
         self._run = run if session is None else session.run
-        for source in self.enqueue_ops if session is not None else ():
-            if isinstance(source, Source):
-                session.reads(source)
+        if session is not None:
+            for source in self.enqueue_ops:
+                if isinstance(source, Source):
+                    session.reads(source)
         self._lock = threading.Lock()
         self._left = len(self.enqueue_ops)
         machine_of(queue).starters.append(self._start_once)

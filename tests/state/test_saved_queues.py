@@ -338,7 +338,7 @@ def test_files_saved_while_steps_move_elements_have_each_once(tmp_path: Path) ->
     """Two threads move numbers from queue to queue, a third adds them up; each number is somewhere in each file."""
     a, b = fifo("a", 10), fifo("b", 3)
     total, count = tfnb.Variable(0, name="total"), tfnb.Variable(0, name="count")
-    source = tfnb.Source(range(1, 801), name="numbers")
+    source = tfnb.Source(range(1, 1501), name="numbers")
     with tfnb.record() as graph:
         move = b.enqueue(a.dequeue(sample=torch.tensor(1)))
         add = [total.assign_add(b.dequeue(sample=torch.tensor(1))), count.assign_add(1)]
@@ -361,10 +361,10 @@ def test_files_saved_while_steps_move_elements_have_each_once(tmp_path: Path) ->
         files.append(tmp_path / str(len(files)))
         session.save(files[-1])
         time.sleep(0.003 * rng.random())
-    assert total.value() == 800 * 801 // 2
+    assert total.value() == 1500 * 1501 // 2
     runner.coordinator.join()
     mover.coordinator.join()
-    assert len(files) > 10
+    assert len(files) > 4
     positions = set()
     for path in files:
         tensors, about = checkpoint.load(path)
@@ -374,7 +374,7 @@ def test_files_saved_while_steps_move_elements_have_each_once(tmp_path: Path) ->
         assert len({*queued}) == len(queued)
         assert len(queued) + int(tensors["count"]) == position
         assert sum(queued) + int(tensors["total"]) == position * (position + 1) // 2
-    assert len(positions) > 5
+    assert len(positions) > 3
 
 
 @pytest.mark.parametrize("taken", [0, 3, 17, 20])

@@ -52,8 +52,7 @@ class Snapshots:
     @property
     def nbytes(self) -> int:
         """Bytes that they take."""
-        held = [one for moment in self._taken.values() for one in (*moment.values.values(), *moment.queues.values())]
-        return sum(one.nbytes for one in held)
+        return sum(moment.nbytes for moment in self._taken.values())
 
     def on_step(self, progress: Progress) -> None:
         """`fit` tells that a step is done."""

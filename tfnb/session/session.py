@@ -104,6 +104,11 @@ class Moment(NamedTuple):
     positions: Mapping[str, Any]
     queues: Mapping[str, Held]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(one.nbytes for one in self.values.values()) + sum(one.nbytes for one in self.queues.values())
+
     def copy(self) -> Moment:
         """The same in memory of its own."""
         values = {label: value.clone() for label, value in self.values.items()}
@@ -552,12 +557,12 @@ class Session:
                 values = {label: found[variable.key] for label, variable in variables.items()}
                 held = {label: there[queue] for label, queue in queues.items()}
                 taken = training.at(step) if isinstance(training, StepsThere) else None
-                positions = self._positions_behind(taken, held)
+                moment = Moment(values, self._positions_behind(taken, held), held)
         else:
-            values, positions, held = self.moment()
-        queued, tensors = queue_contents.written(self._queues(), held)
-        about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), **positions, "queues": queued}
-        return checkpoint.save(path, values, about, tensors)
+            moment = self.moment()
+        queued, tensors = queue_contents.written(self._queues(), moment.queues)
+        about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), **moment.positions, "queues": queued}
+        return checkpoint.save(path, moment.values, about, tensors)
 
     def moment(self) -> Moment:
         """Copies of all that `save` writes, of one moment."""

@@ -69,12 +69,13 @@ def held_by(queues: Mapping[str, Queue]) -> dict[str, Held]:
 
 def hold_again(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> None:
     """Queues of this process hold this instead of what they hold now, all at one moment."""
-    become({machine_of(queues[label]): _filled(queues[label], one) for label, one in held.items()})
+    pairs = [(machine_of(queues[label]), _filled(queues[label], one)) for label, one in held.items()]
+    become({machine: other for machine, other in pairs if isinstance(machine, QueueMachine)})
 
 
 def written(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Facts and tensors for a file. Tensors that are alike become one."""
-    facts, tensors = {}, {}
+    facts, tensors = dict[str, Any](), dict[str, torch.Tensor]()
     for label, one in held.items():
         places, stacked = _stacked(one.tensors)
         facts[label] = {**_described(queues[label]), "found": {**one.found, "marks": {}}, "places": places}
