@@ -76,14 +76,17 @@ def test_a_stopped_training_goes_on_as_if_it_had_never_stopped(form, at):
         parts.fit(resume=True)
 
 
-@pytest.mark.parametrize("form", ["arrays", "feeds", "source"])
-def test_a_file_of_a_callback_is_gone_on_with_in_another_session(form, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("form", "session_of"),
+    [*((form, default_session) for form in ("arrays", "feeds", "source")), ("source", tfnb.Session)],
+)
+def test_a_file_of_a_callback_is_gone_on_with_in_another_session(form, session_of, tmp_path: Path):
     whole, lost, again = Net(form), Net(form), Net(form)
     whole.fit()
-    path = tmp_path / "net.safetensors"
+    path, session = tmp_path / "net.safetensors", session_of(lost.graph)
 
     def save(progress):
-        default_session(lost.graph).save(path)
+        session.save(path)
         if progress.epoch == 2:
             raise RuntimeError("the machine fails")
 

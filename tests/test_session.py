@@ -270,7 +270,7 @@ class Elsewhere:
     def __init__(self) -> None:
         self.steps: list[StepGraph] = []
 
-    def run(self, step: StepGraph, tensors: list[torch.Tensor], *, timeout: float | None, run: int) -> list[Any]:
+    def run(self, step: StepGraph, tensors: list[torch.Tensor], **options: Any) -> list[Any]:
         self.steps.append(step)
         return [[node.name for node in step.graph.nodes] for _ in step.fetches]
 

@@ -234,18 +234,6 @@ def test_fit_goes_to_the_cluster_and_equals_the_local_fit(connect, problem):
         assert mine == pytest.approx(theirs, rel=1e-6)
 
 
-def test_breakpoints_are_of_runs_here(connect, problem):
-    p = problem()
-    x, y = p.feeds
-    connect(1)
-    tfnb.break_at(p.loss, "nan")
-    for run in (tfnb.fit, tfnb.run):
-        with pytest.raises(Unimplemented, match="off=True"):
-            run(p.train, {x: p.data, y: p.labels})
-    tfnb.break_at(p.loss, off=True)
-    tfnb.run(p.train, {x: p.data, y: p.labels})
-
-
 def test_two_threads_run_on_one_cluster(connect, problem):
     p = problem()
     x, y = p.feeds

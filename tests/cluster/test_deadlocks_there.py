@@ -92,3 +92,14 @@ def test_steps_that_no_task_has_taken_yet_are_all_at_work() -> None:
     uses[2].round = 0
     assert set(view.runners([], uses).values()) == set(uses)
     assert not any(runner.attempts() for runner in view.runners([[[["c", 1]], []]], uses))
+
+
+def test_a_long_wait_on_a_task_is_told_where_the_user_is(connect) -> None:
+    q = fifo("q", 2)
+    with tfnb.record() as graph:
+        taken = q.dequeue() * 2
+    connect(1)
+    text = r"still waiting:\n.*dequeue.* waits for an element of queue q \(0 of 2 elements"
+    with pytest.warns(UserWarning, match=text) as told, pytest.raises(DeadlineExceeded):
+        tfnb.Session(graph).run(taken, timeout=6)
+    assert len(told) == 1, "once"

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.cluster.conftest import close_to, stats
+from tests.cluster.conftest import close_to, stats, stop
 from tests.quick import quick
 from tfnb.cluster import connected
 from tfnb.cluster.members import Mode
@@ -152,6 +152,23 @@ def test_a_server_lost_between_two_calls(connect, problem):
         cluster.run(p.program, p.batch(3, 12))
     assert time.monotonic() - begin < 100  # 10 on a quiet machine
     assert close_to(p.values(), states[3])
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_silent_server_pings_it(connect, problem, monkeypatch):
+    monkeypatch.setattr("tfnb.cluster.transport.SHORTEST", 90.0)  # that the call itself may take
+    p = problem()
+    cluster = connect(2)
+    train(cluster, p, p.batches(3))
+    member = cluster._engine.servers[0]
+    stop(member.info["pid"])
+    begin = time.monotonic()
+    try:
+        with pytest.raises(ParameterServerLost):
+            cluster.pull()
+        assert time.monotonic() - begin < 60  # 5 on a quiet machine
+    finally:
+        kill(member, signal.SIGCONT)
 
 
 def test_closing_with_a_lost_server_warns_and_keeps_the_last_values(connect, problem):

@@ -106,7 +106,7 @@ def loop_on(servers, staleness=None, name="loop", before=lambda: None, ahead=Non
     """A loop whose program notes the values that it computes from."""
     seen = []
 
-    def run(feeds, values, index):
+    def run(feeds, values, index, task):
         seen.append({key: value.item() for key, value in values.items()})
         before()
         return [], [Push(shard, "add", (), (torch.full((1,), 1.0),), ("w",)) for shard in servers.shards]

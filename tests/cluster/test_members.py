@@ -19,8 +19,11 @@ from dask import config as dask_config
 from distributed import Client, LocalCluster
 
 import tfnb
+from tests.cluster.conftest import stop
 from tests.cluster.test_cuts import Counters
 from tests.quick import quick
+from tfnb.cluster import driver
+from tfnb.cluster.messages import Refused
 from tfnb.errors import ParameterServerLost, TfnbError
 
 MODES = {
@@ -327,3 +330,34 @@ def test_c13_threads_and_connections_stay_as_they_are_over_many_calls(own):
         for (threads, files), process in zip(before, processes, strict=True):
             now = used(process)
             assert now[0] <= threads + 2 and now[1] <= files + 4, (process, now, threads, files)
+
+
+def test_c63_row6_a_task_that_stood_still_until_it_was_given_up_is_replaced_when_it_goes_on(connect):
+    c = Counters()
+    cluster = connect(2)
+    tfnb.run(c.train, {c.x: torch.ones(4)})
+    old = member_of(cluster, "task:1")
+    pid = old.info["pid"]
+    try:
+        stop(pid)
+        tfnb.fit(c.train, rows(c, lambda: not old.alive), mode="async")
+        assert cluster.tasks == ("task:0",)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: cluster.tasks == ("task:0", "task:1"))
+    assert member_of(cluster, "task:1").info["pid"] != pid and "restarts left" in str(cluster.status())
+    tfnb.fit(c.train, rows(c, lambda: computes(cluster, "task:1", pid)), mode="async")
+    assert applied(cluster) == {cluster.step} and c.counts() == [float(cluster.step)] * 2
+
+
+def test_a_process_that_holds_variables_of_another_notebook_is_not_ended(dask, connect):
+    cluster = connect(3)
+    with Client(dask.scheduler.address, set_as_default=False) as client:
+        other = driver.connect(client, ps=3, timeout=180)
+        try:
+            shared = {member.peer.addr for member in other._engine.servers}
+            member = next(member for member in cluster._engine.tasks if member.peer.addr in shared)
+            answer = cluster._do("quit", 30, cluster._engine.quit, member)
+            assert answer == Refused("protocol", "its process holds variables of another notebook")
+        finally:
+            other.close()

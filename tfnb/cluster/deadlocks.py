@@ -18,7 +18,7 @@ from tfnb.cluster.messages import Failed, Ok, Outcome
 from tfnb.cluster.queues_there import Channel, Channels, RemoteQueue
 from tfnb.errors import TfnbError
 from tfnb.state.queue_machine import Attempt, Home
-from tfnb.state.waits import LOOK, WAITS, Operation, Runner
+from tfnb.state.waits import LOOK, NOTICE, WAITS, Operation, Runner, wait_graph
 
 ANSWER = 1.0  # seconds that a task or server has to say who waits
 KINDS = ("enqueue", "dequeue", "close")
@@ -52,22 +52,35 @@ def who_waits(runners: Iterable[Runner], channels: Mapping[int, Channel]) -> lis
 class Use:
     """A step that uses queues (shard and key of each), while it is in progress.
 
-    round: its latest; tell: it that it cannot go on.
+    round: its latest; tell: it that it cannot go on. waits: attempts for which it waits, since when, and whether the
+    user knows.
     """
 
     queues: Sequence[tuple[int, str]] = ()
     round: int = -1
     tell: Callable[[Failed], None] = lambda failure: None
+    waits: frozenset[Id] = frozenset()
+    since: float = 0.0
+    is_noticed: bool = False
+
+    def wait(self, attempts: Iterable[Id], now: float) -> None:
+        """It waits for these."""
+        if self.waits != (waits := frozenset(attempts)):
+            self.waits, self.since, self.is_noticed = waits, now, False
 
 
 class Deadlocks:
     """Looks for them while steps use queues. In the event loop.
 
-    ask: what all tasks, and after that all servers say, within some seconds. channels: of the notebook.
+    ask: what all tasks, and after that all servers say, within some seconds. notice: tells the user of a long wait.
+    channels: of the notebook.
     """
 
-    def __init__(self, ask: Callable[[float], Awaitable[tuple[Sequence[Outcome], Sequence[Outcome]]]]) -> None:
-        self._ask = ask
+    def __init__(
+        self, ask: Callable[[float], Awaitable[tuple[Sequence[Outcome], Sequence[Outcome]]]],
+        notice: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._ask, self._notice = ask, notice
         self.channels: Channels | None = None
         self._uses: set[Use] = set()
         self._recent: set[Use] = set()  # those since the last look began, also if they are over
@@ -108,6 +121,9 @@ class Deadlocks:
                 if runner.deadlock is not None:
                     error = runner.deadlock
                     use.tell(Failed(type(error).__name__, error.message, {"graph": error.details}))
+                elif use.waits and not use.is_noticed and time.monotonic() - use.since >= NOTICE:
+                    use.is_noticed = True
+                    self._notice(f"still waiting:\n{wait_graph(runner.operations())}")
 
 
 class _View:
@@ -165,8 +181,10 @@ class _View:
                 held = [self.attempts[at] for at in ids]
                 runner = Runner(attempts=_always(held), later=_always(operations), name=f"round {use.round}")
                 runner.since = now
+                use.wait(ids, now)
                 found[runner] = use
         for use in at_work:
+            use.wait((), now)
             machines = [machine for queue in use.queues if (machine := self._machine(*queue)) is not None]
             found[Runner(may=_always([(machine, kind) for machine in machines for kind in KINDS]))] = use
         return found

@@ -15,6 +15,8 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
+from dataclasses import replace
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -62,6 +64,7 @@ from tfnb.state.chunks import Chunked
 from tfnb.state.queue_contents import Held
 
 T = TypeVar("T")
+See = Callable[[Sequence[Any]], None]
 
 SETTLE = 15.0  # seconds that an interrupted step has to end
 REFRESH = 2.0  # seconds between two pulls during a fit, at least
@@ -150,7 +153,7 @@ class Cluster:
         self._held = Holdings()
         self._queues = QueueHomes(self._engine, self._link)
         self._farewell = Farewell(self.client, self._client_closes)
-        self._placed: OrderedDict[tuple[int, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
+        self._placed: OrderedDict[tuple[int, bool, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
         self._placing = threading.RLock()
         self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
         self._closed = False
@@ -263,14 +266,19 @@ class Cluster:
     # -- running ----------------------------------------------------------------------------------------------
 
     def run(
-        self, step: StepGraph, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0
-    ) -> list[torch.Tensor | None]:
-        """One step on one task: the fetched values of ``step``; ``tensors`` in the order of its feeds."""
+        self, step: StepGraph, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0,
+        check: bool = False, see: See | None = None,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """One step on one task: the fetched values of ``step``; ``tensors`` in the order of its feeds.
+
+        check: raise NonFinite where the step would give, or write, numbers that are not finite. see: gets the fetched
+        values before anything is written; nothing is where it raises.
+        """
         self._ensure_open()
-        placed = self._place(step, parallel=False)
+        placed = self._place(step, parallel=False, check=check)
         self._send(step.variables)
         queues = self._queues.used(placed.queues)
-        values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues)
+        values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues, see)
         return _picked(placed.fetched, values[0])
 
     def _step(
@@ -281,11 +289,13 @@ class Cluster:
         timeout: float | None,
         what: str,
         queues: Sequence[tuple[int, str]] = (),
+        see: See | None = None,
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
         patience = None if timeout is None else timeout + 5
         before = self._engine.step
+        seen = None if see is None else lambda values: see(_picked(placed.fetched, values[0]))
         try:
-            return self._do(what, patience, self._engine.run, placed, batch, timeout, queues)
+            return self._do(what, patience, self._engine.run, placed, batch, timeout, queues, seen)
         finally:
             if self._engine.step != before:
                 self._held.stale.update(variable.key for variable in step.writes)
@@ -317,7 +327,7 @@ class Cluster:
     def train(
         self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: Mode | str = "sync",
         timeout: float | None = None, one_by_one: str = "", numbers: deque[int | None] | None = None,
-        changes: Callable[[], Mode | None] = lambda: None,
+        changes: Callable[[], Mode | None] = lambda: None, check: bool = False, see: See | None = None,
     ) -> Generator[tuple[int, list[Any]], None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
 
@@ -329,24 +339,26 @@ class Cluster:
         exhaust it): local storages then show the values of the last step, also after Ctrl-C. ``timeout``: seconds for
         all of it. ``one_by_one``: why the notebook has to see every step before the next one begins. ``numbers`` gets
         the number, from 0, of each step that is yielded: asynchronous tasks end theirs in any order. It gets None where
-        a lost task told nobody which step that was.
+        a lost task told nobody which step that was. ``check``: as of `run`. ``see``, too: then
+        each step is taken by one task.
         """
         self._ensure_open()
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
-        placed = self._place(step, parallel=True)
+        placed = self._place(step, parallel=see is None, check=check)
+        one_by_one = "a breakpoint is set" if see is not None else one_by_one
         why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
         if why and how != Mode():
             warnings.warn(f"mode={how} takes one step after the other: {why}", stacklevel=user_level(None))
-        elif placed.why_whole:
+        elif placed.why_whole and see is None:
             text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
         told = deque[int | None](maxlen=1) if numbers is None else numbers
         steps = (
-            self._stepwise(step, source, end, told)
+            self._stepwise(step, placed, source, end, told, see)
             if is_stepwise
-            else self._looping(step, source, how, changes, end, timeout, told)
+            else self._looping(step, placed, source, how, changes, end, timeout, told)
         )
         is_shown = False
         try:
@@ -378,10 +390,10 @@ class Cluster:
         return mode
 
     def _stepwise(
-        self, step: StepGraph, source: Ahead | Iterable[Batch], end: float | None, numbers: deque[int | None]
-    ) -> Generator[Any, None, None]:
+        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch], end: float | None,
+        numbers: deque[int | None], see: See | None,
+    ) -> Generator[Any, None, None]:  # fmt: skip
         """Every step driven from here, for what no loop of a task can do by itself."""
-        placed = self._place(step, parallel=True)
         ways = joins(step)
         self._send(step.variables)
         if isinstance(source, Ahead):
@@ -390,7 +402,8 @@ class Cluster:
         for batch in source:
             left = self._left(end)
             self._send(step.variables, thorough=False)
-            values, rows_of, after = self._step(step, placed, batch, left, "a training step")
+            taken = batch if see is None else replace(batch, rows=None)
+            values, rows_of, after = self._step(step, placed, taken, left, "a training step", see=see)
             parts = [_picked(placed.fetched, part) for part in values]
             joined = [join(way, [part[i] for part in parts], rows_of) for i, way in enumerate(ways)]
             for i, at in enumerate(placed.after_fetched):
@@ -409,12 +422,12 @@ class Cluster:
         return left
 
     def _looping(
-        self, step: StepGraph, source: Ahead | Iterable[Batch], mode: Mode, changes: Callable[[], Mode | None],
-        end: float | None, timeout: float | None, numbers: deque[int | None],
+        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch], mode: Mode,
+        changes: Callable[[], Mode | None], end: float | None, timeout: float | None, numbers: deque[int | None],
     ) -> Generator[Any, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine = self._engine
-        placed, left, before = self._place(step, parallel=True), self._left(end), engine.step
+        left, before = self._left(end), engine.step
         self._send(step.variables)
         self._held.stale.update(variable.key for variable in step.writes)
         data, pieces = drawn_from(source, mode.name != "sync", engine.homes)
@@ -458,16 +471,16 @@ class Cluster:
 
     # -- variables ----------------------------------------------------------------------------------------------
 
-    def _place(self, step: StepGraph, *, parallel: bool) -> Placed:
+    def _place(self, step: StepGraph, *, parallel: bool, check: bool = False) -> Placed:
         """The plans of a step, with its variables on the servers."""
         with self._placing:
             self._drop_gone()
-            known = self._placed.get((id(step), parallel))
+            known = self._placed.get((id(step), parallel, check))
             if known is None or known[0]() is not step:
                 task = task_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
                 cut = split(step, self._homes_of(step), parallel=parallel, task=task)
-                known = (weakref.ref(step), place(cut))
-                self._placed[id(step), parallel] = known
+                known = (weakref.ref(step), place(cut, check=check))
+                self._placed[id(step), parallel, check] = known
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
             self._adopt(step)
@@ -732,7 +745,7 @@ class Cluster:
         """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""
         self._say_notes()
         try:
-            return self._link.wait(self._link.start(function, *args), timeout, what)
+            return self._link.wait(self._link.start(function, *args), timeout, what, self._say_notes)
         except ParameterServerLost as error:
             raise self._explained(error) from None
         except TfnbError:
@@ -742,8 +755,9 @@ class Cluster:
             raise
 
     def _say_notes(self) -> None:
-        while self._engine.notes:
-            warnings.warn(self._engine.notes.pop(0), stacklevel=user_level(None))
+        with suppress(IndexError):  # none are left; other threads take some, too
+            while True:
+                warnings.warn(self._engine.notes.pop(0), stacklevel=user_level(None))
 
     def _settle(self) -> None:
         """End what is in progress, at a step boundary."""
@@ -752,7 +766,9 @@ class Cluster:
     def _explained(self, error: TfnbError) -> TfnbError:
         """A fresh exception of the same error, so that tracebacks do not pile up."""
         self._is_loss_told = self._is_loss_told or self._engine.lost is not None
-        return type(error)(error.message, step=error.step, task=error.task, details=error.details)
+        fresh = copy(error)
+        fresh.__notes__ = list(getattr(error, "__notes__", ()))
+        return fresh
 
 
 class Home:

@@ -32,7 +32,7 @@ from tfnb.cluster.members import Ahead, Batch, Member, Mode, Sent
 from tfnb.cluster.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, Unknown, failed, raised
 from tfnb.cluster.programs import Placed, Plan
 from tfnb.cluster.restarts import Restarts
-from tfnb.cluster.transport import ClientLink
+from tfnb.cluster.transport import ClientLink, read_outcome
 from tfnb.errors import (
     Aborted,
     Cancelled,
@@ -52,7 +52,8 @@ Settled = Ok | Failed | e.ShardLost
 LOOK = 0.05  # seconds between looks at who is alive
 PATIENCE = 1.0  # seconds a call is out before its peers are pinged
 PULLS = 5  # tries to have values of one step
-MISSES = 3  # pings without an answer that make a peer dead
+MISSES = 3  # pings without an answer that make a peer dead; two of one that has been silent for longer:
+SILENCE = 4.0  # seconds
 GRACE = 1.0  # seconds for telling everybody that a round is over
 REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
 LINES = 100  # of who came and left that are kept
@@ -94,8 +95,8 @@ class Engine:
         self.said = 0  # lines so far
         self._arrival = asyncio.Event()
         self._interrupts = 0  # so far: what begins is told of those that came before it could listen
-        self.notes: list[str] = []  # for the user, at the next call
-        self.deadlocks = Deadlocks(self._who_waits)
+        self.notes: list[str] = []  # for the user, in whatever call waits or comes next
+        self.deadlocks = Deadlocks(self._who_waits, self.notes.append)
         self.contents = Contents(self.insist_on)
 
     # -- what the notebook asks for -------------------------------------------------------------------------
@@ -115,12 +116,13 @@ class Engine:
             await asyncio.wait(others, timeout=seconds)
 
     async def run(
-        self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = ()
-    ) -> tuple[list[list[Any]], list[int], list[Any]]:
+        self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = (),
+        see: Callable[[list[Any]], None] | None = None,
+    ) -> tuple[list[list[Any]], list[int], list[Any]]:  # fmt: skip
         """One step. Values of each worker, their rows, and the values seen after the commit.
 
         One at a time, but for steps that use ``queues`` (shard and key of each): they wait for others, and take their
-        turn when they commit.
+        turn when they commit. see: gets the values of each worker before that, and may raise; nothing is written then.
         """
         since = self._interrupts
         if self.is_closing:
@@ -137,7 +139,7 @@ class Engine:
                     tasks.sort(key=lambda task: self._busy[self.tasks[task].name])
                 machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
                 machine.lost, machine.places = lost, {task: self._first(task) for task in tasks}
-                end, waits = await self._drive(machine, placed, batch, since, use, turn)
+                end, waits = await self._drive(machine, placed, batch, since, use, turn, see)
                 if not (isinstance(end.cause, e.TasksLost) and end.cause.is_none_left and self.comes):
                     break
             if end.cause is not None:
@@ -307,11 +309,11 @@ class Engine:
 
     async def _drive(
         self, machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use | None = None,
-        turn: AsyncExitStack | None = None,
+        turn: AsyncExitStack | None = None, see: Callable[[list[Any]], None] | None = None,
     ) -> tuple[e.Finish, list[str]]:  # fmt: skip
         """Run a step machine to its end: that, and what the step waited for where it was stopped.
 
-        use: of queues. It enters its ``turn`` when it commits, and then has to find what it read.
+        use: of queues. It enters its ``turn`` when it commits, and then has to find what it read. see: as of `run`.
         """
         queue: asyncio.Queue[p.Event] = asyncio.Queue()
         carried: set[asyncio.Task[None]] = set()
@@ -326,6 +328,9 @@ class Engine:
         try:
             instructions = machine.on(e.Start(), time.monotonic())
             while True:
+                if see is not None and machine.is_computed:
+                    await self._show(see, machine, queues)
+                    see = None
                 there: list[p.Prepare | p.Commit] = []  # for all shards at once
                 begun: list[Coroutine[Any, Any, None]] = []
                 for instruction in instructions:
@@ -347,7 +352,7 @@ class Engine:
                             self._rounds.add(number)
                             use.round = number
                             self._busy[self.tasks[task].name] += bool(queues)
-                            begun.append(self._run_part(instruction, placed, batch, queue, queues))
+                            begun.append(self._run_part(instruction, placed, batch, queue, queues, see is not None))
                         case p.Prepare() | p.Commit():
                             there.append(instruction)
                 if there and not is_in_turn:
@@ -368,11 +373,30 @@ class Engine:
             for work in carried:
                 work.cancel()
 
+    async def _show(
+        self, see: Callable[[list[Any]], None], machine: p.Step, queues: Sequence[tuple[int, str]]
+    ) -> None:  # fmt: skip
+        """Let the user look at what a step computed; everybody forgets its round where that raises."""
+        answers = [machine.values[task] for task in machine.ranges]
+        try:
+            await asyncio.to_thread(see, list(map(_unpacked, answers)))
+            for answer in answers:
+                failure = read_outcome(answer.meta["failure"], ()) if "failure" in answer.meta else None
+                if isinstance(failure, Failed):  # what it computed cannot be written
+                    raise self._error(failure, None)
+        except BaseException:
+            if queues:
+                await self._ended_round(machine.number, list(machine.ranges))
+            else:
+                self._forget_round(machine.number)
+            raise
+
     async def _run_part(
-        self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event], queues: Sequence[tuple[int, str]]
-    ) -> None:
+        self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event],
+        queues: Sequence[tuple[int, str]], looks: bool,
+    ) -> None:  # fmt: skip
         """Let a task run its part, and report the event it leads to."""
-        about: dict[str, Any] = {"worker": run.worker, "rows": run.stop - run.start or 1}
+        about: dict[str, Any] = {"worker": run.worker, "rows": run.stop - run.start or 1, "looks": looks}
         feeds, index = batch.part(run.start, run.stop), batch.run_index + run.worker * RANK
         if queues:
             about["queues"] = list(map(list, queues))
@@ -478,13 +502,24 @@ class Engine:
         late = f"{member.name} did not stop computing within {patience:.0f} s"
         if not member.info.get("nanny"):
             self.notes.append(f"{late} and is given up: no nanny would start another process")
-        elif not self.restarts.spend(time.monotonic()):
+        elif not self.charge(member):
             self.notes.append(f"{late} and is given up: {self.restarts}. Connect again to use its worker")
+        elif isinstance(answer := await self.quit(member), Refused):
+            self.notes.append(f"{late} and is given up: {answer.message}")
         else:
-            await self.link.call(member.peer, "quit", epoch=self.epoch, deadline=time.monotonic() + GRACE)
             self.notes.append(f"{late}; its process was replaced")
         member.lose()
         self._report(e.Lost(self.tasks.index(member)))
+
+    def charge(self, member: Member) -> bool:
+        """Take a restart of the budget for a task, once; False where none is left."""
+        member.is_charged = member.is_charged or self.restarts.spend(time.monotonic())
+        return member.is_charged
+
+    async def quit(self, member: Member) -> Outcome:
+        """Tell a task to end its process."""
+        self.link.confirm(member.peer.addr)
+        return await self.link.call(member.peer, "quit", epoch=self.epoch, deadline=time.monotonic() + GRACE)
 
     # -- who comes and goes ---------------------------------------------------------------------------------------
 
@@ -752,12 +787,12 @@ class Engine:
         return [found.get(place, e.ShardLost(ask.shard)) for place, ask in enumerate(asks)]
 
     async def unless_dead(self, member: Member, call: Awaitable[Outcome]) -> Outcome:
-        """The call's outcome, or Unknown as soon as the scheduler says that the peer is dead."""
+        """The call's outcome, or Unknown as soon as the peer is found dead."""
         return await self._unless_dead(member, call, Unknown(f"{member.name} died", lost=True))
 
-    async def _unless_dead(self, member: Member, call: Awaitable[T], otherwise: T) -> T:
-        """What the call gives, or ``otherwise`` as soon as the scheduler says that the peer is dead."""
-        asked, died = asyncio.ensure_future(call), asyncio.ensure_future(self._death(member))
+    async def _unless_dead(self, member: Member, call: Awaitable[T], otherwise: T, *, is_ping: bool = False) -> T:
+        """What the call gives, or ``otherwise`` as soon as the scheduler, or pings, say that the peer is dead."""
+        asked, died = asyncio.ensure_future(call), asyncio.ensure_future(self._death(member, is_ping))
         try:
             await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
             return asked.result() if asked.done() else otherwise
@@ -770,19 +805,27 @@ class Engine:
     def _live(self) -> list[int]:
         return [index for index, member in enumerate(self.tasks) if member.is_there]
 
-    async def _death(self, member: Member) -> None:
+    async def _death(self, member: Member, is_ping: bool) -> None:
+        """Wait for it; who waits long for another answer than that of a ping, pings."""
+        since = time.monotonic()
         while member.alive and member.reported:
             await asyncio.sleep(LOOK / 2)
+            if not is_ping and time.monotonic() - since > PATIENCE:
+                await self.verify(member)
+                since = time.monotonic()
 
     async def verify(self, member: Member) -> bool:
         """Whether a peer that a call failed to is alive: by the scheduler's word, then by pings."""
         for missed in range(MISSES):
             if not member.alive or not member.reported:
                 break
+            if missed == MISSES - 1 and time.monotonic() - self.link.heard.get(member.peer.addr, 0.0) >= SILENCE:
+                break
             if missed == 1 and member in self.tasks:
                 self._report(e.Suspect(self.tasks.index(member)))
             self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
-            answer = await self.unless_dead(member, self.link.call(member.peer, "ping", epoch=self.epoch))
+            ping = self.link.call(member.peer, "ping", epoch=self.epoch)
+            answer: Outcome = await self._unless_dead(member, ping, Unknown(), is_ping=True)
             if isinstance(answer, Ok) and answer.meta.get("incarnation") == member.peer.incarnation:
                 return True
         member.lose()
@@ -852,10 +895,12 @@ class Engine:
             error.details = cause.details["graph"]
         if isinstance(error, NonFiniteGradient):
             error.step = self.step
-            error.message += (
+            first, *located = error.message.split("\n")
+            first += (
                 f". Variables are at step {self.step}: take a smaller learning rate, limit the gradients, or look for "
                 "a logarithm, root or division of zero"
             )
+            error.message = "\n".join([first, *located])
         return error
 
     def lost_server(self, shard: int) -> TfnbError:

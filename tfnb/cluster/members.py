@@ -26,6 +26,7 @@ class Member:
     lost_at: float = 0.0  # when it was found dead
     shards: tuple[int, ...] = ()  # that it holds
     plans: set[str] = field(default_factory=set)
+    is_charged: bool = False  # a restart of the budget was taken for it
     late: int = 0  # steps that it computed in vain: others were first
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that it computed for a step, lately
 

@@ -203,6 +203,11 @@ class Step:
         """Worker numbers of this round."""
         return tuple(range(len(self.ranges)))
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether all values of this round are there."""
+        return bool(self.ranges) and len(self.values) == len(self.ranges)
+
     def _run(self) -> list[Instruction]:
         if not self.tasks:
             return self._stop(e.TasksLost())

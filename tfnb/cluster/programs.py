@@ -16,11 +16,14 @@ from typing import Any
 import torch
 
 from tfnb.cluster.core import GRADIENTS
-from tfnb.errors import GraphFormatError, NonFiniteGradient, TfnbError
+from tfnb.errors import GraphFormatError, NonFinite, NonFiniteGradient, TfnbError
 from tfnb.execution import Pending, Program
 from tfnb.execution.dataflow.executor import lowered
 from tfnb.execution.explain import explained
+from tfnb.execution.tracing.checked_steps import Checked, ensure_finite, try_update
 from tfnb.execution.tracing.health import is_finite
+from tfnb.execution.tracing.origins import not_finite
+from tfnb.execution.tracing.value_health import ValueHealth
 from tfnb.graph import Graph, Spec, Value, Variable
 from tfnb.graph.files import sha256
 from tfnb.graph.forms.serial import dumps, loads
@@ -82,10 +85,10 @@ class Placed:
 # -- the notebook's side --------------------------------------------------------------------------------------
 
 
-def place(split: Split) -> Placed:
-    """The plans of a split step."""
+def place(split: Split, *, check: bool = False) -> Placed:
+    """The plans of a split step. check: nobody takes or writes numbers that are not finite."""
     homes = split.placement.homes
-    servers = {server.shard: _server_plan(server, homes) for server in split.servers}
+    servers = {server.shard: _server_plan(server, homes, check) for server in split.servers}
     wanted = [value for value in split.fetches if value is not None]
     borders = list(dict.fromkeys(b.value for server in split.servers for b in server.borders))
     pushes = [
@@ -97,13 +100,13 @@ def place(split: Split) -> Placed:
         }
         for s in split.servers
     ]  # fmt: skip
-    about = {"count": len(wanted), "pushes": pushes, "whole": split.why_whole is not None}
+    about = {"count": len(wanted), "pushes": pushes, "whole": split.why_whole is not None, "check": check}
     outputs = (*wanted, *borders, *split.checks)
     compute = _plan(split.compute, outputs, split.feeds, {"homes": _homes(split.compute, homes), **about})
     after, after_at = None, _numbered(split.after_fetches)
     if split.after is not None:
         late = tuple(value for value in split.after_fetches if value is not None)
-        facts = {"homes": _homes(split.after, homes), "count": len(late), "pushes": [], "whole": False}
+        facts = {"homes": _homes(split.after, homes), "count": len(late), "pushes": [], "whole": False, "check": check}
         after = _plan(split.after, late, split.after_feeds, facts)
     queues = queues_of(split.compute.nodes)
     inner = (inner for node in split.compute.nodes for inner in (node, *nested(node)))
@@ -130,12 +133,12 @@ def _homes(graph: Graph, homes: Homes) -> dict[str, Sequence[Piece]]:
     return {label: homes[v.key] for label, v in graph.contents.variables.items()}
 
 
-def _server_plan(server: Server, homes: Homes) -> Plan:
+def _server_plan(server: Server, homes: Homes, check: bool) -> Plan:
     keys = {
         label: next(piece.key for piece in homes[variable.key] if piece.shard == server.shard)
         for label, variable in server.graph.contents.variables.items()
     }
-    facts = {"kinds": [border.kind for border in server.borders], "keys": keys}
+    facts = {"kinds": [border.kind for border in server.borders], "keys": keys, "check": check}
     return _plan(server.graph, (server.target,), server.feeds, facts)
 
 
@@ -186,7 +189,7 @@ class ShardProgram:
     """What a server applies at commit; a `tfnb.cluster.core.ServerProgram`."""
 
     def __init__(self, meta: Meta, tensors: Sequence[torch.Tensor]) -> None:
-        self.program = _lowered(meta, tensors)
+        self.program, self._is_checked = _lowered(meta, tensors), bool(meta["check"])
         self.kinds: Sequence[str] = list(meta["kinds"])
         self.reads: Sequence[str] = _keys(self.program, meta["keys"])
         key_of = dict(zip(self.program.variables, self.reads, strict=True))
@@ -195,6 +198,8 @@ class ShardProgram:
     def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Pending:
         """What will be written; nothing is."""
         try:
+            if self._is_checked:
+                try_update(self.program, feeds, storages, run_index)
             return self.program.compute(feeds, list(storages), run_index)[1]
         except TfnbError:
             raise
@@ -255,19 +260,30 @@ class ComputeProgram:
         return found
 
     def run(
-        self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int
+        self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int, task: str
     ) -> tuple[list[torch.Tensor | None], list[Push]]:
-        """Fetched values, and what goes to the shards. ``values`` (by key) are not written."""
+        """Fetched values, and what goes to the shards. ``values`` (by key) are not written.
+
+        Raises NonFiniteGradient for gradients that are not finite: with the name of the ``task``, the op and line that
+        made the first number of them, and the fetched values as details.
+        """
         storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
         feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, feeds, strict=True)]
+        forward = Checked(self.program).forward if self.meta["check"] else None
         try:
-            out, pending = self.program.compute(feeds, storages, run_index)
+            out, pending = self.program.compute(feeds, storages, run_index, forward)
+        except NonFinite as error:
+            error.task = task
+            raise
         except TfnbError:
             raise
         except Exception as error:
             raise explained(self.program, error, feeds) from error
         if self.meta["whole"]:
             self.program.commit(pending)
+            if self.meta["check"]:
+                of = dict(zip(self.program.variables, storages, strict=True))
+                ensure_finite(self.program, [of[variable] for variable in self.program.writes])
             return out, self._whole(storages)
         pushes = [
             Push(
@@ -276,7 +292,24 @@ class ComputeProgram:
             )
             for to in self.meta["pushes"]
         ]  # fmt: skip
+        try:
+            for push in pushes:
+                push.ensure_finite(task)
+        except NonFiniteGradient as error:
+            self._locate(error, [*feeds, *storages, run_index])
+            error.details = out[: self.meta["count"]]
+            raise
         return out[: self.meta["count"]], pushes
+
+    def _locate(self, error: NonFiniteGradient, args: Sequence[Any]) -> None:
+        """Compute once more, with probes, and say where the gradient became NaN or infinite."""
+        if self.queues:  # what it took is gone
+            return
+        tracer = ValueHealth(self.program)
+        tracer.forward(*args)
+        found = not_finite(tracer.results, self.program.whole)
+        error.message += f"\nComputed again there: {found.message}"
+        error.cell, error.line, error.op = found.cell, found.line, found.op
 
     def _variables(self) -> Iterable[tuple[Variable, tuple[Piece, ...]]]:
         return zip(self.program.variables, self.homes, strict=True)

@@ -1,8 +1,10 @@
 """Sees which workers the Dask cluster has, and makes a task on each one that comes while a notebook is connected.
 
-The scheduler's list of workers is read twice a second: that needs no plugin, and no event can be missed.
+The scheduler's list of workers is read twice a second, and more often while a lost task has no successor: that needs no
+plugin, which a scheduler without tfnb would refuse, and no event can be missed.
 A worker that comes is a compute task, in the place of one that was lost if there is one. A worker with another version,
-or without tfnb, is refused in one line, and training goes on without it.
+or without tfnb, is refused in one line, and training goes on without it. A task that was found dead because it did not
+answer, and whose worker lives, is told to end its process as soon as it hears: its nanny starts another one.
 It runs in the client's event loop, beside `engine`, which it tells who is there.
 """
 
@@ -19,9 +21,11 @@ from distributed import Client
 from tfnb.cluster.deploy import LOOK, WorkerGone, identities, joined
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.members import Member
+from tfnb.cluster.messages import Refused
 from tfnb.errors import VersionMismatch
 
 STARTS_WITHIN = 60.0  # seconds that a worker has for its task
+SOON = 0.1  # seconds between two looks while the successor of a lost task is awaited
 
 
 class Supervisor:
@@ -31,6 +35,7 @@ class Supervisor:
         self._client, self._engine = client, engine
         self._refused: set[str] = set()  # addresses of workers, while they are there
         self._gone: set[Member] = set()  # whose leaving was said
+        self._ending: dict[Member, asyncio.Task[None]] = {}  # lost tasks whose workers live
         self._joining: dict[str, tuple[str, asyncio.Task[None]]] = {}  # name of a task -> where, and what makes it
         self._watch: asyncio.Task[None] | None = None
 
@@ -40,19 +45,20 @@ class Supervisor:
 
     def cancel(self) -> None:
         """Look no more, and give up what is being made. In the event loop."""
-        for work in (self._watch, *(work for _, work in self._joining.values())):
+        for work in (self._watch, *self._ending.values(), *(work for _, work in self._joining.values())):
             if work is not None:
                 work.cancel()
 
     async def _watched(self) -> None:
         while self._engine.lost is None:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(SOON if self._engine.comes else LOOK)
             if self._client.status != "running":
                 self._engine.lose_scheduler()
                 return
             with suppress(OSError, TimeoutError, RuntimeError):  # the next look says what it was
                 found = await identities(self._client)
                 self._say_who_left()
+                self._end_the_lost()
                 self._look(found)
 
     def _say_who_left(self) -> None:
@@ -71,6 +77,22 @@ class Supervisor:
         """``3 compute tasks``."""
         there = sum(member.is_there for member in self._engine.places.values())
         return f"{there} compute task{'s' if there != 1 else ''} now"
+
+    def _end_the_lost(self) -> None:
+        """Begin with those that were found dead lately."""
+        for member in self._engine.tasks:
+            is_left_over = not member.alive and member.reported and member.info.get("nanny")
+            if is_left_over and member not in self._ending and member not in self._engine.servers:
+                self._ending[member] = asyncio.create_task(self._end(member))
+
+    async def _end(self, member: Member) -> None:
+        """Tell a lost task to end its process, until it hears or Dask finds it dead, too."""
+        engine = self._engine
+        if not engine.charge(member):
+            engine.say(f"{member.name} ({member.peer.addr}) is given up: {engine.restarts}")
+            return
+        while member.reported and engine.lost is None and not isinstance(await engine.quit(member), Refused):
+            await asyncio.sleep(LOOK)
 
     def _look(self, found: Collection[str]) -> None:
         """Begin with the workers that are new. Where a task is that Dask knows, none is made."""

@@ -41,8 +41,8 @@ from tfnb.cluster.queues_there import Channels, in_round
 from tfnb.cluster.reading import Reader
 from tfnb.cluster.serving import Serving
 from tfnb.cluster.streams import Streams
-from tfnb.cluster.transport import read_request, worker_link, write_outcome
-from tfnb.errors import InvalidArgument, ParameterServerLost, Unavailable
+from tfnb.cluster.transport import outcome_header, read_request, worker_link, write_outcome
+from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, Unavailable
 from tfnb.execution import heap
 from tfnb.state.store import Store
 from tfnb.state.waits import WAITS
@@ -258,9 +258,13 @@ class Task:
         return Ok()
 
     async def _quit(self, request: Request) -> Answer:
-        """End this process at once: what it computes cannot be stopped. Its nanny starts another."""
-        if len(self.cores):
-            return Refused("protocol", f"{self.name} holds variables")
+        """End this process at once: what it computes cannot be stopped. Its nanny starts another.
+
+        But for one that holds variables, also those of another notebook.
+        """
+        for actor in self.worker.state.actors.values():
+            if isinstance(actor, Task) and len(actor.cores):
+                return Refused("protocol", f"its process holds variables{' of another notebook' * (actor is not self)}")
         os.kill(os.getpid(), signal.SIGKILL)
         return Ok()
 
@@ -280,9 +284,15 @@ class Task:
             threads = self.waiting if program.queues else self.computing
             with in_round(number):
                 context = contextvars.copy_context()
-            out, pushes = await threads.do(
-                number, lambda: context.run(self._computed, program, feeds, values, run_index)
-            )
+            failure: dict[str, Any] = {}
+            try:
+                out, pushes = await threads.do(
+                    number, lambda: context.run(program.run, feeds, values, run_index, self.name)
+                )
+            except NonFiniteGradient as error:
+                if not meta.get("looks"):
+                    raise
+                out, pushes, failure = error.details, [], {"failure": outcome_header(failed(error, self.name))}
             computed = time.monotonic()
             await self._stage(pushes, request, number, deadline)
         except NotDone as ended:
@@ -291,16 +301,7 @@ class Task:
             return failed(error, self.name)
         kind = "wait" if program.queues else "compute"
         timings = {"pull": pulled - begin, kind: computed - pulled, "push": time.monotonic() - computed}
-        return Ok({"some": [value is not None for value in out], "timings": timings}, _tensors(out))
-
-    def _computed(
-        self, program: ComputeProgram, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int
-    ) -> tuple[list[torch.Tensor | None], list[Push]]:
-        """In the compute thread: the fetches and what goes to the servers, all of it finite."""
-        out, pushes = program.run(feeds, values, run_index)
-        for push in pushes:
-            push.ensure_finite(self.name)
-        return out, pushes
+        return Ok({"some": [value is not None for value in out], "timings": timings, **failure}, _tensors(out))
 
     async def _pull(self, program: ComputeProgram, deadline: float) -> dict[str, torch.Tensor]:
         """Values of everything the program reads: one call for each process, and bytes only for what changed."""

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 CONNECT = 3.0  # seconds to reach an address
 SLACK = 0.05  # seconds a call may end after its deadline
-DEADLINES = {"ping": 2.0, "hello": 10.0, "register": 30.0, "register_shard": 30.0, "run": 600.0}
+DEADLINES = {"ping": 1.5, "hello": 10.0, "register": 30.0, "register_shard": 30.0, "run": 600.0}
 DEADLINES |= dict.fromkeys(
     ("ends", "contribute", "batch"), POLL + 2.0
 )  # what waits inside of a server answers "again" before that
@@ -104,6 +104,7 @@ class Link:
         self.suspect: set[str] = set()
         self.scheduler: Any = None  # set: calls go through the scheduler, for workers that cannot be reached
         self.latencies: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=128))
+        self.heard: dict[str, float] = {}  # when each address answered last
         self._seq = itertools.count()
         self._left: set[asyncio.Task[Any]] = set()  # exchanges whose caller is gone
 
@@ -137,7 +138,8 @@ class Link:
             return NotSent(f"{peer.addr} failed before and is not dialled again")
         outcome = await self._bounded(peer, message, deadline)
         if isinstance(outcome, Ok):
-            self.latencies[method].append(time.monotonic() - begin)
+            self.heard[peer.addr] = now = time.monotonic()
+            self.latencies[method].append(now - begin)
         if isinstance(outcome, NotSent) or (isinstance(outcome, Unknown) and outcome.lost):
             self.suspect.add(peer.addr)
         return outcome

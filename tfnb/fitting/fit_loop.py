@@ -121,7 +121,7 @@ def fit(
 
     check: with ``"nan"`` each step is looked at, as `tfnb.run` does it: one that would give or write NaN or
     infinite numbers raises NonFinite, which names the op and line that made the first of them, and the Variables stay
-    as they were before it (in this process only; servers refuse such gradients anyway). timeout in seconds.
+    as they were before it. On a cluster the task whose rows these are says so. timeout in seconds.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
@@ -152,11 +152,6 @@ def fit(
     session = default_session(graph_of(fetch))
     names, watched = watched_by(watch, session)
     if session.cluster is not None:
-        if check is not None:
-            raise InvalidArgument(
-                "fit(check=...) is of training in this process: leave it out, servers refuse gradients that are not "
-                "finite; to see where NaN begins run one step with tfnb.run(..., check='nan') after closing the cluster"
-            )
         data = session.cluster.in_chunks(data, timeout)
     checked = _validation(session, validation, feeds, names, watched)
     start = begin(session, resume)
@@ -174,7 +169,7 @@ def fit(
 
         def there(watched: tuple[Any, ...]) -> Taken:
             train = _there if validation is None else _pass_by_pass
-            return train(session, fetch, watched, source, run)
+            return train(session, fetch, watched, source, run, check)
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
         taken = there(watched) if looks is None else looks.followed(watched, there)
@@ -232,11 +227,13 @@ def _by_epoch(each: Iterator[T], epoch_of: Callable[[T], int], run: _Run) -> Gen
         run.epoch_over(epoch)
 
 
-def _pass_by_pass(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run) -> Taken:
+def _pass_by_pass(
+    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None
+) -> Taken:  # fmt: skip
     """`_there`, but tasks stand still after each epoch: what `run` computes then is of all its steps, and no other."""
     for part in source.passes():
         epoch = 0
-        with closing(_there(session, fetch, watched, part, run)) as steps:
+        with closing(_there(session, fetch, watched, part, run, check)) as steps:
             for batch, values in steps:
                 epoch = batch.epoch
                 yield batch, values
@@ -245,9 +242,11 @@ def _pass_by_pass(session: Session, fetch: Any, watched: tuple[Any, ...], source
             return
 
 
-def _there(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run) -> Taken:
+def _there(
+    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None
+) -> Taken:  # fmt: skip
     """Each batch with the watched values of its step, taken by the connected cluster."""
-    options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left}
+    options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left, "check": check}
     if source.rows is not None and source.total is not None:
         run.steps.begins(source.total)
         yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, options)
@@ -326,7 +325,7 @@ class _Run:
             if cluster is None
             else StepsThere(reads, session.runs, lambda: cluster.step, in_order=mode.name == "sync")
         )
-        session.training = self.steps
+        session.inputs.training = self.steps
         self.is_over = False  # all steps were taken
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt

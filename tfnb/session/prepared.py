@@ -54,6 +54,11 @@ class Prepared:
         """Whether it asks for nothing beside the step itself."""
         return not (self.trailing or self.asked or self.feeder.repeats or self.stops)
 
+    @property
+    def see(self) -> Callable[[Sequence[Any]], None] | None:
+        """`look`, where a breakpoint may stop the step."""
+        return self.look if self.stops else None
+
     def look(self, results: Sequence[Any]) -> None:
         """Show breakpoints their values, before the step commits."""
         __tracebackhide__ = True

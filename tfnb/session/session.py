@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from os import PathLike
@@ -21,17 +21,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tfnb.cluster.connected import connected, notices
-from tfnb.errors import (
-    InvalidArgument,
-    NonFiniteGradient,
-    Unimplemented,
-)  # fmt: skip
-from tfnb.execution import TRACERS, Checked, Trace, Tracer, ValueHealth, profiling
+from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.execution import TRACERS, Checked, Trace, Tracer, profiling
 from tfnb.execution.budgeted import Planned
 from tfnb.execution.dataflow.executor import EXECUTORS
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
-from tfnb.execution.tracing.origins import not_finite
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
@@ -78,13 +73,9 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "memory_budget"): "a step in parts keeps what later fetches may take: use a session without memory_budget",
     ("step", "looks"): "a step in parts fetches values one by one: look at those, take tfnb.print out of the cell, and "
     "remove breakpoints, tfnb.break_at(off=True)",
-    ("stops", "cluster"): "breakpoints are of runs here: close the cluster (%tfcluster --close), or remove them, "
-    "tfnb.break_at(off=True)",
     ("step", "queues"): "a step in parts is generated code, without queues; run the fetches together",
     ("trace", "cluster"): "a traced run runs here only: close the cluster, or run without trace=True",
     ("trace", "queues"): "a traced run is generated code, without queues: run without trace=True",
-    ("check", "cluster"): "check='nan' is of runs here: close the cluster, or leave it out; servers refuse gradients "
-    "that are not finite, and the step is run again here then to name the op",
     ("check", "queues"): "a checked run is generated code, without queues: run without check='nan'",
     ("isolation", "cluster"): "isolation='snapshot' is of steps that run here: close the cluster",
     ("memory_budget", "cluster"): "memory_budget holds for steps that run here: close the cluster",
@@ -113,6 +104,17 @@ class Moment(NamedTuple):
         """The same in memory of its own."""
         values = {label: value.clone() for label, value in self.values.items()}
         return self._replace(values=values, queues={label: one.copy() for label, one in self.queues.items()})
+
+
+@dataclass
+class Inputs:
+    """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, steps of
+    a training of `fit` that is not at its end, and the one in progress."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    positions: dict[str, dict[str, int]] = field(default_factory=dict)
+    trained: int = 0
+    training: StepsTaken | None = None
 
 
 class Session:
@@ -157,11 +159,8 @@ class Session:
         self._cluster = cluster
         self._prepared: dict[Any, Prepared] = {}
         self._steps = StepRunner(self.graph.name)
-        self._sources: dict[str, Source] = {}
+        self.inputs: Inputs = self.graph.attached.setdefault("inputs", Inputs())
         self._more_queues: dict[Queue, None] = {}  # that no node uses
-        self._positions: dict[str, dict[str, int]] = {}  # restored, of sources that it does not know yet
-        self._trained = 0
-        self.training: StepsTaken | None = None  # of `fit`, in progress
         self.trace: Trace | None = None  # what the last traced run did
         self._twin: Session | None = None  # for runs that a watch looks at: generated code
         self._is_twin = False
@@ -354,12 +353,12 @@ class Session:
 
     def train(
         self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any]] | tuple[Arrays, int], *, mode: str,
-        timeout: float | None, **options: Any,
+        timeout: float | None, check: str | None = None, **options: Any,
     ) -> Generator[Any, None, None]:  # fmt: skip
         """`fit` on the cluster: ``fetches`` once for each step of ``data``, as steps are applied.
 
         data: values of ``feeds`` for each step, or arrays of which each step takes some rows, and the number of steps.
-        mode, options: as `Cluster.train` has them.
+        mode, check, options: as `run` and `Cluster.train` have them.
         """
         cluster = self.cluster
         if isinstance(data, tuple):
@@ -373,8 +372,12 @@ class Session:
             step = self._sent(prepared, "training")
             fed = ((prepared.feeder.fed(values)[0], self.runs.take()) for values in data)
             source = cluster.batches(step, fed)
-        why = "a Variable is watched" if prepared.trailing else ""
-        with closing(cluster.train(step, source, mode=mode, timeout=timeout, one_by_one=why, **options)) as steps:
+        options["one_by_one"] = "a Variable is watched" if prepared.trailing else ""
+        options["see"] = prepared.see
+        if check is not None:
+            _ensure_nan(check)
+            options["check"] = True
+        with closing(cluster.train(step, source, mode=mode, timeout=timeout, **options)) as steps:
             for _, results in steps:
                 self._steps.ensure_open()
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
@@ -422,13 +425,7 @@ class Session:
         __tracebackhide__ = True
         tensors, shapes = fed
         if self.cluster is not None:
-            try:
-                code = prepared.code
-                sent = self._steps.stoppable(code.step, None, self._on_cluster, prepared, tensors, timeout)
-            except NonFiniteGradient as error:
-                self._locate(error, prepared.code, tensors, self.runs.next - 1)
-                raise
-            return [*sent, *prepared.after()]
+            return self._there(prepared, tensors, timeout)
         while notices:
             warnings.warn(notices.pop(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
@@ -465,10 +462,11 @@ class Session:
     ) -> list[Any]:  # fmt: skip
         """`_execute` of a step that writes nothing that is not finite."""
         __tracebackhide__ = True
-        if check != "nan":
-            raise InvalidArgument(f"check is None or 'nan', not {check!r}")
+        _ensure_nan(check)
         self._ensure_together("check", prepared.code)
         tensors, shapes = fed
+        if self.cluster is not None:
+            return self._there(prepared, tensors, timeout, check=True)
         program, _ = prepared.code.at(shapes)
         checked = Checked(program)
         try:
@@ -477,23 +475,21 @@ class Session:
             if checked.found is not None:
                 self._keep(checked.found)
 
-    def _locate(self, error: NonFiniteGradient, code: StepCode, tensors: list[torch.Tensor], run: int) -> None:
-        """Run a step of a cluster once more here, with probes, and say where its gradient became NaN or infinite."""
-        if code.is_dataflow:
-            return
-        tracer = ValueHealth(code.program)
-        tracer.forward(*tensors, *(variable.value() for variable in code.program.variables), run)
-        self._keep(tracer)
-        found = not_finite(tracer.results, self.graph)
-        error.message += f"\nRun again here: {found.message}"
-        error.cell, error.line, error.op, error.details = found.cell, found.line, found.op, found.details
+    def _there(
+        self, prepared: Prepared, tensors: list[torch.Tensor], timeout: float | None, *, check: bool = False
+    ) -> list[Any]:  # fmt: skip
+        """The step on the cluster."""
+        __tracebackhide__ = True
 
-    def _on_cluster(self, prepared: Prepared, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
-        return list(self.cluster.run(self._sent(prepared), tensors, timeout=timeout, run=self.runs.take()))
+        def run() -> list[Any]:
+            options = {"timeout": timeout, "run": self.runs.take(), "check": check, "see": prepared.see}
+            return list(self.cluster.run(self._sent(prepared), tensors, **options))
+
+        return [*self._steps.stoppable(prepared.code.step, None, run), *prepared.after()]
 
     def _sent(self, prepared: Prepared, *options: str) -> StepGraph:
         """The step for the cluster."""
-        for option in ("memory_budget", "stops", *options):
+        for option in ("memory_budget", *options):
             self._ensure_together(option, prepared.code, prepared)
         return prepared.code.step
 
@@ -501,7 +497,7 @@ class Session:
         """Raise Unimplemented where an option that is asked for does not go with how the step runs."""
         asked = {"memory_budget": self.memory_budget is not None, "queues": code.is_dataflow}
         if prepared is not None:
-            asked |= {"stops": prepared.stops, "looks": bool(prepared.looks)}
+            asked["looks"] = bool(prepared.looks)
         holds = asked | {"cluster": self.cluster is not None}
         if asked.get(option, True):
             for (what, situation), text in _NOT_TOGETHER.items():
@@ -544,14 +540,14 @@ class Session:
         """Write the graph's variables to one safetensors file; the result says what it holds.
 
         With them go what the queues, accumulators and barriers of the graph hold, the positions of its random streams,
-        of the sources that `fit` of this session read or that `reads` names, and of a training that is not at its end,
+        of the sources that `fit` read or that `reads` names, and of a training of the graph that is not at its end,
         so that ``fit(resume=path)`` goes on from there. All of it is as if the steps under way were stopped at that
         moment: what they took is in its queue, unless they put elements, too. A callback of `fit` may call it.
         """
         contents = self.graph.contents
-        variables, training = contents.variables, self.training
+        variables, training = contents.variables, self.inputs.training
         if self.cluster is not None:
-            with standing(self._sources.values()):
+            with standing(self.inputs.sources.values()):
                 queues = self._queues()
                 found, there, step = self.cluster.cut(variables.values(), queues.values())
                 values = {label: found[variable.key] for label, variable in variables.items()}
@@ -567,17 +563,18 @@ class Session:
     def moment(self) -> Moment:
         """Copies of all that `save` writes, of one moment."""
         variables = self.graph.contents.variables
-        with standing(self._sources.values()), LOCKS.read(*variables.values()):  # no step in between
+        with standing(self.inputs.sources.values()), LOCKS.read(*variables.values()):  # no step in between
             values = {label: variable.value() for label, variable in variables.items()}
             held = queue_contents.held_by(self._queues())
-            positions = self._positions_behind(None if self.training is None else self.training.applied, held)
+            training = self.inputs.training
+            positions = self._positions_behind(None if training is None else training.applied, held)
         return Moment(values, positions, held)
 
     def go_back(self, moment: Moment) -> None:
         """Everything is as it was; Variables and queues that are newer stay as they are."""
         variables, queues = self.graph.contents.variables, self._queues()
         held = {label: one for label, one in moment.queues.items() if label in queues}
-        with standing(self._sources.values()):
+        with standing(self.inputs.sources.values()):
             with nullcontext() if self.cluster is not None else LOCKS.write(*variables.values()):
                 for label, value in moment.values.items():
                     if label in variables:
@@ -594,15 +591,17 @@ class Session:
     @property
     def positions(self) -> dict[str, Any]:
         """Where its random streams, sources and training are, as a dict for JSON."""
-        return self._positions_behind(None if self.training is None else self.training.applied)
+        training = self.inputs.training
+        return self._positions_behind(None if training is None else training.applied)
 
     def _positions_behind(self, taken: Taken | None, held: Mapping[str, Held] = _NO_QUEUES) -> dict[str, Any]:
         """The same behind the steps of a training that count, and behind what queues hold."""
         marks = [one.marks for one in held.values()]
-        sources = self._positions | {name: position_behind(one, marks) for name, one in self._sources.items()}
-        trained, position, run = taken or Taken(self._trained, None, self.runs.next)
-        if position is not None and self.training is not None and self.training.source is not None:
-            sources[self.training.source.name] = position
+        inputs, training = self.inputs, self.inputs.training
+        sources = inputs.positions | {name: position_behind(one, marks) for name, one in inputs.sources.items()}
+        trained, position, run = taken or Taken(inputs.trained, None, self.runs.next)
+        if position is not None and training is not None and training.source is not None:
+            sources[training.source.name] = position
         return {
             "streams": {"seed": self.graph.seed, "runs": run}, "sources": sources, "training": {"steps": trained},
         }  # fmt: skip
@@ -611,9 +610,9 @@ class Session:
         """Go on from where `positions` of this session, or of a file, says."""
         if streams := positions.get("streams"):
             self.graph.seed, self.runs.next = streams["seed"], streams["runs"]
-        self._trained = positions.get("training", {}).get("steps", 0)
-        self._positions |= positions.get("sources", {})
-        for source in self._sources.values():
+        self.inputs.trained = positions.get("training", {}).get("steps", 0)
+        self.inputs.positions |= positions.get("sources", {})
+        for source in self.inputs.sources.values():
             self.reads(source)
 
     def restore(
@@ -646,27 +645,29 @@ class Session:
         if isinstance(source, TensorQueue):
             self._more_queues[source] = None
             return
-        if self._sources.setdefault(source.name, source)._root is not source._root:
+        if self.inputs.sources.setdefault(source.name, source)._root is not source._root:
             raise InvalidArgument(
                 f"this session reads another source named {source.name!r}: their positions are saved by name, so give "
                 "each a name= of its own"
             )
-        if (position := self._positions.pop(source.name, None)) is not None:
+        if (position := self.inputs.positions.pop(source.name, None)) is not None:
             source.seek(position)
 
     @property
     def trained(self) -> int:
         """Steps of a training of `fit` that is not at its end."""
-        return self._trained if self.training is None else self.training.applied.steps
+        training = self.inputs.training
+        return self.inputs.trained if training is None else training.applied.steps
 
     def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
         """A training stands still: its data and the random numbers go on behind the last step that counts."""
         with no_interrupt():
             steps, position, self.runs.next = training.applied
-            self._trained = 0 if is_over else steps
+            self.inputs.trained = 0 if is_over else steps
             if training.source is not None and position is not None and not is_over:
                 training.source.back_to(position)
-            self.training = None if self.training is training else self.training
+            if self.inputs.training is training:
+                self.inputs.training = None
 
     def written(self, fetches: Any, feeds: Sequence[Any] = ()) -> Sequence[Variable]:
         """The Variables that a step writes."""
@@ -721,6 +722,11 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session of {self.graph!r}{', closed' if self._steps.is_closed else ''}>"
+
+
+def _ensure_nan(check: str) -> None:
+    if check != "nan":
+        raise InvalidArgument(f"check is None or 'nan', not {check!r}")
 
 
 # -- the default session -------------------------------------------------------------------------------------------

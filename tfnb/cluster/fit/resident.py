@@ -461,9 +461,7 @@ class Loop:
         share = given.share(index, self._ahead.data if self._ahead is not None else None)
         if not share.rows:
             return _Computed(share, [], [])
-        out, pushes = self._program.run(share.feeds, values, share.run)
-        for push in pushes:
-            push.ensure_finite(self._host.name)
+        out, pushes = self._program.run(share.feeds, values, share.run, self._host.name)
         self._seconds = time.monotonic() - begin
         return _Computed(share, out, pushes)
 

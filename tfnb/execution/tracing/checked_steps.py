@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from tfnb.errors import NonFinite
 from tfnb.execution.commit import Pending
+from tfnb.execution.lowering.program import Program
 from tfnb.execution.tracing.health import is_finite
 from tfnb.execution.tracing.live_memory import tensors
 from tfnb.execution.tracing.origins import not_finite
@@ -39,15 +40,31 @@ class Checked(Tracer):
         storages = [variable.storage for variable in self.program.writes]
         before = [storage.clone() for storage in storages]
         self.program.commit(pending)
-        if not _all_finite(storages):
-            bad = [v.name for v, s in zip(self.program.writes, storages, strict=True) if not is_finite(s)]
+        try:
+            ensure_finite(self.program, storages)
+        except NonFinite:
             for storage, copy in zip(storages, before, strict=True):
                 storage.copy_(copy)
-            raise NonFinite(
-                f"the update of {', '.join(bad)} made NaN or infinite numbers of finite gradients; nothing was "
-                "written. Take a smaller learning rate, or limit the gradients",
-                node=bad[0],
-            )
+            raise
+
+
+def try_update(program: Program, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run: int) -> None:
+    """Raise NonFinite where an update would write NaN or infinite numbers; it is made on copies of ``storages``."""
+    copies = [s.clone() if v in program.writes else s for v, s in zip(program.variables, storages, strict=True)]
+    program.commit(program.compute(feeds, copies, run)[1])
+    of = dict(zip(program.variables, copies, strict=True))
+    ensure_finite(program, [of[variable] for variable in program.writes])
+
+
+def ensure_finite(program: Program, written: Sequence[torch.Tensor]) -> None:
+    """Raise NonFinite where what the Variables of ``program.writes`` got is not finite."""
+    bad = [v.name for v, s in zip(program.writes, written, strict=True) if not _all_finite([s])]
+    if bad:
+        raise NonFinite(
+            f"the update of {', '.join(bad)} made NaN or infinite numbers of finite gradients; nothing was "
+            "written. Take a smaller learning rate, or limit the gradients",
+            node=bad[0],
+        )
 
 
 def _all_finite(values: Iterable[Any]) -> bool:
