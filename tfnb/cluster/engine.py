@@ -328,9 +328,7 @@ class Engine:
         try:
             instructions = machine.on(e.Start(), time.monotonic())
             while True:
-                if see is not None and machine.is_computed:
-                    await self._show(see, machine, queues)
-                    see = None
+                see = await self._shown(see, machine, queues)
                 there: list[p.Prepare | p.Commit] = []  # for all shards at once
                 begun: list[Coroutine[Any, Any, None]] = []
                 for instruction in instructions:
@@ -373,10 +371,12 @@ class Engine:
             for work in carried:
                 work.cancel()
 
-    async def _show(
-        self, see: Callable[[list[Any]], None], machine: p.Step, queues: Sequence[tuple[int, str]]
-    ) -> None:  # fmt: skip
-        """Let the user look at what a step computed; everybody forgets its round where that raises."""
+    async def _shown(
+        self, see: Callable[[list[Any]], None] | None, machine: p.Step, queues: Sequence[tuple[int, str]]
+    ) -> Callable[[list[Any]], None] | None:  # fmt: skip
+        """Let the user look at what a step computed, once; everybody forgets its round where that raises."""
+        if see is None or not machine.is_computed:
+            return see
         answers = [machine.values[task] for task in machine.ranges]
         try:
             await asyncio.to_thread(see, list(map(_unpacked, answers)))
@@ -390,6 +390,7 @@ class Engine:
             else:
                 self._forget_round(machine.number)
             raise
+        return None
 
     async def _run_part(
         self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event],
