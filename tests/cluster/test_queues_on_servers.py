@@ -13,7 +13,15 @@ import torch
 
 import tfnb
 from tests.state.test_queues import in_thread
-from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange, Unimplemented, WorkerLost
+from tfnb.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    StepAborted,
+    Unimplemented,
+    WorkerLost,
+)  # fmt: skip
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import attempt_on
 
@@ -203,3 +211,19 @@ def test_a_queue_that_asks_for_a_server_that_is_not_there(connect) -> None:
     cluster = connect(2)
     assert tfnb.Session(graph).run(taken) == 3
     cluster.close()
+
+
+def test_a_queue_that_was_reset_does_not_come_home_and_others_do(connect) -> None:
+    short = tfnb.FIFOQueue(3, torch.float32, (), name="short", container="short")
+    long = fifo("long")
+    cluster = connect(2)
+    short.enqueue(1.0), long.enqueue(2.0)
+    thread, found = in_thread(lambda: short.dequeue_many(2, timeout=60))
+    until(lambda: short.level.dequeues == 1)
+    tfnb.reset("short")
+    thread.join(60)
+    assert isinstance(found[0], StepAborted) and "reset" in str(found[0])
+    cluster.close()
+    assert long.dequeue() == 2
+    with pytest.raises(NotFound, match="'short' was reset"):
+        short.size()

@@ -323,3 +323,9 @@ def test_a_loader_with_workers_is_taken_up_and_fills_a_queue() -> None:
     queue = tfnb.FIFOQueue(2, torch.float32, ())
     tfnb.QueueRunner(queue, [source])
     assert [float(total) for total in queue] == [5, 9, 6]
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    for reader in (tfnb.TextLineReader(str(tmp_path)), tfnb.WholeFileReader(str(tmp_path))):
+        with pytest.raises(InvalidArgument, match="is no file to read"):
+            reader.read()

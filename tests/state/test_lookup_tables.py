@@ -107,6 +107,9 @@ def test_bad_input_says_what_to_do() -> None:
         tfnb.HashTable([1, 2], [1, 2]).lookup(torch.ones(2))
     with pytest.raises(InvalidArgument, match="num_oov_buckets"):
         tfnb.HashTable([1, 2], [0.1, 0.2], num_oov_buckets=2)
+    for buckets in (-1, 1.5, True):
+        with pytest.raises(InvalidArgument, match="num_oov_buckets is an int"):
+            tfnb.HashTable([1, 2], [1, 2], num_oov_buckets=buckets)
     with pytest.raises(InvalidArgument, match="capacity"):
         tfnb.MutableHashTable(0, 1)
     for make in (lambda: tfnb.HashTable([1, EMPTY], [1, 2]), lambda: tfnb.MutableHashTable(2, 1).insert([EMPTY], [1])):

@@ -118,7 +118,7 @@ class QueueHomes:
         if self._home in HOMES:
             HOMES.remove(self._home)
         found = [(queue, queue.machine) for queue in list(self._here) if isinstance(queue.machine, RemoteQueue)]
-        await asyncio.gather(*(machine.come_home(queue) for queue, machine in found))
+        await asyncio.gather(*(machine.come_home(queue) for queue, machine in found if not machine.is_dropped))
         self._here.clear()
 
     def lost(self, error: TfnbError) -> None:

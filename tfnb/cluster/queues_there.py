@@ -234,6 +234,7 @@ class RemoteQueue:
     cause: BaseException | None = None
     used: float | None = None
     heir: Home | None = None  # where it went
+    is_dropped: bool = False  # nothing of it is there any more
     past: Mapping[str, set[str]] = field(default_factory=lambda: defaultdict(lambda: {OTHERS}))
     others: str = OTHERS
     earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
@@ -338,6 +339,7 @@ class RemoteQueue:
 
     def abort(self, why: str) -> None:
         """Nobody needs it any more."""
+        self.is_dropped = True
         self.channel.act("drop", self.key, {"why": why})
 
     # -- on its way -----------------------------------------------------------------------------------------------

@@ -213,6 +213,8 @@ class _FileReader(Source):
                 yield file
         except FileNotFoundError as error:
             raise NotFound(f"{self.name}: no file is at {entry.full_name}") from error
+        except (IsADirectoryError, PermissionError) as error:
+            raise InvalidArgument(f"{self.name}: {entry.full_name} is no file to read: {error}") from error
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             if entry.compression is None:
                 raise

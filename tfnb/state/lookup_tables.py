@@ -110,9 +110,11 @@ class HashTable(_Table):
             raise InvalidArgument(f"table {name}: the key {EMPTY} marks an empty place, so no table can have it")
         if rows.dim() == 0 or len(rows) != len(taken) or len(taken) == 0:
             raise ShapeError(f"table {name}: {len(taken)} keys need as many values, and at least 1: {list(rows.shape)}")
-        if num_oov_buckets < 0 or (num_oov_buckets and (rows.dim() > 1 or rows.is_floating_point())):
+        is_count = type(num_oov_buckets) is int and num_oov_buckets >= 0
+        if not is_count or (num_oov_buckets and (rows.dim() > 1 or rows.is_floating_point())):
             raise InvalidArgument(
-                f"table {name}: num_oov_buckets is at least 0 and goes with integer values, it is {num_oov_buckets!r}"
+                f"table {name}: num_oov_buckets is an int of at least 0 and goes with integer values; it is "
+                f"{num_oov_buckets!r}"
             )
         ordered, order = torch.sort(taken, stable=True)
         rows = rows[order]
