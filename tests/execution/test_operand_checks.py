@@ -18,13 +18,20 @@ torch.set_num_threads(2)
 torch.manual_seed(0)
 N, ROWS, WIDTH = 4096, 10, 16
 table, other = nn.Embedding(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-names = ("emb", "gather", "index", "select", "scatter", "put", "target", "rows", "divisor")
+names = ("emb", "gather", "index", "select", "scatter", "put", "target", "rows", "added", "divisor")
+summed = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+@tfnb.custom_gradient
+def with_rows(weight, at):
+    return weight.sum(), lambda dy: tfnb.IndexedSlices(dy * torch.ones(N, WIDTH), at, (ROWS, WIDTH))
+
 with tfnb.record() as g:
     at = {name: tfnb.placeholder(torch.ones(N, dtype=torch.int64), name=name, shape=(N,)) for name in names}
     x = tfnb.placeholder(torch.randn(N, WIDTH), name="x", shape=(N, WIDTH))
     picked = table(at["emb"])
     loss = F.cross_entropy(picked * x, at["target"], ignore_index=-100)
     train = tfnb.train.SGD(0.1).minimize(loss)
+    rows = tfnb.train.Adam(0.1).minimize(with_rows(summed, at["added"]))
     more = [
         x.exp().gather(1, at["gather"][:, None]), (x + 1).tanh()[at["index"]],
         (x + 2).index_select(0, at["select"]), x.exp().scatter(1, at["scatter"][:, None], 1.0),
@@ -35,8 +42,11 @@ good = {at[name]: torch.randint(1, ROWS, (N,)) for name in names} | {x: torch.ra
 good[at["target"]][::3] = -100
 session, plain = tfnb.Session(g, compile="now"), tfnb.Session(g, compile="off")
 torch.testing.assert_close(session.run([loss, *more], good), plain.run([loss, *more], good), rtol=1e-4, atol=1e-4)
-session.run([train, *more], good)
+session.run([train, rows, *more], good)
 assert ": compiled; " in session.status()[0], session.status()
+whole = tfnb.Session(g, compile="now")
+whole.run(rows, {at["added"]: good[at["added"]]})
+assert ": compiled; " in whole.status()[0] and "the rest" not in whole.status()[0], whole.status()
 before = table.weight.detach().clone()
 for name, bad in [
     *((name, 5000) for name in names if name != "divisor"), ("index", -5000), ("divisor", 0),
@@ -44,13 +54,14 @@ for name, bad in [
 ]:
     wrong = good[at[name]].clone()
     wrong[3000] = bad
+    added = summed.detach().clone()
     try:
-        session.run([train, *more], good | {at[name]: wrong})
+        session.run([train, rows, *more], good | {at[name]: wrong})
     except tfnb.errors.TfnbError as error:
         assert "line" in str(error), error
     else:
         raise AssertionError(f"{name} took {bad}")
-    assert torch.equal(table.weight, before), name
+    assert torch.equal(table.weight, before) and torch.equal(summed, added), name
 for name in ("index", "put"):
     negative = good | {at[name]: -good[at[name]]}
     torch.testing.assert_close(session.run(more, negative), plain.run(more, negative), rtol=1e-4, atol=1e-4)

@@ -62,6 +62,26 @@ def test_the_default_dtype_is_part_of_the_question() -> None:
     assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
 
 
+def test_a_run_has_the_default_dtype_of_the_recording() -> None:
+    """Workers of a cluster, and a later cell, may have another one."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with tfnb.record():
+            x = tfnb.placeholder(torch.arange(4))
+            n, z = x.shape[0], tfnb.placeholder(torch.ones(4, dtype=torch.complex128))
+            made = [torch.zeros(n, 2), torch.full((n,), 1.5), torch.rand(n), torch.arange(0, n * 1.0), torch.eye(3)]
+            ratios = [x / 3, 2 / (x + 1), x * 0.3, x.sqrt(), 2.5**x, torch.where(x > 1, x, 0.3), (x == 1).sum() / n]
+            feeds, values = {x: torch.arange(4), z: torch.ones(4, dtype=torch.complex128)}, [*made, *ratios, z.abs()]
+        wanted = tfnb.run(values, feeds)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {value.dtype for value in wanted} == {torch.float64}
+    again = tfnb.Session(values[0].graph).run(values, feeds)  # lowered anew
+    for value, got, want in zip(values, again, wanted, strict=True):
+        assert got.dtype == want.dtype
+        assert value is made[2] or torch.equal(got, want)  # that one is drawn
+
+
 def test_a_view_is_not_taken_for_memory_of_its_own() -> None:
     data = torch.randn(4, 6)
     with tfnb.record():

@@ -45,6 +45,13 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
     flat = fakes if isinstance(fakes, (list, tuple)) else (fakes,)
     if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
         return fakes  # sizes and other numbers: symbolic already
+    default = torch.get_default_dtype()  # a run may have another one, on another machine
+    if not inputs and attr_kwargs.get("dtype") is None and "dtype" in own.names:
+        attr_kwargs["dtype"] = flat[0].dtype
+    elif default is not torch.float32 and _makes_fractions(func, inputs) and flat[0].dtype is default:
+        first = next(index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor))
+        with rec.on():
+            return func(*args[:first], args[first].to(default), *args[first + 1 :], **kwargs)
     override = rec.override(func)
     specs = tuple(ABSENT if f is None else rec.space.shapes.spec(f) for f in flat)
     value = rec.tape.append(
@@ -83,6 +90,12 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
     if isinstance(fakes, (list, tuple)):
         return type(fakes)(wrapped) if type(fakes) in (list, tuple) else tuple(wrapped)
     return wrapped[0]
+
+
+def _makes_fractions(func: Op, inputs: list[Entry]) -> bool:
+    """Whether an elementwise op that gives floating numbers has integers alone to take their dtype from."""
+    dtypes = {entry.fake.dtype for entry in inputs}
+    return torch.Tag.pointwise in func.tags and not any(d.is_floating_point or d.is_complex for d in dtypes)
 
 
 def _arguments(

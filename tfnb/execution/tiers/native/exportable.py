@@ -33,6 +33,7 @@ from tfnb.graph import ops
 from tfnb.graph.op_facts import kernel
 from tfnb.graph.ops import overload
 from tfnb.kernels.attention import attention, attention_backward
+from tfnb.kernels.sparse_rows import slices
 from tfnb.kernels.formulas import FORMULAS
 from tfnb.passes import feed_symbols
 
@@ -45,8 +46,16 @@ _BY_SHAPE = frozenset({
 })  # fmt: skip
 """Random ops that read no value of their operand."""
 _ours = torch.ops.tfnb
+
+
+def _densify(values: torch.Tensor, indices: torch.Tensor, rows: Any) -> torch.Tensor:
+    """As `tfnb.kernels.sparse_rows.densify`, by an op whose indices are checked."""
+    return torch.index_add(values.new_zeros([rows, *values.shape[1:]]), 0, indices, values)
+
+
 FORMS: Mapping[Any, Callable[..., Any]] = {
     _ours.attention.default: attention, _ours.attention_backward.default: attention_backward,
+    _ours.slices.default: slices, _ours.densify.default: _densify,
 }  # fmt: skip
 """Ops of ours that are torch's own ops, one after the other, all of which have a form in C."""
 
