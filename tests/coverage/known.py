@@ -48,6 +48,7 @@ VARYING: dict[str, str] = {
     "fft.hfft2": NUMBERS,
     "fft.hfftn": NUMBERS,
     "gradient": NUMBERS,
+    "hash_tensor": NUMBERS,
     "kron": NUMBERS,
     "linalg.cond": TALL,
     "linalg.lstsq.grad_oriented": TALL,

@@ -36,6 +36,7 @@ for node in g.nodes:
 """
 
 
+@pytest.mark.slow
 def test_nodes_have_the_device_of_what_they_are_computed_from_or_the_current_one() -> None:
     """On fake CUDA devices, in a process of its own."""
     found = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, timeout=200)

@@ -41,7 +41,7 @@ def heard() -> Iterator[list[str]]:
 
 
 def test_random_presses_end_what_they_come_into() -> None:
-    command = [sys.executable, "-m", "tests.recording.presses", "45", "0"]
+    command = [sys.executable, "-m", "tests.recording.presses", "15", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -386,6 +386,7 @@ def test_a_buffer_used_before_its_module_is_called_is_a_variable() -> None:
     assert torch.equal(model.scale, torch.full((3,), 4.0))
 
 
+@pytest.mark.slow
 def test_samples_that_nobody_holds_give_their_memory_back() -> None:
     layers = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(8)))
     with tfnb.record() as g:

@@ -142,3 +142,8 @@ def test_shape_errors_speak_of_letters_and_leave_no_log(caplog: pytest.LogCaptur
         with pytest.raises(ShapeError, match=r"\[B, 3\] X \[5, 2\]"):
             x @ torch.ones(5, 2)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_wrong_channels_of_a_batch_norm_fail_in_a_lazy_recording() -> None:
+    with pytest.raises(Exception, match="length 7"), tfnb.record(lazy=True):
+        F.batch_norm(tfnb.placeholder(torch.randn(4, 5, 6)), torch.ones(7), torch.ones(7), training=True)

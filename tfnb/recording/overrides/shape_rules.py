@@ -61,6 +61,7 @@ def _like_first(*args: Any, **_: Any) -> Any:
     Stage.SHAPE,
     aten.hardshrink_backward.default,
     aten.softshrink_backward.default,
+    aten.multi_margin_loss_backward.default,
     aten.multilabel_margin_loss_backward.default,
     aten.fractional_max_pool2d_backward.default,
     aten.fractional_max_pool3d_backward.default,
@@ -210,6 +211,11 @@ def _fractional(spatial: int) -> Callable[..., Any]:
     return shape
 
 
+@override(Stage.SHAPE, aten._histogramdd_from_bin_cts.default)
+def _histogramdd(x: Any, bins: Any, **kwargs: Any) -> Any:
+    return x.new_empty(bins)
+
+
 @override(Stage.SHAPE, aten.histogram.bin_ct)
 def _histogram(x: Any, bins: int, **kwargs: Any) -> Any:
     return x.new_empty(bins), x.new_empty(bins + 1)
@@ -218,6 +224,11 @@ def _histogram(x: Any, bins: int, **kwargs: Any) -> Any:
 @override(Stage.SHAPE, aten.histogram.bins_tensor)
 def _histogram_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
     return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
+
+
+@override(Stage.SHAPE, aten._histogramdd_bin_edges.default)
+def _histogramdd_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
+    return [x.new_empty(count + 1) for count in bins]
 
 
 @override(Stage.SHAPE, aten._grouped_mm.default)

@@ -1,6 +1,5 @@
 """Shape rules: symbolic sizes, fake tensors, and the rules that torch lacks.
 
-`symbols` owns the symbolic sizes and guards, `fakes` the fake tensors. `shape_cache` asks torch's rules,
-`shape_examples` by example; `custom_op_shapes` finds those of custom ops. Rules that torch lacks are in
-`overrides.shape_rules`.
+`symbols` owns the symbolic sizes and guards, `fakes` the fake tensors. `shape_cache` asks torch's rules and remembers
+what they said; `custom_op_shapes` finds those of custom ops. Rules that torch lacks are in `overrides.shape_rules`.
 """

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.graph import Spec
 from tfnb.graph.node import leaves
 from tfnb.graph.op_facts import Op, facts
-from tfnb.recording.shapes.shape_examples import Fresh, ask
 from tfnb.recording.shapes.symbols import Symbols
 
 _PURE = frozenset({"aten", "prims", "tfnb"})  # a fake kernel of a user's op may do anything
@@ -35,7 +34,6 @@ class Shapes:
         self._dense: dict[Any, torch.Tensor] = {}  # metadata of fresh memory -> the one fake tensor that has it
         self._kept: dict[int, torch.Tensor] = {}  # every fake tensor whose identity stands in a key
         self._specs: dict[int, Spec] = {}
-        self._contiguous: dict[Any, torch.Tensor] = {}  # dtype, device and sizes -> the same
         self._later: dict[int, Any] = {}  # what stands in keys for a fake tensor that begins later in its memory
         self._alike: dict[Any, int] = {}  # metadata of such, but for where they begin -> the first one
         self._relations = 0
@@ -48,11 +46,6 @@ class Shapes:
         if found is not None:
             return found
         is_view = facts(func).is_view
-        if key is not None and not is_view:
-            found = self._by_example(args, kwargs, rule)
-            if found is not None:
-                self._results[key] = found
-                return found
         if key is not None and is_view and func.namespace == "aten" and all(map(_is_plain, leaves((args, kwargs)))):
             out = self._view(func, args, kwargs)
         else:
@@ -67,13 +60,6 @@ class Shapes:
             self._results[self._key(func, args, kwargs)] = out
         return out
 
-    def _by_example(self, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
-        with self.symbols.unlogged():
-            found = ask(args, kwargs, rule)
-        if found is None:
-            return None
-        return self._fresh(found) if isinstance(found, Fresh) else type(found)(map(self._fresh, found))
-
     def _view(self, func: Op, args: Any, kwargs: Any) -> Any:
         """A view of sizes that are numbers: torch's kernel of it, without the mode's way there, which takes longer."""
         device = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, FakeTensor)).fake_device
@@ -83,18 +69,6 @@ class Shapes:
         return (
             [FakeTensor(mode, each, device) for each in out] if isinstance(out, list) else FakeTensor(mode, out, device)
         )
-
-    def _fresh(self, wanted: Fresh | None) -> torch.Tensor | None:
-        """The fake tensor of contiguous memory with these sizes."""
-        if wanted is None:
-            return None
-        key = (wanted.dtype, wanted.device, *map(_expr, wanted.shape))
-        found = self._contiguous.get(key)
-        if found is None:
-            with self.symbols.kernel():
-                made = torch.empty(wanted.shape, dtype=wanted.dtype, device=wanted.device)
-            found = self._contiguous[key] = self._one(made)
-        return found
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor with the static shape and strides of a plain tensor."""
@@ -121,7 +95,6 @@ class Shapes:
             self._relations = relations
             self._results.clear()
             self._dense.clear()
-            self._contiguous.clear()
             self._later.clear()
             self._alike.clear()
             self._specs.clear()

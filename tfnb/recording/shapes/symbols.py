@@ -93,6 +93,13 @@ class _Env(ShapeEnv):
     def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
         """No log of a size that only data tell, for the same reason."""
 
+    def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: Any = None) -> Any:
+        """Inside a kernel a question with a default gets that, unless one answer holds at every size."""
+        if self.kernel and fallback_value is not None:
+            found = self._maybe_evaluate_static(sym_node.expr)
+            return fallback_value if found is None else found
+        return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if self.laying:
             with self.suppress_guards():
