@@ -13,7 +13,7 @@ import torch
 
 import tfnb
 from tests.state.test_queues import in_thread
-from tests.state.test_saved_queues import KINDS
+from tests.state.test_saved_queues import KINDS, Files, Summing
 from tfnb.errors import Aborted, CheckpointCorrupt, OutOfRange
 from tfnb.state import checkpoint
 from tfnb.state.queue_machine import QueueMachine
@@ -183,3 +183,18 @@ def test_a_runner_goes_on_there_where_the_file_says(connect, tmp_path: Path) -> 
     assert [int(n) for n in queue] == [*range(5, 20)]
     runner.coordinator.join()
     assert threading.active_count() < 50
+
+
+def test_a_training_that_is_broken_off_there_gives_back_what_tasks_did_not_use(connect, tmp_path: Path) -> None:
+    one = Summing()
+    connect(2)
+    one.queue.enqueue_many(torch.arange(1, 201))
+    with pytest.raises(RuntimeError, match="mine"):
+        one.fit(callbacks=[Files(one.graph, tmp_path, {4, 9})])
+    rest = one.rest()
+    done = 200 - len(rest)
+    assert rest == [*range(done + 1, 201)] and one.total.value() == done * (done + 1) // 2
+    tensors, _ = checkpoint.load(tmp_path / "9")
+    left = [int(n) for n in tensors["@numbers/0"]]
+    done = 200 - len(left)
+    assert left == [*range(done + 1, 201)] and int(tensors["total"]) == done * (done + 1) // 2

@@ -445,6 +445,58 @@ def test_a_queue_of_no_node_is_kept_where_the_session_reads_it(tmp_path: Path) -
     assert held(queue) == [4, 5]
 
 
+# -- trainings over a queue -----------------------------------------------------------------------------------------
+
+
+class Summing:
+    """A training that adds up the elements of a queue."""
+
+    def __init__(self) -> None:
+        self.queue = fifo("numbers", 1000)
+        self.total = tfnb.Variable(0, name="total")
+        with tfnb.record() as self.graph:
+            self.x = tfnb.placeholder(torch.tensor(1))
+            self.step = self.total.assign_add(self.x)
+
+    def fit(self, **options: Any) -> Any:
+        return tfnb.fit(self.step, self.queue, feeds=self.x, **options)
+
+    def rest(self) -> list[int]:
+        return [int(self.queue.dequeue()) for _ in range(self.queue.size())]
+
+
+class Files:
+    """Saves after some steps, and breaks off after the last of them."""
+
+    def __init__(self, graph: Any, folder: Path, steps: set[int]) -> None:
+        self.session, self.folder, self.steps = tfnb.session.default_session(graph), folder, steps
+
+    def on_step(self, progress: Any) -> None:
+        if progress.step in self.steps:
+            self.session.save(self.folder / str(progress.step))
+        if progress.step == max(self.steps):
+            raise RuntimeError("mine")
+
+
+def test_a_training_that_is_broken_off_gives_back_what_no_step_counts_of(tmp_path: Path) -> None:
+    one = Summing()
+    one.queue.enqueue_many(torch.arange(1, 41))
+    with pytest.raises(RuntimeError, match="mine"):
+        one.fit(callbacks=[Files(one.graph, tmp_path, {4, 9})])
+    assert one.total.value() == 45 and one.rest() == [*range(10, 41)]
+    for steps in (4, 9):
+        again = Summing()
+        again.queue.close()  # as it is in the file it is open
+        session = tfnb.session.default_session(again.graph)
+        session.reads(again.queue)
+        session.restore(tmp_path / str(steps))
+        assert again.total.value() == steps * (steps + 1) // 2 and not again.queue.level.closed
+        assert again.rest() == [*range(steps + 1, 41)]
+        again = Summing()
+        assert again.fit(resume=tmp_path / str(steps), steps=20).steps == 20 - steps
+        assert again.total.value() == 20 * 21 // 2 and again.rest() == [*range(21, 41)]
+
+
 # -- random interleavings -----------------------------------------------------------------------------------------
 
 

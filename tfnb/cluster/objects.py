@@ -26,6 +26,7 @@ from tfnb.cluster.wire import size
 from tfnb.errors import Aborted, InvalidArgument, NotFound, StepAborted, TfnbError
 from tfnb.graph.queue import QUEUES, Queue
 from tfnb.graph.spec import dtype_name
+from tfnb.state.orders import unpacked
 from tfnb.state.queue_machine import Attempt, Mark, QueueMachine, StepQueues, become, copied
 from tfnb.state.queue_operations import attempt_on, made, ordered, outcome
 
@@ -114,6 +115,7 @@ class Objects:
         }  # fmt: skip
         self._acts: dict[str, Callable[[Channel, int, str, Mapping[str, Any], list[torch.Tensor]], None]] = {
             "make": self._make, "do": self._do, "withdraw": self._withdraw, "leave": self._leave, "drop": self._drop,
+            "front": self._put_front,
         }  # fmt: skip
 
     @property
@@ -384,6 +386,15 @@ class Objects:
         for other in map(int, facts["numbers"]):
             if other in channel.open:
                 _withdraw(channel, channel.open[other])
+        channel.end(End(number, {}))
+
+    def _put_front(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """Elements that were taken, and not used, come next again."""
+        held = self._held(key)
+        held.nbytes += size(given)
+        held.machine.put_front(unpacked(facts, given))
         channel.end(End(number, {}))
 
     def _leave(

@@ -26,7 +26,7 @@ from tfnb.cluster.objects import BYTES, ENTRIES, write_queue
 from tfnb.cluster.wire import size
 from tfnb.errors import Cancelled, OutOfRange, ParameterServerLost, StepAborted, TfnbError, Unavailable
 from tfnb.graph.queue import Queue
-from tfnb.state.orders import Element, unpacked
+from tfnb.state.orders import Element, packed, unpacked
 from tfnb.state.queue_machine import Attempt, Home, Level, QueueMachine
 from tfnb.state.queue_operations import made
 
@@ -333,6 +333,16 @@ class RemoteQueue:
 
     def give_back(self, attempts: Sequence[Attempt]) -> None:
         """The notebook decides what comes back: the round of these."""
+
+    def put_front(self, elements: Sequence[Element]) -> None:
+        """These come next again; waits until they do."""
+        if self.heir is not None:
+            self.heir.put_front(elements)
+            return
+        done = threading.Event()
+        lengths, tensors = packed(elements)
+        self.channel.act("front", self.key, lengths, tensors, then=lambda about, _: done.set())
+        done.wait(CONFIRM)
 
     def look(self) -> None:
         """The server looks."""

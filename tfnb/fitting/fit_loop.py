@@ -31,6 +31,8 @@ from tfnb.session import Session, default_session
 from tfnb.session.structures import graph_of
 from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
+from tfnb.state.queue_elements import QueueElements
+from tfnb.state.queues import TensorQueue
 from tfnb.state.steps_taken import StepsHere, StepsThere
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.callbacks import Callbacks, Progress
@@ -154,9 +156,12 @@ def fit(
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
     checked = _validation(session, validation, feeds, names, watched)
+    if isinstance(data, TensorQueue):
+        session.reads(data)
+        data = QueueElements(data)
     start = begin(session, resume)
     reads = data if isinstance(data, Source) else None
-    if reads is not None:
+    if reads is not None and not isinstance(reads, QueueElements):
         session.reads(reads)
     source = batches(
         data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=start
@@ -310,6 +315,7 @@ class _Run:
         validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None, mode: Mode,
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
+        self._reads = reads
         self.step = begin  # told
         self._samples = 0
         self.why_over: str | None = None  # a callback ended it
@@ -341,6 +347,8 @@ class _Run:
         self.step += 1
         self._samples += batch.rows
         self.steps.ends()
+        if isinstance(self._reads, QueueElements) and (position := self.steps.applied.position) is not None:
+            self._reads.counted(position)
         is_known = not any(value is None for value in values)  # else a lost task told nobody of them
         self._metrics.add(self.step, batch.rows, values if is_known else (), batch.epoch)
         if self._callbacks.follow_steps:

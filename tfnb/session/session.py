@@ -60,6 +60,7 @@ from tfnb.state.batch_order import Arrays, Rows
 from tfnb.state.chunks import Chunked, like
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_contents import Held
+from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
 from tfnb.state.run_numbers import RunNumbers
 from tfnb.state.source_puts import position_behind, standing
@@ -108,11 +109,12 @@ class Moment(NamedTuple):
 
 @dataclass
 class Inputs:
-    """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, steps of
-    a training of `fit` that is not at its end, and the one in progress."""
+    """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, queues
+    that no node uses, steps of a training of `fit` that is not at its end, and the one in progress."""
 
     sources: dict[str, Source] = field(default_factory=dict)
     positions: dict[str, dict[str, int]] = field(default_factory=dict)
+    queues: dict[Queue, None] = field(default_factory=dict)
     trained: int = 0
     training: StepsTaken | None = None
 
@@ -160,7 +162,6 @@ class Session:
         self._prepared: dict[Any, Prepared] = {}
         self._steps = StepRunner(self.graph.name)
         self.inputs: Inputs = self.graph.attached.setdefault("inputs", Inputs())
-        self._more_queues: dict[Queue, None] = {}  # that no node uses
         self.trace: Trace | None = None  # what the last traced run did
         self._twin: Session | None = None  # for runs that a watch looks at: generated code
         self._is_twin = False
@@ -553,7 +554,7 @@ class Session:
                 values = {label: found[variable.key] for label, variable in variables.items()}
                 held = {label: there[queue] for label, queue in queues.items()}
                 taken = training.at(step) if isinstance(training, StepsThere) else None
-                moment = Moment(values, self._positions_behind(taken, held), held)
+                moment = Moment(values, self._positions_behind(taken, held), self._with_drawn(held, taken))
         else:
             moment = self.moment()
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
@@ -567,8 +568,20 @@ class Session:
             values = {label: variable.value() for label, variable in variables.items()}
             held = queue_contents.held_by(self._queues())
             training = self.inputs.training
-            positions = self._positions_behind(None if training is None else training.applied, held)
-        return Moment(values, positions, held)
+            taken = None if training is None else training.applied
+            positions = self._positions_behind(taken, held)
+        return Moment(values, positions, self._with_drawn(held, taken))
+
+    def _with_drawn(self, held: Mapping[str, Held], taken: Taken | None) -> Mapping[str, Held]:
+        """The same, where a training takes elements with those that it drew and no step counts of."""
+        source = None if self.inputs.training is None else self.inputs.training.source
+        if not isinstance(source, QueueElements) or taken is None or taken.position is None:
+            return held
+        back, queues = source.after(taken.position), self._queues()
+        return {
+            label: queue_contents.in_front(queues[label], one, back) if queues[label] is source.queue else one
+            for label, one in held.items()
+        }
 
     def go_back(self, moment: Moment) -> None:
         """Everything is as it was; Variables and queues that are newer stay as they are."""
@@ -586,7 +599,7 @@ class Session:
             self.go_to(moment.positions)
 
     def _queues(self) -> dict[str, Queue]:
-        return queue_contents.labelled([*queues_of(self.graph.nodes), *self._more_queues])
+        return queue_contents.labelled([*queues_of(self.graph.nodes), *self.inputs.queues])
 
     @property
     def positions(self) -> dict[str, Any]:
@@ -600,8 +613,9 @@ class Session:
         inputs, training = self.inputs, self.inputs.training
         sources = inputs.positions | {name: position_behind(one, marks) for name, one in inputs.sources.items()}
         trained, position, run = taken or Taken(inputs.trained, None, self.runs.next)
-        if position is not None and training is not None and training.source is not None:
-            sources[training.source.name] = position
+        is_read = training is not None and not isinstance(training.source, QueueElements | None)
+        if position is not None and is_read:
+            sources[training.source.name] = position  # type: ignore[union-attr]
         return {
             "streams": {"seed": self.graph.seed, "runs": run}, "sources": sources, "training": {"steps": trained},
         }  # fmt: skip
@@ -643,7 +657,7 @@ class Session:
         the graph does not use: keep what it holds. Raises InvalidArgument where another source of that name is known.
         """
         if isinstance(source, TensorQueue):
-            self._more_queues[source] = None
+            self.inputs.queues[source] = None
             return
         if self.inputs.sources.setdefault(source.name, source)._root is not source._root:
             raise InvalidArgument(

@@ -17,6 +17,7 @@ from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, NotFound
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import dtype_name
 from tfnb.state import checkpoint
+from tfnb.state.orders import Element
 from tfnb.state.queue_machine import QueueMachine, become, copied
 from tfnb.state.queue_operations import machine_of, made, ordered
 
@@ -65,6 +66,14 @@ def held_by(queues: Mapping[str, Queue]) -> dict[str, Held]:
     }
     found = copied({machine: ordered(queues[label]) for label, machine in machines.items()})
     return {label: Held(*one) for label, one in zip(machines, found, strict=True)}
+
+
+def in_front(queue: Queue, held: Held, elements: Sequence[Element]) -> Held:
+    """What a queue would hold if these came next."""
+    machine = _filled(queue, held)
+    machine.put_front(elements)
+    (found,) = copied({machine: ordered(queue)})
+    return Held({**found[0], "marks": held.found["marks"]}, found[1])
 
 
 def hold_again(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> None:

@@ -82,7 +82,7 @@ class Attempt:
         self.outputs: tuple[torch.Tensor, ...] | None = None
         self.enqueued = self.kept = self.answer = 0
         self.taken: list[Element] = []
-        self.numbers: list[int] = []  # the place of each of those in the order in which elements were taken
+        self.numbers: list[float] = []  # the place of each of those in the order in which elements were taken
         self.error: TfnbError | None = None
         self.is_over = self.is_placed = False
         self.followers: list[Attempt] = []
@@ -179,6 +179,9 @@ class Home(Protocol):
     def give_back(self, attempts: Sequence[Attempt]) -> None:
         """What these took comes next again."""
 
+    def put_front(self, elements: Sequence[Element]) -> None:
+        """These come next again, also where the queue is full or closed."""
+
     def look(self) -> None:
         """Time has passed."""
 
@@ -224,7 +227,7 @@ class QueueMachine:
         self._taken = 0  # elements so far
         self._since = 0  # those up to this number are of contents that are gone, and never come back
         self.marks: dict[str, int] = {}  # of the last element of each source
-        self._front: list[int] = []  # numbers of those that came back, and are the first ones again
+        self._front: list[float] = []  # numbers of those that came back, and are the first ones again
 
     @property
     def size(self) -> int:
@@ -312,6 +315,18 @@ class QueueMachine:
             for attempt in attempts:
                 self._restore(attempt)
             self.lent.difference_update(attempts)
+            over = self._settled()
+        _tell(over)
+
+    def put_front(self, elements: Sequence[Element]) -> None:
+        """These come next again, also where the queue is full or closed."""
+        if self.heir is not None:
+            self.heir.put_front(elements)
+            return
+        with self._lock:
+            end = self._front[0] if self._front else self._taken + 1
+            room = (end - self._since) / (len(elements) + 1)
+            self._come_back([self._since + room * (place + 1) for place in range(len(elements))], elements)
             over = self._settled()
         _tell(over)
 
@@ -473,7 +488,7 @@ class QueueMachine:
         self._come_back(attempt.numbers, attempt.taken)
         attempt.numbers, attempt.taken = [], []
 
-    def _come_back(self, numbers: Sequence[int], elements: Sequence[Element]) -> None:
+    def _come_back(self, numbers: Sequence[float], elements: Sequence[Element]) -> None:
         for number, element in zip(reversed(numbers), reversed(elements), strict=True):
             if number > self._since:
                 place = bisect_left(self._front, number)
