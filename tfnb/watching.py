@@ -27,6 +27,7 @@ from tfnb.recording import graph as graph_named
 from tfnb.recording import variable as variable_named
 from tfnb.session import Session
 from tfnb.session.structures import graph_of, value_of
+from tfnb.state.step_groups import Told
 from tfnb.widgets.curve import bars, blocks, number, svg, table
 
 SHARE = 0.01  # of the time that looking may take, as measured; the caches that it empties come on top
@@ -172,8 +173,8 @@ class Watch:
         self._next = time.perf_counter() + max(least, LEAST, median(self._extra or [0.0]) / SHARE)
 
     def followed(
-        self, watched: tuple[Any, ...], taken: Callable[[tuple[Any, ...]], Generator[Any, None, None]]
-    ) -> Generator[Any, None, None]:  # fmt: skip
+        self, watched: tuple[Any, ...], taken: Callable[[tuple[Any, ...]], Generator[Told, None, None]]
+    ) -> Generator[Told, None, None]:  # fmt: skip
         """The steps of a `fit` that others take: ``taken(watched)``, with what this follows among the results.
 
         Of nodes it has those with one number; Variables are fetched from where they live.
@@ -184,16 +185,16 @@ class Watch:
         left = sorted(items.keys() - scalars.keys() - variables.keys())
         if left:
             self.note = f"on a cluster fit sends single numbers and Variables only, so not {', '.join(left)}"
-        for batch, values in taken((*watched, *scalars.values())):
-            step, now = next(self._number), time.perf_counter()
-            self.steps = step
-            own = values[len(watched) :]
-            if self._is_due(step, now) and not any(value is None for value in own):
-                found = dict(zip(scalars, own, strict=True))
-                found |= {name: variable.value() for name, variable in variables.items()}
-                self._took(step, found)
-                self._pause(time.perf_counter() - now, PERIOD)
-            yield batch, values[: len(watched)]
+        for told in taken((*watched, *scalars.values())):
+            own = told.values[len(watched) :]
+            for at in range(len(told.epochs)):
+                self.steps, now = next(self._number), time.perf_counter()
+                if self._is_due(self.steps, now) and len(own) == len(scalars):
+                    found = {name: value.reshape(-1)[at] for name, value in zip(scalars, own, strict=True)}
+                    found |= {name: variable.value() for name, variable in variables.items()}
+                    self._took(self.steps, found)
+                    self._pause(time.perf_counter() - now, PERIOD)
+            yield told._replace(values=told.values[: len(watched)])
 
     def _items(self) -> dict[str, Any]:
         """What to fetch, by name; of a graph that was recorded again as it is now."""

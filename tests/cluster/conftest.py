@@ -10,8 +10,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,16 @@ def dask() -> Iterator[Client]:
     """A client of four worker processes."""
     with worker_processes(WORKERS) as client:
         yield client
+
+
+def one_by_one(cluster: Cluster, program: Program, data: Any, **options: Any) -> Generator[tuple[int, Any], None, None]:
+    """Train: the cluster's step and the fetched values of each step, which are told in groups."""
+    step = cluster.step
+    with closing(cluster.train(program, data, **options)) as groups:
+        for group in groups:
+            for values in group.each():
+                step += 1
+                yield step, values
 
 
 @contextmanager

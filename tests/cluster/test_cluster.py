@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tests.cluster.conftest import close_to, stats
+from tests.cluster.conftest import close_to, one_by_one, stats
 from tests.quick import quick
 from tfnb.cluster import connected
 from tfnb.cluster.joins import join, joins
@@ -43,7 +43,7 @@ def test_c52_c79_sync_equals_the_local_run(connect, problem, name, tasks):
     p = problem(OPTIMIZERS[name]())
     states, losses = p.local(8, last=5)
     cluster = connect(tasks)
-    seen = list(cluster.train(p.program, p.batches(8, last=5)))
+    seen = list(one_by_one(cluster, p.program, p.batches(8, last=5)))
     assert [step for step, _ in seen] == list(range(1, 9))
     assert close_to([values[1] for _, values in seen], [torch.tensor(x, dtype=torch.float64) for x in losses])
     assert all(values[0] is None for _, values in seen)
@@ -166,9 +166,8 @@ def test_watched_values_of_the_state_after_the_step(connect, problem):
         program.commit(pending)
     for v, value in zip(g.variables, start, strict=True):
         v.storage.copy_(value)
-    from_cluster = connect(3).train(
-        program, tfnb.cluster.driver.batches(program, [([data, labels], r) for r in range(3)])
-    )
+    feeds = tfnb.cluster.driver.batches(program, [([data, labels], r) for r in range(3)])
+    from_cluster = one_by_one(connect(3), program, feeds)
     for (_, got), want in zip(from_cluster, expected, strict=True):
         for a, b in zip(got[1:], want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
@@ -188,7 +187,7 @@ def test_async_trains_and_applies_each_batch_once(connect, problem):
     p = problem(tfnb.train.SGD(0.3))
     states, losses = p.local(90)
     cluster = connect(3)
-    seen = [step for step, _ in cluster.train(p.program, p.batches(90), mode="async")]
+    seen = [step for step, _ in one_by_one(cluster, p.program, p.batches(90), mode="async")]
     assert seen == list(range(1, 91))
     held = stats(cluster)
     assert sum(s["applied"] for s in held) == 90 + len(held), "one push for each batch, one creation"
@@ -209,7 +208,7 @@ def test_breaking_out_of_training_brings_the_values_home(connect, problem):
     for mode in ("sync", "async"):
         p.reset()
         cluster = connect(2)
-        steps = cluster.train(p.program, p.batches(9), mode=mode)
+        steps = one_by_one(cluster, p.program, p.batches(9), mode=mode)
         for step, _ in steps:
             if step == 4:
                 break
@@ -266,9 +265,8 @@ def test_async_with_a_watch_of_the_state_after_the_step_goes_one_by_one(connect)
     feeds = [([torch.ones(4, 2, dtype=torch.float64)], run) for run in range(4)]
     cluster = connect(2)
     with pytest.warns(UserWarning, match="one step after the other"):
-        seen = [
-            values[1][0].item() for _, values in cluster.train(program, cluster.batches(program, feeds), mode="async")
-        ]
+        steps = one_by_one(cluster, program, cluster.batches(program, feeds), mode="async")
+        seen = [values[1][0].item() for _, values in steps]
     assert seen == [-1, -2, -3, -4]
 
 

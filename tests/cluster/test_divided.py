@@ -11,7 +11,7 @@ import torch
 
 import tfnb
 import tfnb.placement.shards as shards_module
-from tests.cluster.conftest import close_to, stats
+from tests.cluster.conftest import close_to, one_by_one, stats
 from tfnb.errors import AlreadyExists, InvalidArgument
 
 
@@ -43,7 +43,7 @@ def test_sync_on_two_tasks_equals_the_local_run_and_async_trains(connect, proble
     p = problem(tfnb.train.SGD(0.1, momentum=0.9))
     states, losses = p.local(6)
     cluster = connect(2)
-    seen = [float(values[1]) for _, values in cluster.train(p.program, p.batches(6))]
+    seen = [float(values[1]) for _, values in one_by_one(cluster, p.program, p.batches(6))]
     assert divided(cluster) and close_to(p.values(), states[-1], 1e-12)
     assert seen == pytest.approx(losses, rel=1e-12)
     list(cluster.train(p.program, p.batches(20), mode="async"))
@@ -55,7 +55,7 @@ def test_a_killed_task_loses_and_doubles_nothing(connect, problem, mode):
     p = problem(tfnb.train.SGD(0.1))
     states, _ = p.local(20)
     cluster = connect(2)
-    steps = cluster.train(p.program, p.batches(20), mode=mode)
+    steps = one_by_one(cluster, p.program, p.batches(20), mode=mode)
     seen = [next(steps)[0] for _ in range(4)]
     os.kill(cluster._engine.tasks[0].info["pid"], signal.SIGKILL)
     seen += [step for step, _ in steps]

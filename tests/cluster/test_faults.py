@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.cluster.conftest import close_to, stats, stop
+from tests.cluster.conftest import close_to, one_by_one, stats, stop
 from tests.quick import quick
 from tfnb.cluster import connected
 from tfnb.cluster.members import Mode
@@ -34,7 +34,7 @@ def kill(member, how=signal.SIGKILL):
 def train(cluster, p, batches, at=None, do=None, mode="sync"):
     """Train, doing ``do`` when step ``at`` is done; the steps seen."""
     seen = []
-    for step, _ in cluster.train(p.program, batches, mode=mode):
+    for step, _ in one_by_one(cluster, p.program, batches, mode=mode):
         seen.append(step)
         if step == at and do is not None:
             do()
@@ -341,9 +341,11 @@ OWN = """
         print("pids", *(m.info["pid"] for m in (*cluster._engine.tasks, *cluster._engine.servers)), flush=True)
         sockets = os.popen(f"ss -ltnp 2>/dev/null").read()
         try:
-            data = torch.ones(4, 2)
-            for step, _ in cluster.train(program, batches(program, (([data], n) for n in range(10**6)))):
-                if step == 3:
+            data, step, told = torch.ones(4, 2), 0, False
+            for group in cluster.train(program, batches(program, (([data], n) for n in range(10**6)))):
+                step += group.steps
+                if step >= 3 and not told:
+                    told = True
                     print("training", flush=True)
                     if "--die" in sys.argv:
                         os._exit(3)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cluster.conftest import one_by_one
 from tests.cluster.far_worker import Link, far_worker, needs_root
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster.driver import Cluster, batches, connect
@@ -60,7 +61,7 @@ class Trained:
         striker.start()
         last = time.monotonic()
         try:
-            for self.steps, _ in cluster.train(program, data, mode=mode, timeout=120):
+            for self.steps, _ in one_by_one(cluster, program, data, mode=mode, timeout=120):
                 self.gap, last = max(self.gap, time.monotonic() - last), time.monotonic()
         except ParameterServerLost:
             self.is_lost = True

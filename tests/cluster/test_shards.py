@@ -13,7 +13,7 @@ from distributed import Client, LocalCluster, Security
 
 import tfnb
 import tfnb.placement.shards as shards_module
-from tests.cluster.conftest import WORKERS, close_to, workers
+from tests.cluster.conftest import WORKERS, close_to, one_by_one, workers
 from tests.cluster.test_core import Add
 from tests.cluster.test_cuts import Counters, served
 from tests.cluster.test_faults import kill, train
@@ -85,7 +85,7 @@ def test_run_is_bitwise_equal_to_local(shared, problem, monkeypatch, large):
 def test_sync_equals_the_local_run_bitwise_on_one_task_and_closely_on_two(shared, problem):
     p = problem(tfnb.train.SGD(0.1, momentum=0.9))
     states, losses = p.local(12)
-    seen = [float(values[1]) for _, values in shared.train(p.program, p.batches(12))]
+    seen = [float(values[1]) for _, values in one_by_one(shared, p.program, p.batches(12))]
     if len(shared.tasks) == 1:
         assert all(map(torch.equal, p.values(), states[-1])) and seen == losses
     else:

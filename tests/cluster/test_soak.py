@@ -20,7 +20,7 @@ import pytest
 import torch
 from distributed import Client
 
-from tests.cluster.conftest import stop, worker_processes
+from tests.cluster.conftest import one_by_one, stop, worker_processes
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_faults import Interrupter
 from tfnb.cluster.driver import Cluster, connect
@@ -55,7 +55,7 @@ class Notebook:
         """A training, and then the check that what was told is what all servers hold."""
         begin = time.monotonic()
         data = as_batches(self.program, (([torch.ones(4)], n) for n in range(steps)))
-        run = self.cluster.train(self.program, data, mode=mode, timeout=patience, changes=self.changes)
+        run = one_by_one(self.cluster, self.program, data, mode=mode, timeout=patience, changes=self.changes)
         try:
             with suppress(DeadlineExceeded, WorkerLost):
                 for step, _ in run:

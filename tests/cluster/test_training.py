@@ -55,7 +55,7 @@ def batches(count):
 
 def values(training):
     assert all(v.numbers is None or len(v.numbers) == v.steps for v in training.results)
-    return [(v.steps, None if v.each is None else v.each[0].tolist()) for v in training.results]
+    return [(v.steps, v.values[0].tolist() if v.values else None) for v in training.results]
 
 
 def test_the_value_of_a_step_of_which_a_task_was_lost_before_it_told_its_part_is_not_known():

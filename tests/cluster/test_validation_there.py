@@ -32,14 +32,14 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 class Line:
     """Noise to fit, which later epochs fit too well: the validation data is other noise."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws: bool = False) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Dropout(0.1), nn.Linear(12, 1)).double()
         self.data = torch.randn(41, 3, dtype=torch.float64), torch.randn(41, 1, dtype=torch.float64)
         self.other = torch.randn(23, 3, dtype=torch.float64), torch.randn(23, 1, dtype=torch.float64)
         with tfnb.record("line") as self.graph:
             x, y = tfnb.placeholder(self.data[0][:5], name="x"), tfnb.placeholder(self.data[1][:5], name="y")
-            net.eval()
+            net.train(draws)
             self.loss = F.mse_loss(net(x), y)
             self.train = tfnb.train.Adam(3e-2).minimize(self.loss)
         self.feeds = x, y
@@ -73,18 +73,82 @@ def test_the_numbers_are_those_of_the_local_training(connect, case: str) -> None
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
-def test_arrays_are_sent_once_and_dropped_at_the_end(connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, asked = Line(), Counter[str]()
+@pytest.mark.parametrize("kind", quick(1, [dict, list]))
+def test_random_numbers_go_on_behind_those_of_the_validation(connect, kind: Any) -> None:
+    """Both graphs draw: a step after the first epoch draws what it draws here. On one task its bits are the same."""
+    options = {"epochs": 3} | ({"batch_size": 8} if kind is dict else {})
+    here, _, values_here = Line(draws=True).fit(kind, options)
+    there = Line(draws=True)
+    connect(1)
+    done, _, values = there.fit(kind, options)
+    assert_near(done.history, here.history)
+    assert all(map(torch.equal, values, values_here))
+
+
+def test_an_interrupt_of_a_validation_leaves_whole_epochs(connect) -> None:
+    class Interrupted(list[Any]):
+        """Validation data that the user interrupts in the second epoch."""
+
+        def on_epoch(self, progress: Any) -> None:
+            self.is_second = progress.epoch == 1
+
+        def __iter__(self) -> Any:
+            if getattr(self, "is_second", False):
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().__iter__()
+
+    here, there = Line(), Line()
+    tfnb.fit(here.train, here.fed(here.data, dict), epochs=2, batch_size=8)
+    other = Interrupted(there.fed(there.other, list))
+    cluster = connect(2)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 12; variables are at step 12"):
+        tfnb.fit(
+            there.train, there.fed(there.data, dict), epochs=5, batch_size=8, watch={"loss": there.loss},
+            validation=other, callbacks=[other.on_epoch],
+        )  # fmt: skip
+    assert cluster.step == 12
+    for mine, other in zip(there.graph.variables, here.graph.variables, strict=True):
+        torch.testing.assert_close(mine.storage, other.storage, rtol=1e-12, atol=1e-12)
+    tfnb.fit(there.train, there.fed(there.data, dict), batch_size=8)
+    assert cluster.step == 18
+
+
+def test_what_a_callback_writes_between_two_epochs_counts(connect) -> None:
+    """Storages here show the epoch's end then, and what is written into them is sent before the next step."""
+    lines, found = [Line(), Line()], []
+    for line, where in zip(lines, (lambda: None, lambda: connect(2)), strict=True):
+        where()
+        weight = next(iter(line.graph.variables))
+
+        def halve(progress: Any, weight: Any = weight) -> None:
+            found.append(weight.storage.clone())
+            with torch.no_grad():
+                weight.storage.mul_(0.5)
+
+        tfnb.fit(
+            line.train, line.fed(line.data, dict), epochs=3, batch_size=8, watch={"loss": line.loss}, callbacks=halve,
+            validation=line.fed(line.other, dict),
+        )  # fmt: skip
+    assert_near([each.tolist() for each in found[3:]], [each.tolist() for each in found[:3]])
+    for mine, other in zip(lines[1].graph.variables, lines[0].graph.variables, strict=True):
+        torch.testing.assert_close(mine.value(), other.value(), rtol=1e-12, atol=1e-12)
+
+
+def test_one_training_is_held_at_each_epoch_and_arrays_are_sent_once(
+    connect, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    line, asked, trainings = Line(), Counter[str](), set[str]()
     link = connect(2)._engine.link
     call = link.call
 
-    def told(peer: Any, method: str, *args: Any, **how: Any) -> Any:
+    def told(peer: Any, method: str, meta: Any, *args: Any, **how: Any) -> Any:
         asked[method] += 1
-        return call(peer, method, *args, **how)
+        trainings.update([meta["training"]] if method == "lend" else ())
+        return call(peer, method, meta, *args, **how)
 
     monkeypatch.setattr(link, "call", told)
     line.fit(dict, {"epochs": 3, "batch_size": 8})
-    assert asked["load"] == 2
+    assert asked["load"] == 2 and len(trainings) == 1
     until(lambda: asked["unload"] == 2)
 
 
@@ -164,14 +228,17 @@ def assert_near(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_chunks_of_a_later_pass_come_in_the_order_of_that_pass() -> None:
+def test_chunks_are_taken_pass_by_pass_and_tasks_stand_between() -> None:
     array = Chunked("x", (4, 2, 6, 3, 5), (), torch.float32, homes=(("a",),) * 5)
 
-    def steps(first: int, passes: int) -> list[int]:
-        order = Order(20, 2, seed=1, within=0, first=first)
-        near = Near(Ahead((array,), order, total=10 * passes, run_index=0), ["a"])
-        return [step for piece in iter(lambda: near.take(3, task=0) if near.left else [], []) for step in piece]
+    def steps(by_pass: bool) -> tuple[list[int], list[int]]:
+        near = Near(Ahead((array,), Order(20, 2, seed=1, within=0), total=25, run=int, by_pass=by_pass), ["a"])
+        taken, stood = list[int](), list[int]()
+        while near.left:
+            taken += near.take(3, task=0)
+            stood += [len(taken)] if near.stands else []
+        return taken, stood
 
-    both = steps(1, 2)
-    assert sorted(both) == list(range(20))
-    assert [step - 10 for step in both[10:]] == steps(2, 1)
+    taken, stood = steps(by_pass=True)
+    assert stood == [10, 20] and taken == list(range(25))
+    assert steps(by_pass=False) == (taken, [])

@@ -59,7 +59,7 @@ def test_every_step_is_taken_once_and_near_where_its_rows_lie(lengths, size, shu
     homes = data.draw(st.lists(st.sampled_from("abx"), min_size=len(lengths), max_size=len(lengths)))
     array = Chunked("x", tuple(lengths), (), torch.float32, homes=tuple((home,) for home in homes))
     order = Order(len(array), size, shuffle, 0, within=0)
-    pieces = Near(Ahead((array,), order, total, 0), ["a", "b"])
+    pieces = Near(Ahead((array,), order, total, int), ["a", "b"])
     taken: list[int] = []
     while not pieces.is_spent:
         task = data.draw(st.sampled_from([0, 1]))

@@ -348,11 +348,17 @@ class Core:
         """Values of ``keys`` that changed after ``since`` (a version for each key; none: all of them).
 
         With ``step`` it waits until so many rounds are committed, with ``staleness`` until the loop that reads is at
-        most so many steps ahead of the slowest one.
+        most so many steps ahead of the slowest one. ``rows_of``: keys of which only rows are wanted: the tensors.
         """
         if "decided" in request.meta:
             self._decided(request)
-        return self._with_values(Ok({"version": self.version, "step": self.step}), request, "keys")
+        answer = self._with_values(Ok({"version": self.version, "step": self.step}), request, "keys")
+        if "rows_of" in request.meta:
+            keys = list(map(str, request.meta["rows_of"]))
+            _same_number(keys, request.tensors)
+            rows = [self._value(key).index_select(0, at) for key, at in zip(keys, request.tensors, strict=True)]
+            answer = replace(answer, tensors=[*answer.tensors, *rows])
+        return answer
 
     def _is_early(self, meta: Mapping[str, Any]) -> bool:
         """Whether a pull has to wait."""

@@ -8,16 +8,16 @@ Ctrl-C happens in the client's event loop; this thread only waits for it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import warnings
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from tfnb.cluster.engine import Engine
 from tfnb.cluster.farewell import Farewell
 from tfnb.cluster.fit.leases import Offer
 from tfnb.cluster.fit.sources import drawn_from
-from tfnb.cluster.fit.training import Training, Values
+from tfnb.cluster.fit.training import Training
 from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
 from tfnb.cluster.members import MODES, Ahead, Batch, Mode
@@ -59,9 +59,9 @@ from tfnb.placement.placement import Homes, Piece, joined, read_from
 from tfnb.placement.requests import asked, task_of
 from tfnb.placement.shards import pack, together
 from tfnb.recording.marks.notes import user_level
-from tfnb.state.batch_order import Arrays, Order, Rows
-from tfnb.state.chunks import Chunked
+from tfnb.state.batch_order import Rows
 from tfnb.state.queue_contents import Held
+from tfnb.state.step_groups import StepGroup, of_one
 
 T = TypeVar("T")
 See = Callable[[Sequence[Any]], None]
@@ -70,6 +70,7 @@ SETTLE = 15.0  # seconds that an interrupted step has to end
 REFRESH = 2.0  # seconds between two pulls during a fit, at least
 KEPT = 64  # placed programs
 SHOWN = 5  # lines of the status that tell who came and who left
+STANDS = StepGroup(0, ())  # tells that tasks stand still
 AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
 
 
@@ -115,10 +116,19 @@ def varying(step: StepGraph) -> list[bool]:
     return [bool(shape) and not isinstance(shape[0], int) for shape in shapes]
 
 
-def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
-    """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided."""
-    varies = varying(step)
-    for number, (tensors, run_index) in enumerate(rows):
+def batches(
+    step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int] | None]
+) -> Iterator[Batch | None]:  # fmt: skip
+    """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided.
+
+    A None, at which tasks stand still, stays one.
+    """
+    varies, numbers = varying(step), itertools.count()
+    for row in rows:
+        if row is None:
+            yield None
+            continue
+        (tensors, run_index), number = row, next(numbers)
         lengths = {len(t) for t, free in zip(tensors, varies, strict=True) if free}
         count = max(lengths, default=0)
         cut = tuple(free and len(t) == count for t, free in zip(tensors, varies, strict=True))
@@ -307,29 +317,34 @@ class Cluster:
         self._ensure_open()
         return in_chunks(self.client, data, timeout)
 
-    def ahead(self, step: StepGraph, data: Arrays, total: int, run_index: int) -> Ahead | Iterator[Batch]:
+    def ahead(self, step: StepGraph, data: Ahead) -> Ahead | Iterator[Batch | None]:
         """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large."""
-        arrays, order, kept = data
+        arrays = data.arrays
         fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=True))
         budgets = (member.info.get("budget") for member in self._engine.tasks)
         room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
         if fits and wire.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
-            return Ahead(arrays, order, total, run_index, kept)
-        return self._drawn(step, arrays, order, range(run_index, run_index + total))
+            return data
+        return self._drawn(step, data)
 
-    def _drawn(
-        self, step: StepGraph, arrays: Sequence[torch.Tensor | Chunked], order: Order, runs: range
-    ) -> Iterator[Batch]:
+    def _drawn(self, step: StepGraph, data: Ahead) -> Iterator[Batch | None]:
         """Batches that are made here."""
-        rows = Rows([read(self.client, array) for array in arrays], order)
-        return batches(step, ((rows.batch(at), run) for at, run in enumerate(runs)))
+        rows = Rows([read(self.client, array) for array in data.arrays], data.order)
+
+        def each() -> Iterator[tuple[Sequence[torch.Tensor], int] | None]:
+            for at in range(data.total):
+                if data.ends_pass(at):
+                    yield None
+                yield rows.batch(at), data.run(at)
+
+        return batches(step, each())
 
     def train(
-        self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: Mode | str = "sync",
-        timeout: float | None = None, one_by_one: str = "", numbers: deque[int | None] | None = None,
-        changes: Callable[[], Mode | None] = lambda: None, check: bool = False, see: See | None = None,
-    ) -> Generator[tuple[int, list[Any]], None, None]:  # fmt: skip
-        """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
+        self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, mode: Mode | str = "sync",
+        timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
+        check: bool = False, see: See | None = None,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
+        """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
 
         sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. With
         ``backup`` spare tasks a step is made of the first gradients that all servers have, and takes no later ones.
@@ -337,10 +352,13 @@ class Cluster:
         slowest one. ``changes``: asked now and then for another mode to go on in. Tasks work ahead of what is yielded.
         Close the generator (or
         exhaust it): local storages then show the values of the last step, also after Ctrl-C. ``timeout``: seconds for
-        all of it. ``one_by_one``: why the notebook has to see every step before the next one begins. ``numbers`` gets
-        the number, from 0, of each step that is yielded: asynchronous tasks end theirs in any order. It gets None where
-        a lost task told nobody which step that was. ``check``: as of `run`. ``see``, too: then
-        each step is taken by one task.
+        all of it. ``one_by_one``: why the notebook has to see every step before the next one begins; each is a group of
+        its own then. Asynchronous tasks end their steps in any order: a group has their numbers. ``check``: as of
+        `run`. ``see``, too: then each step is taken by one task.
+
+        Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
+        before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
+        for.
         """
         self._ensure_open()
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
@@ -354,17 +372,16 @@ class Cluster:
             text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
-        told = deque[int | None](maxlen=1) if numbers is None else numbers
         steps = (
-            self._stepwise(step, placed, source, end, told, see)
+            self._stepwise(step, placed, source, end, see)
             if is_stepwise
-            else self._looping(step, placed, source, how, changes, end, timeout, told)
+            else self._looping(step, placed, source, how, changes, end, timeout)
         )
         is_shown = False
         try:
             try:
-                for item in steps:
-                    yield item
+                for group in steps:
+                    yield group
                     self._refresh()
             finally:
                 steps.close()
@@ -390,16 +407,20 @@ class Cluster:
         return mode
 
     def _stepwise(
-        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch], end: float | None,
-        numbers: deque[int | None], see: See | None,
-    ) -> Generator[Any, None, None]:  # fmt: skip
+        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], end: float | None,
+        see: See | None,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Every step driven from here, for what no loop of a task can do by itself."""
         ways = joins(step)
         self._send(step.variables)
         if isinstance(source, Ahead):
-            runs = range(source.run_index, source.run_index + source.total)
-            source = self._drawn(step, source.arrays, source.order, runs)
+            source = self._drawn(step, source)
         for batch in source:
+            if batch is None:
+                self._show()
+                yield STANDS
+                self._send(step.variables)
+                continue
             left = self._left(end)
             self._send(step.variables, thorough=False)
             taken = batch if see is None else replace(batch, rows=None)
@@ -409,8 +430,7 @@ class Cluster:
             for i, at in enumerate(placed.after_fetched):
                 if at is not None:
                     joined[i] = after[at]
-            numbers.append(batch.number)
-            yield self._engine.step, joined
+            yield of_one(joined, batch.number)
 
     def _left(self, end: float | None) -> float | None:
         """Seconds until ``end``; raises DeadlineExceeded when it is past."""
@@ -422,27 +442,22 @@ class Cluster:
         return left
 
     def _looping(
-        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch], mode: Mode,
-        changes: Callable[[], Mode | None], end: float | None, timeout: float | None, numbers: deque[int | None],
-    ) -> Generator[Any, None, None]:  # fmt: skip
+        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], mode: Mode,
+        changes: Callable[[], Mode | None], end: float | None, timeout: float | None,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
-        engine = self._engine
-        left, before = self._left(end), engine.step
+        engine, left = self._engine, self._left(end)
         self._send(step.variables)
         self._held.stale.update(variable.key for variable in step.writes)
         data, pieces = drawn_from(source, mode.name != "sync", engine.homes)
         training: Training = self._do("starting to train", None, engine.train, placed, mode, joins(step), data, left)
 
-        def results(offers: list[Offer], drain: bool = False) -> Iterator[tuple[int, list[Any]]]:
-            nonlocal before
+        def results(offers: list[Offer], drain: bool = False) -> Iterator[StepGroup]:
             patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
             new = changes()
             how = None if new is None else self._possible(new)
-            for values in self._do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
-                for each, number in zip(_unstacked(values), values.numbers or repeat(None), strict=False):
-                    before += 1
-                    numbers.append(number)
-                    yield before, _picked(placed.fetched, each)
+            for group in self._do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
+                yield group._replace(values=_picked(placed.fetched, group.values))
 
         try:
             while training.end is None:
@@ -453,11 +468,17 @@ class Cluster:
                     size = machine.sizes.next(pieces.left, machine.parts)
                     piece = pieces.take(size, lambda: bool(self._held.written(step.variables, thorough=False)), task)
                     offers += [Offer(piece, task)] if piece else []
-                    if pieces.held_back or pieces.is_spent:
+                    if pieces.held_back or pieces.stands or pieces.is_spent:
                         break
-                if pieces.held_back:  # the user's iterator wrote a Variable: what was drawn before comes first
+                if pieces.held_back or pieces.stands:  # held back: the user's iterator wrote a Variable
                     yield from results(offers, drain=True)
                     offers = []
+                    if pieces.stands and training.end is None:
+                        pieces.stands = False
+                        self._show()
+                        yield STANDS
+                        self._send(step.variables)
+                        continue
                     self._send(step.variables, thorough=False)
                 yield from results(offers)
             yield from results([])
@@ -814,11 +835,3 @@ def _gives_way(variable: Variable) -> str:
 
 def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
     return [None if place is None or not values else values[place] for place in places]
-
-
-def _unstacked(values: Values) -> Iterator[list[Any]]:
-    """The fetches of each step."""
-    if values.each is None:
-        return repeat([], values.steps)
-    columns = [[None] * values.steps if column is None else column.unbind() for column in values.each]
-    return map(list, zip(*columns, strict=True)) if columns else repeat([], values.steps)

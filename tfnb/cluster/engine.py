@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -44,7 +43,6 @@ from tfnb.errors import (
     TfnbError,
     WorkerLost,
 )  # fmt: skip
-from tfnb.state.batch_order import Kept
 
 T = TypeVar("T")
 Settled = Ok | Failed | e.ShardLost
@@ -88,7 +86,6 @@ class Engine:
         self._stopping: dict[Member, asyncio.Task[Ok | None]] = {}  # tasks that were told to stop computing
         self._trainings: dict[Training, asyncio.Task[None]] = {}  # in progress, and who watches for each
         self.names = itertools.count()  # of trainings and their data
-        self._kept: weakref.WeakKeyDictionary[Kept, Sent] = weakref.WeakKeyDictionary()
         self.homes = [member.peer.addr for member in tasks]  # of each task, also of those that come later
         self.restarts = Restarts()
         self.lines: deque[str] = deque(maxlen=LINES)  # who came and who left, for the user
@@ -267,13 +264,6 @@ class Engine:
         watcher = self._trainings.pop(training, None)
         if watcher is not None:
             watcher.cancel()
-
-    def sent(self, kept: Kept) -> Sent:
-        """The data that ``kept`` stands for, which tasks keep until that is no more."""
-        if kept not in self._kept:
-            sent = self._kept[kept] = Sent(f"{self.link.client}-{next(self.names)}")
-            weakref.finalize(kept, self.link.post, lambda: self.later(self.unload(sent))).atexit = False
-        return self._kept[kept]
 
     async def unload(self, sent: Sent) -> None:
         """Tasks drop data that they were sent."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from tfnb.cluster.messages import Peer
-from tfnb.state.batch_order import Kept, Order
+from tfnb.state.batch_order import Order
 from tfnb.state.chunks import Chunked
 
 
@@ -70,14 +71,18 @@ class Batch:
 class Ahead:
     """Data that is sent to the tasks once, or told where it lies: rows of arrays, in an order of the seed alone.
 
-    ``total``: steps. ``run_index``: of the first one. ``kept``: stands for the same data in several trainings.
+    ``total``: steps. ``run``: which run each of them is. ``by_pass``: tasks stand still after each pass over the data.
     """
 
     arrays: tuple[torch.Tensor | Chunked, ...]
     order: Order
     total: int
-    run_index: int
-    kept: Kept | None = None
+    run: Callable[[int], int]
+    by_pass: bool = False
+
+    def ends_pass(self, step: int) -> bool:
+        """Whether tasks stand still before a step."""
+        return self.by_pass and 0 < step < self.total and step % self.order.per_pass == 0
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from tfnb.cluster.core import GRADIENTS
-from tfnb.errors import GraphFormatError, NonFinite, NonFiniteGradient, TfnbError
+from tfnb.cluster.rows_there import LookedUp, Wanted
+from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, TfnbError
 from tfnb.execution import Pending, Program
 from tfnb.execution.dataflow.executor import lowered
 from tfnb.execution.explain import explained
@@ -32,6 +33,7 @@ from tfnb.graph.ops import ENQUEUE
 from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import step_graph
+from tfnb.placement.lookups import lookups
 from tfnb.placement.partition import Server, Split
 from tfnb.placement.placement import Homes, Piece, Placement, joined, read_from
 
@@ -100,13 +102,21 @@ def place(split: Split, *, check: bool = False) -> Placed:
         }
         for s in split.servers
     ]  # fmt: skip
-    about = {"count": len(wanted), "pushes": pushes, "whole": split.why_whole is not None, "check": check}
     outputs = (*wanted, *borders, *split.checks)
-    compute = _plan(split.compute, outputs, split.feeds, {"homes": _homes(split.compute, homes), **about})
+    is_whole = split.why_whole is not None
+    found = () if is_whole or check else lookups(split.compute, outputs, split.feeds)
+    about = {"count": len(wanted), "pushes": pushes, "whole": is_whole, "check": check}
+    about["lookups"] = [
+        {"index": _name(split.compute, index), "length": len(variable), "homes": homes[variable.key]}
+        for _, index, variable in found
+    ]  # fmt: skip
+    feeds = (*split.feeds, *(look.value for look in found))
+    compute = _plan(split.compute, outputs, feeds, {"homes": _homes(split.compute, homes), **about})
     after, after_at = None, _numbered(split.after_fetches)
     if split.after is not None:
         late = tuple(value for value in split.after_fetches if value is not None)
         facts = {"homes": _homes(split.after, homes), "count": len(late), "pushes": [], "whole": False, "check": check}
+        facts["lookups"] = []
         after = _plan(split.after, late, split.after_feeds, facts)
     queues = queues_of(split.compute.nodes)
     inner = (inner for node in split.compute.nodes for inner in (node, *nested(node)))
@@ -173,10 +183,9 @@ def _graph(meta: Meta, tensors: Sequence[torch.Tensor]) -> Graph:
     return Graph(name, contents, seed=seed)
 
 
-def _lowered(meta: Meta, tensors: Sequence[torch.Tensor]) -> Program:
-    graph = _graph(meta, tensors)
-    fetches, feeds = map(graph.value, meta["fetches"]), map(graph.value, meta["feeds"])
-    return lowered(step_graph(graph, fetches, feeds), "auto")  # type: ignore[return-value]  # asked the same things
+def _lowered(graph: Graph, fetches: Iterable[str], feeds: Iterable[str]) -> Program:
+    step = step_graph(graph, map(graph.value, fetches), map(graph.value, feeds))
+    return lowered(step, "auto")  # type: ignore[return-value]  # asked the same things
 
 
 def _keys(program: Program, keys: Mapping[str, Any]) -> list[Any]:
@@ -189,7 +198,8 @@ class ShardProgram:
     """What a server applies at commit; a `tfnb.cluster.core.ServerProgram`."""
 
     def __init__(self, meta: Meta, tensors: Sequence[torch.Tensor]) -> None:
-        self.program, self._is_checked = _lowered(meta, tensors), bool(meta["check"])
+        self.program = _lowered(_graph(meta, tensors), meta["fetches"], meta["feeds"])
+        self._is_checked = bool(meta["check"])
         self.kinds: Sequence[str] = list(meta["kinds"])
         self.reads: Sequence[str] = _keys(self.program, meta["keys"])
         key_of = dict(zip(self.program.variables, self.reads, strict=True))
@@ -237,16 +247,24 @@ class Push:
 
 @dataclass
 class ComputeProgram:
-    """What a compute task runs: reads of some shards, feeds, then fetches and pushes."""
+    """What a compute task runs: reads of some shards, feeds, then fetches and pushes.
+
+    The last feeds are rows of large Variables, of which it knows by ``lookups`` what to ask for.
+    """
 
     meta: Meta
     tensors: Sequence[torch.Tensor]
     program: Program = field(init=False)
     homes: list[tuple[Piece, ...]] = field(init=False)  # of each of the program's variables
     queues: tuple[Queue, ...] = field(init=False)
+    lookups: list[tuple[int, list[Piece]]] = field(init=False)  # of each its number of rows, and where they are
 
     def __post_init__(self) -> None:
-        self.program = _lowered(self.meta, self.tensors)
+        graph, looks, feeds = _graph(self.meta, self.tensors), self.meta["lookups"], self.meta["feeds"]
+        self.program = _lowered(graph, self.meta["fetches"], feeds)
+        self.lookups = [(int(look["length"]), [*map(_piece, look["homes"])]) for look in looks]
+        if looks:
+            self._indices = _lowered(graph, [look["index"] for look in looks], feeds[: -len(looks)])
         self.tensors, self.queues = (), queues_of(self.program.whole.nodes)
         self.homes = [tuple(map(_piece, pieces)) for pieces in _keys(self.program, self.meta["homes"])]
 
@@ -259,16 +277,43 @@ class ComputeProgram:
                 found.setdefault(piece.shard, []).append(piece.key)
         return found
 
+    def looked_up(self, feeds: Sequence[torch.Tensor]) -> LookedUp:
+        """The rows that a step of these feeds takes. Raises InvalidArgument for one that there is not."""
+        if not self.lookups:
+            return LookedUp((), ())
+        fed = [self._fed(value, tensor) for value, tensor in zip(self._indices.feeds, feeds, strict=True)]
+        try:
+            indices, _ = self._indices.compute(fed, [], 0)
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(self._indices, error, fed) from error
+        wanted, empty = [], []
+        for index, (length, pieces), value in zip(indices, self.lookups, self.program.feeds[len(feeds) :], strict=True):
+            node = self.program.whole.contents.by_id[value.node]
+            dtype, width = node.outputs[0].dtype, node.outputs[0].shape[-1]
+            assert isinstance(width, int)  # of a table
+            assert index is not None  # a value of the graph
+            if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < length:
+                raise InvalidArgument(
+                    f"{node.op} failed: an index is not within the {length} rows of the table\n  node {node.name}"
+                    f"\n  at {node.source}", **node.where,
+                )  # fmt: skip
+            wanted.append(Wanted(index, pieces))
+            empty.append(torch.empty(0, width, dtype=dtype))
+        return LookedUp.of(wanted, empty)
+
     def run(
-        self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int, task: str
-    ) -> tuple[list[torch.Tensor | None], list[Push]]:
-        """Fetched values, and what goes to the shards. ``values`` (by key) are not written.
+        self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int, task: str,
+        looked: Sequence[torch.Tensor] = (),
+    ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
+        """Fetched values, and what goes to the shards. ``values`` (by key) are not written. ``looked``: rows.
 
         Raises NonFiniteGradient for gradients that are not finite: with the name of the ``task``, the op and line that
         made the first number of them, and the fetched values as details.
         """
         storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
-        feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, feeds, strict=True)]
+        feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, (*feeds, *looked), strict=True)]
         forward = Checked(self.program).forward if self.meta["check"] else None
         try:
             out, pending = self.program.compute(feeds, storages, run_index, forward)

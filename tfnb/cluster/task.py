@@ -277,8 +277,9 @@ class Task:
         begin = time.monotonic()
         try:
             values = await self._pull(program, deadline)
-            pulled = time.monotonic()
             feeds, run_index = request.tensors, int(meta["run_index"])
+            rows = await self._look_up(program, feeds, number, deadline)
+            pulled = time.monotonic()
             for queue, (shard, key) in zip(program.queues, meta.get("queues", ()), strict=True):
                 queue.machine = self.queues.queue(queue, int(shard), str(key))
             threads = self.waiting if program.queues else self.computing
@@ -287,7 +288,7 @@ class Task:
             failure: dict[str, Any] = {}
             try:
                 out, pushes = await threads.do(
-                    number, lambda: context.run(program.run, feeds, values, run_index, self.name)
+                    number, lambda: context.run(program.run, feeds, values, run_index, self.name, rows)
                 )
             except NonFiniteGradient as error:
                 if not meta.get("looks"):
@@ -315,6 +316,15 @@ class Task:
                 if old != version:
                     self.cache[key] = (version, next(fresh))
         return {key: self.cache[key][1] for keys in reads.values() for key in keys}
+
+    async def _look_up(
+        self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int, deadline: float
+    ) -> list[torch.Tensor]:
+        """The rows of large Variables that the step takes."""
+        if not program.lookups:
+            return []
+        looked = await self.computing.do(number, lambda: program.looked_up(feeds))
+        return looked.rows(await self.ask(looked.asks, deadline))
 
     async def _stage(self, pushes: Sequence[Push], request: Request, number: int, deadline: float) -> None:
         """Stage every shard's part for the round."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
@@ -18,9 +17,7 @@ from itertools import chain
 from operator import is_not
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from tfnb.cluster.members import Mode
 from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
@@ -33,16 +30,16 @@ from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
+from tfnb.state.step_groups import StepGroup, Told
 from tfnb.state.steps_taken import StepsHere, StepsThere
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.callbacks import Callbacks, Progress
 from tfnb.train.metrics import Metrics
 from tfnb.widgets.curve import number, svg
 
-T = TypeVar("T")
+Taken = Generator[Told, None, None]
 
-Taken = Generator[tuple[Batch, Sequence[torch.Tensor]], None, None]
-
+STANDS = Told((), ())  # tells that everything stands still
 SHOWN_AFTER = 2.0  # seconds
 SHOWN_EVERY = 0.1  # seconds
 _PLAIN = "generated code"  # needs no word
@@ -139,7 +136,7 @@ def fit(
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
 
-    >>> import tfnb
+    >>> import tfnb, torch
     >>> layer = torch.nn.Linear(2, 1)
     >>> with tfnb.record():
     ...     x = tfnb.placeholder(torch.ones(4, 2))
@@ -173,17 +170,14 @@ def fit(
     else:
 
         def there(watched: tuple[Any, ...]) -> Taken:
-            train = _there if validation is None else _pass_by_pass
-            return train(session, fetch, watched, source, run, check)
+            return _there(session, fetch, watched, source, run, check, by_pass=validation is not None)
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
         taken = there(watched) if looks is None else looks.followed(watched, there)
-        if validation is None:
-            taken = _by_epoch(taken, lambda one: one[0].epoch, run)
     try:
-        with _interrupts(run), closing(taken):
-            for batch, values in taken:
-                run.stepped(batch, values)
+        with _interrupts(run), closing(_by_epoch(taken, run)) as taken:
+            for told in taken:
+                run.stepped(told)
                 if run.why_over is not None:
                     taken.close()  # tasks end what they have begun
                     break
@@ -204,57 +198,52 @@ def fit(
 def _here(
     session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None
 ) -> Taken:  # fmt: skip
-    """Each batch with the watched values of its step, taken in this process."""
+    """Each step, taken in this process, which stands still after each epoch."""
     keys: tuple[Any, ...] = ()
     call: Callable[..., Any] | None = None
-    each = source.each if source.is_ours else _awaited(source.each, run)
-    for batch in _by_epoch(each, lambda batch: batch.epoch, run):
+    epoch = 1
+    for batch in source.each if source.is_ours else _awaited(source.each, run):
+        if batch.epoch > epoch:
+            yield STANDS
+            epoch = batch.epoch
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys, check=check)
             written = next(iter(session.written((fetch, watched), keys)), None)
             run.code = partial(session.code, (fetch, watched), keys)
         run.steps.begins(batch.position, written)
-        yield batch, call(*batch.values)[1]
+        yield Told((batch.epoch,), (batch.rows,), call(*batch.values)[1])
 
 
-def _by_epoch(each: Iterator[T], epoch_of: Callable[[T], int], run: _Run) -> Generator[T, None, None]:
-    """The same; ``run`` hears of the end of each epoch before the first of the next one."""
-    epoch = 0
-    with closing(each) if isinstance(each, Generator) else nullcontext():
-        for one in each:
-            if epoch and epoch_of(one) > epoch:
-                run.epoch_over(epoch)
-                if run.why_over is not None:
-                    return
-            epoch = max(epoch, epoch_of(one))
-            yield one
-    if epoch:
+def _by_epoch(taken: Taken, run: _Run) -> Taken:
+    """The same without those of no steps, cut where an epoch begins.
+
+    ``run`` hears of the end of each: when everything stands still, else before the first step of the next one.
+    """
+    epoch = over = 0
+    with closing(taken):
+        for told in taken:
+            for part in told.by_epoch():
+                if epoch > over and (not part.epochs or part.epochs[0] > epoch):
+                    over = epoch
+                    run.epoch_over(epoch)
+                    if run.why_over is not None:
+                        return
+                if part.epochs:
+                    epoch = max(epoch, part.epochs[0])
+                    yield part
+    if epoch > over:
         run.epoch_over(epoch)
-
-
-def _pass_by_pass(
-    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None
-) -> Taken:  # fmt: skip
-    """`_there`, but tasks stand still after each epoch: what `run` computes then is of all its steps, and no other."""
-    for part in source.passes():
-        epoch = 0
-        with closing(_there(session, fetch, watched, part, run, check)) as steps:
-            for batch, values in steps:
-                epoch = batch.epoch
-                yield batch, values
-        run.epoch_over(epoch)
-        if run.why_over is not None:
-            return
 
 
 def _there(
-    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None
+    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None, *,
+    by_pass: bool,
 ) -> Taken:  # fmt: skip
-    """Each batch with the watched values of its step, taken by the connected cluster."""
+    """Steps that the connected cluster takes, in groups; by_pass: its tasks stand still after each epoch."""
     options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left, "check": check}
     if source.rows is not None and source.total is not None:
-        run.steps.begins(source.total)
-        yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, options)
+        options["by_pass"] = by_pass
+        yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, options)
         return
     each = _awaited(source.each, run)
     first = next(each, None)
@@ -262,10 +251,14 @@ def _there(
         return
     run.steps.begins()
     begun: dict[int, tuple[int, Batch]] = {}  # by number: asynchronous ones are several at a time, and end in any order
-    numbers = deque[int | None]()
 
-    def rows() -> Iterator[tuple[Any, ...]]:
+    def rows() -> Iterator[tuple[Any, ...] | None]:
+        epoch = first.epoch
         for at, batch in enumerate(chain([first], each)):
+            if by_pass and batch.epoch > epoch:
+                yield None
+                run.steps.begins()
+            epoch = batch.epoch
             if len(batch.keys) != len(first.keys) or any(map(is_not, first.keys, batch.keys)):
                 asked, found = (", ".join(map(name_of, keys)) for keys in (first.keys, batch.keys))
                 raise InvalidArgument(
@@ -275,24 +268,39 @@ def _there(
             begun[at] = run.steps.drawn(batch.position), batch
             yield batch.values
 
-    with closing(session.train((fetch, watched), first.keys, rows(), numbers=numbers, **options)) as steps:
-        for _, values in steps:
-            at = numbers.popleft()
-            number, batch = (None, first) if at is None else begun.pop(at)
-            run.steps.told(number)
-            yield batch, values
+    with closing(session.train((fetch, watched), first.keys, rows(), **options)) as groups:
+        for group in groups:
+            if not group.steps:
+                yield STANDS
+                continue
+            done = [(None, first)] * group.steps if group.numbers is None else map(begun.pop, group.numbers)
+            numbers, each_batch = zip(*done, strict=True)
+            run.steps.told(numbers)
+            yield _told([batch.epoch for batch in each_batch], [batch.rows for batch in each_batch], group)
 
 
 def _of_arrays(
-    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Arrays, total: int, options: Mapping[str, Any]
+    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Arrays, total: int, run: _Run,
+    options: Mapping[str, Any],
 ) -> Taken:  # fmt: skip
     """The same for arrays, which tasks take their rows of by themselves."""
-    numbers = deque[int | None]()  # which step each result is of; None where its values are lost, too
-    with closing(session.train(fetches, keys, (rows, total), numbers=numbers, **options)) as steps:
-        for _, values in steps:
-            number = numbers.popleft()
-            epoch, start, stop = rows.order.place(number or 0)
-            yield Batch(epoch, keys, (), stop - start), values
+    each, begun = rows.order.per_pass if options["by_pass"] else total, 0
+    run.steps.begins(min(each, total))
+    with closing(session.train(fetches, keys, (rows, total), **options)) as groups:
+        for group in groups:
+            if not group.steps:
+                yield STANDS
+                begun += each
+                run.steps.begins(min(each, total - begun))
+                continue
+            places = [rows.order.place(number) for number in group.numbers or [0] * group.steps]
+            yield _told([epoch for epoch, *_ in places], [stop - start for _, start, stop in places], group)
+
+
+def _told(epochs: Sequence[int], rows: Sequence[int], group: StepGroup) -> Told:
+    _, watched = group.values
+    is_known = not any(value is None for value in watched)  # else a lost task told nobody of them
+    return Told(epochs, rows, watched if is_known else ())
 
 
 def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
@@ -341,24 +349,31 @@ class _Run:
         self._start = self._looked = time.perf_counter()
         self._warned = 0
 
-    def stepped(self, batch: Batch, values: Sequence[torch.Tensor]) -> None:
-        """One more step is done."""
+    def stepped(self, told: Told) -> None:
+        """More steps are done."""
         __tracebackhide__ = True
-        self.step += 1
-        self._samples += batch.rows
         self.steps.ends()
         if isinstance(self._reads, QueueElements) and (position := self.steps.applied.position) is not None:
             self._reads.counted(position)
-        is_known = not any(value is None for value in values)  # else a lost task told nobody of them
-        self._metrics.add(self.step, batch.rows, values if is_known else (), batch.epoch)
         if self._callbacks.follow_steps:
-            named = dict(zip(self._metrics.names, values, strict=True)) if is_known else {}
-            self._heed(self._callbacks.on_step(Progress(self.step, batch.epoch, named, self._samples)))
+            for one in told.one_by_one():
+                self._count(one)
+                named = dict(zip(self._metrics.names, (value.reshape(()) for value in one.values), strict=False))
+                self._heed(self._callbacks.on_step(Progress(self.step, one.epochs[0], named, self._samples)))
+                if self.why_over is not None:
+                    break
+        else:
+            self._count(told)
         now = time.perf_counter()
         if now - self._looked >= SHOWN_EVERY:
             self._looked = now
             self._look(now - self._start)
         self.stop_if_wanted()
+
+    def _count(self, told: Told) -> None:
+        self.step += len(told.epochs)
+        self._samples += sum(told.rows)
+        self._metrics.add(self.step, told)
 
     def epoch_over(self, epoch: int) -> None:
         """An epoch is over: its values, and what is to be called."""
@@ -503,7 +518,7 @@ def _validation(
         source = batches(data, feeds=None if isinstance(data, Mapping) else feeds, shuffle=False)
         for at, batch in enumerate(source.each, 1):
             found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))
-            metrics.add(at, batch.rows, found)
+            metrics.add(at, Told((1,), (batch.rows,), found))
             run.stop_if_wanted()
         metrics.read()
         return {f"val_{name}": value for name, value in metrics.means().items()}

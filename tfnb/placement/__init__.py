@@ -2,5 +2,6 @@
 
 `placement` is what the others decide and the cluster reads: node -> devices, variable -> pieces, edge -> transfer.
 `partition` cuts a pruned step into a part for the compute tasks and one for each server; `shards` says which servers
-hold a Variable; `requests` whether nodes can run where they ask to.
+hold a Variable; `lookups` of which large ones a task needs rows only; `requests` whether nodes can run where they ask
+to.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from tfnb.placement.requests import Asked, asked
 from tfnb.session.breakpoints import stopping
 from tfnb.session.feeding import Feeder
 from tfnb.session.structures import fed_by, flat, places_of, structure, value_of, variable_of
+from tfnb.state.step_groups import StepGroup
 
 
 class Look(NamedTuple):
@@ -36,7 +38,8 @@ class Prepared:
     code: StepCode
     feeder: Feeder
     values: tuple[Value, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
+    rebuild: Callable[[Sequence[Any]], Any]  # what a run gives, of its results; prints what is to be printed
+    structured: Callable[[Sequence[Any]], Any]  # the same of values without those of ``looks``
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
     asked: tuple[Asked, ...] = ()  # nodes that ask for a place
@@ -59,6 +62,16 @@ class Prepared:
         """`look`, where a breakpoint may stop the step."""
         return self.look if self.stops else None
 
+    def of_group(self, group: StepGroup) -> StepGroup:
+        """The same for steps of a training, whose values are stacked; each of them prints."""
+        if not group.steps:
+            return group
+        if self.looks:
+            for results in group.each():
+                self.rebuild([*results, *repeat(None, len(self.trailing))])
+        shown = [variable.value().unsqueeze(0) for variable in self.trailing]  # such steps come one at a time
+        return group._replace(values=self.structured([*group.values[: len(self.values)], *shown]))
+
     def look(self, results: Sequence[Any]) -> None:
         """Show breakpoints their values, before the step commits."""
         __tracebackhide__ = True
@@ -78,25 +91,25 @@ def prepare(
     """Resolve what is fetched and fed; ``code`` makes what runs the step."""
     version = graph.version
     leaves: list[Any] = []
-    rebuild = structure(fetches, leaves)
+    nested = structure(fetches, leaves)
     variables = [variable_of(graph, leaf) for leaf in leaves]
     trailing = tuple(variable for variable in variables if variable is not None)
     values = tuple(value_of(graph, leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
     places = places_of([variable is not None for variable in variables])
     if trailing:
-        made = lambda results: rebuild([results[p] for p in places])  # noqa: E731
+        structured = lambda results: nested([results[p] for p in places])  # noqa: E731
     else:
-        made = type(fetches) if flat(fetches, leaves) else rebuild
+        structured = type(fetches) if flat(fetches, leaves) else nested
     feeder = Feeder(graph, [(key, fed_by(graph, key)) for key in feed_keys])
     step = step_graph(graph, values, feeder.values)
     looks = [Look(node.inputs, partial(_print, node)) for node in printing(step)]
     step = step.also(value for look in looks for value in look.wanted)
     stops = [Look(tuple(stop.wanted.values()), stop.ensure_passed, stops=True) for stop in stopping(step)]
     step = step.also(value for stop in stops for value in stop.wanted)
-    if looks := [*looks, *stops]:
-        made = partial(_looked, looks, made, len(values))
+    looks = [*looks, *stops]
+    rebuild = partial(_looked, looks, structured, len(values)) if looks else structured
     feeder.narrow(step.graph.nodes)
-    return Prepared(code(step), feeder, values, made, trailing, version, asked(step.graph.nodes), looks)
+    return Prepared(code(step), feeder, values, rebuild, structured, trailing, version, asked(step.graph.nodes), looks)
 
 
 def same_step(old: StepGraph, new: StepGraph) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tfnb.cluster.connected import connected, notices
+from tfnb.cluster.members import Ahead
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import TRACERS, Checked, Trace, Tracer, profiling
 from tfnb.execution.budgeted import Planned
@@ -62,8 +63,9 @@ from tfnb.state.input_sources import Source
 from tfnb.state.queue_contents import Held
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
-from tfnb.state.run_numbers import RunNumbers
+from tfnb.state.run_numbers import RunNumbers, runs_of
 from tfnb.state.source_puts import position_behind, standing
+from tfnb.state.step_groups import StepGroup
 from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
 from tfnb.state.waits import check_timeout
 
@@ -353,25 +355,31 @@ class Session:
         )  # fmt: skip
 
     def train(
-        self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any]] | tuple[Arrays, int], *, mode: str,
-        timeout: float | None, check: str | None = None, **options: Any,
-    ) -> Generator[Any, None, None]:  # fmt: skip
-        """`fit` on the cluster: ``fetches`` once for each step of ``data``, as steps are applied.
+        self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any] | None] | tuple[Arrays, int], *,
+        mode: str, timeout: float | None, check: str | None = None, by_pass: bool = False, **options: Any,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
+        """`fit` on the cluster: ``fetches`` once for each step of ``data``, in groups of steps as they are applied.
+
+        The values of a group have the structure of ``fetches``, and are stacked over its steps.
 
         data: values of ``feeds`` for each step, or arrays of which each step takes some rows, and the number of steps.
-        mode, check, options: as `run` and `Cluster.train` have them.
+        by_pass: tasks stand still after each pass over the arrays; after other values, where there is a None among
+        them. An empty group then says that they do, until the next group is asked for. mode, check, options: as `run`
+        and `Cluster.train` have them.
         """
         cluster = self.cluster
         if isinstance(data, tuple):
             prepared = self._prepare(fetches, tuple(feeds))
             step = self._sent(prepared, "training")
-            source = self._ahead(prepared, step, *data)
+            arrays, total = data
+            source = self._ahead(prepared, step, arrays, total, by_pass)
         else:
             if IndexedSlices in map(type, feeds):
-                data = (tuple(spread(zip(feeds, values, strict=True)).values()) for values in data)
+                flat = lambda values: tuple(spread(zip(feeds, values, strict=True)).values())  # noqa: E731
+                data = (None if values is None else flat(values) for values in data)
             prepared = self._prepare(fetches, parts_of(feeds))
             step = self._sent(prepared, "training")
-            fed = ((prepared.feeder.fed(values)[0], self.runs.take()) for values in data)
+            fed = (None if values is None else (prepared.feeder.fed(values)[0], self.runs.take()) for values in data)
             source = cluster.batches(step, fed)
         options["one_by_one"] = "a Variable is watched" if prepared.trailing else ""
         options["see"] = prepared.see
@@ -379,24 +387,24 @@ class Session:
             _ensure_nan(check)
             options["check"] = True
         with closing(cluster.train(step, source, mode=mode, timeout=timeout, **options)) as steps:
-            for _, results in steps:
+            for group in steps:
                 self._steps.ensure_open()
-                yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
+                yield prepared.of_group(group)
 
-    def _ahead(self, prepared: Prepared, step: StepGraph, data: Arrays, total: int) -> Any:
+    def _ahead(self, prepared: Prepared, step: StepGraph, data: Arrays, total: int, by_pass: bool) -> Any:
         """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""
         __tracebackhide__ = True
-        arrays, order, kept = data
+        arrays, order = data
         shown = Rows([like(array) for array in arrays], order)
         for at in {0, min(total, order.per_pass) - 1}:
             prepared.feeder.fed(shown.batch(at))
-        first = self.runs.take(total)
+        run = runs_of(self.runs, total, order.per_pass if by_pass else total)
         given = prepared.feeder.converted([a.stand_in()[:0] if isinstance(a, Chunked) else a for a in arrays])
         fed = [
             replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor
             for array, tensor in zip(prepared.feeder.spread(arrays), given, strict=True)
         ]
-        return self.cluster.ahead(step, Arrays(tuple(fed), order, kept), total, first)
+        return self.cluster.ahead(step, Ahead(tuple(fed), order, total, run, by_pass))
 
     def _cut(self, prepared: Prepared, isolation: str, timeout: float | None) -> Cut:
         """Copies of what a step reads, and of the Variables that are fetched with it."""

@@ -18,13 +18,10 @@ class Order(NamedTuple):
     """``rows`` in batches of ``batch_size``, the last one of a pass may be short; each pass in another order.
 
     ``within``: the place of an array in chunks; whole chunks are shuffled then, and the rows within each of them.
-    ``first``: the number of the pass that step 0 begins.
 
     >>> order = Order(rows=7, batch_size=3)
     >>> [order.place(step) for step in (0, 2, 3)]
     [(1, 0, 3), (1, 6, 7), (2, 0, 3)]
-    >>> order._replace(first=2).place(0) == order.place(order.per_pass)
-    True
     """
 
     rows: int
@@ -32,7 +29,6 @@ class Order(NamedTuple):
     shuffle: bool = True
     seed: int = 0
     within: int | None = None
-    first: int = 1
 
     @property
     def per_pass(self) -> int:
@@ -43,11 +39,7 @@ class Order(NamedTuple):
         """Of step ``step`` (from 0): its pass (from 1), and where its batch starts and stops in the order of it."""
         number, batch = divmod(step, self.per_pass)
         start = batch * self.batch_size
-        return self.first + number, start, min(start + self.batch_size, self.rows)
-
-
-class Kept:
-    """Stands for arrays that several trainings take: as long as it lives, tasks keep those that they were sent."""
+        return 1 + number, start, min(start + self.batch_size, self.rows)
 
 
 class Arrays(NamedTuple):
@@ -55,7 +47,6 @@ class Arrays(NamedTuple):
 
     arrays: tuple[torch.Tensor | Chunked, ...]
     order: Order
-    kept: Kept | None = None
 
 
 @dataclass

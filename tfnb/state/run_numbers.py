@@ -5,6 +5,7 @@ So the position of all streams is one number, and a run draws the same numbers o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Lock
 
 
@@ -28,3 +29,25 @@ class RunNumbers:
             first = self.next
             self.next = first + count
             return first
+
+
+def runs_of(runs: RunNumbers, total: int, per_pass: int) -> Callable[[int], int]:
+    """Which run each of ``total`` steps is. The numbers of a pass are taken when one of its steps is asked for.
+
+    Those of the first one are taken at once.
+
+    >>> runs = RunNumbers()
+    >>> of = runs_of(runs, 5, 3)
+    >>> runs.take(), of(1), of(3), of(4), runs.next
+    (3, 1, 4, 5, 6)
+    """
+    firsts: dict[int, int] = {}
+
+    def of(step: int) -> int:
+        number, at = divmod(step, per_pass)
+        if number not in firsts:
+            firsts[number] = runs.take(min(per_pass, total - number * per_pass))
+        return firsts[number] + at
+
+    of(0)
+    return of

@@ -6,7 +6,7 @@ and left by `fit`, behind the batch of the last step that counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from tfnb.graph import Variable
@@ -100,10 +100,9 @@ class StepsThere:
     def ends(self) -> None:
         """Nothing follows from it: tasks are ahead."""
 
-    def told(self, number: int | None) -> None:
-        """A step is applied; None where nobody knows which one."""
-        if number is not None:
-            self._known.add(number)
+    def told(self, numbers: Iterable[int | None]) -> None:
+        """Steps are applied; None where nobody knows which one."""
+        self._known.update(number for number in numbers if number is not None)
         while self._whole in self._known:
             self._known.remove(self._whole)
             self._whole += 1

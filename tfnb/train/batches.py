@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from itertools import count, groupby, islice
+from itertools import count, islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
-from tfnb.state.batch_order import Arrays, Kept, Order, Rows
+from tfnb.state.batch_order import Arrays, Order, Rows
 from tfnb.state.chunks import Chunked, as_rows, is_collection, without_frames
 from tfnb.state.input_sources import Position, Source
 
@@ -46,18 +46,6 @@ class Batches:
     def is_ours(self) -> bool:
         """Whether they are made from arrays, so that waiting for the next one cannot block."""
         return self.rows is not None
-
-    def passes(self) -> Iterator[Batches]:
-        """The same, each pass over the data by itself; the first batch of the next one is drawn to see its end."""
-        if self.rows is None or self.total is None:
-            for _, each in groupby(self.each, key=lambda batch: batch.epoch):
-                yield Batches(each, None)
-            return
-        (arrays, order, _), kept = self.rows, Kept()
-        for number, begin in enumerate(range(0, self.total, order.per_pass)):
-            left = min(order.per_pass, self.total - begin)
-            ordered = Arrays(arrays, order._replace(first=order.first + number), kept)
-            yield Batches(iter(()), left, ordered, self.keys)
 
 
 def batches(

@@ -1,6 +1,6 @@
 """Watched values of a run: gathered step by step as tensors, read in bulk, averaged by epoch and along the way.
 
-Reading many at once waits for a device once. Imports torch only.
+Reading many at once waits for a device once. Imports step_groups.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from operator import mul
 from typing import Any, NamedTuple
 
 import torch
+
+from tfnb.state.step_groups import Told
 
 POINTS = 400  # of a curve
 AT_ONCE = 512  # steps kept as tensors
@@ -28,8 +30,7 @@ class Metrics:
     """Means of watched values.
 
     >>> m = Metrics(["loss"])
-    >>> m.add(1, 30, [torch.tensor(1.0)])
-    >>> m.add(2, 10, [torch.tensor(5.0)])
+    >>> m.add(2, Told((1, 1), (30, 10), [torch.tensor([1.0, 5.0])]))
     >>> m.read()
     >>> m.history, m.curve()
     ([{'epoch': 1, 'step': 2, 'loss': 2.0}], [{'step': 1, 'loss': 1.0}, {'step': 2, 'loss': 5.0}])
@@ -38,31 +39,35 @@ class Metrics:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.bad: list[Bad] = []
-        self._fresh: list[tuple[int, int, Sequence[torch.Tensor], int]] = []  # step, rows, values, epoch
+        self._fresh: list[tuple[int, Told]] = []  # that have values, each with its first step
+        self._unread = 0  # steps of them
         self._ends: dict[int, int] = {}  # of each epoch its last step so far
         self._totals: dict[int, list[float]] = {}  # of each epoch the rows, and for each name the sum over them
         self._windows: list[tuple[int, int, list[float]]] = []  # last step, steps, sums
         self._width = 1
 
-    def add(self, step: int, rows: int, values: Sequence[torch.Tensor], epoch: int = 1) -> None:
-        """The values of one step over so many rows, one scalar for each name; none where nobody knows them.
-
-        Steps of several epochs may come in any order, as those of asynchronous tasks do.
-        """
-        self._ends[epoch] = step
-        if values:
-            self._fresh.append((step, rows, values, epoch))
-            if len(self._fresh) >= AT_ONCE:
+    def add(self, step: int, told: Told) -> None:
+        """Steps up to ``step``. Those of several epochs may come in any order, as asynchronous tasks take them."""
+        first = step - len(told.epochs) + 1
+        for at, epoch in enumerate(told.epochs, first):
+            self._ends[epoch] = at
+        if told.values:
+            self._fresh.append((first, told))
+            self._unread += len(told.epochs)
+            if self._unread >= AT_ONCE:
                 self.read()
 
     def read(self) -> None:
         """Turn what was added into numbers."""
         if not self._fresh:
             return
-        steps, rows, values, epochs = zip(*self._fresh, strict=True)
+        steps = [step for first, told in self._fresh for step in range(first, first + len(told.epochs))]
+        rows = [number for _, told in self._fresh for number in told.rows]
+        epochs = [epoch for _, told in self._fresh for epoch in told.epochs]
+        numbers = _numbers([told.values[place] for place in range(len(self.names)) for _, told in self._fresh])
+        columns = [[*map(float, numbers[at : at + len(steps)])] for at in range(0, len(numbers), len(steps))]
         self._fresh.clear()
-        numbers = _numbers([value for each in values for value in each])
-        columns = [[float(x) for x in numbers[place :: len(self.names)]] for place in range(len(self.names))]
+        self._unread = 0
         places: dict[int, list[int]] = {}
         for place, epoch in enumerate(epochs):
             places.setdefault(epoch, []).append(place)
@@ -120,10 +125,10 @@ class Metrics:
         self._width *= 2
 
 
-def _numbers(scalars: list[torch.Tensor]) -> list[float]:
-    if len({scalar.device for scalar in scalars}) > 1:
-        return [scalar.item() for scalar in scalars]
-    return torch.stack([scalar.detach().reshape(()) for scalar in scalars]).tolist()
+def _numbers(values: list[torch.Tensor]) -> list[float]:
+    if len({value.device for value in values}) > 1:
+        values = [value.cpu() for value in values]
+    return torch.cat([value.detach().reshape(-1) for value in values]).tolist()
 
 
 def _joined(first: tuple[int, int, list[float]], *rest: tuple[int, int, list[float]]) -> tuple[int, int, list[float]]:

@@ -24,6 +24,7 @@ from tfnb.cluster.fit.data import Data, Needs
 from tfnb.cluster.messages import Ask, Failed, NotDone, NotSent, Ok, OpId, Outcome, Refused, Request, failed
 from tfnb.cluster.plan import divide
 from tfnb.cluster.programs import ComputeProgram, Push
+from tfnb.cluster.rows_there import LookedUp
 from tfnb.cluster.streams import Streams
 from tfnb.cluster.transport import outcome_header
 from tfnb.errors import Cancelled
@@ -70,6 +71,15 @@ class Share(NamedTuple):
     rows: int
     run: int
     workers: int
+
+
+class _Begun(NamedTuple):
+    """A step that is to be computed, with the rows that it takes of large Variables; None: they are to be asked for."""
+
+    step: tuple[int, int]  # the number of its piece, and which step of it
+    share: Share
+    looked: LookedUp | None = None
+    rows: Sequence[torch.Tensor] | None = ()
 
 
 class _Computed(NamedTuple):
@@ -264,6 +274,7 @@ class Loop:
         self._failure: Failed | Refused | None = None
         self._seconds = 0.0  # that the last step computed
         self._key = next(_keys)
+        self._begun: _Begun | None = None  # the step of which direct streams did not give the rows
         self._waits: asyncio.Future[None] | None = None  # for loops that are behind
         self._work = asyncio.ensure_future(self._run())
 
@@ -393,6 +404,10 @@ class Loop:
     async def _advance(self, given: Given, index: int) -> int:
         """Steps of a piece from ``index`` on, at least one that is not written yet; how far they came."""
         await self._host.open_streams(self._asked)
+        if self._begun is not None and self._begun.rows is None and self._begun.looked is not None:
+            looked = self._begun.looked
+            answers = await self._host.ask(looked.asks, time.monotonic() + DEADLINE)
+            self._begun = self._begun._replace(rows=looked.rows(answers))
         index, sent = await self._host.computing.work(self._key, lambda compute: self._steps(given, index, compute))
         if sent is not None:
             await self._ask(sent.asks, sent.outcomes)
@@ -410,7 +425,11 @@ class Loop:
         until = time.monotonic() + WHILE
         while index < given.count and self._is_free(until):
             if given.first + index > max(self._rounds.values(), default=-1):  # else it is written, without this worker
-                sent = self._streamed(given, index, compute(partial(self._computed, given, index)))
+                begun = self._begin(given, index, compute)
+                if begun.rows is None:
+                    self._begun = begun
+                    return index, None
+                sent = self._streamed(given, index, compute(partial(self._computed, begun)))
                 answers = [outcome for outcome in sent.outcomes if isinstance(outcome, Ok)]
                 if len(answers) < len(sent.outcomes):
                     return index, sent
@@ -454,14 +473,27 @@ class Loop:
         ]
         return _Sent(done, asks, self._host.stream(asks))
 
-    def _computed(self, given: Given, index: int) -> _Computed:
+    def _begin(self, given: Given, index: int, compute: Compute) -> _Begun:
+        """In the compute thread: what is to be computed, with the rows as far as direct streams give them."""
+        if self._begun is not None and self._begun.step == (given.number, index):
+            begun, self._begun = self._begun, None
+            return begun
+        share = compute(partial(given.share, index, self._ahead.data if self._ahead is not None else None))
+        if not (share.rows and self._program.lookups):
+            return _Begun((given.number, index), share)
+        looked = compute(partial(self._program.looked_up, share.feeds))
+        answers = self._host.stream(looked.asks)
+        found = [answer for answer in answers if isinstance(answer, Ok)]
+        rows = looked.rows(found) if len(found) == len(answers) else None
+        return _Begun((given.number, index), share, looked, rows)
+
+    def _computed(self, begun: _Begun) -> _Computed:
         """In the compute thread: the fetches and what goes to the servers, all of it finite."""
-        begin = time.monotonic()
+        begin, share = time.monotonic(), begun.share
         values = {key: value for key, (_, value) in self._held.items()}
-        share = given.share(index, self._ahead.data if self._ahead is not None else None)
         if not share.rows:
             return _Computed(share, [], [])
-        out, pushes = self._program.run(share.feeds, values, share.run, self._host.name)
+        out, pushes = self._program.run(share.feeds, values, share.run, self._host.name, begun.rows or ())
         self._seconds = time.monotonic() - begin
         return _Computed(share, out, pushes)
 

@@ -22,20 +22,29 @@ class Counted:
     """Steps by their numbers.
 
     >>> from tfnb.state.batch_order import Order
-    >>> pieces = Counted(Ahead((), Order(8, 2), total=5, run_index=0))
+    >>> pieces = Counted(Ahead((), Order(8, 2), total=5, run=int))
     >>> pieces.take(3), pieces.take(3), pieces.is_spent
     (range(0, 3), range(3, 5), True)
+    >>> pieces = Counted(Ahead((), Order(8, 2), total=5, run=int, by_pass=True))
+    >>> pieces.take(3), pieces.take(3), pieces.stands, pieces.take(3), pieces.stands
+    (range(0, 3), range(3, 4), True, range(4, 5), False)
     """
 
     held_back = False
 
     def __init__(self, data: Ahead) -> None:
-        self._next, self._total = 0, data.total
+        self._next, self._total, self._data = 0, data.total, data
+        self._pass = data.order.per_pass if data.by_pass else data.total
+        self.stands = False  # the tasks, before the next piece
 
     @property
     def left(self) -> int | None:
-        """Steps that are not taken yet."""
-        return self._total - self._next
+        """Steps that are not taken yet, of the pass if tasks stand still after it."""
+        return self._end - self._next
+
+    @property
+    def _end(self) -> int:
+        return min(self._total, (self._next // self._pass + 1) * self._pass)
 
     @property
     def is_spent(self) -> bool:
@@ -46,7 +55,8 @@ class Counted:
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
         """The next steps, so many at most."""
-        start, self._next = self._next, min(self._total, self._next + size)
+        start, self._next = self._next, min(self._end, self._next + size)
+        self.stands = self._data.ends_pass(self._next)
         return range(start, self._next)
 
 
@@ -57,7 +67,7 @@ class Near:
 
     >>> from tfnb.state.batch_order import Order
     >>> array = Chunked("x", (4, 6), (), torch.float32, homes=(("a",), ("b",)))
-    >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run_index=0), ["b", "a"])
+    >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run=int), ["b", "a"])
     >>> [pieces.take(2, task=task) for task in (0, 1, 0, 1)], pieces.left
     ([range(2, 4), range(0, 2), range(4, 5), range(5, 7)], 0)
     """
@@ -71,7 +81,8 @@ class Near:
         assert isinstance(chunked, Chunked)
         self._order, self._chunks, self._homes = data.order, chunked, homes
         self._runs: list[tuple[range, Collection[str]]] = []  # of the pass in progress: steps, and where their rows lie
-        self._passes, self.left = 0, data.total
+        self._passes, self.left, self._by_pass = 0, data.total, data.by_pass
+        self.stands = False  # the tasks, before the next piece
 
     @property
     def is_spent(self) -> bool:
@@ -89,6 +100,7 @@ class Near:
         steps, where = self._runs[at]
         self.left -= len(steps[:size])
         self._runs[at : at + 1] = [(steps[size:], where)] if len(steps) > size else []
+        self.stands = self._by_pass and not self._runs and self.left > 0
         return steps[:size]
 
     def _away(self, where: Collection[str], home: str | None) -> int:
@@ -98,10 +110,10 @@ class Near:
     def _next_pass(self) -> list[tuple[range, Collection[str]]]:
         """The steps of a pass by the chunk in which their first row lies."""
         order, chunks = self._order, self._chunks
-        first, number, self._passes = self._passes * order.per_pass, order.first + self._passes, self._passes + 1
+        first, self._passes = self._passes * order.per_pass, self._passes + 1
         runs: list[tuple[range, Collection[str]]] = []
         rows, step, end = 0, first, first + self.left
-        for chunk in chunk_order(order, chunks.groups, number, torch.Generator()):
+        for chunk in chunk_order(order, chunks.groups, self._passes, torch.Generator()):
             rows += chunks.lengths[chunk]
             stop = min(first - (-rows // order.batch_size), first + order.per_pass, end)
             if stop > step:
@@ -111,7 +123,7 @@ class Near:
 
 
 class Drawn:
-    """Batches of an iterator.
+    """Batches of an iterator; a None among them: tasks stand still there.
 
     >>> pieces = Drawn(Batch((), n) for n in range(3))
     >>> [batch.run_index for batch in pieces.take(2)], pieces.is_spent, len(pieces.take(2)), pieces.is_spent
@@ -120,8 +132,9 @@ class Drawn:
 
     left: int | None = None
 
-    def __init__(self, batches: Iterable[Batch]) -> None:
+    def __init__(self, batches: Iterable[Batch | None]) -> None:
         self._batches = iter(batches)
+        self.stands = False  # the tasks, before the next piece
         self._back: list[Batch] = []
         self.is_spent = False
 
@@ -134,12 +147,16 @@ class Drawn:
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
         """The next batches, so many at most; less where drawing takes long, or where the iterator wrote Variables."""
-        found, self._back = self._back, []
+        found, self._back, self.stands = self._back, [], False
         until, nbytes = time.monotonic() + DRAW, sum(wire.size(batch.tensors) for batch in found)
         while len(found) < size and (not found or (time.monotonic() < until and nbytes < MOST)):
-            batch = next(self._batches, None)
-            if batch is None:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
                 self.is_spent = True
+                break
+            if batch is None:
+                self.stands = True
                 break
             if has_written():
                 self._back = [batch]
@@ -150,7 +167,7 @@ class Drawn:
 
 
 def drawn_from(
-    source: Ahead | Iterable[Batch], by_chunk: bool, homes: Sequence[str]
+    source: Ahead | Iterable[Batch | None], by_chunk: bool, homes: Sequence[str]
 ) -> tuple[Ahead | None, Counted | Near | Drawn]:
     """What the tasks are sent ahead, and the pieces; ``by_chunk``: the order of the rows may be that of their chunks.
 

@@ -31,6 +31,7 @@ from tfnb.cluster.programs import Placed
 from tfnb.cluster.transport import read_outcome
 from tfnb.errors import StepAborted, TfnbError
 from tfnb.state.chunks import Chunked
+from tfnb.state.step_groups import StepGroup
 
 if TYPE_CHECKING:
     from tfnb.cluster.engine import Engine
@@ -41,17 +42,6 @@ Machine = s.Rounds | a.Leases
 
 async def _always() -> bool:
     return True
-
-
-class Values(NamedTuple):
-    """Fetches of ``steps`` steps in a row, stacked (``each`` None: nobody knows them; an entry None: it has none).
-
-    ``numbers``: of these steps in the training, from 0; None where nobody knows them.
-    """
-
-    steps: int
-    each: Sequence[torch.Tensor | None] | None
-    numbers: Sequence[int] | None = None
 
 
 class _Heard(NamedTuple):
@@ -90,7 +80,7 @@ class Training:
         self.engine, self.placed, self.data = engine, placed, data
         self._deadline, self._patience = deadline, patience
         self._pieces = itertools.count(1)
-        self.results: list[Values] = []
+        self.results: list[StepGroup] = []
         self.steps = self._told = 0
         self.end: e.Finish | None = None
         self.is_held = False
@@ -101,7 +91,7 @@ class Training:
         self._numbers = itertools.count()
         self._steps_of: dict[int, Sequence[int]] = {}  # of each piece the numbers of its steps
         self._heard: dict[tuple[int, int], list[_Heard]] = {}  # piece and task
-        self._sent = Sent(self._name) if data is None or data.kept is None else engine.sent(data.kept)
+        self._sent = Sent(self._name)
         self._streams: set[int] = set()
         self._news = asyncio.Event()
         self._begun: set[asyncio.Task[None]] = set()
@@ -142,7 +132,7 @@ class Training:
 
     async def exchange(
         self, offers: Sequence[a.Offer], last: bool, drain: bool, mode: Mode | None = None
-    ) -> list[Values]:
+    ) -> list[StepGroup]:
         """Offer pieces; return what was applied meanwhile, as soon as there is news or room for more.
 
         drain: wait until everything that was offered is applied. mode: go on in this one when all that is lent is done.
@@ -356,8 +346,8 @@ class Training:
             ]
             count = min([report.stop - at, *ends])
             is_whole = bool(known) and len(known) >= known[0].workers  # else a task was lost before it told its part
-            each, numbers = self._joined(known, at, count) if is_whole else None, self._steps_of.get(report.number)
-            self.results.append(Values(count, each, None if numbers is None else numbers[at : at + count]))
+            values, numbers = self._joined(known, at, count) if is_whole else [], self._steps_of.get(report.number)
+            self.results.append(StepGroup(count, values, None if numbers is None else numbers[at : at + count]))
             at += count
         if report.stop == len(self._steps_of.get(report.number, ())):
             del self._steps_of[report.number]
@@ -412,7 +402,7 @@ class Training:
         if isinstance(self.data, Ahead):
             self._steps_of[piece.number] = piece.steps
             start = piece.steps[0]
-            meta |= {"order": list(self.data.order), "steps": start, "run": self.data.run_index + start}
+            meta |= {"order": list(self.data.order), "steps": start, "run": self.data.run(start)}
             return self._lent(task, loop, meta, [])
         batches: Sequence[Batch] = piece.steps
         self._steps_of[piece.number] = [batch.number for batch in batches]
@@ -599,8 +589,7 @@ class Training:
         for task, loop in self._loops.items():
             calls.append((engine.tasks[task], "leave", {"loop": loop.name, "seen": loop.seen}))
         asks = self._to_all("end_training", clients=self._clients)
-        is_kept = self.data is not None and self.data.kept is not None
-        await asyncio.gather(engine.tell_until(asks, deadline), *([] if is_kept else [engine.unload(self._sent)]), *(
+        await asyncio.gather(engine.tell_until(asks, deadline), engine.unload(self._sent), *(
             engine.link.call(member.peer, method, meta, epoch=engine.epoch, deadline=deadline)
             for member, method, meta in calls
             if member.alive

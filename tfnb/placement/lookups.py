@@ -1,0 +1,46 @@
+"""Which large Variables a task needs rows of only: it asks servers for those, and never has the whole. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tfnb.graph import Graph, Value, Variable
+from tfnb.graph.subgraph import uses_queues
+from tfnb.passes import prune
+from tfnb.placement.shards import nbytes
+
+LEAST = 1 << 20  # bytes of a Variable of which rows are asked for: a smaller one is sent whole, with other values
+EMBEDDING = "aten.embedding.default"
+
+
+class LookUp(NamedTuple):
+    """``value``: rows of ``variable`` in a graph; ``at``: their numbers, which are known from the feeds alone."""
+
+    value: Value
+    at: Value
+    variable: Variable
+
+
+def lookups(graph: Graph, outputs: Sequence[Value], feeds: Sequence[Value]) -> tuple[LookUp, ...]:
+    """The look-ups of a graph whose rows can be fed: then ``outputs`` need nothing else of these Variables."""
+    found = []
+    for node in prune(graph, outputs, feeds).nodes:
+        if node.op != EMBEDDING or Value(node.id) in feeds:
+            continue
+        table = graph.contents.by_id[node.inputs[0].node]
+        if (
+            table.op == "tfnb.read"
+            and nbytes(table.attrs["variable"]) >= LEAST
+            and _is_known(graph, node.inputs[1], feeds)
+        ):
+            found.append(LookUp(Value(node.id), node.inputs[1], table.attrs["variable"]))
+    left = prune(graph, outputs, (*feeds, *(each.value for each in found)))
+    whole = {node.attrs["variable"] for node in left.nodes if node.op == "tfnb.read"}
+    return tuple(each for each in found if each.variable not in whole)
+
+
+def _is_known(graph: Graph, index: Value, feeds: Sequence[Value]) -> bool:
+    """Whether a value follows from the feeds, without state and without random numbers."""
+    nodes = prune(graph, [index], feeds).nodes
+    return not any(node.op == "tfnb.read" or node.stream is not None or uses_queues(node) for node in nodes)

@@ -1,0 +1,69 @@
+"""Steps in a row that a training has done: several at a time where tasks of a cluster take them. Imports torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+
+
+class StepGroup(NamedTuple):
+    """``steps`` in a row: how many. ``values``: one tensor for each fetch, stacked over the steps, in a sequence.
+
+    A value is None where the fetch has none, or where a lost task told nobody. ``numbers``: of these steps in their
+    training, from 0; None where nobody knows them.
+
+    >>> group = StepGroup(2, [torch.tensor([3.0, 1.0]), None])
+    >>> list(group.each())
+    [[tensor(3.), None], [tensor(1.), None]]
+    """
+
+    steps: int
+    values: Any  # from a session in the structure of the fetches
+    numbers: Sequence[int] | None = None
+
+    def each(self) -> Iterator[list[torch.Tensor | None]]:
+        """The values of each step."""
+        columns = [repeat(None, self.steps) if column is None else column.unbind() for column in self.values]
+        return map(list, zip(*columns, strict=True)) if columns else ([] for _ in range(self.steps))
+
+
+def of_one(values: Sequence[torch.Tensor | None], number: int | None) -> StepGroup:
+    """One step as a group."""
+    stacked = [None if value is None else value.unsqueeze(0) for value in values]
+    return StepGroup(1, stacked, None if number is None else (number,))
+
+
+class Told(NamedTuple):
+    """Steps in a row that are done: of each its epoch and its rows, and the watched values.
+
+    values: for each name one tensor, which has one number for each step; none where nobody knows them.
+    """
+
+    epochs: Sequence[int]
+    rows: Sequence[int]
+    values: Sequence[torch.Tensor] = ()
+
+    def part(self, start: int, stop: int) -> Told:
+        """Some of the steps."""
+        values = tuple(value.reshape(-1)[start:stop] for value in self.values)
+        return Told(self.epochs[start:stop], self.rows[start:stop], values)
+
+    def one_by_one(self) -> Iterator[Told]:
+        """Each step by itself."""
+        return (self.part(at, at + 1) for at in range(len(self.epochs)))
+
+    def by_epoch(self) -> Iterator[Told]:
+        """The same in parts, each of which begins with its latest epoch.
+
+        >>> [part.epochs for part in Told((2, 1, 2, 3, 3), (8,) * 5).by_epoch()]
+        [(2, 1, 2), (3, 3)]
+        """
+        start, latest = 0, self.epochs[0] if self.epochs else 0
+        for at, epoch in enumerate(self.epochs):
+            if epoch > latest:
+                yield self.part(start, at)
+                start, latest = at, epoch
+        yield self.part(start, len(self.epochs)) if start else self
