@@ -15,7 +15,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format type shape bench bench-cluster bench-peers notebooks coverage page cuda wheel doctor lab clean
+.PHONY: help demo test test-slow test-all lint format type shape bench bench-cluster bench-peers bench-ray notebooks coverage page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -62,11 +62,17 @@ bench: $(INSTALLED) ## tfnb beside torch, TensorFlow and JAX; BENCH="--quick" or
 bench-cluster: $(INSTALLED) ## a step on a cluster beside plain Dask actors doing the same; BENCH="ROUNDS STEPS"
 	$(BIN)/python -m tests.benchmarks.cluster_steps $(BENCH)
 	$(BIN)/python -m tests.benchmarks.cluster_bulk
+	$(BIN)/python -m tests.benchmarks.cluster_rows
 
 bench-peers: ## TensorFlow and JAX, in an environment of their own
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -c tests/benchmarks/peers/constraints.txt tensorflow-cpu jax
+
+bench-ray: ## the step of bench-cluster with Ray actors, in an environment of its own
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray torch numpy psutil
+	.venv-ray/bin/python tests/benchmarks/peers/ray_actors.py $(BENCH)
 
 notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
 	$(BIN)/python -m jupyter nbconvert --to notebook --inplace --execute \

@@ -1,0 +1,138 @@
+"""The step of `tests.benchmarks.cluster_steps` with Ray actors, and 100 MB pulled, applied and pushed.
+
+It runs in an environment of its own, which `make bench-ray` makes: Ray, torch and psutil, nothing of tfnb. It prints
+milliseconds and processor milliseconds of a step, of all processes that it started, as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import ray
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BATCH, ROWS, TASKS, RATE = 32, 3200, 2, 0.05
+
+
+@ray.remote(num_cpus=0)
+class Server:
+    """Weights; `push` applies a gradient, or (sync) the mean of those of all workers when it has them."""
+
+    def __init__(self, weights: list[Any], workers: int) -> None:
+        self.weights, self.workers, self.grads = [w.copy() for w in weights], workers, []
+
+    def pull(self) -> list[Any]:
+        return self.weights
+
+    def push(self, grads: list[Any], sync: bool) -> bool:
+        """Whether that was the last one of its step."""
+        self.grads.append(grads)
+        if sync and len(self.grads) < self.workers:
+            return False
+        self.weights = [w - RATE * sum(parts) / len(parts) for w, *parts in zip(self.weights, *self.grads, strict=True)]
+        self.grads = []
+        return True
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """Rows, and a loop over them; in sync the driver takes the steps, as Ray's own parameter server does."""
+
+    def __init__(self, rows: Any, labels: Any) -> None:
+        torch.set_num_threads(1)
+        self.rows, self.labels = torch.from_numpy(rows.copy()), torch.from_numpy(labels.copy())
+        self.model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def gradients(self, weights: list[Any], start: int, stop: int) -> list[Any]:
+        with torch.no_grad():
+            for p, value in zip(self.model.parameters(), weights, strict=True):
+                p.copy_(torch.from_numpy(value.copy()))
+        loss = F.cross_entropy(self.model(self.rows[start:stop]), self.labels[start:stop])
+        return [g.numpy() for g in torch.autograd.grad(loss, list(self.model.parameters()))]
+
+    def train(self, server: Any, batches: list[tuple[int, int]]) -> None:
+        for start, stop in batches:
+            weights = ray.get(server.pull.remote())
+            ray.get(server.push.remote(self.gradients(weights, start, stop), False))
+
+
+@ray.remote(num_cpus=0)
+class Large:
+    """100 MB."""
+
+    def __init__(self, count: int) -> None:
+        self.w = torch.linspace(-1.0, 1.0, count).numpy()
+
+    def pull(self) -> Any:
+        return self.w
+
+    def push(self, grad: Any) -> None:
+        self.w = self.w - 0.1 * grad
+
+
+@ray.remote(num_cpus=0)
+class Puller:
+    """Who computes on them."""
+
+    def step(self, server: Any) -> None:
+        ray.get(server.push.remote(ray.get(server.pull.remote()) * 0.5))
+
+
+def sync(server: Any, workers: list[Any], steps: int) -> None:
+    half = BATCH // TASKS
+    for step in range(steps):
+        start = step * BATCH % ROWS
+        weights = server.pull.remote()
+        grads = [w.gradients.remote(weights, start + i * half, start + (i + 1) * half) for i, w in enumerate(workers)]
+        ray.get([server.push.remote(each, True) for each in grads])
+
+
+def alone(server: Any, workers: list[Any], steps: int) -> None:
+    starts = [step * BATCH % ROWS for step in range(steps)]
+    ray.get([w.train.remote(server, [(s, s + BATCH) for s in starts[i::TASKS]]) for i, w in enumerate(workers)])
+
+
+def measured(call: Callable[[], None], steps: int) -> tuple[float, float]:
+    """Milliseconds of a step, and processor milliseconds."""
+    here = psutil.Process()
+    everybody = [here, *here.children(recursive=True)]
+    processors = lambda: sum(sum(p.cpu_times()[:2]) for p in everybody if p.is_running())  # noqa: E731
+    begin, before = time.perf_counter(), processors()
+    call()
+    return (time.perf_counter() - begin) / steps * 1e3, (processors() - before) / steps * 1e3
+
+
+def main() -> None:
+    rounds, steps = (int(a) for a in (sys.argv[1:] + ["5", "200"][len(sys.argv) - 1 :])[:2])
+    torch.manual_seed(0)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    rows, labels = torch.randn(ROWS, 784).numpy(), torch.randint(10, (ROWS,)).numpy()
+    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    server = Server.remote([p.detach().numpy() for p in model.parameters()], TASKS)
+    workers = [Worker.remote(rows, labels) for _ in range(TASKS)]
+    large, puller = Large.remote(25_000_000), Puller.remote()
+    found: dict[str, list[tuple[float, float]]] = {"sync": [], "async": [], "100 MB": []}
+    for turn in range(rounds + 1):
+        for name, call, count in (
+            ("sync", lambda: sync(server, workers, steps), steps),
+            ("async", lambda: alone(server, workers, steps), steps),
+            ("100 MB", lambda: [ray.get(puller.step.remote(large)) for _ in range(4)], 4),
+        ):
+            row = measured(call, count)
+            found[name] += [row] if turn else []
+    middle = {name: [statistics.median(each) for each in zip(*each, strict=True)] for name, each in found.items()}
+    for name, (wall, processors) in middle.items():
+        print(f"Ray {name:6} {wall:8.2f} ms {processors:8.2f} cpu ms")
+    print(json.dumps({"bench": "ray", "ray": ray.__version__, "load": psutil.getloadavg()[0], **middle}))
+
+
+if __name__ == "__main__":
+    main()
