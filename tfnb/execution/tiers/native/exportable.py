@@ -33,8 +33,8 @@ from tfnb.graph import ops
 from tfnb.graph.op_facts import kernel
 from tfnb.graph.ops import overload
 from tfnb.kernels.attention import attention, attention_backward
-from tfnb.kernels.sparse_rows import slices
 from tfnb.kernels.formulas import FORMULAS
+from tfnb.kernels.sparse_rows import slices
 from tfnb.passes import feed_symbols
 
 aten = torch.ops.aten
