@@ -80,3 +80,8 @@ def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
         writer.close()
     with pytest.raises(InvalidArgument, match="is closed"):
         writer.text("a", "b", 0)
+
+
+def test_a_graph_is_asked_for_where_one_is_shown(tmp_path: Path) -> None:
+    with tfnb.summary.Writer(tmp_path) as writer, pytest.raises(InvalidArgument, match=r"takes a tfnb\.Graph"):
+        writer.graph(3)  # type: ignore[arg-type]

@@ -85,6 +85,8 @@ class Writer:
         from tensorboard.compat.proto.config_pb2 import RunMetadata  # listed exceptions: optional extra [tensorboard]
         from tensorboard.compat.proto.graph_pb2 import GraphDef
 
+        if not isinstance(graph, Graph):
+            raise InvalidArgument(f"summary of a graph takes a tfnb.Graph, and was given {graph!r:.60}")
         shown, contents = GraphDef(), graph.contents
         for node in graph.nodes:
             inputs = [f"{contents.by_id[v.node].name}:{v.index}" for v in node.inputs]

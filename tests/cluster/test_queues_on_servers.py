@@ -227,3 +227,25 @@ def test_a_queue_that_was_reset_does_not_come_home_and_others_do(connect) -> Non
     assert long.dequeue() == 2
     with pytest.raises(NotFound, match="'short' was reset"):
         short.size()
+
+
+def test_a_step_that_put_on_another_server_keeps_what_it_took_when_it_fails(connect) -> None:
+    """As here: elements that a step moved are moved, also where it is stopped later."""
+    with tfnb.record() as graph:
+        with tfnb.device("ps:0"):
+            a, never = fifo("a"), fifo("never")
+        with tfnb.device("ps:1"):
+            b = fifo("b")
+        moved = b.enqueue(a.dequeue(sample=torch.tensor(1.0)) * 10)
+        with tfnb.control_dependencies([moved]):
+            stuck = never.dequeue(sample=torch.tensor(0.0)) + 1
+    a.enqueue_many([1.0, 2.0, 3.0])
+    session = tfnb.Session(graph)
+    with pytest.raises(DeadlineExceeded):
+        session.run([moved, stuck], timeout=0.5)
+    assert (a.size(), b.size()) == (2, 1)
+    connect(2)
+    with pytest.raises(DeadlineExceeded):
+        session.run([moved, stuck], timeout=1.0)
+    assert (a.size(), b.size()) == (1, 2)
+    assert [float(n) for n in b.dequeue_many(2)] == [10, 20]

@@ -498,7 +498,7 @@ class Core:
     def _abort(self, request: Request) -> Ok:
         """End a round, and those up to ``floor`` or else before it; what was committed stays committed."""
         self._end(request.meta)
-        self.objects.abort()
+        self.objects.abort([int(request.meta["round"])] if request.meta.get("moved") else ())
         return self._ack()
 
     def _over(self, number: int) -> Refused | None:

@@ -419,7 +419,7 @@ class Engine:
     async def _ended_round(self, number: int, tasks: Sequence[int]) -> list[str]:
         """Let everybody forget a round that used queues, and wait until they have: what it waited for, in words.
 
-        What it took is in its queues again then.
+        What it took is in its queues again then, unless it put something: first it is halted on all servers.
         """
         over = self._over(number)
         lost = [shard for shard, member in enumerate(self.shards) if not member.alive]  # nobody answers for these
@@ -427,8 +427,10 @@ class Engine:
         stopping = [self.stop(member, "cancel", lambda: over | {"lost": lost}) for member in members if member.alive]
         if stopping:  # servers end the waits, too: tasks that hear of that first do not say what they waited for
             await asyncio.wait(stopping, timeout=GRACE)
-        asks = [Ask(shard, "abort", over) for shard in range(len(self.shards))]
-        await self.settled_on(asks)
+        shards = range(len(self.shards))
+        halted = await self.settled_on([Ask(shard, "halt", over) for shard in shards])
+        moved = any(answer.meta["moved"] for answer in halted if isinstance(answer, Ok))
+        await self.settled_on([Ask(shard, "abort", {**over, "moved": moved}) for shard in shards])
         answers = await asyncio.gather(*stopping)
         return [str(wait) for answer in answers if answer is not None for wait in answer.meta.get("waits", ())]
 

@@ -95,7 +95,7 @@ class Objects:
     """The queues of one server. afford: raises ResourceExhausted where so many bytes more have no room."""
 
     METHODS = frozenset({
-        "post", "ends", "contents", "first", "waiting", "freeze", "copy", "page", "bring", "refill", "thaw",
+        "post", "ends", "contents", "first", "waiting", "halt", "freeze", "copy", "page", "bring", "refill", "thaw",
     })  # fmt: skip
 
     def __init__(self, afford: Callable[[int], None] = lambda asked: None) -> None:
@@ -110,7 +110,8 @@ class Objects:
         self._brought: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}  # what these are to hold
         self.methods: dict[str, Method] = {
             "post": self._post, "ends": self._ends, "contents": self._contents,
-            "first": self._first, "waiting": self._waiting, "freeze": self._freeze, "copy": self._copy,
+            "first": self._first, "waiting": self._waiting, "halt": self._halt,
+            "freeze": self._freeze, "copy": self._copy,
             "page": self._page, "bring": self._bring, "refill": self._refill, "thaw": self._thaw,
         }  # fmt: skip
         self._acts: dict[str, Callable[[Channel, int, str, Mapping[str, Any], list[torch.Tensor]], None]] = {
@@ -211,8 +212,21 @@ class Objects:
             if number in self._steps:
                 self._steps.pop(number).end()
 
-    def abort(self) -> None:
-        """Of rounds that are over, and were not committed, what waits ends, and what they took comes back."""
+    def _halt(self, request: Request, now: float) -> Ok:
+        """Nothing of a round waits any more, or begins to; whether it put something here."""
+        step = self._step(int(request.meta["round"]))
+        step.is_void = True
+        for channel in self.channels.values():
+            for work in list(channel.open.values()):
+                if work.round == step.number:
+                    _withdraw(channel, work)
+        return Ok({"moved": step.has_put})
+
+    def abort(self, moved: Iterable[int] = ()) -> None:
+        """Of rounds that are over, and were not committed, what waits ends, and what they took comes back.
+
+        moved: rounds that put elements, maybe on other servers: what these took stays taken.
+        """
         for channel in self.channels.values():
             for work in list(channel.open.values()):
                 if work.round is not None and self.is_over(work.round):
@@ -222,7 +236,7 @@ class Objects:
                     del channel.ends[serial]
         for number in [number for number in self._rounds if self.is_over(number)]:
             done = self._rounds.pop(number)
-            if any(work.attempt is not None and work.attempt.kind == "enqueue" for work in done):
+            if number in moved or any(work.attempt is not None and work.attempt.kind == "enqueue" for work in done):
                 _keep(done)  # it moved elements
             else:
                 _give_back(done)
