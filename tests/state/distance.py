@@ -51,7 +51,7 @@ class Distance:
                 found = await answer
                 if isinstance(found, Ok):
                     return found
-                assert found.reason == "again"
+                assert getattr(found, "reason", "") == "again", found
 
         return ask
 

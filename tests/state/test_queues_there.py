@@ -6,6 +6,7 @@ What serves them is a real core in this process. `tests/cluster/test_queues_on_s
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from typing import Any
@@ -21,6 +22,7 @@ from tests.state.distance import Distance, queues_there
 from tests.state.test_queue_models import Attempts, Model
 from tests.state.test_queue_oracle import ANSWERS, OURS, SCENARIOS, ours
 from tests.state.test_queues import in_thread, until
+from tfnb.cluster.contents_there import Contents
 from tfnb.cluster.messages import Refused
 from tfnb.cluster.queues_there import in_round
 from tfnb.errors import DeadlineExceeded, OutOfRange, QueueClosed, ResourceExhausted, StepAborted
@@ -268,3 +270,42 @@ def test_what_nobody_knows_is_refused() -> None:
         )
         assert [end[2]["error"]["tag"] for end in answer.meta["ends"]] == ["NotFound", "InvalidArgument"]
         assert not isinstance(answer, Refused)
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.4])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_queues_hold_is_copied_and_changed_over_a_bad_connection(seed: int, loss: float) -> None:
+    """Messages that are lost or come twice or late neither hold a queue still nor change it once more."""
+    rng = random.Random(seed)
+    with queues_there(loss=loss, seed=seed) as distance:
+        queue, lines, line = tfnb.FIFOQueue(99, torch.int64, ()), list[Any](), list[int]()
+        queue.size()
+        key = queue.machine.key
+
+        async def ask(asks: Any) -> Any:
+            return [await distance.asking(0)(one.method, one.meta, one.tensors) for one in asks]
+
+        def do(work: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(work, distance.loop).result(30)
+
+        async def copies() -> Any:
+            return await contents.fetched(await contents.held({0: [key]}))
+
+        async def refill(found: Any) -> None:
+            await contents.refill(await contents.bring({0: {key: found}}))
+
+        contents, begin = Contents(ask), time.monotonic()
+        for number in range(150):
+            match rng.randrange(4):
+                case 0 | 1:
+                    queue.enqueue(number)
+                    line.append(number)
+                case 2 if line:
+                    assert int(queue.dequeue(timeout=5)) == line.pop(0)
+                case 3 if lines and rng.random() < 0.5:
+                    found, line = rng.choice(lines)
+                    line = [*line]
+                    do(refill(found))
+                case 3:
+                    lines.append((do(copies())[key], [*line]))
+        assert queue.size() == len(line) and time.monotonic() - begin < 8

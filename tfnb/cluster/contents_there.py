@@ -30,6 +30,14 @@ class Frozen:
     counts: Mapping[tuple[int, str], tuple[Mapping[str, Any], int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What queues are to hold lies at their shards."""
+
+    id: str
+    queues: Mapping[int, list[str]]
+
+
 class Contents:
     """What queues hold. ask: answers of shards to requests; raises what goes wrong."""
 
@@ -60,23 +68,28 @@ class Contents:
         await self._ask([Ask(shard, "thaw", {"id": frozen.id}) for shard in frozen.shards])
         return found
 
-    async def bring(self, queues: Mapping[int, Copies]) -> None:
+    async def bring(self, queues: Mapping[int, Copies]) -> Brought:
         """Tensors for `refill`."""
-        await self._ask([Ask(shard, "thaw", {"id": ""}) for shard in queues])  # what was brought and not used
+        id = uuid.uuid4().hex
         for shard, copies in queues.items():
             for key, (found, tensors) in copies.items():
                 start = 0
                 while start < len(tensors) or not start:
                     some = _some(tensors[start:])
-                    about = {"key": key, "found": found, "start": start}
+                    about = {"id": id, "key": key, "found": found, "start": start}
                     await self._ask([Ask(shard, "bring", about, some)])
                     start += len(some) or 1
+        return Brought(id, {shard: list(copies) for shard, copies in queues.items()})
 
-    async def refill(self, queues: Mapping[int, list[str]]) -> list[int]:
+    async def refill(self, brought: Brought) -> list[int]:
         """Queues hold what was brought. The rounds under way that used them are void."""
-        async with self._frozen(queues) as (id, rounds):
-            void = [number for number, _, is_used in rounds if is_used]
-            await self._ask([Ask(shard, "refill", {"id": id, "void": void}) for shard in queues])
+        try:
+            async with self._frozen(brought.queues) as (id, rounds):
+                void = [number for number, _, is_used in rounds if is_used]
+                about = {"id": id, "brought": brought.id, "void": void}
+                await self._ask([Ask(shard, "refill", about) for shard in brought.queues])
+        finally:
+            await self._ask([Ask(shard, "thaw", {"id": brought.id}) for shard in brought.queues])
         return void
 
     @asynccontextmanager

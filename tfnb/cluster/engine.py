@@ -216,9 +216,9 @@ class Engine:
 
     async def refill(self, queues: Mapping[int, Copies]) -> None:
         """Let queues hold this, by shard. Steps that used them raise Aborted."""
-        await self.contents.bring(queues)
+        brought = await self.contents.bring(queues)
         async with self._iteration:
-            self._void.update(await self.contents.refill({shard: list(mine) for shard, mine in queues.items()}))
+            self._void.update(await self.contents.refill(brought))
             self._void &= self._rounds
 
     async def stats(self, seconds: float) -> dict[int, dict[str, Any]]:

@@ -33,8 +33,10 @@ from tfnb.state.queue_operations import attempt_on, made, ordered, outcome
 ENTRIES = 1000  # tensors in one message
 BYTES = 64 << 20  # of them, unless a single one is larger
 FROZEN = 10.0  # seconds at most
+KEPT = 64  # answers to what is done once
 
 Method = Callable[[Request, float], Ok | None]
+Contents = tuple[dict[str, Any], list[torch.Tensor]]  # facts and tensors of what a queue holds
 
 
 @dataclass(slots=True)
@@ -105,14 +107,15 @@ class Objects:
         self._afford = afford
         self._rounds: dict[int, list[Work]] = {}  # what each did so far
         self._steps: dict[int, StepQueues] = {}  # of those rounds, and of those that wait
-        self._frozen, self._until = "", 0.0  # who froze it, and until when
-        self._copies: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}  # by queue, for who froze it last
-        self._brought: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}  # what these are to hold
+        self._frozen, self._until = "", 0.0  # who froze it last, and until when
+        self._copies: dict[str, Contents] = {}  # by queue, for who froze it last
+        self._brought: dict[str, dict[str, Contents]] = {}  # what queues are to hold, by who says so
+        self._answers: OrderedDict[tuple[str, str], Ok] = OrderedDict()  # to what may be asked again, and not done
         self.methods: dict[str, Method] = {
             "post": self._post, "ends": self._ends, "contents": self._contents,
             "first": self._first, "waiting": self._waiting, "halt": self._halt,
-            "freeze": self._freeze, "copy": self._copy,
-            "page": self._page, "bring": self._bring, "refill": self._refill, "thaw": self._thaw,
+            "freeze": self._once, "copy": self._once,
+            "page": self._page, "bring": self._bring, "refill": self._once, "thaw": self._thaw,
         }  # fmt: skip
         self._acts: dict[str, Callable[[Channel, int, str, Mapping[str, Any], list[torch.Tensor]], None]] = {
             "make": self._make, "do": self._do, "withdraw": self._withdraw, "leave": self._leave, "drop": self._drop,
@@ -251,6 +254,16 @@ class Objects:
 
     # -- what queues of all servers hold ------------------------------------------------------------------------
 
+    def _once(self, request: Request, now: float) -> Ok:
+        """What is done once, and has the same answer when it is asked for again."""
+        method, id = request.method, str(request.meta["id"])
+        if (method, id) not in self._answers:
+            do = {"freeze": self._freeze, "copy": self._copy, "refill": self._refill}[method]
+            self._answers[method, id] = do(request, now)
+            while len(self._answers) > KEPT:
+                self._answers.popitem(last=False)
+        return self._answers[method, id]
+
     def _freeze(self, request: Request, now: float) -> Ok:
         """Nobody does or hears anything for a while. Of each round: did it put something, did it use one of these?"""
         self._frozen, self._until = str(request.meta["id"]), now + FROZEN
@@ -287,15 +300,15 @@ class Objects:
         """Tensors that a queue is to hold, those from number ``start`` on."""
         key, start = str(request.meta["key"]), int(request.meta["start"])
         self._afford(size(request.tensors))
-        _, there = self._brought.setdefault(key, (request.meta["found"], []))
-        there[start:] = request.tensors
+        brought = self._brought.setdefault(str(request.meta["id"]), {})
+        _, there = brought.setdefault(key, (request.meta["found"], []))
+        there[start : start + len(request.tensors)] = request.tensors
         return Ok({})
 
     def _refill(self, request: Request, now: float) -> Ok:
         """Queues hold what was brought for them, and rounds that are ``void`` raise Aborted; nothing is frozen then."""
         self._ensure_frozen(request, now)
-        brought, self._brought, self._until = self._brought, {}, 0.0
-        others = {}
+        brought, self._until, others = self._brought[str(request.meta["brought"])], 0.0, {}
         for key, (found, tensors) in brought.items():
             held = self._held(key)
             other = others[held.machine] = made(held.queue)
@@ -308,7 +321,9 @@ class Objects:
 
     def _thaw(self, request: Request, now: float) -> Ok:
         """It is over, well or not."""
-        self._copies, self._brought, self._until = {}, {}, 0.0
+        if request.meta["id"] == self._frozen:
+            self._copies, self._until = {}, 0.0
+        self._brought.pop(str(request.meta["id"]), None)
         return Ok({})
 
     def _open(self) -> Iterator[Work]:
