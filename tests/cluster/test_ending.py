@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import subprocess
 import sys
 import time
@@ -18,7 +19,10 @@ from distributed import Client
 
 import tfnb
 from tests.cluster.conftest import worker_processes
+from tests.cluster.test_cuts import Counters
+from tests.state.test_queues import in_thread
 from tfnb.cluster import connected
+from tfnb.errors import Aborted, FailedPrecondition
 
 STEPS, RATE = 3, 0.5
 
@@ -89,3 +93,15 @@ def test_a_process_that_ends_without_closing_anything(connect, tmp_path) -> None
 
 def _with_tests() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_a_fit_whose_cluster_another_thread_closes_says_so_and_leaves_whole_steps(dask: Client) -> None:
+    c, source = Counters(), random.Random(0)
+    for _ in range(6):
+        cluster = tfnb.connect(dask, ps=2, timeout=180)
+        thread, found = in_thread(lambda: tfnb.fit(c.train, {c.x: torch.ones(400_000)}, batch_size=4))
+        time.sleep(source.uniform(0.0, 0.3))
+        cluster.close()
+        thread.join(60)
+        assert isinstance(found[0], Aborted | FailedPrecondition) and "closed" in str(found[0]), found
+        assert len(set(c.counts())) == 1

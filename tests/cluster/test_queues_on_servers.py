@@ -249,3 +249,22 @@ def test_a_step_that_put_on_another_server_keeps_what_it_took_when_it_fails(conn
         session.run([moved, stuck], timeout=1.0)
     assert (a.size(), b.size()) == (1, 2)
     assert [float(n) for n in b.dequeue_many(2)] == [10, 20]
+
+
+@pytest.mark.parametrize("is_placed", [False, True], ids=["call", "step"])
+def test_the_end_of_a_queue_whose_runner_failed_has_that_as_its_cause(connect, is_placed):
+    source, queue = fifo("source", 9), fifo("fed", 9)
+    source.enqueue_many(torch.tensor([4.0, -1.0]))
+    with tfnb.record():
+        put = queue.enqueue(torch.linalg.cholesky(source.dequeue(sample=torch.tensor(4.0)).reshape(1, 1))[0, 0])
+    with tfnb.record():
+        fed = queue.dequeue(sample=torch.tensor(1.0)) + 1
+    connect(2)
+    runner = tfnb.QueueRunner(queue, [put])
+    take = (lambda: tfnb.run(fed)) if is_placed else (lambda: queue.dequeue() + 1)
+    assert take() == 3
+    with pytest.raises(OutOfRange) as end:
+        take()
+    assert "positive" in str(end.value.__cause__)
+    with pytest.raises(InvalidArgument, match="positive"):
+        runner.coordinator.join()

@@ -46,6 +46,7 @@ from tfnb.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    OutOfRange,
     ParameterServerLost,
     TfnbError,
     Unavailable,
@@ -288,7 +289,11 @@ class Cluster:
         placed = self._place(step, parallel=False, check=check)
         self._send(step.variables)
         queues = self._queues.used(placed.queues)
-        values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues, see)
+        try:
+            values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues, see)
+        except OutOfRange as error:
+            error.__cause__ = self._queues.cause(placed.queues)
+            raise
         return _picked(placed.fetched, values[0])
 
     def _step(
@@ -586,6 +591,8 @@ class Cluster:
 
     def _show(self) -> None:
         """The end of a training: storages show its last step, but for what the user wrote here meanwhile."""
+        if self._engine.is_closing:  # another thread closes it, which brings the values home
+            return
         self._ensure_open()
         self._drop_gone()
         self._pull(self._sent_but_behind())
@@ -629,8 +636,9 @@ class Cluster:
         values, step, _ = await self._values(variables)
         with torch.no_grad(), self._held.showing:
             for variable in variables:
-                variable.storage.copy_(values[variable.key])
-                self._held.same(variable)
+                if variable in self._held:  # else the cluster was closed meanwhile: its value is here
+                    variable.storage.copy_(values[variable.key])
+                    self._held.same(variable)
             self._pulled = (step, time.monotonic(), time.monotonic() - begin)
         return step
 
@@ -639,7 +647,7 @@ class Cluster:
     ) -> tuple[dict[str, torch.Tensor], int, Copies]:
         if queues:
             await self._queues.there()
-        homes, wanted = self._held.homes, dict[int, list[str]]()
+        homes, wanted = dict(self._held.homes), dict[int, list[str]]()
         for variable in variables:
             for piece in read_from(homes[variable.key]):
                 wanted.setdefault(piece.shard, []).append(piece.key)
@@ -719,7 +727,7 @@ class Cluster:
         if self._closed:
             return
         self._say_notes()
-        self._closed = True
+        self._closed = self._engine.is_closed = True
         if self._teller is not None:
             self._link.post(self._teller.cancel)
         self._tell()

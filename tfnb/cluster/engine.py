@@ -79,7 +79,7 @@ class Engine:
         self._void: set[int] = set()  # of those: queues that they used hold something else by now
         self._busy: Counter[str] = Counter()  # steps that use queues, by the name of their task
         self._written: Counter[str] = Counter()  # steps that wrote each Variable, by its key
-        self.is_closing = False
+        self.is_closing = self.is_closed = False
         self._iteration = asyncio.Lock()  # one step at a time
         self._queues: set[asyncio.Queue[Any]] = set()  # of the machines in progress
         self._told: set[asyncio.Task[Any]] = set()
@@ -242,6 +242,8 @@ class Engine:
         self, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None
     ) -> Training:
         """Begin a training."""
+        if self.is_closing:
+            raise self._error(e.Interrupted(), seconds)
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
         since = self._interrupts
         tasks = await self._idle(deadline, placed.task, since)
@@ -859,6 +861,8 @@ class Engine:
 
     def _error(self, cause: e.Cause, seconds: float | None, waits: Sequence[str] = ()) -> TfnbError:
         """The exception of a cause; a lost server or scheduler ends the cluster. waits: for what it did, in words."""
+        if self.is_closed:
+            cause = e.Interrupted()
         if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failed | e.Interrupted):
             return self.lose_scheduler()
         match cause:

@@ -55,6 +55,10 @@ class QueueHomes:
                 start()
         return list(found.values())
 
+    def cause(self, queues: Iterable[Queue]) -> BaseException | None:
+        """The error that ended who filled one of them."""
+        return next((cause for queue in queues if (cause := machine_of(queue).cause) is not None), None)
+
     def places(self, queues: Iterable[Queue]) -> dict[Queue, tuple[int, str]]:
         """Shard and key of each."""
         found = {}
