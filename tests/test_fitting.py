@@ -224,7 +224,7 @@ def test_the_panel_and_the_result_say_the_same_numbers(monkeypatch, epochs):
 
     class Panel(fit_display.Panel):
         def finish(self, text, metrics, curve):
-            shown.append((text, dict(metrics), list(curve)))
+            shown.append((text, dict(metrics), list(curve())))
 
     monkeypatch.setattr(fit_loop, "front", Panel)
     x, y, loss, step = recorded(network())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfnb import widgets
@@ -13,7 +13,7 @@ from tfnb.widgets.curve import number
 
 log = logging.getLogger("tfnb.fit")
 
-Curve = Sequence[Mapping[str, float]]  # of `Metrics`
+Curve = Callable[[], Sequence[Mapping[str, float]]]  # of `Metrics`: made where it is shown
 
 LOGGED_EVERY = 10.0  # seconds, where there is no terminal
 
@@ -58,12 +58,12 @@ class Panel:
         """Show it, or renew it."""
         if self._panel is None:
             self._panel = widgets.ProgressPanel(self._total, self._label)
-        self._panel.update(step, metrics, rate, curve)
+        self._panel.update(step, metrics, rate, curve())
 
     def finish(self, text: str, metrics: Mapping[str, float], curve: Curve) -> None:
         """The final state, which a saved notebook keeps."""
         if self._panel is not None:
-            self._panel.finish(text, metrics, curve)
+            self._panel.finish(text, metrics, curve())
 
 
 def front(total: int | None, label: str) -> Panel | Log:

@@ -415,7 +415,7 @@ class _Run:
             if code and code != self._said:
                 self._said = code
                 self._front.say(code)
-            self._front.update(self.step, self._means, (self.step - self._begin) / seconds, self._metrics.curve())
+            self._front.update(self.step, self._means, (self.step - self._begin) / seconds, self._metrics.curve)
         if self.timeout is not None and self._cluster is None and seconds > self.timeout:
             raise DeadlineExceeded(
                 f"fit did not end within {self.timeout} s; variables are at step {self.step}", step=self.step
@@ -451,7 +451,7 @@ class _Run:
         return result
 
     def _finish(self, text: str) -> None:
-        self._front.finish(text, self._means, self._metrics.curve())
+        self._front.finish(text, self._means, self._metrics.curve)
 
     def stopped(self) -> str:
         """The end by an interrupt; says where the variables are."""
