@@ -167,3 +167,12 @@ def test_a_deadlock_is_drawn(cells):
     ran = cells.run("tfnb.run([x, put])")
     assert isinstance(ran.error, DeadlockError) and "nothing can make progress" in ran.out
     assert ran.drawings and "waiting" in ran.drawings[0] and 'class="edge"' in ran.drawings[0]
+
+
+def test_a_value_without_a_sample_is_shown_by_its_spec(notebook):
+    """As of an empty queue."""
+    notebook.run("import tfnb, torch\nqueue = tfnb.FIFOQueue(3, torch.float32, (2,))")
+    ran = notebook.run("%%tfgraph empty\ny = queue.dequeue() * 2\ny")
+    assert ran.error is None and "Traceback" not in ran.out + ran.err and "y: float32[2], no sample" in ran.out
+    again = notebook.run("y")
+    assert again.error is None and "Traceback" not in again.out + again.err

@@ -31,7 +31,7 @@ _CELL = 'style="text-align:left;padding:1px 12px 1px 0;vertical-align:top"'
 
 def tensor_html(tensor: Any) -> str:
     """A recorded tensor: spec, where it comes from, and its sample."""
-    sample = tensor.sample
+    sample = tensor.found_sample()
     badge = '<span style="background:#e8ecf2;color:#3d4d66;border-radius:8px;padding:0 7px">sample</span> '
     shown = badge + _glance(sample) if isinstance(sample, torch.Tensor) else ""
     return _details(f"{tensor.name}  {tensor.spec}", tensor_facts(tensor), shown)
@@ -39,7 +39,7 @@ def tensor_html(tensor: Any) -> str:
 
 def tensor_facts(tensor: Any) -> Facts:
     """What both forms say about a recorded tensor."""
-    node, spec, sample = tensor.node, tensor.spec, tensor.sample
+    node, spec, sample = tensor.node, tensor.spec, tensor.found_sample()
     found = [("device", spec.device), ("bytes", _bytes(spec)), ("from", f"{node.name} = {node.op}")]
     if node.source:
         found.append(("line", str(node.source)))
