@@ -120,7 +120,8 @@ class QueueRunner:
     closes the queue; it is raised by ``coordinator.join()``, and is the cause of the OutOfRange.
 
     enqueue_ops: recorded enqueues, or a `tfnb.Source` whose elements are put; one for each thread, or one alone.
-    session: that runs them, by default that of `tfnb.run`; its files keep the positions of the sources.
+    session: that runs them, by default that of `tfnb.run`; its files keep the positions of the sources, of
+    those of one name that of the last one.
 
     >>> import torch, tfnb
     >>> names, letters = (tfnb.FIFOQueue(5, torch.int64, (), name=name) for name in ("names", "letters"))
@@ -155,6 +156,7 @@ class QueueRunner:
         if session is not None:
             for source in self.enqueue_ops:
                 if isinstance(source, Source):
+                    session.inputs.sources.pop(source.name, None)  # of a cell that was run before
                     session.reads(source)
         self._lock = threading.Lock()
         self._left = len(self.enqueue_ops)

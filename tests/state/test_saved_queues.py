@@ -445,6 +445,32 @@ def test_a_queue_of_no_node_is_kept_where_the_session_reads_it(tmp_path: Path) -
     assert held(queue) == [4, 5]
 
 
+def test_a_cell_that_makes_a_runner_may_run_again(tmp_path: Path) -> None:
+    with tfnb.record() as graph:
+        tfnb.placeholder(torch.zeros(2))
+    session = tfnb.Session(graph)
+    for last in (3, 5):
+        queue = fifo("q", 9)
+        runner = tfnb.QueueRunner(queue, tfnb.Source(range(last)), session=session)
+        assert [int(n) for n in queue] == [*range(last)]
+        runner.coordinator.join()
+    session.save(tmp_path / "file")
+    assert checkpoint.load(tmp_path / "file")[1]["sources"]["data"]["count"] == 5
+
+
+def test_a_queue_that_was_reset_is_in_no_file(tmp_path: Path) -> None:
+    gone, queue = tfnb.FIFOQueue(3, torch.int64, (), name="gone", container="short"), fifo("q")
+    with tfnb.record() as graph:
+        gone.dequeue(), queue.dequeue()
+    session = tfnb.Session(graph)
+    gone.enqueue(1), queue.enqueue(2)
+    tfnb.reset("short")
+    session.save(tmp_path / "file")
+    queue.dequeue()
+    session.restore(tmp_path / "file")
+    assert held(queue) == [2] and list(checkpoint.load(tmp_path / "file")[1]["queues"]) == ["q"]
+
+
 # -- trainings over a queue -----------------------------------------------------------------------------------------
 
 

@@ -607,7 +607,9 @@ class Session:
             self.go_to(moment.positions)
 
     def _queues(self) -> dict[str, Queue]:
-        return queue_contents.labelled([*queues_of(self.graph.nodes), *self.inputs.queues])
+        """Those that are there still, by label."""
+        everyone = [*queues_of(self.graph.nodes), *self.inputs.queues]
+        return queue_contents.labelled(queue for queue in everyone if not getattr(queue, "gone", ""))
 
     @property
     def positions(self) -> dict[str, Any]:
