@@ -229,7 +229,10 @@ def test_a_loop_that_never_ends_ends_at_the_deadline_and_writes_nothing() -> Non
     assert steps.value() == 1
 
 
-@pytest.mark.parametrize("options", [{"executor": "dataflow"}, {"compile": "now"}, {"compile": "off"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"executor": "dataflow"}, pytest.param({"compile": "now"}, marks=pytest.mark.slow), {"compile": "off"}],
+)
 def test_a_deadline_names_the_line_of_the_loop_whatever_runs_it(options: dict[str, Any]) -> None:
     _, x, done = endless()
     session = tfnb.Session(done.graph, **options)

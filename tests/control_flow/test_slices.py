@@ -144,7 +144,7 @@ def _gradients(y: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
     return [first, *torch.autograd.grad(first.square().sum(), x, materialize_grads=True)]
 
 
-LONG = (attention_heads, causal_attention, elimination, steps, by_methods, ranges)
+LONG = (attention_heads, batches, branches_of_rows, causal_attention, elimination, steps, by_methods, ranges)
 
 
 @pytest.mark.parametrize("program", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG)) for p in PROGRAMS])

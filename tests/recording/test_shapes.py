@@ -154,19 +154,6 @@ def test_batch_norms_give_the_shapes_that_torch_says(shape: tuple[int, ...], dty
                 assert _metadata(SHAPES[backward](*args)) == _metadata(backward(*args))
 
 
-def test_an_unsafe_view_has_the_strides_that_torch_says() -> None:
-    rule, op = SHAPES[aten._unsafe_view.default], aten._unsafe_view.default
-    with FakeTensorMode():
-        x = torch.empty(4, 5, 6)
-        for source, size in [
-            (x, [20, 6]), (x, [2, 60]), (x, [-1, 3]), (x[1:], [90]), (x.transpose(0, 1), [5, 4, 3, 2]),
-            (torch.empty(0, 3), [3, 0]), (torch.empty(()), [1]), (torch.empty(1, 1), []),
-        ]:  # fmt: skip
-            assert _metadata(rule(source, size)) == _metadata(op(source, size))
-        with pytest.raises(RuntimeError):
-            rule(x, [7, 6])
-
-
 def test_a_fixed_number_of_rows_before_others_has_that_size() -> None:
     first, data = torch.nn.Parameter(torch.randn(5)), torch.randn(4, 3)
     with tfnb.record():

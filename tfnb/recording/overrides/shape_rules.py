@@ -6,7 +6,6 @@ have none or one that decides by the sizes of the sample. Each is called on fake
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -261,35 +260,6 @@ def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None
     values = a.real.new_empty([*lead, min(rows, columns)] if driver in ("gelsd", "gelss") else [0])
     squares = a.new_empty([*lead, *right] if rows > columns and driver != "gelsy" else [0], dtype=values.dtype)
     return a.new_empty([*lead, columns, *right]), squares, rank, values
-
-
-@override(Stage.SHAPE, aten.expand.default)
-def _expand(x: Any, size: Any, **how: Any) -> Any:
-    """An axis of one to any size, one as well: torch's rule asks whether it is one, where sizes may make it so."""
-    new = len(size) - x.dim()
-    sizes, strides = list(size), [0] * max(new, 0) + list(x.stride())
-    if new < 0 or not any(isinstance(n, torch.SymInt) for n in sizes):
-        return aten.expand.default(x, size, **how)
-    for axis, here in enumerate(x.shape, new):
-        if isinstance(here, int) and here == 1:
-            strides[axis] = 0
-        elif not (_is_kept(sizes[axis]) or statically_known_true(sizes[axis] == here)):
-            return aten.expand.default(x, size, **how)
-        sizes[axis] = here if _is_kept(sizes[axis]) else sizes[axis]
-    return x.as_strided(sizes, strides, x.storage_offset())
-
-
-def _is_kept(size: Any) -> bool:
-    return isinstance(size, int) and size == -1
-
-
-@override(Stage.SHAPE, aten._unsafe_view.default)
-def _unsafe_view(x: Any, size: Any) -> Any:
-    """For contiguous memory: torch's rule folds one axis after another."""
-    plain = isinstance(x.storage_offset(), int) and not x.storage_offset() and x.is_contiguous()
-    if not plain or not statically_known_true(math.prod(size) == x.numel()):
-        return _view(x, size)
-    return x.new_empty(size)
 
 
 @override(Stage.SHAPE, aten._native_batch_norm_legit_functional.default)
