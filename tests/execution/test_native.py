@@ -106,6 +106,7 @@ OPS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ops_of_vectors_are_those_of_torch() -> None:
     with tfnb.record():
         xs = tfnb.placeholder(torch.rand(4, 5))
@@ -168,6 +169,7 @@ def test_other_threads_run_while_a_loop_does() -> None:
     assert iterations > 20
 
 
+@pytest.mark.slow
 def test_what_generated_code_has_to_say_is_said() -> None:
     with tfnb.record() as g:
         table = tfnb.placeholder(torch.arange(1, 6), shape=(5,), name="table")

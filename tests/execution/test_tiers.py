@@ -204,6 +204,7 @@ def test_a_step_that_is_too_dear_to_compile_is_generated_code(monkeypatch: pytes
     assert alone.pid is None
 
 
+@pytest.mark.slow
 def test_without_a_compiler_generated_code_runs() -> None:
     script = """
 import torch, tfnb
