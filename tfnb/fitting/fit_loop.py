@@ -124,9 +124,10 @@ def fit(
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
-    over rows. ``backup`` of them are spare: a step is made of the first gradients that all servers have, over as many
-    rows as asked for; later ones are dropped and counted in the cluster's status. `tfnb.train.SyncReplicas` has more
-    options of this.
+    over rows. What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm``
+    scales, is what the first task made of its rows. ``backup`` of the tasks are spare: a step is made of the first
+    gradients that all servers have, over as many rows as asked for; later ones are dropped and counted in the
+    cluster's status. `tfnb.train.SyncReplicas` has more options of this.
     ``"async"``: each task takes steps of its own, one after the other; of Dask data whole chunks are shuffled, and rows
     within them, and a task takes those of its own worker first. ``"bounded"``: likewise, but a task begins a
     step only while it is at most ``staleness`` steps ahead of the slowest one. Another call may have another mode: it
