@@ -28,6 +28,7 @@ from tests.state.test_queues import in_thread, until
 from tfnb.errors import Aborted, CheckpointCorrupt, CheckpointIncompatible, NotFound, OutOfRange
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.state import checkpoint
+from tfnb.state.source_puts import position_behind, standing
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
 
@@ -456,6 +457,32 @@ def test_a_cell_that_makes_a_runner_may_run_again(tmp_path: Path) -> None:
         runner.coordinator.join()
     session.save(tmp_path / "file")
     assert checkpoint.load(tmp_path / "file")[1]["sources"]["data"]["count"] == 5
+
+
+def test_the_position_right_after_a_restore_is_the_restored_one(tmp_path: Path) -> None:
+    queue = fifo("q", 2)
+    with tfnb.record() as graph:
+        queue.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    source = tfnb.Source(range(1000), name="numbers")
+    runner = tfnb.QueueRunner(queue, source, session=session)
+    runner.start()
+    until(lambda: queue.level.enqueues == 1)
+    session.save(tmp_path / "file")
+    for n in range(3):
+        for _ in range(3):
+            queue.dequeue()
+        until(lambda: queue.level.enqueues == 1)
+        session.restore(tmp_path / "file")
+        moment = session.moment()  # the runner has hardly heard of it
+        at, (first, *others) = moment.positions["sources"]["numbers"]["count"], map(int, moment.queues["q"].tensors)
+        assert (first, at) == (0, 1 + len(others)), n
+        until(lambda: queue.level.enqueues == 1)
+    with standing([source]):
+        source.seek({"epoch": 0, "count": 500})
+        assert position_behind(source, []) == {"epoch": 0, "count": 500}
+    runner.coordinator.request_stop()
+    runner.coordinator.join()
 
 
 def test_a_queue_that_was_reset_is_in_no_file(tmp_path: Path) -> None:

@@ -387,7 +387,8 @@ class Cluster:
             try:
                 for group in steps:
                     yield group
-                    self._refresh()
+                    if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
+                        self._refresh()
             finally:
                 steps.close()
             self._show()
@@ -658,11 +659,14 @@ class Cluster:
         return {variable.key: joined(homes[variable.key], values) for variable in variables}, step, held
 
     def _refresh(self) -> None:
-        """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most."""
+        """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most.
+
+        What was written here stays: it is sent later, or refused.
+        """
         _, when, cost = self._pulled
         if time.monotonic() - when > max(REFRESH, 20 * cost):
             try:
-                self._pull(self._held.behind(self._held.written(self._held.variables, thorough=False)))
+                self._pull(self._held.written(self._held.variables, thorough=False))
             except Aborted:  # steps went on: the next time
                 self._pulled = (self.pulled_step, time.monotonic(), cost)
 
