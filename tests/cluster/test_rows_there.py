@@ -12,8 +12,11 @@ import torch.nn.functional as F
 import tfnb
 from tests.quick import quick
 from tfnb.cluster import streams, wire
+from tfnb.cluster.messages import Ok
+from tfnb.cluster.rows_there import LookedUp, Wanted
 from tfnb.errors import InvalidArgument
 from tfnb.placement.lookups import lookups
+from tfnb.placement.placement import Piece
 
 ROWS, WIDTH = 4096, 64
 CASES = [(1, {}), (2, {}), (2, {"partitions": 3}), (2, {"optimizer": tfnb.train.Adagrad})]
@@ -96,13 +99,29 @@ def test_a_run_takes_rows_too_and_a_wrong_one_is_named(connect) -> None:
     with pytest.raises(
         InvalidArgument, match=f"within the {ROWS} rows of the table.*\n.*\n.*test_rows_there"
     ) as caught:
-        tfnb.run(there.loss, {there.feeds[0]: torch.full((2, 5), ROWS), there.feeds[1]: torch.zeros(2)})
+        tfnb.run([there.train, there.loss], {there.feeds[0]: torch.full((2, 5), ROWS), there.feeds[1]: torch.zeros(2)})
     assert caught.value.op == "aten.embedding.default" and caught.value.line
     assert torch.equal(tfnb.run(there.loss, feeds[1]), tfnb.run(there.loss, feeds[1]))
 
 
 def test_a_table_that_is_needed_whole_is_looked_up_nowhere() -> None:
     rows, whole = Words(), Words(plain=True)
-    found = [lookups(each.graph, [each.loss.value], [feed.value for feed in each.feeds]) for each in (rows, whole)]
+    written = {rows.table.key, whole.table.key}
+    found = [
+        lookups(each.graph, [each.loss.value], [feed.value for feed in each.feeds], written=written)
+        for each in (rows, whole)
+    ]
     assert [len(each) for each in found] == [2, 0]
     assert {each.variable for each in found[0]} == {rows.table}
+    assert not lookups(rows.graph, [rows.loss.value], [feed.value for feed in rows.feeds]), "it is sent once"
+
+
+def test_a_row_that_is_named_often_travels_once() -> None:
+    table, index = torch.randn(10, 3), torch.tensor([[7, 2, 7], [9, 2, 2]], dtype=torch.int32)
+    for pieces in ([Piece(0, "t")], [Piece(0, "t", (0, 4)), Piece(1, "t.1", (4, 10))]):
+        looked = LookedUp.of([Wanted.of(index, pieces)], [torch.empty(0, 3)])
+        assert sum(len(at) for ask in looked.asks for at in ask.tensors) == 3
+        of = {piece.shard: table if piece.rows is None else table[slice(*piece.rows)] for piece in pieces}
+        answers = [Ok({}, [of[ask.shard][at] for at in ask.tensors]) for ask in looked.asks]
+        (found,) = looked.rows(answers)
+        assert torch.equal(found, table[index.long()])

@@ -104,7 +104,7 @@ def place(split: Split, *, check: bool = False) -> Placed:
     ]  # fmt: skip
     outputs = (*wanted, *borders, *split.checks)
     is_whole = split.why_whole is not None
-    found = () if is_whole or check else lookups(split.compute, outputs, split.feeds)
+    found = () if is_whole or check else lookups(split.compute, outputs, split.feeds, written=split.placement.changed)
     about = {"count": len(wanted), "pushes": pushes, "whole": is_whole, "check": check}
     about["lookups"] = [
         {"index": _name(split.compute, index), "length": len(variable), "homes": homes[variable.key]}
@@ -299,7 +299,7 @@ class ComputeProgram:
                     f"{node.op} failed: an index is not within the {length} rows of the table\n  node {node.name}"
                     f"\n  at {node.source}", **node.where,
                 )  # fmt: skip
-            wanted.append(Wanted(index, pieces))
+            wanted.append(Wanted.of(index, pieces))
             empty.append(torch.empty(0, width, dtype=dtype))
         return LookedUp.of(wanted, empty)
 

@@ -12,32 +12,38 @@ from tfnb.placement.placement import Piece
 
 
 class Wanted(NamedTuple):
-    """Rows of one Variable: their numbers, in any shape, and where its pieces are."""
+    """Rows of one Variable: their numbers, each once, where each is wanted, in any shape, and where its pieces are."""
 
-    at: torch.Tensor
+    numbers: torch.Tensor
+    places: torch.Tensor
     pieces: Sequence[Piece]
 
+    @classmethod
+    def of(cls, index: torch.Tensor, pieces: Sequence[Piece]) -> Wanted:
+        """For an index of any shape, which names a row as often as it likes."""
+        numbers, places = torch.unique(index.long(), return_inverse=True)
+        return cls(numbers, places, pieces)
+
     def parts(self) -> Iterable[tuple[Piece, torch.Tensor | None, torch.Tensor]]:
-        """For each piece that holds some: where they stand in the flat index (None: all), and their numbers there."""
-        flat = self.at.reshape(-1).long()
+        """For each piece that holds some: which of the numbers these are (None: all), and their numbers there."""
         for piece in self.pieces:
             if piece.rows is None:
-                yield piece, None, flat
+                yield piece, None, self.numbers
                 return
             start, stop = piece.rows
-            (places,) = torch.nonzero((flat >= start) & (flat < stop), as_tuple=True)
-            if len(places):
-                yield piece, places, flat[places] - start
+            (some,) = torch.nonzero((self.numbers >= start) & (self.numbers < stop), as_tuple=True)
+            if len(some):
+                yield piece, some, self.numbers[some] - start
 
     def joined(self, parts: Sequence[tuple[torch.Tensor | None, torch.Tensor]], empty: torch.Tensor) -> torch.Tensor:
         """The rows in the order of the index, of what each piece gave; ``empty``: no rows of the Variable."""
         if len(parts) == 1 and parts[0][0] is None:
             found = parts[0][1]
         else:
-            found = empty.new_empty(self.at.numel(), *empty.shape[1:])
-            for places, rows in parts:
-                found[places] = rows
-        return found.reshape(*self.at.shape, *empty.shape[1:])
+            found = empty.new_empty(self.numbers.numel(), *empty.shape[1:])
+            for some, rows in parts:
+                found[some] = rows
+        return found[self.places]
 
 
 class LookedUp(NamedTuple):
@@ -64,6 +70,6 @@ class LookedUp(NamedTuple):
         """What each look-up gives, of the answers to the requests."""
         given = {ask.shard: iter(answer.tensors) for ask, answer in zip(self.asks, answers, strict=True)}
         return [
-            want.joined([(places, next(given[piece.shard])) for piece, places, _ in want.parts()], empty)
+            want.joined([(some, next(given[piece.shard])) for piece, some, _ in want.parts()], empty)
             for want, empty in zip(self.wanted, self.empty, strict=True)
         ]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tfnb.graph import Graph, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import prune
-from tfnb.placement.shards import nbytes
+from tfnb.placement.shards import LARGE, nbytes
 
-LEAST = 1 << 20  # bytes of a Variable of which rows are asked for: a smaller one is sent whole, with other values
+LEAST = 1 << 20  # bytes of a Variable of which rows are asked for: a smaller one is sent whole, with other values.
+# One that the step does not write is sent once, and whole up to `LARGE`.
 EMBEDDING = "aten.embedding.default"
 
 
@@ -22,8 +23,13 @@ class LookUp(NamedTuple):
     variable: Variable
 
 
-def lookups(graph: Graph, outputs: Sequence[Value], feeds: Sequence[Value]) -> tuple[LookUp, ...]:
-    """The look-ups of a graph whose rows can be fed: then ``outputs`` need nothing else of these Variables."""
+def lookups(
+    graph: Graph, outputs: Sequence[Value], feeds: Sequence[Value], *, written: Collection[str] = ()
+) -> tuple[LookUp, ...]:
+    """The look-ups of a graph whose rows can be fed: then ``outputs`` need nothing else of these Variables.
+
+    written: keys of the Variables that the step writes.
+    """
     found = []
     for node in prune(graph, outputs, feeds).nodes:
         if node.op != EMBEDDING or Value(node.id) in feeds:
@@ -31,10 +37,10 @@ def lookups(graph: Graph, outputs: Sequence[Value], feeds: Sequence[Value]) -> t
         table = graph.contents.by_id[node.inputs[0].node]
         if (
             table.op == "tfnb.read"
-            and nbytes(table.attrs["variable"]) >= LEAST
+            and nbytes(variable := table.attrs["variable"]) >= (LEAST if variable.key in written else LARGE)
             and _is_known(graph, node.inputs[1], feeds)
         ):
-            found.append(LookUp(Value(node.id), node.inputs[1], table.attrs["variable"]))
+            found.append(LookUp(Value(node.id), node.inputs[1], variable))
     left = prune(graph, outputs, (*feeds, *(each.value for each in found)))
     whole = {node.attrs["variable"] for node in left.nodes if node.op == "tfnb.read"}
     return tuple(each for each in found if each.variable not in whole)

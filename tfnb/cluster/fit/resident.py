@@ -403,7 +403,8 @@ class Loop:
 
     async def _advance(self, given: Given, index: int) -> int:
         """Steps of a piece from ``index`` on, at least one that is not written yet; how far they came."""
-        await self._host.open_streams(self._asked)
+        tables = (piece.shard for _, pieces in self._program.lookups for piece in pieces)
+        await self._host.open_streams(sorted({*self._asked, *tables}))
         if self._begun is not None and self._begun.rows is None and self._begun.looked is not None:
             looked = self._begun.looked
             answers = await self._host.ask(looked.asks, time.monotonic() + DEADLINE)
