@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -132,6 +133,57 @@ def test_what_a_callback_writes_between_two_epochs_counts(connect) -> None:
     assert_near([each.tolist() for each in found[3:]], [each.tolist() for each in found[:3]])
     for mine, other in zip(lines[1].graph.variables, lines[0].graph.variables, strict=True):
         torch.testing.assert_close(mine.value(), other.value(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", quick(1, [dict, list]))
+def test_what_a_slow_callback_writes_counts_too(connect, kind: Any) -> None:
+    """The values here were pulled so long ago that they are due again: what is written counts, a reader's value too."""
+    lines, clusters = [Line(), Line()], [None]
+    for line, where in zip(lines, (lambda: None, lambda: clusters.append(connect(2))), strict=True):
+        where()
+        weight = next(iter(line.graph.variables))
+        unused = alone()
+
+        def written(progress: Any, weight: Any = weight, unused: Any = unused) -> None:
+            with torch.no_grad():
+                weight.storage.mul_(0.5)
+                unused.storage.add_(1.0)
+            if cluster := clusters[-1]:
+                step, when, cost = cluster._pulled
+                cluster._pulled = step, when - 3.0 - 20 * cost, cost
+
+        tfnb.fit(
+            line.train, line.fed(line.data, kind), epochs=3, watch={"loss": line.loss}, callbacks=written,
+            validation=line.fed(line.other, dict), **({"batch_size": 8} if kind is dict else {}),
+        )  # fmt: skip
+        assert unused.value().tolist() == unused.storage.tolist() == [4.0] * 3
+    for mine, other in zip(lines[1].graph.variables, lines[0].graph.variables, strict=True):
+        torch.testing.assert_close(mine.value(), other.value(), rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_written_between_two_steps_outlasts_a_pull(connect) -> None:
+    """A Variable that the step does not write shows what a callback wrote, though values here are due again."""
+    line = Line()
+    cluster = connect(2)
+    unused = alone()
+
+    class Writes:
+        def on_step(self, progress: Any) -> None:
+            with torch.no_grad():
+                unused.storage.add_(1.0)
+            cluster._pulled = cluster.pulled_step, time.monotonic() - 60.0, 0.0
+
+    done = tfnb.fit(line.train, line.fed(line.data, list), epochs=2, callbacks=Writes())
+    assert unused.value().tolist() == unused.storage.tolist() == [1.0 + done.steps] * 3
+
+
+def alone() -> tfnb.Variable:
+    """One that another graph used, and no training."""
+    unused = tfnb.Variable(torch.ones(3), name="unused")
+    with tfnb.record():
+        seen = unused + 0
+    tfnb.run(seen)
+    return unused
 
 
 def test_one_training_is_held_at_each_epoch_and_arrays_are_sent_once(
