@@ -23,12 +23,14 @@ from tfnb.state.queues import TensorQueue
 class _Hand:
     """Takes elements of one source to a queue, one at a time. count: of those that it took up.
 
-    turn: while an element is on its way; lock: while that begins or ends. before: the position before that element.
+    turn: while an element is on its way; lock: while that begins or ends. before: the position before that element;
+    after: where it left the source, the very dict: another one is there as soon as somebody seeks.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     count: int = 0
     before: Position | None = None
+    after: Position | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -51,7 +53,6 @@ def put_next(queue: TensorQueue, source: Source) -> None:
     with hand.turn:
         with hand.lock:
             before, element = source.position, source.read()
-            position = root._position  # another one as soon as somebody seeks
             hand.count += 1
             try:
                 begun = queue._begin_put(
@@ -60,17 +61,17 @@ def put_next(queue: TensorQueue, source: Source) -> None:
             except BaseException:
                 source.seek(before)
                 raise
-            hand.before = before
+            hand.before, hand.after = before, root._position
         try:
             queue._wait(*begun, {})
         except BaseException:
             with hand.lock:
-                hand.before = None
-                if root._position is position:
+                if root._position is hand.after:
                     source.seek(before)
+                hand.before = hand.after = None
             raise
         with hand.lock:
-            hand.before = None
+            hand.before = hand.after = None
 
 
 @contextmanager
@@ -91,6 +92,7 @@ def standing(sources: Iterable[Source]) -> Iterator[None]:
 def position_behind(source: Source, marks: Iterable[Mapping[str, int]]) -> Position:
     """The position of a source that stands behind what is in queues with these marks."""
     hand = _hand(source)
-    if hand.before is None or any(mark.get(hand.id) == hand.count for mark in marks):
+    is_sought = source._root._position is not hand.after
+    if hand.before is None or is_sought or any(mark.get(hand.id) == hand.count for mark in marks):
         return source.position
     return dict(hand.before)
