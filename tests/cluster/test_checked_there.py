@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +14,7 @@ import tfnb
 from tests.cluster.conftest import close_to
 from tests.cluster.test_queues_on_servers import fifo
 from tests.quick import quick
-from tfnb.errors import BreakpointReached, InvalidArgument, NonFinite
+from tfnb.errors import BreakpointReached, DeadlineExceeded, InvalidArgument, NonFinite
 
 MODES = {"sync": {}, "async": {"mode": "async"}}
 TEXT = r"(?s)aten\.log.*made nan of finite numbers.*node .*loss = layer\(x\)\.log\(\)"
@@ -132,6 +136,54 @@ def test_a_breakpoint_stops_a_fit_at_its_step(connect, problem, mode):
     assert list(caught.value.details.values())[-1].isnan() and cluster.step == 3
     assert close_to(p.values(), states[3])
     assert tfnb.fit(p.train, data[4:], mode=mode).steps == 1
+
+
+@pytest.mark.parametrize("way", quick(1, ["read", "run", "assign", "close"]))
+def test_a_condition_may_not_use_the_cluster_that_waits_for_it(connect, problem, way):
+    p = problem()
+    first = next(iter(p.graph.variables))
+    feeds = dict(zip(p.feeds, p.batch(0, 12), strict=True))
+    cluster = connect(2)
+    tfnb.run(p.train, feeds)
+    ways = {
+        "read": first.value, "run": lambda: tfnb.run(p.loss, feeds), "assign": lambda: first.assign(first.storage),
+        "close": cluster.close,
+    }  # fmt: skip
+    tfnb.break_at(p.loss, lambda value: ways[way]() is None)
+    with pytest.raises(InvalidArgument, match=r"the condition of a breakpoint asked the cluster .*before the run"):
+        tfnb.run(p.train, feeds, timeout=10)
+    tfnb.break_at(p.loss, off=True)
+    assert cluster.step == 1
+    tfnb.run(p.train, feeds)
+    assert cluster.step == 2 and first.value().isfinite().all()
+
+
+@pytest.mark.parametrize("way", quick(1, ["a deadline", "an interrupt"]))
+def test_a_condition_that_does_not_end_is_not_waited_for(connect, problem, way):
+    p, ends = problem(), threading.Event()
+    feeds = dict(zip(p.feeds, p.batch(0, 12), strict=True))
+    cluster = connect(2)
+    tfnb.run(p.train, feeds)
+
+    def condition(value: torch.Tensor) -> bool:
+        if way == "an interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        return ends.wait(60)
+
+    tfnb.break_at(p.loss, condition)
+    try:
+        if way == "a deadline":
+            with pytest.raises(DeadlineExceeded, match=r"(?s)within 1.* s; it waited for.*condition of a breakpoint"):
+                tfnb.run(p.train, feeds, timeout=1.0)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                tfnb.run(p.train, feeds, timeout=30)
+        assert cluster.step == 1
+        tfnb.break_at(p.loss, off=True)
+        tfnb.run(p.train, feeds, timeout=30)
+        assert cluster.step == 2
+    finally:
+        ends.set()
 
 
 def test_what_a_stopped_step_took_is_in_its_queue_again(connect):

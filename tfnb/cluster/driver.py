@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
@@ -73,6 +74,7 @@ KEPT = 64  # placed programs
 SHOWN = 5  # lines of the status that tell who came and who left
 STANDS = StepGroup(0, ())  # tells that tasks stand still
 AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
+_looks: ContextVar[bool] = ContextVar("looks", default=False)  # a step waits for this thread
 
 
 def connect(
@@ -308,9 +310,15 @@ class Cluster:
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
         patience = None if timeout is None else timeout + 5
         before = self._engine.step
-        seen = None if see is None else lambda values: see(_picked(placed.fetched, values[0]))
+
+        def seen(values: list[list[Any]]) -> None:
+            _looks.set(True)  # of this thread: its context is a copy
+            if see is not None:
+                see(_picked(placed.fetched, values[0]))
+
+        looked = None if see is None else seen
         try:
-            return self._do(what, patience, self._engine.run, placed, batch, timeout, queues, seen)
+            return self._do(what, patience, self._engine.run, placed, batch, timeout, queues, looked)
         finally:
             if self._engine.step != before:
                 self._held.stale.update(variable.key for variable in step.writes)
@@ -701,6 +709,7 @@ class Cluster:
         With a server, the scheduler or the client lost the last pulled values stay, and a warning says of which step
         they are. A client that the user closes first brings the values home by itself.
         """
+        _ensure_no_look("close")
         is_known = self._closed or self._is_loss_told
         try:
             if self._engine.lost is None and not self._closed:
@@ -776,6 +785,7 @@ class Cluster:
 
     def _do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""
+        _ensure_no_look(what)
         self._say_notes()
         try:
             return self._link.wait(self._link.start(function, *args), timeout, what, self._say_notes)
@@ -829,6 +839,14 @@ class Home:
     def __str__(self) -> str:
         engine = self.cluster._engine
         return ", ".join(f"{engine.name_of(shard)} ({engine.shards[shard].peer.addr})" for shard in self._shards)
+
+
+def _ensure_no_look(what: str) -> None:
+    if _looks.get():
+        raise FailedPrecondition(
+            f"the condition of a breakpoint asked the cluster for something ({what}), which waits for the condition: "
+            "read what it compares with before the run, or fetch it"
+        )
 
 
 def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[str, torch.Tensor]]:

@@ -45,6 +45,7 @@ from tfnb.errors import (
 )  # fmt: skip
 
 T = TypeVar("T")
+See = Callable[[list[Any]], None]  # values of each worker
 Settled = Ok | Failed | e.ShardLost
 
 LOOK = 0.05  # seconds between looks at who is alive
@@ -114,7 +115,7 @@ class Engine:
 
     async def run(
         self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = (),
-        see: Callable[[list[Any]], None] | None = None,
+        see: See | None = None,
     ) -> tuple[list[list[Any]], list[int], list[Any]]:  # fmt: skip
         """One step. Values of each worker, their rows, and the values seen after the commit.
 
@@ -301,26 +302,25 @@ class Engine:
 
     async def _drive(
         self, machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use | None = None,
-        turn: AsyncExitStack | None = None, see: Callable[[list[Any]], None] | None = None,
+        turn: AsyncExitStack | None = None, see: See | None = None,
     ) -> tuple[e.Finish, list[str]]:  # fmt: skip
         """Run a step machine to its end: that, and what the step waited for where it was stopped.
 
         use: of queues. It enters its ``turn`` when it commits, and then has to find what it read. see: as of `run`.
         """
-        queue: asyncio.Queue[p.Event] = asyncio.Queue()
+        queue = self._hears(since)
         carried: set[asyncio.Task[None]] = set()
         seen, aborted = {key: self._written[key] for key in placed.read}, list[Coroutine[Any, Any, list[str]]]()
         use = use or Use()
         queues, is_in_turn, mine = use.queues, not use.queues, set[int]()
         use.tell = lambda failure: queue.put_nowait(p.Error(machine.number, -1, failure))
-        self._queues.add(queue)
-        if self._interrupts != since:
-            queue.put_nowait(e.Interrupt())
         watcher = asyncio.create_task(self._watch(queue))
         try:
             instructions = machine.on(e.Start(), time.monotonic())
             while True:
-                see = await self._shown(see, machine, queues)
+                see, cut = await self._shown(see, machine, queues, since)
+                if cut is not None:
+                    return e.Finish(cause=cut), ["the condition of a breakpoint"]
                 there: list[p.Prepare | p.Commit] = []  # for all shards at once
                 begun: list[Coroutine[Any, Any, None]] = []
                 for instruction in instructions:
@@ -363,26 +363,45 @@ class Engine:
             for work in carried:
                 work.cancel()
 
+    def _hears(self, since: int) -> asyncio.Queue[p.Event]:
+        """Events of a machine that begins; of an interrupt that came after the first ``since`` it is told at once."""
+        queue: asyncio.Queue[p.Event] = asyncio.Queue()
+        self._queues.add(queue)
+        if self._interrupts != since:
+            queue.put_nowait(e.Interrupt())
+        return queue
+
     async def _shown(
-        self, see: Callable[[list[Any]], None] | None, machine: p.Step, queues: Sequence[tuple[int, str]]
-    ) -> Callable[[list[Any]], None] | None:  # fmt: skip
-        """Let the user look at what a step computed, once; everybody forgets its round where that raises."""
+        self, see: See | None, machine: p.Step, queues: Sequence[tuple[int, str]], since: int
+    ) -> tuple[See | None, e.Interrupted | e.TimedOut | None]:
+        """Let the user look at what a step computed, once: who is to look yet, and why it was cut, if it was.
+
+        Everybody forgets its round then, and where it raises.
+        """
         if see is None or not machine.is_computed:
-            return see
-        answers = [machine.values[task] for task in machine.ranges]
+            return see, None
+        answers, is_passed = [machine.values[task] for task in machine.ranges], False
+        looking = asyncio.create_task(asyncio.to_thread(see, list(map(_unpacked, answers))))
         try:
-            await asyncio.to_thread(see, list(map(_unpacked, answers)))
+            while not looking.done():
+                await asyncio.wait({looking}, timeout=LOOK)
+                if self._interrupts != since:
+                    return see, e.Interrupted()
+                if time.monotonic() >= machine.deadline:
+                    return see, e.TimedOut()
+            looking.result()
             for answer in answers:
                 failure = read_outcome(answer.meta["failure"], ()) if "failure" in answer.meta else None
                 if isinstance(failure, Failed):  # what it computed cannot be written
                     raise self._error(failure, None)
-        except BaseException:
-            if queues:
+            is_passed = True
+            return None, None
+        finally:
+            looking.cancel()  # its thread ends when it does
+            if not is_passed and queues:
                 await self._ended_round(machine.number, list(machine.ranges))
-            else:
+            elif not is_passed:
                 self._forget_round(machine.number)
-            raise
-        return None
 
     async def _run_part(
         self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event],
