@@ -185,6 +185,26 @@ def test_a_runner_goes_on_there_where_the_file_says(connect, tmp_path: Path) -> 
     assert threading.active_count() < 50
 
 
+def test_a_runner_that_is_over_goes_on_there_over_a_queue_that_is_empty_again(connect, tmp_path: Path) -> None:
+    good, bad = fifo("good"), fifo("bad")
+    with tfnb.record() as graph:
+        good.dequeue(sample=torch.tensor(1)), bad.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    connect(1)
+    tfnb.QueueRunner(good, tfnb.Source(range(3), name="numbers"), session=session)
+    runner = tfnb.QueueRunner(bad, tfnb.Source([2, "three"], name="words"), session=session)
+    session.save(tmp_path / "file")
+    assert [int(n) for n in good] == [0, 1, 2]
+    runner.start()
+    with pytest.raises(tfnb.errors.TfnbError):
+        runner.coordinator.join()
+    session.restore(tmp_path / "file")
+    assert good.dequeue(timeout=20) == 0 and good.dequeue_many(2).tolist() == [1, 2]
+    bad.enqueue(7)
+    bad.close()
+    assert [int(n) for n in bad] == [7], "it forgot why it was closed"
+
+
 def test_a_training_that_is_broken_off_there_gives_back_what_tasks_did_not_use(connect, tmp_path: Path) -> None:
     one = Summing()
     connect(2)

@@ -459,6 +459,22 @@ def test_a_cell_that_makes_a_runner_may_run_again(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "file")[1]["sources"]["data"]["count"] == 5
 
 
+def test_a_queue_that_is_restored_forgets_why_it_was_closed(tmp_path: Path) -> None:
+    queue = fifo("q")
+    with tfnb.record() as graph:
+        queue.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    queue.enqueue(1)
+    session.save(tmp_path / "file")
+    runner = tfnb.QueueRunner(queue, tfnb.Source([2, "three"]), session=session)
+    runner.start()
+    with pytest.raises(tfnb.errors.TfnbError):
+        runner.coordinator.join()
+    session.restore(tmp_path / "file")
+    queue.close()
+    assert [int(n) for n in queue] == [1]
+
+
 def test_the_position_right_after_a_restore_is_the_restored_one(tmp_path: Path) -> None:
     queue = fifo("q", 2)
     with tfnb.record() as graph:

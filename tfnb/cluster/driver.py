@@ -40,6 +40,7 @@ from tfnb.cluster.members import MODES, Ahead, Batch, Mode
 from tfnb.cluster.overview import PATIENCE, Overview
 from tfnb.cluster.programs import Placed, place
 from tfnb.cluster.queue_homes import QueueHomes
+from tfnb.cluster.queues_there import RemoteQueue
 from tfnb.cluster.supervisor import LOOK, Supervisor
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
@@ -626,14 +627,17 @@ class Cluster:
     def refill(self, held: Mapping[Queue, Held]) -> None:
         """Let queues hold this. Steps that used them raise Aborted."""
         self._ensure_open()
-        wanted: dict[int, Copies] = {}
-        for queue, (shard, key) in self._queues.places(held).items():
-            wanted.setdefault(shard, {})[key] = held[queue].found, held[queue].tensors
-        self._do("restoring queues", None, self._refilled, wanted)
+        self._do("restoring queues", None, self._refilled, held, self._queues.places(held))
 
-    async def _refilled(self, wanted: Mapping[int, Copies]) -> None:
+    async def _refilled(self, held: Mapping[Queue, Held], places: Mapping[Queue, tuple[int, str]]) -> None:
+        wanted: dict[int, Copies] = {}
+        for queue, (shard, key) in places.items():
+            wanted.setdefault(shard, {})[key] = held[queue].found, held[queue].tensors
         await self._queues.there()
         await self._engine.refill(wanted)
+        for queue in places:
+            if isinstance(queue.machine, RemoteQueue):
+                queue.machine.holds(held[queue].found)
 
     def _pull(self, kept: Sequence[Variable] = ()) -> int:
         return self._do("pull", None, self._bring_home, kept)

@@ -250,6 +250,10 @@ class RemoteQueue:
         size, capacity, *others = level
         self.level = Level(size, float("inf") if capacity is None else capacity, *others)
 
+    def holds(self, found: Mapping[str, Any]) -> None:
+        """It was restored to this: who fills it may go on, before the server says more."""
+        self.cause, self.level = None, self.level._replace(size=found["size"], closed=found["closed"])
+
     def first(self, count: int = 1) -> list[Element]:
         """Up to so many elements that come next; they stay."""
         if self.heir is not None:

@@ -387,6 +387,7 @@ class QueueMachine:
         """Hold what another one holds. What was taken never comes back; steps, and what was begun here, are void."""
         self.elements, self.closed, self.marks = other.elements, other.closed, other.marks
         self._front, self._since = [], self._taken
+        self.cause = None  # who fills it may go on
         for attempt in self.lent:
             attempt.numbers, attempt.taken = [], []
         self.lent.clear()
