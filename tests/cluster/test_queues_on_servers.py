@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -211,6 +212,38 @@ def test_a_queue_that_asks_for_a_server_that_is_not_there(connect) -> None:
     cluster = connect(2)
     assert tfnb.Session(graph).run(taken) == 3
     cluster.close()
+
+
+def test_what_a_training_did_not_use_comes_home_though_the_queue_is_on_its_way(connect) -> None:
+    """One thread trains from the queue, another one closes the cluster: the queue has left its server by then."""
+    queue = fifo("leaving")
+    cluster = connect(2)
+    queue.enqueue_many(torch.tensor([3.0, 4.0]))
+    home, left = queue.machine, threading.Event()
+    ask = home.channel.ask
+
+    async def slow(method: str, *args: Any) -> Any:
+        if method == "contents":
+            left.set()
+            await asyncio.sleep(0.5)
+        return await ask(method, *args)
+
+    home.channel.ask = slow
+    closing, _ = in_thread(cluster.close)
+    assert left.wait(30)
+    home.put_front([(torch.tensor(1.0),), (torch.tensor(2.0),)])
+    closing.join(60)
+    assert queue.dequeue_many(4).tolist() == [1, 2, 3, 4] and queue.size() == 0
+
+
+def test_elements_that_a_server_does_not_take_back_are_an_error(connect) -> None:
+    queue = fifo("dropped")
+    connect(2)
+    queue.enqueue(1.0)
+    home = queue.machine
+    home.abort("as if nobody needed it")
+    with pytest.raises(NotFound, match="holds no queue"):
+        home.put_front([(torch.tensor(1.0),)])
 
 
 def test_a_queue_that_was_reset_does_not_come_home_and_others_do(connect) -> None:

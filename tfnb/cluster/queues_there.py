@@ -239,6 +239,7 @@ class RemoteQueue:
     others: str = OTHERS
     earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
     _coming: list[tuple[Attempt, Attempt | None]] | None = None  # what waits until it has gone home
+    _back: list[tuple[Sequence[Element], threading.Event]] = field(default_factory=list)  # what comes next there
 
     @property
     def nbytes(self) -> int:
@@ -340,13 +341,25 @@ class RemoteQueue:
 
     def put_front(self, elements: Sequence[Element]) -> None:
         """These come next again; waits until they do."""
-        if self.heir is not None:
-            self.heir.put_front(elements)
-            return
-        done = threading.Event()
+        ended, found = threading.Event(), dict[str, Any]()
+
+        def then(about: Mapping[str, Any], _: Sequence[torch.Tensor]) -> None:
+            found.update(about)
+            ended.set()
+
         lengths, tensors = packed(elements)
-        self.channel.act("front", self.key, lengths, tensors, then=lambda about, _: done.set())
-        done.wait(CONFIRM)
+        with self.channel.lock:  # the queue begins to go home before this, or behind it
+            heir = self.heir
+            if heir is None and self._coming is not None:
+                self._back.append((elements, ended))
+            elif heir is None:
+                self.channel.act("front", self.key, lengths, tensors, then=then)
+        if heir is None and not ended.wait(CONFIRM):
+            raise Unavailable(f"queue {self.name} did not take back {len(elements)} elements within {CONFIRM:g} s")
+        if "error" in found and (heir := self.heir) is None:  # else it has gone home meanwhile
+            raise _error(found["error"])
+        if heir is not None:
+            heir.put_front(elements)
 
     def look(self) -> None:
         """The server looks."""
@@ -410,6 +423,10 @@ class RemoteQueue:
         if holds is not None:
             home.fill(holds, tensors)
         with self.channel.lock:
+            for elements, ended in self._back:
+                home.put_front(elements)
+                ended.set()
+            self._back.clear()
             self.heir = home
             waiting, self._coming = self._coming or [], None
             self.channel.queues.pop(self.key, None)
