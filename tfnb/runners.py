@@ -120,8 +120,8 @@ class QueueRunner:
     closes the queue; it is raised by ``coordinator.join()``, and is the cause of the OutOfRange.
 
     enqueue_ops: recorded enqueues, or a `tfnb.Source` whose elements are put; one for each thread, or one alone.
-    session: that runs them, by default that of `tfnb.run`; its files keep the positions of the sources, of
-    those of one name that of the last one.
+    session: that runs them, by default that of `tfnb.run`; its files keep what the queue holds and the positions of the
+    sources, of those of one name in several runners that of the last one.
 
     >>> import torch, tfnb
     >>> names, letters = (tfnb.FIFOQueue(5, torch.int64, (), name=name) for name in ("names", "letters"))
@@ -154,10 +154,13 @@ class QueueRunner:
         self.threads: tuple[threading.Thread, ...] = ()
         self._run = run if session is None else session.run
         if session is not None:
-            for source in self.enqueue_ops:
-                if isinstance(source, Source):
-                    session.inputs.sources.pop(source.name, None)  # of a cell that was run before
-                    session.reads(source)
+            inputs, sources = session.inputs, [op for op in self.enqueue_ops if isinstance(op, Source)]
+            for source in sources:
+                inputs.sources.pop(source.name, None)  # of a cell that was run before
+            for earlier in [one for one in inputs.queues if one.name == queue.name]:
+                del inputs.queues[earlier]
+            for read in (*sources, queue):
+                session.reads(read)
         self._lock = threading.Lock()
         self._left = len(self.enqueue_ops)
         machine_of(queue).starters.append(self._start_once)

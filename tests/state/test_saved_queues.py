@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 import tfnb
 from tests.state.test_queues import in_thread, until
-from tfnb.errors import Aborted, CheckpointCorrupt, CheckpointIncompatible, NotFound, OutOfRange
+from tfnb.errors import Aborted, CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound, OutOfRange
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.state import checkpoint
 from tfnb.state.source_puts import position_behind, standing
@@ -457,6 +457,62 @@ def test_a_cell_that_makes_a_runner_may_run_again(tmp_path: Path) -> None:
         runner.coordinator.join()
     session.save(tmp_path / "file")
     assert checkpoint.load(tmp_path / "file")[1]["sources"]["data"]["count"] == 5
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_queue_that_is_made_after_the_restore_holds_what_it_held(tmp_path: Path, again: bool) -> None:
+    """The queue is used by no node, only by a runner of the session."""
+
+    def make() -> tuple[Any, Any, Any]:
+        with tfnb.record() as graph:
+            x = tfnb.placeholder(torch.tensor(0), name="x")
+            x + 1
+        return tfnb.Session(graph), fifo("q", 4), tfnb.Source(range(12), name="numbers")
+
+    session, queue, source = make()
+    tfnb.QueueRunner(queue, source, session=session)
+    assert [int(queue.dequeue()) for _ in range(3)] == [0, 1, 2]
+    until(lambda: queue.level.enqueues == 1)
+    session.save(tmp_path / "file")
+    session, queue, source = make()
+    session.restore(tmp_path / "file")
+    if again:  # what nobody asked for yet goes into the next file, too
+        session.save(tmp_path / "file")
+        session, queue, source = make()
+        session.restore(tmp_path / "file")
+    tfnb.QueueRunner(queue, source, session=session)
+    assert held(queue) == [3, 4, 5, 6] and [int(n) for n in queue] == [*range(3, 12)]
+    queue = fifo("q", 4)
+    tfnb.QueueRunner(queue, tfnb.Source(range(2), name="numbers"), session=session)  # the cell runs again
+    assert [int(n) for n in queue] == [0, 1]
+    session.save(tmp_path / "file")
+    assert list(checkpoint.load(tmp_path / "file")[1]["queues"]) == ["q"]
+
+
+def test_a_queue_of_another_kind_does_not_take_up_what_was_restored(tmp_path: Path) -> None:
+    queue = fifo("q")
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor(0), name="x")
+        x + 1
+    session = tfnb.Session(graph)
+    session.reads(queue)
+    session.save(tmp_path / "file")
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor(0), name="x")
+        x + 1
+    session = tfnb.Session(graph).restore(tmp_path / "file")
+    with pytest.raises(CheckpointIncompatible, match="queue q is of kind priority"):
+        session.reads(tfnb.PriorityQueue(9, torch.int64, (), name="q"))
+
+
+def test_two_sources_of_one_name_in_one_runner_are_refused() -> None:
+    with tfnb.record() as graph:
+        tfnb.placeholder(torch.tensor(0), name="x") + 1
+    sources = [tfnb.Source(range(3)), tfnb.Source(range(5))]
+    with pytest.raises(InvalidArgument, match="another source named 'data'"):
+        tfnb.QueueRunner(fifo("q"), sources, session=tfnb.Session(graph))
+    one = tfnb.Source(range(3))
+    tfnb.QueueRunner(fifo("q"), [one, one], session=tfnb.Session(graph))
 
 
 def test_a_queue_that_is_restored_forgets_why_it_was_closed(tmp_path: Path) -> None:

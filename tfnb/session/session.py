@@ -112,11 +112,13 @@ class Moment(NamedTuple):
 @dataclass
 class Inputs:
     """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, queues
-    that no node uses, steps of a training of `fit` that is not at its end, and the one in progress."""
+    that no node uses, restored contents by label of queues that are not known yet, steps of a training of `fit` that is
+    not at its end, and the one in progress."""
 
     sources: dict[str, Source] = field(default_factory=dict)
     positions: dict[str, dict[str, int]] = field(default_factory=dict)
     queues: dict[Queue, None] = field(default_factory=dict)
+    contents: dict[str, queue_contents.Saved] = field(default_factory=dict)
     trained: int = 0
     training: StepsTaken | None = None
 
@@ -566,6 +568,9 @@ class Session:
         else:
             moment = self.moment()
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
+        for label, (facts, kept) in self.inputs.contents.items():
+            if label not in queued:
+                queued[label], tensors = facts, tensors | kept
         about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), **moment.positions, "queues": queued}
         return checkpoint.save(path, moment.values, about, tensors)
 
@@ -600,11 +605,14 @@ class Session:
                 for label, value in moment.values.items():
                     if label in variables:
                         variables[label].set(value)
-                if self.cluster is None:
-                    queue_contents.hold_again(queues, held)
-                else:
-                    self.cluster.refill({queues[label]: one for label, one in held.items()})
+                self._refill(queues, held)
             self.go_to(moment.positions)
+
+    def _refill(self, queues: Mapping[str, Queue], held: Mapping[str, Held]) -> None:
+        if self.cluster is None:
+            queue_contents.hold_again(queues, held)
+        else:
+            self.cluster.refill({queues[label]: one for label, one in held.items()})
 
     def _queues(self) -> dict[str, Queue]:
         """Those that are there still, by label."""
@@ -646,7 +654,8 @@ class Session:
 
         Steps that used one of these queues raise Aborted, and what waits for elements takes those that are there then.
         Random nodes draw what they would have drawn after the save: the graph takes the seed, the session its number
-        of runs. A source goes on from its saved position once `fit` or `reads` is given one of that name.
+        of runs. A source goes on from its saved position once `fit` or `reads` is given one of that name, and likewise
+        a queue that is not known yet holds what it held.
 
         strict: a variable or queue missing in the file is an error. mapping: label here -> key in the file. Raises
         CheckpointCorrupt, NotFound or CheckpointIncompatible, with nothing assigned.
@@ -657,6 +666,7 @@ class Session:
         values = checkpoint.match(tensors, specs, strict=strict, mapping=mapping)
         queues = self._queues() if "queues" in about else {}
         self.go_back(Moment(values, about, queue_contents.match(about.get("queues", {}), held, queues, strict=strict)))
+        self.inputs.contents = queue_contents.others(about.get("queues", {}), held, queues)
         return self
 
     def reads(self, source: Source | TensorQueue) -> None:
@@ -664,10 +674,16 @@ class Session:
 
         `fit` does this for its data, and a `QueueRunner` with a session; in a loop of one's own call it once. Where a
         runner puts the elements into a queue of the graph, the position is behind what the queue holds. A queue that
-        the graph does not use: keep what it holds. Raises InvalidArgument where another source of that name is known.
+        the graph does not use: keep what it holds; what was restored under its name it holds now. Raises
+        InvalidArgument where another source of that name is known, CheckpointIncompatible for a queue of another kind.
         """
         if isinstance(source, TensorQueue):
             self.inputs.queues[source] = None
+            for label, queue in self._queues().items():
+                if queue is source and (saved := self.inputs.contents.get(label)) is not None:
+                    one = {label: queue}
+                    self._refill(one, queue_contents.match({label: saved.facts}, saved.tensors, one, strict=True))
+                    del self.inputs.contents[label]
             return
         if self.inputs.sources.setdefault(source.name, source)._root is not source._root:
             raise InvalidArgument(

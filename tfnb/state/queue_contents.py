@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,13 @@ class Held:
     def marks(self) -> Mapping[str, int]:
         """Of the last element of each source, see `tfnb.state.source_puts`."""
         return dict(self.found["marks"])
+
+
+class Saved(NamedTuple):
+    """What a file has of one queue: facts, and tensors by their keys."""
+
+    facts: Mapping[str, Any]
+    tensors: dict[str, torch.Tensor]
 
 
 def labelled(queues: Iterable[Queue]) -> dict[str, Queue]:
@@ -126,6 +133,17 @@ def match(
             _filled(queue, found[label])
         except (KeyError, TypeError, ValueError, IndexError, StopIteration, RuntimeError) as error:
             raise CheckpointCorrupt(f"the checkpoint has damaged contents of queue {label}: {error!r}") from error
+    return found
+
+
+def others(
+    facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], queues: Mapping[str, Queue]
+) -> dict[str, Saved]:
+    """What a file that has this of queues has of others than these, by label."""
+    found = {label: Saved(about, {}) for label, about in facts.items() if label not in queues}
+    for key, tensor in tensors.items():
+        if (label := key.removeprefix(_MARK).rpartition("/")[0]) in found:
+            found[label].tensors[key] = tensor
     return found
 
 
