@@ -14,6 +14,7 @@ import torch
 import tfnb
 from tests.state.test_queues import in_thread
 from tests.state.test_saved_queues import KINDS, Files, Summing
+from tfnb.cluster.messages import Failed
 from tfnb.errors import Aborted, CheckpointCorrupt, OutOfRange
 from tfnb.state import checkpoint
 from tfnb.state.queue_machine import QueueMachine
@@ -117,6 +118,34 @@ def test_a_damaged_file_changes_nothing_there(connect, tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match="queue q"):
         session.restore(tmp_path / "file")
     assert queue.dequeue_many(2).tolist() == [1, 2] and v.value() == 7
+
+
+def test_servers_keep_no_copies_of_a_file_that_was_not_made(
+    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    queue = fifo("q")
+    with tfnb.record() as graph:
+        queue.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    link, asked = connect(2)._engine.link, list[str]()
+    call = link.call
+    queue.enqueue(1)
+
+    async def told(peer: Any, method: str, *args: Any, **how: Any) -> Any:
+        asked.append(method)
+        return (
+            Failed("Aborted", "as if another save came", {})
+            if method == "page"
+            else await call(peer, method, *args, **how)
+        )
+
+    monkeypatch.setattr(link, "call", told)
+    with pytest.raises(Aborted, match="another save"):
+        session.save(tmp_path / "file")
+    assert [method for method in asked if method in ("copy", "page", "thaw")] == ["copy", "page", "thaw"]
+    monkeypatch.undo()
+    session.save(tmp_path / "file")
+    assert queue.dequeue() == 1
 
 
 @pytest.mark.slow

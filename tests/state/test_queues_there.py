@@ -289,7 +289,8 @@ def test_what_queues_hold_is_copied_and_changed_over_a_bad_connection(seed: int,
             return asyncio.run_coroutine_threadsafe(work, distance.loop).result(30)
 
         async def copies() -> Any:
-            return await contents.fetched(await contents.held({0: [key]}))
+            async with contents.held({0: [key]}) as held:
+                return await contents.fetched(held)
 
         async def refill(found: Any) -> None:
             await contents.refill(await contents.bring({0: {key: found}}))

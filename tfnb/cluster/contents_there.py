@@ -7,7 +7,7 @@ those did on the others. Tensors travel before or after. Whoever asks holds back
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,6 @@ class Frozen:
     """A moment. ``counts``: of each shard and key the facts of a copy, and how many tensors it has."""
 
     id: str
-    shards: Sequence[int]
     counts: Mapping[tuple[int, str], tuple[Mapping[str, Any], int]]
 
 
@@ -44,16 +43,19 @@ class Contents:
     def __init__(self, ask: Callable[[Sequence[Ask]], Any]) -> None:
         self._ask = ask
 
-    async def held(self, queues: Mapping[int, list[str]]) -> Frozen:
-        """Copies, which the shards keep until they are `fetched`."""
+    @asynccontextmanager
+    async def held(self, queues: Mapping[int, list[str]]) -> AsyncIterator[Frozen]:
+        """Copies, which the shards keep during the block, to be `fetched`."""
         async with self._frozen(queues) as (id, rounds):
             moved = [number for number, has_put, _ in rounds if has_put]
             asks = [Ask(shard, "copy", {"id": id, "keys": keys, "moved": moved}) for shard, keys in queues.items()]
             answers = await self._ask(asks)
         found = zip(queues, answers, strict=True)
-        return Frozen(
-            id, list(queues), {(shard, key): tuple(one) for shard, a in found for key, one in a.meta["found"].items()}
-        )
+        counts = {(shard, key): tuple(one) for shard, answer in found for key, one in answer.meta["found"].items()}
+        try:
+            yield Frozen(id, counts)
+        finally:
+            await self._ask([Ask(shard, "thaw", {"id": id}) for shard in queues])
 
     async def fetched(self, frozen: Frozen) -> Copies:
         """The tensors of copies."""
@@ -65,7 +67,6 @@ class Contents:
                 (answer,) = await self._ask([Ask(shard, "page", about)])
                 tensors += answer.tensors
             found[key] = facts, tensors
-        await self._ask([Ask(shard, "thaw", {"id": frozen.id}) for shard in frozen.shards])
         return found
 
     async def bring(self, queues: Mapping[int, Copies]) -> Brought:

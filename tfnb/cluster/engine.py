@@ -194,26 +194,28 @@ class Engine:
         Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
         """
         asks = [Ask(shard, "pull", {"keys": keys}) for shard, keys in wanted.items()]
-        for _ in range(PULLS):
-            async with self._iteration, AsyncExitStack() as holds:
-                stand = [await holds.enter_async_context(training.held()) for training in list(self._trainings)]
-                step = self.step
-                answers = await self.insist_on(asks)
-                held = await self.contents.held(queues or {})
-                is_one_step = all([await stands() for stands in stand])
-            if is_one_step:
-                break
-        else:
-            raise Aborted(
-                f"steps went on during each of {PULLS} pulls: a hold ends by itself, and the notebook stood still or "
-                "the values took long; pull again when it has less to do, or after the training", step=self.step,
-            )  # fmt: skip
-        values = {
-            key: tensor
-            for keys, answer in zip(wanted.values(), answers, strict=True)
-            for key, tensor in zip(keys, answer.tensors, strict=True)
-        }
-        return values, step, await self.contents.fetched(held)
+        async with AsyncExitStack() as copies:
+            for _ in range(PULLS):
+                async with self._iteration, AsyncExitStack() as holds:
+                    stand = [await holds.enter_async_context(training.held()) for training in list(self._trainings)]
+                    step = self.step
+                    answers = await self.insist_on(asks)
+                    held = await copies.enter_async_context(self.contents.held(queues or {}))
+                    is_one_step = all([await stands() for stands in stand])
+                if is_one_step:
+                    break
+            else:
+                raise Aborted(
+                    f"steps went on during each of {PULLS} pulls: a hold ends by itself, and the notebook stood still "
+                    "or the values took long; pull again when it has less to do, or after the training",
+                    step=self.step,
+                )  # fmt: skip
+            values = {
+                key: tensor
+                for keys, answer in zip(wanted.values(), answers, strict=True)
+                for key, tensor in zip(keys, answer.tensors, strict=True)
+            }
+            return values, step, await self.contents.fetched(held)
 
     async def refill(self, queues: Mapping[int, Copies]) -> None:
         """Let queues hold this, by shard. Steps that used them raise Aborted."""
