@@ -114,6 +114,19 @@ def test_a_runner_that_starts_after_the_stop_ends_at_once(coordinator: Coordinat
     coordinator.join(runner.threads)
 
 
+def test_a_runner_stops_while_its_source_waits_for_room_in_another_queue(coordinator: Coordinator) -> None:
+    source, full, other = tfnb.Source([1.0] * 9), numbers("full", capacity=1), numbers("other")
+    QueueRunner(full, source, coordinator=coordinator).start()
+    until(lambda: full.level.enqueues == 1, 60)
+    mine = Coordinator()
+    QueueRunner(other, source, coordinator=mine).start()
+    thread, found = in_thread(other.dequeue)
+    mine.request_stop()
+    mine.join(stop_grace_period_secs=5)
+    thread.join(5)
+    assert isinstance(found[0], OutOfRange) and full.dequeue_many(3).tolist() == [1, 1, 1]
+
+
 def test_a_runner_without_work_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="runner of queue q "):
         QueueRunner(numbers("q"), [])

@@ -13,10 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from tfnb.errors import DeadlineExceeded
+from tfnb.errors import DeadlineExceeded, QueueClosed
 from tfnb.graph.variable_locks import PATIENCE
 from tfnb.state.input_sources import Position, Source
+from tfnb.state.queue_operations import machine_of
 from tfnb.state.queues import TensorQueue
+from tfnb.state.waits import POLL
 
 
 @dataclass(eq=False, slots=True)
@@ -44,13 +46,25 @@ def _hand(source: Source) -> _Hand:
         return _HANDS.setdefault(source._root, _Hand())
 
 
+@contextmanager
+def _turn(hand: _Hand, queue: TensorQueue) -> Iterator[None]:
+    """Until no other element of the source is on its way, to whichever queue; not for a queue that is closed."""
+    while not hand.turn.acquire(timeout=POLL):
+        if machine_of(queue).level.closed:
+            raise QueueClosed(f"queue {queue.name} was closed while another element of its source was on its way")
+    try:
+        yield
+    finally:
+        hand.turn.release()
+
+
 def put_next(queue: TensorQueue, source: Source) -> None:
     """Put the next element of a source; where it is not put the source is before it again.
 
     Raises OutOfRange at the end of the source, and what an enqueue raises.
     """
     hand, root = _hand(source), source._root
-    with hand.turn:
+    with _turn(hand, queue):
         with hand.lock:
             before, element = source.position, source.read()
             hand.count += 1
