@@ -90,6 +90,7 @@ class Coordinator:
     def join(self, threads: Sequence[threading.Thread] = (), *, stop_grace_period_secs: float = 120.0) -> None:
         """Wait until all threads ended, or for so many seconds after a stop was asked for; raise the first error.
 
+        Where they ended without a stop, a runner may start again after a restore.
         Raises FailedPrecondition that names the threads which did not stop in that time, and what they wait for.
         """
         check_timeout(stop_grace_period_secs)
@@ -99,7 +100,6 @@ class Coordinator:
         end = time.monotonic() + stop_grace_period_secs
         for thread in everyone:
             thread.join(max(0.0, end - time.monotonic()))
-        self._stopped.set()
         if self.error is not None:
             raise self.error
         late = [thread.name for thread in everyone if thread.is_alive()]
@@ -114,7 +114,8 @@ class Coordinator:
 class QueueRunner:
     """Runs operations that put elements into a queue again and again, or puts those of sources, each in its own thread.
 
-    It starts by itself when somebody has to wait for an element of the queue, or by `start`; after a restore, again.
+    It starts by itself when somebody has to wait for an element of the queue, or by `start`; after a restore, again,
+    unless its coordinator was asked for a stop.
     An operation is done when it raises OutOfRange: its input is at its end. When all are done the queue is closed, so
     that who takes elements gets those that are left and then OutOfRange. Any other error stops the coordinator and
     closes the queue; it is raised by ``coordinator.join()``, and is the cause of the OutOfRange.
@@ -243,8 +244,9 @@ _RUNNERS: WeakSet[QueueRunner] = WeakSet()
 @atexit.register
 def _stop_all() -> None:
     """No thread computes while the interpreter goes down."""
-    for runner in list(_RUNNERS):
+    runners = [runner for runner in list(_RUNNERS) if any(thread.is_alive() for thread in runner.threads)]
+    for runner in runners:
         runner.coordinator.request_stop()
-    for runner in list(_RUNNERS):
+    for runner in runners:
         for thread in runner.threads:
             thread.join(2.0)

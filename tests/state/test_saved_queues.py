@@ -401,6 +401,23 @@ def test_a_runner_goes_on_where_the_file_says(tmp_path: Path, taken: int) -> Non
     assert [int(n) for n in queue] == rest
 
 
+def test_a_runner_whose_coordinator_was_joined_goes_on_after_a_restore(tmp_path: Path) -> None:
+    queue = fifo("q", 4)
+    with tfnb.record() as graph:
+        queue.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    runner = tfnb.QueueRunner(queue, tfnb.Source(range(9), name="numbers"), session=session)
+    session.save(tmp_path / "file")
+    for _ in range(3):
+        assert [int(queue.dequeue(timeout=2)) for _ in range(9)] == [*range(9)]
+        runner.coordinator.join()
+        assert queue.level.closed and not runner.coordinator.should_stop()
+        session.restore(tmp_path / "file")
+    runner.coordinator.request_stop()
+    with pytest.raises(OutOfRange):
+        queue.dequeue(timeout=2)
+
+
 def test_a_runner_that_waits_for_room_follows_a_restore(tmp_path: Path) -> None:
     queue = fifo("q", 2)
     with tfnb.record() as graph:
