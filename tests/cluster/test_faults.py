@@ -180,6 +180,8 @@ def test_closing_with_a_lost_server_warns_and_keeps_the_last_values(connect, pro
     with pytest.warns(UserWarning, match="of step 3"):
         cluster.close()
     assert close_to(p.values(), states[3])
+    error = cluster._engine.lost_server(0)  # as another thread finds it, whose step waited for that server
+    assert isinstance(error, ParameterServerLost) and "of step 3" in error.message
 
 
 def test_values_are_pulled_now_and_then_while_training(connect, problem, monkeypatch):

@@ -882,7 +882,7 @@ class Engine:
 
     def _error(self, cause: e.Cause, seconds: float | None, waits: Sequence[str] = ()) -> TfnbError:
         """The exception of a cause; a lost server or scheduler ends the cluster. waits: for what it did, in words."""
-        if self.is_closed:
+        if self.is_closed and self.lost is None:
             cause = e.Interrupted()
         if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failed | e.Interrupted):
             return self.lose_scheduler()
