@@ -39,7 +39,7 @@ def test_c21_no_read_is_torn_while_updates_are_written(connect):
         readers = [asyncio.ensure_future(read()) for _ in range(4)]
         values = [{piece.key: torch.full((COUNT,), float(n))} for n in (1, 2)]
         for n in range(40):
-            await cluster._engine.assign({piece.shard: values[n % 2]})
+            await cluster._engine.assign({piece.shard: values[n % 2]}, [piece.key])
             spare = max(spare, (await ask("stat")).meta["spare"])
         stop.set()
         await asyncio.gather(*readers)

@@ -751,3 +751,89 @@ def test_files_among_random_puts_and_takes(examples: int, steps: int) -> None:
     run_state_machine_as_test(
         Saved, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     )  # fmt: skip
+
+
+# -- found by readers -----------------------------------------------------------------------------------------------
+
+
+def test_what_one_stopped_step_took_of_equal_ranks_keeps_its_order(tmp_path: Path) -> None:
+    queue = tfnb.PriorityQueue(9, torch.int64, (), name="urgent")
+    for number in range(3):
+        queue.enqueue((1, number))
+    empty = fifo("empty")
+    with tfnb.record() as graph:
+        taken = [queue.dequeue()[1], queue.dequeue()[1], empty.dequeue()]
+    session = tfnb.Session(graph)
+    thread, _ = in_thread(lambda: session.run(taken, timeout=0.5))
+    until(lambda: queue.size() == 1)
+    session.save(tmp_path / "under way.safetensors")
+    thread.join()
+    assert [int(e[1]) for e in queue.machine.first(9)] == [0, 1, 2]
+    session.restore(tmp_path / "under way.safetensors")
+    assert [int(e[1]) for e in queue.machine.first(9)] == [0, 1, 2]
+
+
+def test_a_step_that_put_a_part_keeps_what_it_took() -> None:
+    a, b = fifo("a"), fifo("b", 2)
+    a.enqueue_many(torch.arange(3))
+    with tfnb.record() as graph:
+        move = b.enqueue_many(a.dequeue_many(3) * 10)
+    with pytest.raises(tfnb.errors.DeadlineExceeded):
+        tfnb.Session(graph).run(move, timeout=0.2)
+    assert (held(a), held(b)) == ([], [0, 10])
+
+
+def test_what_waits_to_close_or_to_put_ends_with_a_restore(tmp_path: Path) -> None:
+    queue = fifo("q", 2)
+    with tfnb.record() as graph:
+        queue.dequeue()
+    session = tfnb.Session(graph)
+    queue.enqueue_many(torch.arange(2))
+    session.save(tmp_path / "open.safetensors")
+    put, put_ended = in_thread(lambda: queue.enqueue(7))
+    time.sleep(0.1)
+    close, close_ended = in_thread(queue.close)
+    time.sleep(0.1)
+    session.restore(tmp_path / "open.safetensors")
+    assert queue.dequeue() == 0
+    put.join(5), close.join(5)
+    assert not queue.machine.level.closed and held(queue) == [1, 7]
+    assert put_ended == [None] and isinstance(close_ended[0], Aborted)
+    queue.close()
+    session.save(tmp_path / "closed.safetensors")
+    session.restore(tmp_path / "open.safetensors")
+    put, put_ended = in_thread(lambda: queue.enqueue(8))
+    time.sleep(0.1)
+    session.restore(tmp_path / "closed.safetensors")
+    put.join(5)
+    assert held(queue) == [1, 7] and isinstance(put_ended[0], tfnb.errors.QueueClosed)
+
+
+def test_a_queue_that_a_cell_made_anew_is_the_only_one_of_its_name_in_the_file(tmp_path: Path) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor(0))
+        y = x + 1
+    session = tfnb.Session(graph)
+    session.save(tmp_path / "none.safetensors")
+    for count in (0, 3):
+        queue = tfnb.FIFOQueue(9, torch.int64, ())
+        queue.enqueue_many(torch.arange(count))
+        session.reads(queue)
+    session.save(tmp_path / "one.safetensors")
+    assert list(checkpoint.load(tmp_path / "one.safetensors")[1]["queues"]) == ["queue"]
+    queue.dequeue()
+    session.restore(tmp_path / "one.safetensors")
+    assert held(queue) == [0, 1, 2] and int(session.run(y, {x: torch.tensor(1)})) == 2
+    session.restore(tmp_path / "none.safetensors")  # which knows nothing of it
+    assert held(queue) == [0, 1, 2]
+
+
+def test_a_variable_may_have_a_name_like_that_of_a_queue_in_files(tmp_path: Path) -> None:
+    held_by = tfnb.Variable(torch.tensor([1.0]), name="@x")
+    with tfnb.record() as graph:
+        held_by.read() + 0
+    session = tfnb.Session(graph)
+    session.save(tmp_path / "v.safetensors")
+    held_by.assign(torch.tensor([2.0]))
+    session.restore(tmp_path / "v.safetensors")
+    assert held_by.value().tolist() == [1.0]

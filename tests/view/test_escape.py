@@ -104,6 +104,8 @@ def test_a_long_text_is_cut() -> None:
 def test_a_recorded_tensor_is_text(digits: Graph) -> None:
     class Tensor:
         name, spec, node = "<b>", digits["loss"].outputs[0], digits["loss"]
-        sample = torch.linspace(0, 1, 5)
+
+        def found_sample(self) -> torch.Tensor:
+            return torch.linspace(0, 1, 5)
 
     assert "<b>" not in tensor_html(Tensor())

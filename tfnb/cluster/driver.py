@@ -17,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -813,8 +812,9 @@ class Cluster:
     def _explained(self, error: TfnbError) -> TfnbError:
         """A fresh exception of the same error, so that tracebacks do not pile up."""
         self._is_loss_told = self._is_loss_told or self._engine.lost is not None
-        fresh = copy(error)
-        fresh.__notes__ = list(getattr(error, "__notes__", ()))
+        fresh = type(error)(error.message)
+        vars(fresh).update(vars(error))
+        fresh.__notes__, fresh.__cause__ = list(getattr(error, "__notes__", ())), error.__cause__
         return fresh
 
 

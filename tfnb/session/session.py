@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -117,7 +118,7 @@ class Inputs:
 
     sources: dict[str, Source] = field(default_factory=dict)
     positions: dict[str, dict[str, int]] = field(default_factory=dict)
-    queues: dict[Queue, None] = field(default_factory=dict)
+    queues: WeakKeyDictionary[Queue, None] = field(default_factory=WeakKeyDictionary)
     contents: dict[str, queue_contents.Saved] = field(default_factory=dict)
     trained: int = 0
     training: StepsTaken | None = None
@@ -660,12 +661,14 @@ class Session:
         strict: a variable or queue missing in the file is an error. mapping: label here -> key in the file. Raises
         CheckpointCorrupt, NotFound or CheckpointIncompatible, with nothing assigned.
         """
-        found, about = checkpoint.load(path)
-        tensors, held = queue_contents.split(found)
+        saved, about = checkpoint.load(path)
+        tensors, held = queue_contents.split(saved, about.get("queues", ()))
         specs = {label: variable.spec for label, variable in self.graph.contents.variables.items()}
         values = checkpoint.match(tensors, specs, strict=strict, mapping=mapping)
         queues = self._queues() if "queues" in about else {}
-        self.go_back(Moment(values, about, queue_contents.match(about.get("queues", {}), held, queues, strict=strict)))
+        needed = set(queues_of(self.graph.nodes)) if strict else ()
+        found = queue_contents.match(about.get("queues", {}), held, queues, needed=needed)
+        self.go_back(Moment(values, about, found))
         self.inputs.contents = queue_contents.others(about.get("queues", {}), held, queues)
         return self
 
@@ -682,7 +685,9 @@ class Session:
             for label, queue in self._queues().items():
                 if queue is source and (saved := self.inputs.contents.get(label)) is not None:
                     one = {label: queue}
-                    self._refill(one, queue_contents.match({label: saved.facts}, saved.tensors, one, strict=True))
+                    self._refill(
+                        one, queue_contents.match({label: saved.facts}, saved.tensors, one, needed=one.values())
+                    )
                     del self.inputs.contents[label]
             return
         if self.inputs.sources.setdefault(source.name, source)._root is not source._root:

@@ -6,7 +6,7 @@ put elements, too. Pure, but for the machines of the queues that it asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from tfnb.state.orders import Element
 from tfnb.state.queue_machine import QueueMachine, become, copied
 from tfnb.state.queue_operations import machine_of, made, ordered
 
-_MARK = "@"  # no label of a Variable begins so
+_MARK = "@"  # begins the keys of queues
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +99,34 @@ def written(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> tuple[dict
     return facts, tensors
 
 
-def split(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The tensors of a file: those of Variables, and those of queues."""
-    own = {key: tensor for key, tensor in tensors.items() if not key.startswith(_MARK)}
-    return own, {key: tensor for key, tensor in tensors.items() if key.startswith(_MARK)}
+def split(
+    tensors: Mapping[str, torch.Tensor], labels: Iterable[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors of a file: those of Variables, and those of its queues, which have these labels."""
+    marks = tuple(f"{_MARK}{label}/" for label in labels)
+    queued = {key: tensor for key, tensor in tensors.items() if key.startswith(marks)}
+    return {key: tensor for key, tensor in tensors.items() if key not in queued}, queued
 
 
 def match(
-    facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], queues: Mapping[str, Queue], *, strict: bool
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    queues: Mapping[str, Queue],
+    *,
+    needed: Container[Queue],
 ) -> dict[str, Held]:
     """What each queue is to hold, as a file says that has this of queues; nothing is changed.
 
-    strict: a queue that the file lacks is NotFound. Raises CheckpointIncompatible for a queue of another kind, and
+    Raises NotFound for a needed queue that the file lacks, CheckpointIncompatible for a queue of another kind, and
     CheckpointCorrupt for contents that are none.
     """
-    missing = [label for label in queues if label not in facts]
-    if missing and strict:
+    missing = [label for label, queue in queues.items() if label not in facts and queue in needed]
+    if missing:
         shown = "\n".join(f"  {label}{checkpoint.near(label, facts)}" for label in missing)
         raise NotFound(f"the checkpoint lacks what {len(missing)} of {len(queues)} queues hold:\n{shown}")
     found = {}
     for label, queue in queues.items():
-        if label in missing:
+        if label not in facts:
             continue
         about = dict(facts[label])
         wanted, saved = _described(queue), {key: about.get(key) for key in _described(queue)}

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -135,7 +136,8 @@ class StepQueues:
 
     def give_back(self) -> None:
         """It wrote nothing, and is over: see `give_back`."""
-        give_back([attempt for attempt in self.attempts if attempt.error is None])
+        if not self.has_put:
+            give_back([attempt for attempt in self.attempts if attempt.error is None])
         self.end()
 
     @property
@@ -312,8 +314,7 @@ class QueueMachine:
     def give_back(self, attempts: Sequence[Attempt]) -> None:
         """What these took comes next again, in the order of the queue, also where the queue is full by now."""
         with self._lock:
-            for attempt in attempts:
-                self._restore(attempt)
+            self._restore(attempts)
             self.lent.difference_update(attempts)
             over = self._settled()
         _tell(over)
@@ -345,9 +346,8 @@ class QueueMachine:
         with self._lock:
             waiting: list[Waiting] = []
             for line in self.lines.values():
-                for attempt in line:
-                    self._restore(attempt)
-                    waiting.append((attempt, None))
+                self._restore(line)
+                waiting += [(attempt, None) for attempt in line]
                 line.clear()
             for attempt, _ in waiting:  # grows
                 waiting += [(follower, attempt) for follower in attempt.followers]
@@ -378,8 +378,7 @@ class QueueMachine:
         empty.fill(found["facts"], [tensor.clone() for tensor in tensors])
         twin._front, twin._since = [*self._front], self._since
         taken = [attempt for step in steps for attempt in step.attempts if attempt.machine is self]
-        for attempt in dict.fromkeys([*self.lines["dequeue"], *taken]):
-            twin._come_back(attempt.numbers, attempt.taken)
+        twin._come_back(*_taken(dict.fromkeys([*self.lines["dequeue"], *taken])))
         facts, tensors = empty.contents()
         return {**found, "size": len(empty), "facts": facts}, tensors
 
@@ -394,8 +393,10 @@ class QueueMachine:
         for line in self.lines.values():
             for attempt in list(line):
                 attempt.numbers, attempt.taken = [], []
-                if attempt.step is not None or attempt.mark is not None:
+                if attempt.step is not None or attempt.mark is not None or attempt.kind == "close":
                     self._end(attempt, error=Aborted(f"{attempt.act}: {_RESTORED}"))
+                elif self.closed and attempt.line == "enqueue" and not self._comes_late(attempt):
+                    self._refuse(attempt)
 
     @property
     def _fill(self) -> str:
@@ -482,15 +483,16 @@ class QueueMachine:
         if len(attempt.taken) == attempt.count:
             self._end(attempt)
 
-    def _restore(self, attempt: Attempt) -> None:
-        """What an attempt took stands where it stood before those that were taken after it."""
-        if not attempt.taken:  # as of most that are cancelled: new lists for 10,000 of them cost more than all else
-            return
-        self._come_back(attempt.numbers, attempt.taken)
-        attempt.numbers, attempt.taken = [], []
+    def _restore(self, attempts: Iterable[Attempt]) -> None:
+        """What attempts took stands where it stood before those that were taken after it."""
+        some = [attempt for attempt in attempts if attempt.taken]  # most that are cancelled took nothing
+        self._come_back(*_taken(some))
+        for attempt in some:
+            attempt.numbers, attempt.taken = [], []
 
     def _come_back(self, numbers: Sequence[float], elements: Sequence[Element]) -> None:
-        for number, element in zip(reversed(numbers), reversed(elements), strict=True):
+        """The last one first: each stands before those that were taken after it, also among equal ones."""
+        for number, element in sorted(zip(numbers, elements, strict=True), key=itemgetter(0), reverse=True):
             if number > self._since:
                 place = bisect_left(self._front, number)
                 self._front.insert(place, number)
@@ -541,7 +543,8 @@ class QueueMachine:
                 self.marks[attempt.mark[0]] = attempt.mark[1]
         else:
             error.enqueued = attempt.enqueued
-            self._restore(attempt)
+            if attempt.taken:
+                self._restore([attempt])
         if attempt.line in self.lines:
             self.lines[attempt.line].pop(attempt, None)
         self._over.append(attempt)
@@ -589,6 +592,12 @@ def give_back(done: Sequence[Attempt]) -> None:
         return
     for machine in dict.fromkeys(attempt.machine for attempt in done):
         machine.give_back([attempt for attempt in done if attempt.machine is machine])
+
+
+def _taken(attempts: Iterable[Attempt]) -> tuple[list[float], list[Element]]:
+    """The numbers of all that attempts took, and the elements."""
+    some = [attempt for attempt in attempts if attempt.taken]
+    return [n for attempt in some for n in attempt.numbers], [e for attempt in some for e in attempt.taken]
 
 
 def _tell(over: Sequence[Attempt]) -> None:
