@@ -161,8 +161,9 @@ class QueueRunner:
                 inputs.sources.pop(source.name, None)  # of a cell that was run before
             for earlier in [one for one in inputs.queues if one.name == queue.name]:
                 del inputs.queues[earlier]
-            for read in (*sources, queue):
-                session.reads(read)
+            for source in sources:
+                session.reads(source)
+            session.reads(queue)
         self._lock = threading.Lock()
         self._left = len(self.enqueue_ops)
         machine_of(queue).starters.append(self._start_once)
