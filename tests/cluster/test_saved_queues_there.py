@@ -120,6 +120,27 @@ def test_a_damaged_file_changes_nothing_there(connect, tmp_path: Path) -> None:
     assert queue.dequeue_many(2).tolist() == [1, 2] and v.value() == 7
 
 
+def test_a_queue_that_its_server_refused_is_in_the_file_too(
+    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    refused, there = fifo("refused"), fifo("there")
+    with tfnb.record() as graph:
+        refused.dequeue(sample=torch.tensor(1)), there.dequeue(sample=torch.tensor(1))
+    session = tfnb.Session(graph)
+    connect(3)
+    there.enqueue_many([3, 4])
+    monkeypatch.setattr("tfnb.cluster.queues_there.write_queue", lambda queue: {})  # the server cannot read it
+    session.save(tmp_path / "empty")
+    assert isinstance(refused.machine, QueueMachine) and not isinstance(there.machine, QueueMachine)
+    refused.enqueue_many([1, 2])
+    session.save(tmp_path / "file")
+    assert [int(queue.dequeue()) for queue in (refused, refused, there, there)] == [1, 2, 3, 4]
+    session.restore(tmp_path / "file")
+    assert refused.dequeue_many(2).tolist() == [1, 2] and there.dequeue_many(2).tolist() == [3, 4]
+    session.restore(tmp_path / "empty")
+    assert refused.size() == 0 and there.size() == 2
+
+
 def test_servers_keep_no_copies_of_a_file_that_was_not_made(
     connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

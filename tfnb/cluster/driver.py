@@ -62,7 +62,9 @@ from tfnb.placement.requests import asked, task_of
 from tfnb.placement.shards import pack, together
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
-from tfnb.state.queue_contents import Held
+from tfnb.state.queue_contents import Held, held_by, hold_again, labelled
+from tfnb.state.queue_machine import QueueMachine
+from tfnb.state.queue_operations import machine_of
 from tfnb.state.step_groups import StepGroup, of_one
 
 T = TypeVar("T")
@@ -618,21 +620,30 @@ class Cluster:
         there = [variable for variable in wanted if variable in self._held]
         self._send(variable for variable in there if variable.key not in self._held.stale)
         here = {variable.key: variable.value() for variable in wanted if variable not in there}
-        at = self._queues.places(queues)
+        at, own = self._sorted(queues)
         values, step, found = self._do("reading variables and queues", None, self._values, there, at)
         held = {queue: Held(*found[key]) for queue, (_, key) in at.items()}
+        held |= {own[label]: one for label, one in held_by(own).items()}
         return here | {v.key: values[v.key].to(v.spec.device) for v in there}, held, step
+
+    def _sorted(self, queues: Iterable[Queue]) -> tuple[dict[Queue, tuple[int, str]], dict[str, Queue]]:
+        """Shard and key of queues on servers, and by label those that stayed here: their servers refused them."""
+        if machines := {queue: machine_of(queue) for queue in queues}:
+            self._do("waiting for queues", None, self._queues.there)
+        here = [queue for queue in machines if isinstance(queue.machine, QueueMachine)]
+        return self._queues.places(queue for queue in machines if queue not in here), labelled(here)
 
     def refill(self, held: Mapping[Queue, Held]) -> None:
         """Let queues hold this. Steps that used them raise Aborted."""
         self._ensure_open()
-        self._do("restoring queues", None, self._refilled, held, self._queues.places(held))
+        at, own = self._sorted(held)
+        self._do("restoring queues", None, self._refilled, held, at)
+        hold_again(own, {label: held[queue] for label, queue in own.items()})
 
     async def _refilled(self, held: Mapping[Queue, Held], places: Mapping[Queue, tuple[int, str]]) -> None:
         wanted: dict[int, Copies] = {}
         for queue, (shard, key) in places.items():
             wanted.setdefault(shard, {})[key] = held[queue].found, held[queue].tensors
-        await self._queues.there()
         await self._engine.refill(wanted)
         for queue in places:
             if isinstance(queue.machine, RemoteQueue):
@@ -657,8 +668,6 @@ class Cluster:
     async def _values(
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
     ) -> tuple[dict[str, torch.Tensor], int, Copies]:
-        if queues:
-            await self._queues.there()
         homes, wanted = dict(self._held.homes), dict[int, list[str]]()
         for variable in variables:
             for piece in read_from(homes[variable.key]):
