@@ -61,7 +61,7 @@ class UnsupportedDtype(InvalidArgument, TypeError):
 
 
 class NonFinite(InvalidArgument, FloatingPointError):
-    """A step gave NaN or infinity; ``details`` says where it began."""
+    """A step gave NaN or infinity; ``details`` says where it began, on a cluster as a dict of what the task told."""
 
 
 class NonFiniteGradient(NonFinite):

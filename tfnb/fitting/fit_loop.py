@@ -120,7 +120,8 @@ def fit(
 
     check: with ``"nan"`` each step is looked at, as `tfnb.run` does it: one that would give or write NaN or
     infinite numbers raises NonFinite, which names the op and line that made the first of them, and the Variables stay
-    as they were before it. On a cluster the task whose rows these are says so. timeout in seconds.
+    as they were before it. On a cluster the task whose rows these are says so; where asynchronous tasks write
+    Variables on several servers, another server may have written its part of that step already. timeout in seconds.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
