@@ -171,6 +171,27 @@ def test_who_waits_for_a_silent_server_pings_it(connect, problem, monkeypatch):
         kill(member, signal.SIGCONT)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("silent", "misses"), [(60.0, 3), (1.5, 2)])
+def test_a_peer_that_nobody_asked_is_not_silent(connect, monkeypatch, silent, misses):
+    """Three pings without an answer make a peer dead; two of one that was asked all the time, as in a training."""
+    cluster = connect(2)
+    engine, member, pings = cluster._engine, cluster._engine.servers[0], list[float]()
+    call = engine.link.call
+
+    def counted(peer, method, *args, **how):
+        pings.extend([time.monotonic()] if method == "ping" else [])
+        return call(peer, method, *args, **how)
+
+    stop(member.info["pid"])
+    try:
+        monkeypatch.setattr(engine.link, "call", counted)
+        engine.link.heard[member.peer.addr] = time.monotonic() - silent
+        assert not cluster._do("verify", 60, engine.verify, member) and len(pings) == misses
+    finally:
+        kill(member, signal.SIGCONT)
+
+
 def test_closing_with_a_lost_server_warns_and_keeps_the_last_values(connect, problem):
     p = problem()
     states, _ = p.local(3)

@@ -832,10 +832,13 @@ class Engine:
 
     async def verify(self, member: Member) -> bool:
         """Whether a peer that a call failed to is alive: by the scheduler's word, then by pings."""
+        begin, since = time.monotonic(), self.link.heard.get(member.peer.addr, 0.0)
+        if begin - since > 2 * PATIENCE:  # nobody asked it lately
+            since = begin
         for missed in range(MISSES):
             if not member.alive or not member.reported:
                 break
-            if missed == MISSES - 1 and time.monotonic() - self.link.heard.get(member.peer.addr, 0.0) >= SILENCE:
+            if missed == MISSES - 1 and time.monotonic() - since >= SILENCE:
                 break
             if missed == 1 and member in self.tasks:
                 self._report(e.Suspect(self.tasks.index(member)))
