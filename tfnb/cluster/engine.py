@@ -383,15 +383,15 @@ class Engine:
         if see is None or not machine.is_computed:
             return see, None
         answers, is_passed = [machine.values[task] for task in machine.ranges], False
-        looking = asyncio.create_task(asyncio.to_thread(see, list(map(_unpacked, answers))))
+        task = asyncio.create_task(asyncio.to_thread(see, list(map(_unpacked, answers))))
         try:
-            while not looking.done():
-                await asyncio.wait({looking}, timeout=LOOK)
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK)
                 if self._interrupts != since:
                     return see, e.Interrupted()
                 if time.monotonic() >= machine.deadline:
                     return see, e.TimedOut()
-            looking.result()
+            task.result()
             for answer in answers:
                 failure = read_outcome(answer.meta["failure"], ()) if "failure" in answer.meta else None
                 if isinstance(failure, Failed):  # what it computed cannot be written
@@ -399,7 +399,7 @@ class Engine:
             is_passed = True
             return None, None
         finally:
-            looking.cancel()  # its thread ends when it does
+            task.cancel()  # its thread ends when it does
             if not is_passed and queues:
                 await self._ended_round(machine.number, list(machine.ranges))
             elif not is_passed:
