@@ -20,6 +20,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tfnb.graph import current
+from tfnb.recording.cells.block import forget, graphs
 
 os.environ.setdefault("TFNB_COMPILE", "off")  # compiled code differs in the last bits; its tests ask for it
 _PACKAGES = None if "TFNB_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="tfnb-tests-")
@@ -96,6 +97,15 @@ def device(request: pytest.FixtureRequest) -> str:
 def seeded() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_graphs() -> Iterator[None]:
+    """The named graphs of a file end with it: a cell of another file would go on in one of the same name."""
+    before = graphs()
+    yield
+    for name in graphs().keys() - before.keys():
+        forget(name)
 
 
 def _left_open() -> dict[str, object]:
