@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -637,6 +638,33 @@ def test_a_training_that_is_broken_off_gives_back_what_no_step_counts_of(tmp_pat
         again = Summing()
         assert again.fit(resume=tmp_path / str(steps), steps=20).steps == 20 - steps
         assert again.total.value() == 20 * 21 // 2 and again.rest() == [*range(21, 41)]
+
+
+@pytest.mark.parametrize("is_fed", [False, True], ids=["all there", "fed meanwhile"])
+def test_a_training_of_another_thread_has_each_element_once_in_each_file(is_fed: bool) -> None:
+    """An element is in the queue, or a step counts of it, whenever another thread asks."""
+    one, count, moments = Summing(), 900, []
+    session = tfnb.session.default_session(one.graph)
+    session.reads(one.queue)
+    numbers = torch.arange(1, count + 1)
+    if not is_fed:
+        one.queue.enqueue_many(numbers)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread, ended = in_thread(lambda: one.fit(steps=count))
+        feeder, _ = in_thread(lambda: [one.queue.enqueue(n) for n in numbers] if is_fed else None)
+        while thread.is_alive():
+            moments.append(session.moment())
+        feeder.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert ended[0].steps == count and moments
+    for moment in moments:
+        left, total = list(map(int, moment.queues["numbers"].tensors)), int(moment.values["total"])
+        done = next(n for n in range(count + 1) if n * (n + 1) // 2 >= total)
+        assert done * (done + 1) // 2 == total and left == [*range(done + 1, done + 1 + len(left))]
+        assert is_fed or len(left) == count - done
 
 
 # -- random interleavings -----------------------------------------------------------------------------------------

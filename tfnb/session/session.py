@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -556,40 +556,54 @@ class Session:
         so that ``fit(resume=path)`` goes on from there. All of it is as if the steps under way were stopped at that
         moment: what they took is in its queue, unless they put elements, too. A callback of `fit` may call it.
         """
-        contents = self.graph.contents
-        variables, training = contents.variables, self.inputs.training
-        if self.cluster is not None:
-            with standing(self.inputs.sources.values()):
-                queues = self._queues()
-                found, there, step = self.cluster.cut(variables.values(), queues.values())
-                values = {label: found[variable.key] for label, variable in variables.items()}
-                held = {label: there[queue] for label, queue in queues.items()}
-                taken = training.at(step) if isinstance(training, StepsThere) else None
-                moment = Moment(values, self._positions_behind(taken, held), self._with_drawn(held, taken))
-        else:
-            moment = self.moment()
+        moment = self.moment()
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
         for label, (facts, kept) in self.inputs.contents.items():
             if label not in queued:
                 queued[label], tensors = facts, tensors | kept
-        about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), **moment.positions, "queues": queued}
+        hashed = graph_hash(self.graph.contents)
+        about = {"graph": self.graph.name, "graph_hash": hashed, **moment.positions, "queues": queued}
         return checkpoint.save(path, moment.values, about, tensors)
 
     def moment(self) -> Moment:
         """Copies of all that `save` writes, of one moment."""
-        variables = self.graph.contents.variables
-        with standing(self.inputs.sources.values()), LOCKS.read(*variables.values()):  # no step in between
-            values = {label: variable.value() for label, variable in variables.items()}
-            held = queue_contents.held_by(self._queues())
+        while True:
             training = self.inputs.training
-            taken = None if training is None else training.applied
-            positions = self._positions_behind(taken, held)
-        return Moment(values, positions, self._with_drawn(held, taken))
+            with self._standing(training):
+                found = self._moment(training)
+                if self.inputs.training is training:  # else another thread began, or ended, one
+                    return found
 
-    def _with_drawn(self, held: Mapping[str, Held], taken: Taken | None) -> Mapping[str, Held]:
-        """The same, where a training takes elements with those that it drew and no step counts of."""
-        source = None if self.inputs.training is None else self.inputs.training.source
-        if not isinstance(source, QueueElements) or taken is None or taken.position is None:
+    @contextmanager
+    def _standing(self, training: StepsTaken | None) -> Iterator[None]:
+        """A block in which no element is read on its way to a queue, or drawn by a training."""
+        source = None if training is None else training.source
+        drawn = source.standing() if isinstance(source, QueueElements) else nullcontext()
+        with standing(self.inputs.sources.values()), drawn:
+            yield
+
+    def _moment(self, training: StepsTaken | None) -> Moment:
+        variables, queues = self.graph.contents.variables, self._queues()
+        if self.cluster is not None:
+            found, there, step = self.cluster.cut(variables.values(), queues.values())
+            values = {label: found[variable.key] for label, variable in variables.items()}
+            held = {label: there[queue] for label, queue in queues.items()}
+            taken = training.at(step) if isinstance(training, StepsThere) else None
+            positions = self._positions_behind(taken, held)
+        else:
+            with LOCKS.read(*variables.values()):  # no step in between
+                values = {label: variable.value() for label, variable in variables.items()}
+                held = queue_contents.held_by(queues)
+                taken = None if training is None else training.applied
+                positions = self._positions_behind(taken, held)
+        source = None if training is None else training.source
+        if taken is not None and isinstance(source, QueueElements):
+            return Moment(values, positions, self._with_drawn(held, source, taken))
+        return Moment(values, positions, held)
+
+    def _with_drawn(self, held: Mapping[str, Held], source: QueueElements, taken: Taken) -> Mapping[str, Held]:
+        """The same, with the elements that a training drew and no step counts of."""
+        if taken.position is None:
             return held
         back, queues = source.after(taken.position), self._queues()
         return {

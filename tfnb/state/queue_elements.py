@@ -6,18 +6,21 @@ position, and a file has it in the queue.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from tfnb.errors import OutOfRange
+from tfnb.errors import Cancelled, OutOfRange
 from tfnb.state.input_sources import Position, Source
-from tfnb.state.queue_operations import machine_of
+from tfnb.state.queue_machine import Attempt
+from tfnb.state.queue_operations import machine_of, outcome
 from tfnb.state.queues import TensorQueue
 
-Drawn = tuple[tuple[int, int], Sequence[torch.Tensor]]  # the position behind an element, and its tensors
+Drawn = tuple[tuple[int, int], Attempt]  # the position behind an element, and what takes it
 
 
 class QueueElements(Source):
@@ -26,32 +29,59 @@ class QueueElements(Source):
     def __init__(self, queue: TensorQueue) -> None:
         self.name, self.queue, self._parts, self._root = queue.name, queue, (), self
         self._drawn = deque[Drawn]()
+        self._lock = threading.Lock()  # while what is drawn changes; nobody waits for an element with it
+        self._is_taken_back = False  # the attempt that was begun last
         self._start({"epoch": 0, "count": 0})
 
     def _rest(self) -> Iterator[Any]:
         while True:
             try:
-                parts = self.queue._act("dequeue", {})
+                parts = self._next()
             except OutOfRange as end:
                 if end.__cause__ is not None:  # who fills it failed
                     raise end.__cause__ from None
                 return
-            self._drawn.append(((self._position["epoch"], self._position["count"] + 1), parts))
             yield self.queue._one(parts)
+
+    def _next(self) -> Sequence[torch.Tensor]:
+        """Wait for the next element, which is drawn as soon as the queue gives it."""
+        while True:
+            with self._lock:
+                self._is_taken_back = False
+                attempt, runner = self.queue._begin("dequeue", {}, ())
+                self._drawn.append(((self._position["epoch"], self._position["count"] + 1), attempt))
+            try:
+                return self.queue._wait(attempt, runner, {})
+            except BaseException as error:
+                with self._lock:
+                    self._drawn = deque(drawn for drawn in self._drawn if drawn[1] is not attempt)
+                    if not (isinstance(error, Cancelled) and self._is_taken_back):
+                        raise
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """A block in which no element is drawn, and none is on its way: what waits for one waits anew behind it."""
+        with self._lock:
+            if self._drawn and not (attempt := self._drawn[-1][1]).is_over:
+                self._is_taken_back = True
+                attempt.machine.withdraw([attempt])
+            yield
 
     def after(self, position: Position) -> list[Sequence[torch.Tensor]]:
         """The elements that were drawn behind a position, in their order."""
-        return [parts for at, parts in self._drawn if at > (position["epoch"], position["count"])]
+        behind = [attempt for at, attempt in self._drawn if at > (position["epoch"], position["count"])]
+        return [outcome(self.queue, one, {}) for one in behind if one.is_over and one.error is None]
 
     def counted(self, position: Position) -> None:
         """Steps count up to this position: what is before it does not come back."""
-        while self._drawn and self._drawn[0][0] <= (position["epoch"], position["count"]):
-            self._drawn.popleft()
+        with self._lock:
+            while self._drawn and self._drawn[0][0] <= (position["epoch"], position["count"]):
+                self._drawn.popleft()
 
     def back_to(self, position: Position) -> None:
         """What was drawn behind a position is in the queue again, in front."""
-        back = self.after(position)
-        self._drawn.clear()
-        self._start(dict(position))
-        if back:
-            machine_of(self.queue).put_front(back)
+        with self._lock:
+            if back := self.after(position):
+                machine_of(self.queue).put_front(back)
+            self._drawn.clear()
+            self._start(dict(position))

@@ -36,38 +36,50 @@ class StepsTaken(Protocol):
         ...
 
 
+class _Begun(NamedTuple):
+    """The step that began last. told: those that have returned; step: with it, once ``written`` is not of ``version``.
+
+    run: the next number of a run when it began.
+    """
+
+    told: Taken
+    step: Taken
+    written: Variable | None = None
+    version: int = 0
+    run: int = 0
+
+
 class StepsHere:
     """Of a loop in this process. A step counts as soon as its Variables are written, also if it never returned."""
 
     def __init__(self, begin: int, source: Source | None, runs: RunNumbers) -> None:
         self.source, self._runs = source, runs
-        self._told = self._begun = Taken(begin, None if source is None else source.position)
-        self._written: Variable | None = None
-        self._version, self._run = 0, runs.next
+        first = Taken(begin, None if source is None else source.position)
+        self._begun = _Begun(first, first, run=runs.next)  # changed at once: other threads ask what is applied
 
     def begins(self, position: Position | None, written: Variable | None) -> None:
         """A step over the batch before ``position`` begins, and writes ``written`` among others."""
-        self._run, self._written = self._runs.next, written
-        self._version = 0 if written is None else written.version
-        self._begun = Taken(self._told.steps + 1, position)
+        told, version = self._begun.told, 0 if written is None else written.version
+        self._begun = _Begun(told, Taken(told.steps + 1, position), written, version, self._runs.next)
 
     def ends(self) -> None:
         """It has returned."""
-        self._told = self._begun
+        self._begun = self._begun._replace(told=self._begun.step)
 
     @property
     def is_inside(self) -> bool:
         """Whether a step has begun and not returned."""
-        return self._begun is not self._told
+        return self._begun.step is not self._begun.told
 
     @property
     def applied(self) -> Taken:
         """The steps that the Variables have seen. Random numbers of one that was broken off are drawn again."""
-        has_written = self._written is not None and self._written.version != self._version
+        told, step, written, version, begun = self._begun
+        has_written = written is not None and written.version != version
         run = self._runs.next
-        if self.is_inside and run in (self._run, self._run + 1):  # nobody else took any
-            run = self._run + has_written
-        return (self._begun if has_written else self._told)._replace(run=run)
+        if step is not told and run in (begun, begun + 1):  # nobody else took any
+            run = begun + has_written
+        return (step if has_written else told)._replace(run=run)
 
 
 class StepsThere:
