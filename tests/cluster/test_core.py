@@ -238,6 +238,23 @@ def test_a_non_finite_gradient_is_rejected(value):
     assert server.w.tolist() == [0, 0, 0]
 
 
+def test_what_is_brought_changes_nothing_before_it_is_decided_and_then_all_of_it():
+    server = Server(budget=60)  # 12 bytes of w
+    server("bring", [torch.ones(3)], id="a", keys=["w"])
+    assert server("bring", [torch.ones(12)], id="a", keys=["v"]).tag == "ResourceExhausted"
+    server("thaw", id="a")
+    server("bring", [torch.ones(9)], id="b", keys=["w"])  # there is room for it again
+    assert server("freeze", id="f", keys=[], brought="b").tag == "ShapeError"
+    assert server.w.tolist() == [0, 0, 0]
+    server("thaw", id="b")
+    server("bring", [torch.ones(3)], id="c", keys=["w"])
+    server("freeze", id="g", keys=[], brought="c")
+    server("thaw", id="g")  # as after a while
+    for _ in range(2):  # the answer was lost
+        assert server("refill", id="g", brought="c", void=[]).meta == {"void": []}
+    assert server.w.tolist() == [1, 1, 1] and server.core.objects.nbytes == 0
+
+
 def test_c24_over_budget_is_refused_and_the_core_lives():
     server = Server(budget=30)
     assert server("create", [torch.zeros(100)], keys=["big"]).tag == "ResourceExhausted"

@@ -1,15 +1,17 @@
-"""What queues on the servers hold, copied or changed at one moment.
+"""What queues on the servers hold, copied or changed at one moment; what is changed, with values of Variables.
 
 All shards are frozen first, and so say which rounds are under way; then each copies or changes its own, knowing what
 those did on the others. Tensors travel before or after. Whoever asks holds back the commits of steps meanwhile.
+A change is of all shards or of none: whatever may fail fails before the first of them changes.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from tfnb.cluster.messages import Ask, Ok
 from tfnb.cluster.objects import BYTES, ENTRIES
 from tfnb.cluster.wire import size
+from tfnb.errors import TfnbError
 
 Copies = dict[str, tuple[Mapping[str, Any], Sequence[torch.Tensor]]]  # by key: facts and tensors of a queue
 
@@ -29,12 +32,16 @@ class Frozen:
     counts: Mapping[tuple[int, str], tuple[Mapping[str, Any], int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Brought:
-    """What queues are to hold lies at their shards."""
+    """What queues and Variables are to hold lies at their shards. ``queues``: keys of queues, of each shard.
+
+    is_decided: what was brought will be there, unless a server is lost.
+    """
 
     id: str
     queues: Mapping[int, list[str]]
+    is_decided: bool = False
 
 
 class Contents:
@@ -55,7 +62,7 @@ class Contents:
         try:
             yield Frozen(id, counts)
         finally:
-            await self._ask([Ask(shard, "thaw", {"id": id}) for shard in queues])
+            await self._thaw(id, queues)
 
     async def fetched(self, frozen: Frozen) -> Copies:
         """The tensors of copies."""
@@ -69,42 +76,69 @@ class Contents:
             found[key] = facts, tensors
         return found
 
-    async def bring(self, queues: Mapping[int, Copies]) -> Brought:
-        """Tensors for `refill`."""
-        id = uuid.uuid4().hex
-        for shard, copies in queues.items():
-            for key, (found, tensors) in copies.items():
-                start = 0
-                while start < len(tensors) or not start:
-                    some = _some(tensors[start:])
-                    about = {"id": id, "key": key, "found": found, "start": start}
+    async def bring(
+        self, queues: Mapping[int, Copies], values: Mapping[int, Mapping[str, torch.Tensor]] = MappingProxyType({})
+    ) -> Brought:
+        """Tensors for `refill`: what queues are to hold, and values of Variables, by shard. Nothing changes."""
+        shards = sorted({*queues, *values})
+        brought = Brought(uuid.uuid4().hex, {shard: list(queues.get(shard, ())) for shard in shards})
+        try:
+            for shard, copies in queues.items():
+                for key, (found, tensors) in copies.items():
+                    for start, some in _pages(tensors):
+                        about = {"id": brought.id, "key": key, "found": found, "start": start}
+                        await self._ask([Ask(shard, "bring", about, some)])
+            for shard, mine in values.items():
+                keys = list(mine)
+                for start, some in _pages(list(mine.values())):
+                    about = {"id": brought.id, "keys": keys[start : start + len(some)]}
                     await self._ask([Ask(shard, "bring", about, some)])
-                    start += len(some) or 1
-        return Brought(id, {shard: list(copies) for shard, copies in queues.items()})
+        except BaseException:
+            await self.drop(brought)
+            raise
+        return brought
 
     async def refill(self, brought: Brought) -> list[int]:
-        """Queues hold what was brought. The rounds under way that used them are void."""
-        try:
-            async with self._frozen(brought.queues) as (id, rounds):
-                void = [number for number, _, is_used in rounds if is_used]
-                about = {"id": id, "brought": brought.id, "void": void}
-                await self._ask([Ask(shard, "refill", about) for shard in brought.queues])
-        finally:
-            await self._ask([Ask(shard, "thaw", {"id": brought.id}) for shard in brought.queues])
-        return void
+        """Queues and Variables hold what was brought. The rounds under way that used the queues are void.
+
+        Raises what goes wrong before it is decided, with nothing changed.
+        """
+        async with self._frozen(brought.queues, {"brought": brought.id}) as (id, rounds):
+            void = [number for number, _, is_used in rounds if is_used]
+            brought.is_decided = True
+            about = {"id": id, "brought": brought.id, "void": void}
+            answers = await self._ask([Ask(shard, "refill", about) for shard in brought.queues])
+        return list({*void, *(number for answer in answers for number in answer.meta["void"])})
+
+    async def drop(self, brought: Brought) -> None:
+        """Shards forget what was brought and is not needed."""
+        await self._thaw(brought.id, brought.queues)
+
+    async def _thaw(self, id: str, shards: Iterable[int]) -> None:
+        with suppress(TfnbError):  # of a server that is lost
+            await self._ask([Ask(shard, "thaw", {"id": id}) for shard in shards])
 
     @asynccontextmanager
-    async def _frozen(self, queues: Mapping[int, list[str]]) -> Any:
-        """A block in which shards are frozen: its name, and the rounds under way."""
+    async def _frozen(self, queues: Mapping[int, list[str]], more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """A block in which shards are frozen: its name, and the rounds under way. more: to be told to each shard."""
         id = uuid.uuid4().hex
         try:
             answers: list[Ok] = await self._ask(
-                [Ask(shard, "freeze", {"id": id, "keys": keys}) for shard, keys in queues.items()]
+                [Ask(shard, "freeze", {"id": id, "keys": keys, **more}) for shard, keys in queues.items()]
             )
             yield id, [row for answer in answers for row in answer.meta["rounds"]]
         except BaseException:
-            await self._ask([Ask(shard, "thaw", {"id": id}) for shard in queues])
+            await self._thaw(id, queues)
             raise
+
+
+def _pages(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Tensors in messages, one at least, and the number of the first of each."""
+    start = 0
+    while start < len(tensors) or not start:
+        some = _some(tensors[start:])
+        yield start, some
+        start += len(some) or 1
 
 
 def _some(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -170,7 +170,7 @@ class Core:
         self.courses: dict[str, Course] = {}  # of the trainings that are open
         self.poisoned: str | None = None
         self.lines = Lines()
-        self.objects = Objects(self._afford)
+        self.objects = Objects(self._afford, self._assigning)
         self.objects.is_over = lambda number: number <= self.floor or number in self.over
         self._methods: dict[str, Callable[[Request], Ok | Refused]] = {
             "create": self._create, "drop": self._drop, "assign": self._assign, "push": self._push,
@@ -343,6 +343,16 @@ class Core:
                 raise ShapeError(f"{key} is {_spec(held)}, the new value is {_spec(tensor)}")
 
         return lambda: self.store.assign(dict(zip(keys, tensors, strict=True))), tuple(keys)
+
+    def _assigning(self, values: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """What writes these, checked."""
+        write, keys = self._assignment(list(values), list(values.values()))
+
+        def written() -> None:
+            with self._writing(keys):
+                write()
+
+        return written
 
     def _pull(self, request: Request) -> Ok:
         """Values of ``keys`` that changed after ``since`` (a version for each key; none: all of them).

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
@@ -39,7 +39,7 @@ from tfnb.cluster.members import MODES, Ahead, Batch, Mode
 from tfnb.cluster.overview import PATIENCE, Overview
 from tfnb.cluster.programs import Placed, place
 from tfnb.cluster.queue_homes import QueueHomes
-from tfnb.cluster.queues_there import RemoteQueue
+from tfnb.cluster.restoring import brought
 from tfnb.cluster.supervisor import LOOK, Supervisor
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
@@ -62,7 +62,7 @@ from tfnb.placement.requests import asked, task_of
 from tfnb.placement.shards import pack, together
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
-from tfnb.state.queue_contents import Held, held_by, hold_again, labelled
+from tfnb.state.queue_contents import Held, held_by, labelled
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import machine_of
 from tfnb.state.step_groups import StepGroup, of_one
@@ -633,21 +633,14 @@ class Cluster:
         here = [queue for queue in machines if isinstance(queue.machine, QueueMachine)]
         return self._queues.places(queue for queue in machines if queue not in here), labelled(here)
 
-    def refill(self, held: Mapping[Queue, Held]) -> None:
-        """Let queues hold this. Steps that used them raise Aborted."""
+    @contextmanager
+    def restoring(
+        self, values: Mapping[Variable, torch.Tensor], held: Mapping[Queue, Held]
+    ) -> Iterator[Callable[[], None]]:
+        """A block in which a call lets Variables and queues be this, all or none; until then nothing is changed."""
         self._ensure_open()
-        at, own = self._sorted(held)
-        self._do("restoring queues", None, self._refilled, held, at)
-        hold_again(own, {label: held[queue] for label, queue in own.items()})
-
-    async def _refilled(self, held: Mapping[Queue, Held], places: Mapping[Queue, tuple[int, str]]) -> None:
-        wanted: dict[int, Copies] = {}
-        for queue, (shard, key) in places.items():
-            wanted.setdefault(shard, {})[key] = held[queue].found, held[queue].tensors
-        await self._engine.refill(wanted)
-        for queue in places:
-            if isinstance(queue.machine, RemoteQueue):
-                queue.machine.holds(held[queue].found)
+        with self._placing, brought(self, values, held) as become:
+            yield become
 
     def _pull(self, kept: Sequence[Variable] = ()) -> int:
         return self._do("pull", None, self._bring_home, kept)

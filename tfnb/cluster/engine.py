@@ -21,7 +21,7 @@ import torch
 from tfnb.cluster import events as e
 from tfnb.cluster import plan as p
 from tfnb.cluster.asking import identified, messages, sent
-from tfnb.cluster.contents_there import Contents, Copies
+from tfnb.cluster.contents_there import Brought, Contents, Copies
 from tfnb.cluster.deadlocks import Deadlocks, Use
 from tfnb.cluster.fit.leases import Broken
 from tfnb.cluster.fit.resident import NO_LOOP, RANK
@@ -217,12 +217,15 @@ class Engine:
             }
             return values, step, await self.contents.fetched(held)
 
-    async def refill(self, queues: Mapping[int, Copies]) -> None:
-        """Let queues hold this, by shard. Steps that used them raise Aborted."""
-        brought = await self.contents.bring(queues)
+    async def refill(self, brought: Brought, written: Iterable[str]) -> None:
+        """Let queues and Variables hold what was brought; steps that used one of them raise Aborted.
+
+        written: the keys of these Variables.
+        """
         async with self._iteration:
-            self._void.update(await self.contents.refill(brought))
-            self._void &= self._rounds
+            void = await self.contents.refill(brought)
+            self._written.update(written)
+            self._void = (self._void | {*void}) & self._rounds
 
     async def stats(self, seconds: float) -> dict[int, dict[str, Any]]:
         """What each shard of a live server says of itself, within ``seconds``."""

@@ -36,6 +36,7 @@ FROZEN = 10.0  # seconds at most
 KEPT = 64  # answers to what is done once
 
 Method = Callable[[Request, float], Ok | None]
+Values = dict[str, torch.Tensor]
 Contents = tuple[dict[str, Any], list[torch.Tensor]]  # facts and tensors of what a queue holds
 
 
@@ -93,23 +94,44 @@ class Channel:
         self.open.pop(end.number, None)
 
 
+@dataclass(slots=True)
+class Brought:
+    """What queues and Variables are to hold: contents by queue and values by key, and what `become` takes of them."""
+
+    queues: dict[str, Contents] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
+    machines: dict[QueueMachine, QueueMachine] = field(default_factory=dict)
+    write: Callable[[], None] = lambda: None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return size([*self.values.values(), *(tensor for _, tensors in self.queues.values() for tensor in tensors)])
+
+
 class Objects:
-    """The queues of one server. afford: raises ResourceExhausted where so many bytes more have no room."""
+    """The queues of one server. afford: raises ResourceExhausted where so many bytes more have no room.
+
+    assigning: checks values of Variables, and gives what writes them.
+    """
 
     METHODS = frozenset({
         "post", "ends", "contents", "first", "waiting", "halt", "freeze", "copy", "page", "bring", "refill", "thaw",
     })  # fmt: skip
 
-    def __init__(self, afford: Callable[[int], None] = lambda asked: None) -> None:
+    def __init__(
+        self, afford: Callable[[int], None] = lambda asked: None,
+        assigning: Callable[[Values], Callable[[], None]] = lambda values: lambda: None,
+    ) -> None:  # fmt: skip
         self.queues: dict[str, Held] = {}
         self.channels: dict[str, Channel] = {}
         self.is_over: Callable[[int], bool] = lambda number: False  # of a round
-        self._afford = afford
+        self._afford, self._assigning = afford, assigning
         self._rounds: dict[int, list[Work]] = {}  # what each did so far
         self._steps: dict[int, StepQueues] = {}  # of those rounds, and of those that wait
         self._frozen, self._until = "", 0.0  # who froze it last, and until when
         self._copies: dict[str, Contents] = {}  # by queue, for who froze it last
-        self._brought: dict[str, dict[str, Contents]] = {}  # what queues are to hold, by who says so
+        self._brought: dict[str, Brought] = {}  # by who says so
         self._answers: OrderedDict[tuple[str, str], Ok] = OrderedDict()  # to what may be asked again, and not done
         self.methods: dict[str, Method] = {
             "post": self._post, "ends": self._ends, "contents": self._contents,
@@ -124,8 +146,9 @@ class Objects:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in queues and accumulators."""
-        return sum(held.nbytes for held in self.queues.values())
+        """Bytes held in queues and accumulators, and of what they are to hold."""
+        brought = sum(brought.nbytes for brought in self._brought.values())
+        return sum(held.nbytes for held in self.queues.values()) + brought
 
     @property
     def waiting(self) -> int:
@@ -265,15 +288,28 @@ class Objects:
         return self._answers[method, id]
 
     def _freeze(self, request: Request, now: float) -> Ok:
-        """Nobody does or hears anything for a while. Of each round: did it put something, did it use one of these?"""
+        """Nobody does or hears anything for a while. Of each round: did it put something, did it use one of these?
+
+        brought: what these queues and Variables will hold; whatever may fail of that fails here.
+        """
+        keys = list(map(str, request.meta["keys"]))
+        machines = {self._held(key).machine for key in keys}
+        if "brought" in request.meta:
+            self._make_ready(self._brought[str(request.meta["brought"])])
         self._frozen, self._until = str(request.meta["id"]), now + FROZEN
-        machines = {self._held(str(key)).machine for key in request.meta["keys"]}
         return Ok({
             "rounds": [
                 [number, step.has_put, not machines.isdisjoint(attempt.machine for attempt in step.attempts)]
                 for number, step in self._steps.items()
             ]
         })  # fmt: skip
+
+    def _make_ready(self, brought: Brought) -> None:
+        for key, (found, tensors) in brought.queues.items():
+            held = self._held(key)
+            brought.machines[held.machine] = other = made(held.queue)
+            other.fill(found, tensors)
+        brought.write = self._assigning(brought.values) if brought.values else brought.write
 
     def _ensure_frozen(self, request: Request, now: float) -> None:
         if request.meta["id"] != self._frozen or now >= self._until:
@@ -297,27 +333,36 @@ class Objects:
         return Ok({}, _some(self._copies[key][1], request))
 
     def _bring(self, request: Request, now: float) -> Ok:
-        """Tensors that a queue is to hold, those from number ``start`` on."""
-        key, start = str(request.meta["key"]), int(request.meta["start"])
-        self._afford(size(request.tensors))
-        brought = self._brought.setdefault(str(request.meta["id"]), {})
-        _, there = brought.setdefault(key, (request.meta["found"], []))
-        there[start : start + len(request.tensors)] = request.tensors
+        """Values that Variables are to have, or tensors that a queue is to hold, those from number ``start`` on."""
+        meta, tensors = request.meta, request.tensors
+        self._afford(size(tensors))
+        brought = self._brought.setdefault(str(meta["id"]), Brought())
+        if "keys" in meta:
+            brought.values |= zip(map(str, meta["keys"]), tensors, strict=True)
+        else:
+            start, (_, there) = int(meta["start"]), brought.queues.setdefault(str(meta["key"]), (meta["found"], []))
+            there[start : start + len(tensors)] = tensors
         return Ok({})
 
     def _refill(self, request: Request, now: float) -> Ok:
-        """Queues hold what was brought for them, and rounds that are ``void`` raise Aborted; nothing is frozen then."""
-        self._ensure_frozen(request, now)
-        brought, self._until, others = self._brought[str(request.meta["brought"])], 0.0, {}
-        for key, (found, tensors) in brought.items():
+        """Queues and Variables hold what was brought for them; rounds that are ``void`` raise Aborted.
+
+        It is decided: this happens, also where nothing is frozen any more. Tells which rounds of here are void then.
+        """
+        brought = self._brought.pop(str(request.meta["brought"]))
+        self._until = 0.0
+        brought.write()
+        for key, (_, tensors) in brought.queues.items():
             held = self._held(key)
-            other = others[held.machine] = made(held.queue)
-            other.fill(found, tensors)
             held.nbytes = size(tensors) + sum(_not_put(work) for work in self._open() if work.held is held)
         for number in map(int, request.meta["void"]):
             self._step(number).is_void = True
-        become(others)
-        return Ok({})
+        void = [
+            number for number, step in self._steps.items()
+            if not brought.machines.keys().isdisjoint(attempt.machine for attempt in step.attempts)
+        ]  # fmt: skip
+        become(brought.machines)
+        return Ok({"void": void})
 
     def _thaw(self, request: Request, now: float) -> Ok:
         """It is over, well or not."""

@@ -235,6 +235,7 @@ class RemoteQueue:
     used: float | None = None
     heir: Home | None = None  # where it went
     is_dropped: bool = False  # nothing of it is there any more
+    is_lost: bool = False  # what it held is nowhere
     past: Mapping[str, set[str]] = field(default_factory=lambda: defaultdict(lambda: {OTHERS}))
     others: str = OTHERS
     earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
@@ -414,6 +415,7 @@ class RemoteQueue:
     def lose(self, queue: Queue) -> None:
         """Its server is gone: it is empty here."""
         if self.heir is None:
+            self.is_lost = True
             self._settle(queue, None, ())
 
     def _settle(self, queue: Queue, holds: Mapping[str, Any] | None, tensors: Sequence[torch.Tensor]) -> None:

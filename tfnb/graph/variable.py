@@ -276,8 +276,7 @@ class Variable:
 
     def store(self, value: torch.Tensor) -> None:
         """Write the local storage, wherever the value lives; raises ShapeError for another shape or dtype."""
-        if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
-            raise ShapeError(f"cannot assign {Spec.of(value)} to variable {self.name}, which is {self.spec}")
+        self.ensure_fits(value)
         with torch.no_grad(), LOCKS.write(self):
             try:
                 if not self.initialized:
@@ -337,9 +336,13 @@ class Variable:
         if self.home is None:
             self.store(value)
             return
+        self.ensure_fits(value)
+        self.home.assign(self, value)
+
+    def ensure_fits(self, value: torch.Tensor) -> None:
+        """Raise ShapeError for a value of another shape or dtype."""
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
             raise ShapeError(f"cannot assign {Spec.of(value)} to variable {self.name}, which is {self.spec}")
-        self.home.assign(self, value)
 
     # -- reads and writes: recorded inside a recording, immediate outside ----------------------------------
 

@@ -612,22 +612,37 @@ class Session:
         }
 
     def go_back(self, moment: Moment) -> None:
-        """Everything is as it was; Variables and queues that are newer stay as they are."""
+        """Everything is as it was, or nothing is changed; Variables and queues that are newer stay as they are."""
         variables, queues = self.graph.contents.variables, self._queues()
+        values = {variables[label]: value for label, value in moment.values.items() if label in variables}
         held = {label: one for label, one in moment.queues.items() if label in queues}
-        with standing(self.inputs.sources.values()):
-            with nullcontext() if self.cluster is not None else LOCKS.write(*variables.values()):
-                for label, value in moment.values.items():
-                    if label in variables:
-                        variables[label].set(value)
-                self._refill(queues, held)
+        for name, position in moment.positions.get("sources", {}).items():
+            if (source := self.inputs.sources.get(name)) is not None:
+                source.ensure_position(position)
+        with standing(self.inputs.sources.values()), self._restoring(values, queues, held) as become, no_interrupt():
+            become()
             self.go_to(moment.positions)
 
-    def _refill(self, queues: Mapping[str, Queue], held: Mapping[str, Held]) -> None:
-        if self.cluster is None:
-            queue_contents.hold_again(queues, held)
-        else:
-            self.cluster.refill({queues[label]: one for label, one in held.items()})
+    @contextmanager
+    def _restoring(
+        self, values: Mapping[Variable, torch.Tensor], queues: Mapping[str, Queue], held: Mapping[str, Held]
+    ) -> Iterator[Callable[[], None]]:
+        """A block in which a call lets Variables and queues be this; whatever may fail of it fails before."""
+        for variable, value in values.items():
+            variable.ensure_fits(value)
+        if self.cluster is not None:
+            with self.cluster.restoring(values, {queues[label]: one for label, one in held.items()}) as become:
+                yield become
+            return
+        hold = queue_contents.ready_to_hold(queues, held)
+
+        def become_here() -> None:
+            for variable, value in values.items():
+                variable.set(value)
+            hold()
+
+        with LOCKS.write(*values):
+            yield become_here
 
     def _queues(self) -> dict[str, Queue]:
         """Those that are there still, by label."""
@@ -699,10 +714,10 @@ class Session:
             for label, queue in self._queues().items():
                 if queue is source and (saved := self.inputs.contents.get(label)) is not None:
                     one = {label: queue}
-                    self._refill(
-                        one, queue_contents.match({label: saved.facts}, saved.tensors, one, needed=one.values())
-                    )
-                    del self.inputs.contents[label]
+                    found = queue_contents.match({label: saved.facts}, saved.tensors, one, needed=one.values())
+                    with self._restoring({}, one, found) as become, no_interrupt():
+                        become()
+                        del self.inputs.contents[label]
             return
         if self.inputs.sources.setdefault(source.name, source)._root is not source._root:
             raise InvalidArgument(

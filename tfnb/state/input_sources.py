@@ -71,12 +71,16 @@ class Source:
 
     def seek(self, position: Position) -> None:
         """Go on from a position of a source like this one."""
+        self.ensure_position(position)
+        self._root._start(dict(position))
+
+    def ensure_position(self, position: Position) -> None:
+        """Raise InvalidArgument for what is no position of a source like this one."""
         keys = self._root._position.keys()
         if not isinstance(position, dict) or position.keys() != keys:
             raise InvalidArgument(f"source {self.name}: a position has {', '.join(keys)}; this is {position!r}")
         if not all(type(value) is int and value >= 0 for value in position.values()):
             raise InvalidArgument(f"source {self.name}: a position has numbers of at least 0; this is {position!r}")
-        self._root._start(dict(position))
 
     def back_to(self, position: Position) -> None:
         """Go on from a position; nothing happens where it stands there."""

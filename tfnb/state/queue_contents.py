@@ -6,8 +6,9 @@ put elements, too. Pure, but for the machines of the queues that it asks.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -83,10 +84,10 @@ def in_front(queue: Queue, held: Held, elements: Sequence[Element]) -> Held:
     return Held({**found[0], "marks": held.found["marks"]}, found[1])
 
 
-def hold_again(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> None:
-    """Queues of this process hold this instead of what they hold now, all at one moment."""
+def ready_to_hold(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> Callable[[], None]:
+    """What lets queues of this process hold this instead of what they hold now, all at one moment, and cannot fail."""
     pairs = [(machine_of(queues[label]), _filled(queues[label], one)) for label, one in held.items()]
-    become({machine: other for machine, other in pairs if isinstance(machine, QueueMachine)})
+    return partial(become, {machine: other for machine, other in pairs if isinstance(machine, QueueMachine)})
 
 
 def written(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
