@@ -145,9 +145,9 @@ def test_what_a_server_must_hear_is_told_again(connect):
         link.suspect.add(engine.shards[1].peer.addr)
         return await tell(asks, time.monotonic() + 60)
 
-    once = link.wait(link.start(told, engine.tell), 90, "once")
+    once = link.wait(link.start(told, engine.peers.tell), 90, "once")
     assert isinstance(once[0], Ok) and isinstance(once[1], NotSent)
-    assert all(isinstance(end, Ok) for end in link.wait(link.start(told, engine.tell_until), 90, "again"))
+    assert all(isinstance(end, Ok) for end in link.wait(link.start(told, engine.peers.tell_until), 90, "again"))
 
 
 @pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))

@@ -187,7 +187,7 @@ def test_a_peer_that_nobody_asked_is_not_silent(connect, monkeypatch, silent, mi
     try:
         monkeypatch.setattr(engine.link, "call", counted)
         engine.link.heard[member.peer.addr] = time.monotonic() - silent
-        assert not cluster._do("verify", 60, engine.verify, member) and len(pings) == misses
+        assert not cluster._do("verify", 60, engine.peers.verify, member) and len(pings) == misses
     finally:
         kill(member, signal.SIGCONT)
 

@@ -27,13 +27,13 @@ def asking(*texts):
 def test_a_step_runs_on_the_task_that_it_asks_for(connect):
     cluster = connect(2)
     ran = []
-    call = cluster._engine._run_on
+    call = cluster._engine.single._run_on
 
     async def run_on(number, task, *args):
         ran.append(task)
         return await call(number, task, *args)
 
-    cluster._engine._run_on = run_on
+    cluster._engine.single._run_on = run_on
     for task in (1, 0, 1):
         x, y = asking(f"task:{task}", "cpu", f"/task:{task}/device:CPU:0")
         assert tfnb.run(y, {x: torch.ones(3)}).tolist() == [4, 4, 4]

@@ -180,7 +180,7 @@ def test_an_interrupt_ends_a_run_that_waits_for_a_task_to_come_or_for_its_place(
         member = engine.tasks[0]
         member.lose()
         try:
-            begun = [asyncio.ensure_future(engine.run(placed, batch, None)) for _ in range(2)]
+            begun = [asyncio.ensure_future(engine.single.run(placed, batch, None)) for _ in range(2)]
             await asyncio.sleep(0.2)
             await engine.interrupt()
             return await asyncio.wait_for(asyncio.gather(*begun, return_exceptions=True), 30)

@@ -121,9 +121,7 @@ def varying(step: StepGraph) -> list[bool]:
     return [bool(shape) and not isinstance(shape[0], int) for shape in shapes]
 
 
-def batches(
-    step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int] | None]
-) -> Iterator[Batch | None]:  # fmt: skip
+def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int] | None]) -> Iterator[Batch | None]:
     """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided.
 
     A None, at which tasks stand still, stays one.
@@ -320,7 +318,7 @@ class Cluster:
 
         looked = None if see is None else seen
         try:
-            return self._do(what, patience, self._engine.run, placed, batch, timeout, queues, looked)
+            return self._do(what, patience, self._engine.single.run, placed, batch, timeout, queues, looked)
         finally:
             if self._engine.step != before:
                 self._held.stale.update(variable.key for variable in step.writes)

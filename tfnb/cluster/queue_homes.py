@@ -106,7 +106,7 @@ class QueueHomes:
 
     def _asking(self, shard: int) -> Ask:
         async def ask(method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Ok:
-            answer = await self._engine.settled(shard, method, dict(meta), tensors)
+            answer = await self._engine.peers.settled(shard, method, dict(meta), tensors)
             if isinstance(answer, Ok):
                 return answer
             if isinstance(answer, Failed):

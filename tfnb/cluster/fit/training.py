@@ -168,7 +168,7 @@ class Training:
                 yield partial(self._stands_at, latest)
             finally:
                 renewal.cancel()
-                await self.engine.settled(self.placed.writes[0], "go", {"training": self._name})
+                await self.engine.peers.settled(self.placed.writes[0], "go", {"training": self._name})
             return
         self.feed(e.Hold())
         try:
@@ -198,13 +198,13 @@ class Training:
         """Whether no round was written since that one."""
         if latest is None:
             return True
-        answer = await self.engine.settled(self.placed.writes[0], "hold", {"training": self._name})
+        answer = await self.engine.peers.settled(self.placed.writes[0], "hold", {"training": self._name})
         return isinstance(answer, Ok) and int(answer.meta["latest"]) == latest
 
     async def _renewed(self) -> None:
         while True:
             await asyncio.sleep(HOLD / 2)
-            await self.engine.settled(self.placed.writes[0], "hold", {"training": self._name})
+            await self.engine.peers.settled(self.placed.writes[0], "hold", {"training": self._name})
 
     # -- events and instructions -----------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Training:
             await self._load(member)
         except (NotDone, TfnbError) as error:
             why = error.outcome if isinstance(error, NotDone) else error
-            if await engine.verify(member):
+            if await engine.peers.verify(member):
                 engine.say(f"{member.name} takes no part in this training: {getattr(why, 'message', why)}")
         if member.is_there:
             self.feed(event)
@@ -438,7 +438,7 @@ class Training:
         link = self.engine.link
         deadline = link.deadline(method, wire.size(tensors)) + WATCH
         call = link.persist(member.peer, method, meta, tensors, epoch=self.engine.epoch, deadline=deadline)
-        return await self.engine.unless_dead(member, call)
+        return await self.engine.peers.unless_dead(member, call)
 
     async def _load(self, member: Member) -> None:
         """Send the data ahead, once."""
@@ -460,7 +460,7 @@ class Training:
             if self._loops.get(task) is not loop:
                 return
             if not isinstance(answer, Ok):
-                if await engine.verify(member) and not isinstance(answer, Refused):
+                if await engine.peers.verify(member) and not isinstance(answer, Refused):
                     continue
                 return await self._broken(task, loop, answer)
             self._hear(task, loop, answer)
@@ -518,7 +518,7 @@ class Training:
         """No other loop waits for that of a task, and servers take nothing from it: should it live, it begins anew."""
         loop = self._loops.get(task)
         if loop is not None and self._staleness is not None and self.end is None:
-            self.engine.later(self.engine.settled_on(self._to_all("depart", loop=loop.name, gone=True)))
+            self.engine.later(self.engine.peers.settled_on(self._to_all("depart", loop=loop.name, gone=True)))
 
     async def _pause(self, task: int, *, is_wanted: bool) -> None:
         """Let a loop stand, and ask until it does, or let it go on."""
@@ -550,11 +550,11 @@ class Training:
         """Let the servers end what is not decided, and every loop; then say where they stand."""
         chief, *others = self.placed.writes
         about = {"training": self._name, "upto": upto}
-        answer = await self.engine.settled(chief, "cut", about)
+        answer = await self.engine.peers.settled(chief, "cut", about)
         if not isinstance(answer, Ok):
             return self.feed(e.ShardLost(chief))
         about["decided"] = latest = int(answer.meta["latest"])
-        answers = await self.engine.settled_on([Ask(shard, "cut", about) for shard in others])
+        answers = await self.engine.peers.settled_on([Ask(shard, "cut", about) for shard in others])
         for shard, answer in zip(others, answers, strict=True):
             if not isinstance(answer, Ok):
                 return self.feed(e.ShardLost(shard))
@@ -574,7 +574,7 @@ class Training:
                 about = {"client": self._stream(stream), "seqs": [seq for of, seq in operations if of == stream]}
                 asks.append(Ask(shard, "applied", about))
         shards: dict[tuple[int, int], list[int]] = {}
-        answers = await self.engine.settled_on(asks)
+        answers = await self.engine.peers.settled_on(asks)
         for ask, stream, answer in zip(asks, itertools.cycle(streams), answers, strict=False):
             if isinstance(answer, e.ShardLost):
                 return self.feed(answer)
@@ -589,7 +589,7 @@ class Training:
         for task, loop in self._loops.items():
             calls.append((engine.tasks[task], "leave", {"loop": loop.name, "seen": loop.seen}))
         asks = self._to_all("end_training", clients=self._clients)
-        await asyncio.gather(engine.tell_until(asks, deadline), engine.unload(self._sent), *(
+        await asyncio.gather(engine.peers.tell_until(asks, deadline), engine.unload(self._sent), *(
             engine.link.call(member.peer, method, meta, epoch=engine.epoch, deadline=deadline)
             for member, method, meta in calls
             if member.alive
