@@ -108,9 +108,10 @@ def fit(
     validation: data in one of the forms of ``data``. After each epoch the watched values are computed over it, without
     updates; their means by rows stand in the history as ``val_...``. The tasks of a cluster stand still meanwhile.
     callbacks: functions that are called with a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or
-    ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``; what the tasks of
-    a cluster have begun by then still counts, and without validation data an epoch is over there when a step of the
-    next one is told. An error in one ends the training between two steps.
+    ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``. The tasks of a
+    cluster tell their steps in groups, up to a quarter of a second late; what they have begun by then still counts, and
+    without validation data an epoch is over there when a step of the next one is told. An error in one ends the
+    training between two steps.
 
     resume: True goes on with the training of this graph that was interrupted, failed or was stopped, a path with the
     one that `Session.save` wrote there, which is restored first: the same call with the same data takes the steps that

@@ -16,6 +16,10 @@ class Progress:
 
     ``values``: after a step the watched values of it, 0-d tensors; after an epoch their means over it, and those over
     the validation data as ``val_...``, floats.
+
+    Here a callback hears of each step before the next one begins. The tasks of a cluster do not wait for it: it hears
+    of their steps in groups, up to a quarter of a second late, and what it changes counts for steps that no task has
+    begun by then. Between epochs they wait where there is ``validation=``.
     """
 
     step: int
