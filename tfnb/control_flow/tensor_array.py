@@ -184,7 +184,7 @@ class TensorArray:
         return rows + 0 if recorder_if_open() is None else rows.clone()
 
     def concat(self) -> torch.Tensor:
-        """All elements behind each other along their axis 0."""
+        """All elements, each [rows, ...], behind each other: [size * rows, ...]; raises ShapeError for numbers."""
         rows = self._known("concatenated")
         if rows.dim() < 2:
             raise ShapeError(f"concat takes elements that have rows, and these are numbers: use stack{_at()}")

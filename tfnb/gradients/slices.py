@@ -74,6 +74,7 @@ class IndexedSlices:
 
     @property
     def dtype(self) -> torch.dtype:
+        """That of ``values``."""
         return self.values.dtype
 
     @property

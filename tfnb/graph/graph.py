@@ -113,7 +113,10 @@ class Graph:
         return f"; near: {', '.join(near)}" if near else ""
 
     def value(self, name: str) -> Value:
-        """The Value that a name means: ``"loss"``, ``"split:1"`` or an assigned Python name."""
+        """The Value that a name means: ``"loss"``, ``"split:1"`` or an assigned Python name.
+
+        Raises NotFound, with names that are near.
+        """
         if name in self.contents.aliases:
             return self.contents.aliases[name]
         stem, colon, index = name.rpartition(":")

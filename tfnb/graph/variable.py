@@ -385,7 +385,15 @@ class Variable:
         return rows
 
     def assign(self, value: Any) -> torch.Tensor:
-        """Replace the value; returns the value after the write."""
+        """Replace the value; returns the value after the write.
+
+        In a recording this is a node, which a run executes that fetches it or what reads it below; outside it happens
+        at once, on a cluster on the servers. Raises ShapeError for a value of another shape: none is broadcast.
+
+        >>> rate = Variable(0.5)
+        >>> rate.assign(0.25)
+        tensor(0.2500)
+        """
         return self._write("assign", value)
 
     def assign_add(self, value: Any) -> torch.Tensor:

@@ -177,7 +177,7 @@ class MutableHashTable(_Table):
         return self._become(torch.ops.tfnb.table_remove, self._taken(keys).flatten())
 
     def load(self, keys: Any, values: Sequence[Any] | torch.Tensor) -> Any:
-        """Have these keys and no others, such as those of `export`."""
+        """Have these keys and no others, such as those of `export`. Raises what `insert` does."""
         empty = torch.full_like(self._keys.read(), EMPTY)
         return self._become(torch.ops.tfnb.table_insert, self._taken(keys), self._rows(values), known=empty)
 
