@@ -63,7 +63,7 @@ def test_a_pull_in_mid_training_sees_one_count(connect, options):
     def pull():
         while not stop.wait(0.01):
             cluster.pull()
-            with cluster._held.showing:  # else the end of the training may pull between the two
+            with cluster._variables.held.showing:  # else the end of the training may pull between the two
                 seen.append((cluster.pulled_step, *c.counts()))
 
     other = threading.Thread(target=pull)
@@ -108,7 +108,7 @@ def test_a_pull_notices_a_hold_that_ended_too_early(connect, monkeypatch):
                 cluster.pull()
             except Aborted as error:
                 given_up.append(error.message)
-            with cluster._held.showing:
+            with cluster._variables.held.showing:
                 seen.append((cluster.pulled_step, *c.counts()))
 
     def rows():
@@ -159,7 +159,7 @@ def test_a_pull_while_trainings_begin_and_end(connect, mode):
     def pull():
         while not stop.is_set():
             cluster.pull()
-            with cluster._held.showing:  # else the end of the training may pull between the two
+            with cluster._variables.held.showing:  # else the end of the training may pull between the two
                 seen.append((cluster.pulled_step, *c.counts()))
 
     with ThreadPoolExecutor(1) as pool:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, 
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +32,6 @@ from tfnb.cluster.farewell import Farewell
 from tfnb.cluster.fit.leases import Offer
 from tfnb.cluster.fit.sources import drawn_from
 from tfnb.cluster.fit.training import Training
-from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
 from tfnb.cluster.members import MODES, Ahead, Batch, Mode
 from tfnb.cluster.overview import PATIENCE, Overview
@@ -42,8 +40,8 @@ from tfnb.cluster.queue_homes import QueueHomes
 from tfnb.cluster.restoring import brought
 from tfnb.cluster.supervisor import LOOK, Supervisor
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
+from tfnb.cluster.variables_there import VariablesThere, gives_way
 from tfnb.errors import (
-    Aborted,
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
@@ -57,9 +55,7 @@ from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
-from tfnb.placement.placement import Homes, Piece, joined, read_from
 from tfnb.placement.requests import asked, task_of
-from tfnb.placement.shards import pack, together
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
 from tfnb.state.queue_contents import Held, held_by, labelled
@@ -71,7 +67,6 @@ T = TypeVar("T")
 See = Callable[[Sequence[Any]], None]
 
 SETTLE = 15.0  # seconds that an interrupted step has to end
-REFRESH = 2.0  # seconds between two pulls during a fit, at least
 KEPT = 64  # placed programs
 SHOWN = 5  # lines of the status that tell who came and who left
 STANDS = StepGroup(0, ())  # tells that tasks stand still
@@ -163,12 +158,11 @@ class Cluster:
         self._overview = Overview(self._engine, self.client)
         self._followers: list[Callable[[Status], object]] = []
         self._teller: asyncio.Task[None] | None = None
-        self._held = Holdings()
+        self._variables = VariablesThere(self._engine, self._do)
         self._queues = QueueHomes(self._engine, self._link)
         self._farewell = Farewell(self.client, self._client_closes)
         self._placed: OrderedDict[tuple[int, bool, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
         self._placing = threading.RLock()
-        self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
         self._closed = False
         self._is_loss_told = False  # an error said that the cluster is lost
 
@@ -192,7 +186,7 @@ class Cluster:
     @property
     def pulled_step(self) -> int:
         """The step that the local storages show."""
-        return self._pulled[0]
+        return self._variables.pulled_step
 
     def news(self, since: int) -> tuple[int, list[str]]:
         """Lines that tell who came and who left, after the first ``since`` of them; and how many there were."""
@@ -209,7 +203,7 @@ class Cluster:
     def status(self) -> Status:
         """Tasks, servers, sizes and health, as text and as a card."""
         if not self._closed and self._engine.lost is None:
-            self._drop_gone()
+            self._variables.drop_gone()
             self._do("status", 2 * PATIENCE + 1, self._overview.ask)
         return self._status()
 
@@ -223,7 +217,7 @@ class Cluster:
         facts = (
             ("scheduler", f"{address} ({encryption}, {self._route})"),
             ("compute tasks", str(len(self.tasks))), ("parameter servers", f"{len(self.servers)}{shards}"),
-            ("variables on servers", str(len(self._held))), ("step", str(engine.step)),
+            ("variables on servers", str(len(self._variables.held))), ("step", str(engine.step)),
             ("local values are of step", str(self.pulled_step)), ("epoch", str(engine.epoch)),
             ("members", f"read from the scheduler every {LOOK:g} s"),
             ("restarts left", f"{engine.restarts.left(time.monotonic())} of {engine.restarts.most}"),
@@ -289,7 +283,7 @@ class Cluster:
         """
         self._ensure_open()
         placed = self._place(step, parallel=False, check=check)
-        self._send(step.variables)
+        self._variables.send(step.variables)
         queues = self._queues.used(placed.queues)
         try:
             values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues, see)
@@ -321,7 +315,7 @@ class Cluster:
             return self._do(what, patience, self._engine.single.run, placed, batch, timeout, queues, looked)
         finally:
             if self._engine.step != before:
-                self._held.stale.update(variable.key for variable in step.writes)
+                self._variables.outdated(step)
 
     def in_chunks(self, data: Any, timeout: float | None) -> Any:
         """Data for `ahead`: Dask collections are computed and kept on the workers, and never come here."""
@@ -396,7 +390,7 @@ class Cluster:
                 for group in steps:
                     yield group
                     if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
-                        self._refresh()
+                        self._variables.refresh()
             finally:
                 steps.close()
             self._show()
@@ -426,17 +420,17 @@ class Cluster:
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Every step driven from here, for what no loop of a task can do by itself."""
         ways = joins(step)
-        self._send(step.variables)
+        self._variables.send(step.variables)
         if isinstance(source, Ahead):
             source = self._drawn(step, source)
         for batch in source:
             if batch is None:
                 self._show()
                 yield STANDS
-                self._send(step.variables)
+                self._variables.send(step.variables)
                 continue
             left = self._left(end)
-            self._send(step.variables, thorough=False)
+            self._variables.send(step.variables, thorough=False)
             taken = batch if see is None else replace(batch, rows=None)
             values, rows_of, after = self._step(step, placed, taken, left, "a training step", see=see)
             parts = [_picked(placed.fetched, part) for part in values]
@@ -460,9 +454,9 @@ class Cluster:
         changes: Callable[[], Mode | None], end: float | None, timeout: float | None,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
-        engine, left = self._engine, self._left(end)
-        self._send(step.variables)
-        self._held.stale.update(variable.key for variable in step.writes)
+        engine, held, left = self._engine, self._variables.held, self._left(end)
+        self._variables.send(step.variables)
+        self._variables.outdated(step)
         data, pieces = drawn_from(source, mode.name != "sync", engine.homes)
         training: Training = self._do("starting to train", None, engine.train, placed, mode, joins(step), data, left)
 
@@ -475,12 +469,12 @@ class Cluster:
 
         try:
             while training.end is None:
-                self._held.stale.update(variable.key for variable in step.writes)
-                self._send(step.variables, thorough=False)
+                self._variables.outdated(step)
+                self._variables.send(step.variables, thorough=False)
                 machine, offers = training.machine, []
                 for task in machine.takers:
                     size = machine.sizes.next(pieces.left, machine.parts)
-                    piece = pieces.take(size, lambda: bool(self._held.written(step.variables, thorough=False)), task)
+                    piece = pieces.take(size, lambda: bool(held.written(step.variables, thorough=False)), task)
                     offers += [Offer(piece, task)] if piece else []
                     if pieces.held_back or pieces.stands or pieces.is_spent:
                         break
@@ -491,9 +485,9 @@ class Cluster:
                         pieces.stands = False
                         self._show()
                         yield STANDS
-                        self._send(step.variables)
+                        self._variables.send(step.variables)
                         continue
-                    self._send(step.variables, thorough=False)
+                    self._variables.send(step.variables, thorough=False)
                 yield from results(offers)
             yield from results([])
         finally:
@@ -509,72 +503,17 @@ class Cluster:
     def _place(self, step: StepGraph, *, parallel: bool, check: bool = False) -> Placed:
         """The plans of a step, with its variables on the servers."""
         with self._placing:
-            self._drop_gone()
+            self._variables.drop_gone()
             known = self._placed.get((id(step), parallel, check))
             if known is None or known[0]() is not step:
                 task = task_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
-                cut = split(step, self._homes_of(step), parallel=parallel, task=task)
+                cut = split(step, self._variables.homes_of(step), parallel=parallel, task=task)
                 known = (weakref.ref(step), place(cut, check=check))
                 self._placed[id(step), parallel, check] = known
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
-            self._adopt(step)
+            self._variables.adopt(step)
             return known[1]
-
-    def _homes_of(self, step: StepGraph) -> dict[str, tuple[Piece, ...]]:
-        """Where the variables of a step are, or will be."""
-        held = self._held.homes
-        return {**held, **pack(together(step.graph), held, self._held.loads(len(self._engine.shards)), step.whole)}
-
-    def _adopt(self, step: StepGraph) -> None:
-        """Move variables that are still at home to their servers, with their current values."""
-        strays = [v for v in step.variables if v not in self._held]
-        if not strays:
-            return
-        for variable in strays:
-            if variable.home is not None:
-                raise FailedPrecondition(f"variable {variable.name} lives on {variable.home}; close that cluster first")
-        self._do("moving variables to the servers", None, self._move, strays, self._homes_of(step))
-
-    async def _move(self, variables: Sequence[Variable], homes: Homes) -> None:
-        """All of them, or none: what was made is dropped again where another one finds no room."""
-        variables = [variable for variable in variables if variable not in self._held]
-        made: dict[int, list[str]] = {}
-        try:
-            for is_trained in (True, False):  # what tasks do not read lies in other slabs
-                for shard, values in _on_shards([v for v in variables if v.trainable is is_trained], homes).items():
-                    await self._engine.create(shard, values)
-                    made.setdefault(shard, []).extend(values)
-        except TfnbError:
-            if self._engine.lost is None:
-                await self._engine.drop(made)
-            raise
-        for variable in variables:
-            self._held.adopt(variable, homes[variable.key])
-            variable.home = Home(self, [piece.shard for piece in homes[variable.key]])
-
-    def _drop_gone(self) -> None:
-        """Variables that nobody can reach, of a cell that was recorded again, are dropped on the servers too."""
-        gone = self._held.gone()
-        if gone:
-            self._do("dropping variables", None, self._engine.drop, gone)
-
-    def _send(self, variables: Iterable[Variable], *, thorough: bool = True) -> None:
-        """What was written here by other means than a step goes to the servers; raises where that would lose steps."""
-        written = self._held.written(variables, thorough=thorough)
-        for variable in self._held.behind(written):
-            raise FailedPrecondition(
-                f"variable {variable.name} was written here, but this storage shows step {self.pulled_step} and "
-                f"the servers are at step {self._engine.step}: call pull() of the cluster first and write again, "
-                "or assign to the Variable, which writes there"
-            )
-        if written:
-            self._do("sending what was written here", None, self._sent, written)
-
-    async def _sent(self, variables: Sequence[Variable]) -> None:
-        await self._engine.assign(_on_shards(variables, self._held.homes), [variable.key for variable in variables])
-        for variable in variables:
-            self._held.same(variable)
 
     def pull(self) -> int:
         """Refresh the local storages (the modules' parameters) from the servers; returns the step they show.
@@ -583,28 +522,21 @@ class Cluster:
         count, and a warning names the Variable.
         """
         self._ensure_open()
-        self._drop_gone()
+        self._variables.drop_gone()
         self._settle_writes()
-        return self._pull()
+        return self._variables.pull()
 
     def _settle_writes(self) -> None:
-        self._engine.notes += map(_gives_way, self._sent_but_behind())
+        self._engine.notes += map(gives_way, self._variables.sent_but_behind())
         self._say_notes()
-
-    def _sent_but_behind(self) -> list[Variable]:
-        """Send what was written here, but for what is behind the servers' values: these Variables."""
-        written = self._held.written(self._held.variables, thorough=True)
-        behind = self._held.behind(written)
-        self._send(v for v in written if v not in behind)
-        return behind
 
     def _show(self) -> None:
         """The end of a training: storages show its last step, but for what the user wrote here meanwhile."""
         if self._engine.is_closing:  # another thread closes it, which brings the values home
             return
         self._ensure_open()
-        self._drop_gone()
-        self._pull(self._sent_but_behind())
+        self._variables.drop_gone()
+        self._variables.pull(self._variables.sent_but_behind())
 
     def cut(
         self, variables: Iterable[Variable], queues: Iterable[Queue]
@@ -615,11 +547,11 @@ class Cluster:
         """
         self._ensure_open()
         wanted = list(variables)
-        there = [variable for variable in wanted if variable in self._held]
-        self._send(variable for variable in there if variable.key not in self._held.stale)
+        there = [variable for variable in wanted if variable in self._variables.held]
+        self._variables.send(variable for variable in there if variable.key not in self._variables.held.stale)
         here = {variable.key: variable.value() for variable in wanted if variable not in there}
         at, own = self._sorted(queues)
-        values, step, found = self._do("reading variables and queues", None, self._values, there, at)
+        values, step, found = self._do("reading variables and queues", None, self._variables.values, there, at)
         held = {queue: Held(*found[key]) for queue, (_, key) in at.items()}
         held |= {own[label]: one for label, one in held_by(own).items()}
         return here | {v.key: values[v.key].to(v.spec.device) for v in there}, held, step
@@ -640,55 +572,6 @@ class Cluster:
         with self._placing, brought(self, values, held) as become:
             yield become
 
-    def _pull(self, kept: Sequence[Variable] = ()) -> int:
-        return self._do("pull", None, self._bring_home, kept)
-
-    async def _bring_home(self, kept: Sequence[Variable] = ()) -> int:
-        """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
-        begin = time.monotonic()
-        variables = [variable for variable in self._held.variables if variable not in kept]
-        values, step, _ = await self._values(variables)
-        with torch.no_grad(), self._held.showing:
-            for variable in variables:
-                if variable in self._held:  # else the cluster was closed meanwhile: its value is here
-                    variable.storage.copy_(values[variable.key])
-                    self._held.same(variable)
-            self._pulled = (step, time.monotonic(), time.monotonic() - begin)
-        return step
-
-    async def _values(
-        self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
-    ) -> tuple[dict[str, torch.Tensor], int, Copies]:
-        homes, wanted = dict(self._held.homes), dict[int, list[str]]()
-        for variable in variables:
-            for piece in read_from(homes[variable.key]):
-                wanted.setdefault(piece.shard, []).append(piece.key)
-        asked: dict[int, list[str]] = {}
-        for shard, key in queues.values():
-            asked.setdefault(shard, []).append(key)
-        values, step, held = await self._engine.pull(wanted, asked)
-        return {variable.key: joined(homes[variable.key], values) for variable in variables}, step, held
-
-    def _refresh(self) -> None:
-        """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most.
-
-        What was written here stays: it is sent later, or refused.
-        """
-        _, when, cost = self._pulled
-        if time.monotonic() - when > max(REFRESH, 20 * cost):
-            try:
-                self._pull(self._held.written(self._held.variables, thorough=False))
-            except Aborted:  # steps went on: the next time
-                self._pulled = (self.pulled_step, time.monotonic(), cost)
-
-    def _release(self) -> None:
-        """Variables live here again."""
-        for variable in self._held.variables:
-            if isinstance(variable.home, Home) and variable.home.cluster is self:
-                variable.home = None
-        self._held.clear()
-        self._placed.clear()
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _lost(self, error: TfnbError) -> None:
@@ -701,7 +584,8 @@ class Cluster:
             "  The notebook goes on without the cluster; tfnb.connect(...) makes another."
         )
         error.details = {"pulled_step": step, "lost_steps": missing}
-        self._release()
+        self._variables.release()
+        self._placed.clear()
         if connected.connected() is self:
             connected.notices.append(f"the cluster was lost: runs are here now, with the values of its step {step}")
         connected.disconnect(self)
@@ -751,7 +635,8 @@ class Cluster:
         self._queues.end()
         self._link.post(self._supervisor.cancel)
         connected.notices.clear()  # whoever closes it knows
-        self._release()
+        self._variables.release()
+        self._placed.clear()
         connected.disconnect(self)
         for member in (*self._engine.tasks, *self._engine.servers):
             member.future.release()
@@ -759,18 +644,8 @@ class Cluster:
     async def _leave(self, timeout: float) -> None:
         await self._engine.settle(timeout / 2)
         await self._queues.bring_home()
-        if len(self._held):
-            await self._bring_home(self._kept())
-
-    def _kept(self) -> list[Variable]:
-        """Variables that were written here since they were pulled: their values here count.
-
-        But where the servers' values are newer: a warning names these.
-        """
-        written = self._held.written(self._held.variables, thorough=True)
-        behind = self._held.behind(written)
-        self._engine.notes += [_gives_way(variable) for variable in behind]
-        return [variable for variable in written if variable not in behind]
+        if len(self._variables.held):
+            await self._variables.bring_home(self._variables.kept())
 
     def __enter__(self) -> Cluster:
         return self
@@ -818,53 +693,12 @@ class Cluster:
         return fresh
 
 
-class Home:
-    """The owner of a variable on one server, or on several; see `tfnb.graph.variable.Home`."""
-
-    def __init__(self, cluster: Cluster, shards: Sequence[int]) -> None:
-        self.cluster, self._shards = cluster, shards
-
-    def value(self, variable: Variable) -> torch.Tensor:
-        """A copy of the value on the servers."""
-        if variable.key not in self.cluster._held.stale:
-            self.cluster._send([variable])
-        values, _, _ = self.cluster._do("reading a variable", None, self.cluster._values, [variable])
-        return values[variable.key].to(variable.spec.device)
-
-    def assign(self, variable: Variable, value: torch.Tensor) -> None:
-        """Write the value on the servers."""
-        cluster = self.cluster
-        new: dict[int, dict[str, torch.Tensor]] = {}
-        for piece in cluster._held.homes[variable.key]:
-            new.setdefault(piece.shard, {})[piece.key] = piece.of(value.cpu())
-        cluster._do("assigning a variable", None, cluster._engine.assign, new, [variable.key])
-        cluster._held.superseded(variable)
-
-    def __str__(self) -> str:
-        engine = self.cluster._engine
-        return ", ".join(f"{engine.name_of(shard)} ({engine.shards[shard].peer.addr})" for shard in self._shards)
-
-
 def _ensure_no_look(what: str) -> None:
     if _looks.get():
         raise FailedPrecondition(
             f"the condition of a breakpoint asked the cluster for something ({what}), which waits for the condition: "
             "read what it compares with before the run, or fetch it"
         )
-
-
-def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[str, torch.Tensor]]:
-    """The values that these have here, in pieces, by shard."""
-    found: dict[int, dict[str, torch.Tensor]] = {}
-    for variable in variables:
-        value = variable.storage.cpu()
-        for piece in homes[variable.key]:
-            found.setdefault(piece.shard, {})[piece.key] = piece.of(value)
-    return found
-
-
-def _gives_way(variable: Variable) -> str:
-    return f"what was written here to variable {variable.name} gives way to the servers' value: it is newer"
 
 
 def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
