@@ -206,7 +206,7 @@ def test_closing_with_a_lost_server_warns_and_keeps_the_last_values(connect, pro
 
 
 def test_values_are_pulled_now_and_then_while_training(connect, problem, monkeypatch):
-    monkeypatch.setattr("tfnb.cluster.driver.REFRESH", 0.05)
+    monkeypatch.setattr("tfnb.cluster.variables_there.REFRESH", 0.05)
     p = problem()
     cluster = connect(2)
     pulled, end = [], time.monotonic() + 60

@@ -25,7 +25,6 @@ import torch
 from tfnb.cluster import connected, wire
 from tfnb.cluster.card import Status
 from tfnb.cluster.collections import in_chunks, read
-from tfnb.cluster.contents_there import Copies
 from tfnb.cluster.deploy import EPOCH, Place, Started, find, start
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.farewell import Farewell

@@ -162,7 +162,6 @@ class Engine:
             self.single.wrote(written)
             self.single.void(void)
 
-
     async def stats(self, seconds: float) -> dict[int, dict[str, Any]]:
         """What each shard of a live server says of itself, within ``seconds``."""
         asks = [Ask(shard, "stat") for shard in range(len(self.shards))]

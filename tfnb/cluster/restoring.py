@@ -41,13 +41,13 @@ def brought(cluster: Cluster, values: Values, held: Mapping[Queue, Held]) -> Ite
     Steps that used one of the queues raise Aborted. Raises what a server says that has no room, or is lost.
     """
     at, own = cluster._sorted(held)
-    there = {variable: value for variable, value in values.items() if variable in cluster._held}
+    there = {variable: value for variable, value in values.items() if variable in cluster._variables.held}
     copies: dict[int, Copies] = {}
     for queue, (shard, key) in at.items():
         copies.setdefault(shard, {})[key] = held[queue].found, held[queue].tensors
     pieces: dict[int, dict[str, torch.Tensor]] = {}
     for variable, value in there.items():
-        for piece in cluster._held.homes[variable.key]:
+        for piece in cluster._variables.held.homes[variable.key]:
             pieces.setdefault(piece.shard, {})[piece.key] = piece.of(value.cpu())
     with _saying_so():
         lies: Brought = cluster._do("bringing what is restored", None, cluster._engine.contents.bring, copies, pieces)
@@ -77,7 +77,7 @@ def _become(
         warnings.warn(text, stacklevel=user_level(None))
     else:
         for variable in there:
-            cluster._held.superseded(variable)
+            cluster._variables.held.superseded(variable)
         for queue in homes:
             if isinstance(queue.machine, RemoteQueue):
                 queue.machine.holds(held[queue].found)
