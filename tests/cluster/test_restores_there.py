@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.cluster.test_saved_queues_there import fifo
+from tests.state.saved_queues import fifo
 from tfnb.cluster.messages import Failed
 from tfnb.errors import ParameterServerLost, ResourceExhausted
 from tfnb.state.queue_machine import QueueMachine

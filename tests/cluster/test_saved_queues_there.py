@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from pathlib import Path
@@ -12,10 +11,11 @@ import pytest
 import torch
 
 import tfnb
+from tests.state.saved_queues import fifo, positions_of_files_saved_meanwhile
 from tests.state.test_queues import in_thread
 from tests.state.test_saved_queues import KINDS, Files, Summing
 from tfnb.cluster.messages import Failed
-from tfnb.errors import Aborted, CheckpointCorrupt, OutOfRange
+from tfnb.errors import Aborted, CheckpointCorrupt
 from tfnb.state import checkpoint
 from tfnb.state.queue_machine import QueueMachine
 
@@ -27,10 +27,6 @@ def until(holds: Any, seconds: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def fifo(name: str, capacity: int = 100) -> tfnb.FIFOQueue:
-    return tfnb.FIFOQueue(capacity, torch.int64, (), name=name)
 
 
 def test_each_kind_gives_there_and_here_what_it_gave_before(connect, tmp_path: Path) -> None:
@@ -172,47 +168,7 @@ def test_servers_keep_no_copies_of_a_file_that_was_not_made(
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", [2, 3])
 def test_files_saved_while_tasks_move_elements_have_each_once(connect, tmp_path: Path, tasks: int) -> None:
-    """Elements of a source go through two queues, which lie on two servers, into a sum."""
-    a, b = fifo("a", 10), fifo("b", 3)
-    total, count = tfnb.Variable(0, name="total"), tfnb.Variable(0, name="count")
-    source = tfnb.Source(range(1, 121), name="numbers")
-    with tfnb.record() as graph:
-        move = b.enqueue(a.dequeue(sample=torch.tensor(1)))
-        add = [total.assign_add(b.dequeue(sample=torch.tensor(1))), count.assign_add(1)]
-    session = tfnb.Session(graph)
-    connect(tasks)
-    runner = tfnb.QueueRunner(a, source, session=session)
-    mover = tfnb.QueueRunner(b, [move, move], session=session)
-
-    def adds() -> None:
-        while True:
-            try:
-                session.run(add)
-            except Aborted:
-                pass
-            except OutOfRange:
-                return
-
-    thread, ended = in_thread(adds)
-    files, rng = [], random.Random(0)
-    while thread.is_alive():
-        files.append(tmp_path / str(len(files)))
-        session.save(files[-1])
-        time.sleep(0.03 * rng.random())
-    assert ended == [None]
-    assert total.value() == 120 * 121 // 2
-    runner.coordinator.join()
-    mover.coordinator.join()
-    positions = set()
-    for path in files:
-        tensors, about = checkpoint.load(path)
-        queued = [int(n) for key, stack in tensors.items() if key.startswith("@") for n in stack]
-        position = about["sources"]["numbers"]["count"]
-        positions.add(position)
-        assert len({*queued}) == len(queued), path
-        assert len(queued) + int(tensors["count"]) == position, path
-        assert sum(queued) + int(tensors["total"]) == position * (position + 1) // 2
-    assert len(positions) > 5
+    assert len(positions_of_files_saved_meanwhile(tmp_path, 120, 0.03, lambda: connect(tasks))) > 5
 
 
 def test_a_runner_goes_on_there_where_the_file_says(connect, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 import tfnb
+from tests.state.saved_queues import fifo, positions_of_files_saved_meanwhile
 from tests.state.test_queues import in_thread, until
 from tfnb.errors import Aborted, CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound, OutOfRange
 from tfnb.graph.variable_locks import LOCKS
@@ -32,10 +32,6 @@ from tfnb.state import checkpoint
 from tfnb.state.source_puts import position_behind, standing
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
-
-
-def fifo(name: str, capacity: int = 100) -> tfnb.FIFOQueue:
-    return tfnb.FIFOQueue(capacity, torch.int64, (), name=name)
 
 
 def held(queue: Any) -> list[int]:
@@ -216,7 +212,7 @@ def test_a_loaded_graph_has_its_queues_as_they_were(tmp_path: Path) -> None:
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["cut", "kind", "shape", "missing", "group", "facts"])
+@pytest.mark.parametrize("damage", ["cut", "kind", "shape", "missing", "group", "facts", "size"])
 def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "file"
     queue, v = fifo("q"), tfnb.Variable(1.0, name="v")
@@ -236,7 +232,9 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path, damage: str) -
         case "group":
             tensors.pop("@q/0")
         case "facts":
-            del meta["queues"]["q"]["found"]["facts"]["lengths"]
+            tensors["@q/facts"] = tensors["@q/facts"][:-9]
+        case "size":
+            meta["queues"]["q"]["found"]["size"] = 7
         case "missing":
             meta["queues"]["qq"], expected = meta["queues"].pop("q"), NotFound
         case "kind":
@@ -251,6 +249,99 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path, damage: str) -
     if damage == "missing":
         session.restore(path, strict=False)
         assert held(queue) == [1, 2, 3] and v.value() == 1
+
+
+def _as(dtype: torch.dtype) -> Callable[[Any], None]:
+    def change(tensors: Any) -> None:
+        tensors["@q/0"] = tensors["@q/0"].to(dtype)
+
+    return change
+
+
+def _told(before: str, after: str) -> Callable[[Any], None]:
+    def change(tensors: Any) -> None:
+        text = bytes(tensors["@q/facts"].tolist()).decode()
+        assert before in text, text
+        tensors["@q/facts"] = torch.tensor(list(text.replace(before, after).encode()), dtype=torch.uint8)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (Shuffle, _as(torch.int32)), (Shuffle, _told('"lengths": [1, ', '"lengths": [2, ')),
+        (Shuffle, _told("[0, [], 16]", "[0, [2], 8]")), (Shuffle, _told("[0, [], 16]", "[0, [], 17]")),
+        (Shuffle, _told('"random": [3', '"random": [9')), (Fifo, _told("[1, [2], 3]", "[1, [3], 2]")),
+        (Fifo, _told("[1, [2], 3]", "[1, [2, 1], 3]")),
+        (Parts, _told('"begun": [[7, 0, [0]]', '"begun": [[7, 0, [1]]')), (Parts, _as(torch.float64)),
+        (Mean, _told("[0, [2], 1]", "[0, [1, 2], 1]")), (Mean, _told('"count": 2', '"count": 0')),
+        (Rows, _told("[0, [3], 1]", "[0, [1, 3], 1]")), (Tokens, _told('"held": [[1', '"held": [["one"')),
+    ],
+)  # fmt: skip
+def test_contents_that_the_queue_cannot_have_are_refused(
+    tmp_path: Path, kind: Callable[[], Fifo], change: Callable[[Any], None]
+) -> None:  # fmt: skip
+    one, v = kind(), tfnb.Variable(1.0, name="v")
+    with tfnb.record() as graph:
+        v.assign_add(1.0)
+        one.record()
+    one.fill()
+    session, path = tfnb.Session(graph), tmp_path / "file"
+    tensors, meta = checkpoint.load(session.save(path))
+    change(tensors)
+    checkpoint.save(path, tensors, meta)
+    v.assign(5.0)
+    before = session.moment().queues["q"].found
+    with pytest.raises(CheckpointCorrupt, match="damaged contents of queue q"):
+        session.restore(path)
+    now = session.moment().queues["q"].found
+    assert v.value() == 5 and {**now["facts"], "held": 0} == {**before["facts"], "held": 0}
+
+
+@pytest.mark.parametrize(
+    "about",
+    [{"streams": {"seed": 1}}, {"sources": {"data": 3}}, {"training": []}, {"queues": []}, {"queues": {"q": 1}}],
+)
+def test_positions_that_are_none_are_refused(tmp_path: Path, about: Any) -> None:
+    queue, v = fifo("q"), tfnb.Variable(1.0, name="v")
+    with tfnb.record() as graph:
+        v.assign_add(queue.dequeue(sample=torch.tensor(1)))
+    session, path = tfnb.Session(graph), tmp_path / "file"
+    session.reads(tfnb.Source([1, 2]))
+    tensors, meta = checkpoint.load(session.save(path))
+    checkpoint.save(path, tensors, meta | about)
+    v.assign(5.0)
+    queue.enqueue(3)
+    with pytest.raises(CheckpointCorrupt):
+        session.restore(path)
+    assert v.value() == 5 and held(queue) == [3]
+
+
+def test_a_file_of_many_elements_is_not_refused_for_its_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys.modules["tfnb.graph.files"], "HEADER_CAP", 3000)
+    queue = tfnb.FIFOQueue(5000, [torch.int64, torch.float32], [None, ()], name="q")
+    with tfnb.record() as graph:
+        queue.dequeue(sample=(torch.tensor([1]), torch.tensor(1.0)))
+    session = tfnb.Session(graph)
+    for n in range(2000):
+        queue.enqueue((torch.full((n % 300,), n), float(n)))
+    session.save(tmp_path / "file")
+    for _ in range(2000):
+        queue.dequeue()
+    session.restore(tmp_path / "file")
+    assert [(len(part), float(n)) for part, n in queue.machine.first(2000)] == [(n % 300, n) for n in range(2000)]
+
+
+def test_a_file_that_could_not_be_restored_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["tfnb.graph.files"], "HEADER_CAP", 3000)
+    path = tmp_path / "file"
+    checkpoint.save(path, {"v": torch.ones(1)}, {})
+    with pytest.raises(tfnb.errors.CheckpointWriteError, match=r"100 tensors.* at most 3000 can be read again"):
+        checkpoint.save(path, {f"v{n}": torch.ones(1) for n in range(100)}, {})
+    assert checkpoint.load(path)[0]["v"].tolist() == [1]
 
 
 def test_an_older_file_without_queues_leaves_them(tmp_path: Path) -> None:
@@ -337,46 +428,7 @@ def test_whoever_waits_takes_what_is_restored(tmp_path: Path) -> None:
 
 
 def test_files_saved_while_steps_move_elements_have_each_once(tmp_path: Path) -> None:
-    """Two threads move numbers from queue to queue, a third adds them up; each number is somewhere in each file."""
-    a, b = fifo("a", 10), fifo("b", 3)
-    total, count = tfnb.Variable(0, name="total"), tfnb.Variable(0, name="count")
-    source = tfnb.Source(range(1, 1501), name="numbers")
-    with tfnb.record() as graph:
-        move = b.enqueue(a.dequeue(sample=torch.tensor(1)))
-        add = [total.assign_add(b.dequeue(sample=torch.tensor(1))), count.assign_add(1)]
-    session = tfnb.Session(graph)
-    runner = tfnb.QueueRunner(a, source, session=session)
-    mover = tfnb.QueueRunner(b, [move, move], session=session)
-
-    def adds() -> None:
-        while True:
-            try:
-                session.run(add)
-            except Aborted:
-                pass
-            except OutOfRange:
-                return
-
-    thread, _ = in_thread(adds)
-    files, rng = [], random.Random(0)
-    while thread.is_alive():
-        files.append(tmp_path / str(len(files)))
-        session.save(files[-1])
-        time.sleep(0.003 * rng.random())
-    assert total.value() == 1500 * 1501 // 2
-    runner.coordinator.join()
-    mover.coordinator.join()
-    assert len(files) > 4
-    positions = set()
-    for path in files:
-        tensors, about = checkpoint.load(path)
-        queued = [int(n) for key, stack in tensors.items() if key.startswith("@") for n in stack]
-        position = about["sources"]["numbers"]["count"]
-        positions.add(position)
-        assert len({*queued}) == len(queued)
-        assert len(queued) + int(tensors["count"]) == position
-        assert sum(queued) + int(tensors["total"]) == position * (position + 1) // 2
-    assert len(positions) > 3
+    assert len(positions_of_files_saved_meanwhile(tmp_path, 1500, 0.003)) > 3
 
 
 @pytest.mark.parametrize("taken", [0, 3, 17, 20])

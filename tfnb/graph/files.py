@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from tfnb.errors import CheckpointCorrupt, CheckpointWriteError, Unimplemented
 
 HEADER_CAP = 16 * 2**20  # bytes
+_FAR = 10**12  # a place in a file that is larger than most
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -70,7 +71,10 @@ def _raise_write_error(path: Path, error: OSError | SafetensorError) -> NoReturn
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:
-    """Write ``tensors`` and the JSON-able facts ``about`` them to ``path``; returns the digest."""
+    """Write ``tensors`` and the JSON-able facts ``about`` them to ``path``; returns the digest.
+
+    Raises CheckpointWriteError for facts and tensors that are more than `read_tensors` takes.
+    """
     stored = {key: _stored(key, tensor) for key, tensor in tensors.items()}
     text = json.dumps({
         **about,
@@ -78,6 +82,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mappin
         "sha256": {key: sha256(tensor) for key, tensor in stored.items()},
     })  # fmt: skip
     digest = _digest(text, stored)
+    header = {key: {"dtype": "BOOL", "shape": [*of.shape], "data_offsets": [_FAR, _FAR]} for key, of in stored.items()}
+    if (size := len(json.dumps({**header, "__metadata__": {"tfnb": text, "digest": digest}}))) > HEADER_CAP:
+        raise CheckpointWriteError(
+            f"cannot write {path}: {len(stored)} tensors, and what is told of them, make a header of {size} bytes; "
+            f"at most {HEADER_CAP} can be read again. What was there before is unchanged"
+        )
     replace_file(path, lambda draft: save_file(stored, draft, {"tfnb": text, "digest": digest}))
     return digest
 

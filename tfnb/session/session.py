@@ -691,6 +691,7 @@ class Session:
         CheckpointCorrupt, NotFound or CheckpointIncompatible, with nothing assigned.
         """
         saved, about = checkpoint.load(path)
+        checkpoint.ensure_told(about)
         tensors, held = queue_contents.split(saved, about.get("queues", ()))
         specs = {label: variable.spec for label, variable in self.graph.contents.variables.items()}
         values = checkpoint.match(tensors, specs, strict=strict, mapping=mapping)

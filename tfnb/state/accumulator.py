@@ -121,6 +121,13 @@ class SparseSum:
 
     @tensors.setter
     def tensors(self, tensors: list[torch.Tensor]) -> None:
+        if tensors:
+            indices, values, weights = tensors
+            is_one = indices.dim() == 1 and len(indices) == len(values) and weights.shape == indices.shape
+            if not is_one or ((indices < 0) | (indices >= self.rows)).any():
+                raise ShapeError(
+                    f"these are no sums of some of {self.rows} rows: {', '.join(map(str, map(Spec.of, tensors)))}"
+                )
         self._indices, self._values, self._weights = tensors or (None, torch.empty(0), torch.empty(0))
 
     def merge(self, other: SparseSum) -> None:
@@ -231,6 +238,10 @@ class Accumulator(Whole):
         """Go on with such a sum."""
         self.step, self.count, self.dropped = facts["step"], facts["count"], facts["dropped"]
         self._weight, self._sum.tensors = facts["weight"], list(tensors)
+        if bool(self.count) != bool(tensors) or (self.count and not self._weight > 0):
+            raise InvalidArgument(
+                f"{len(tensors)} tensors of weight {self._weight} are no sum of {self.count} gradients"
+            )
 
     def set_step(self, step: int) -> int:
         """Gradients of earlier steps are dropped from here on; the step before. Warns of a step that was."""

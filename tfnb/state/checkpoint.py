@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import CheckpointIncompatible, InvalidArgument, NotFound
+from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound
 from tfnb.graph import Spec
 from tfnb.graph.files import read_tensors, write_tensors
 
@@ -75,6 +75,24 @@ def load(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, 
         found = f"{about.get('format')} version {about.get('version')}"
         raise CheckpointIncompatible(f"{path} is {found}; expected {FORMAT} version {VERSION}")
     return tensors, about["meta"]
+
+
+def ensure_told(about: Mapping[str, Any]) -> None:
+    """Raise CheckpointCorrupt for a ``meta`` that has no numbers where `Session.save` writes numbers.
+
+    >>> ensure_told({"streams": {"seed": 0, "runs": 3}, "sources": {"data": {"epoch": 0, "count": 5}}})
+    """
+    sources, queues = about.get("sources", {}), about.get("queues", {})
+    are_dicts = all(isinstance(one, dict) for one in (sources, queues))
+    numbers = [
+        [about[name].get(key) if isinstance(about[name], dict) else None for key in keys]
+        for name, keys in (("streams", ("seed", "runs")), ("training", ("steps",))) if name in about
+    ]  # fmt: skip
+    if are_dicts:
+        numbers += [list(one.values()) if isinstance(one, dict) else [None] for one in sources.values()]
+        are_dicts = all(isinstance(one, dict) for one in queues.values())
+    if not are_dicts or any(type(number) is not int for some in numbers for number in some):
+        raise CheckpointCorrupt("the checkpoint has damaged facts about streams, sources, training or queues")
 
 
 def match(

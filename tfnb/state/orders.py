@@ -46,6 +46,9 @@ class Order(Protocol):
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         """Hold what another one of its class held."""
 
+    def begun(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """What is there of elements that are not whole: places in an element, and tensors."""
+
     def takes_late(self, elements: Sequence[Element]) -> bool:
         """Whether these may be put after the queue was closed."""
 
@@ -58,6 +61,10 @@ class Order(Protocol):
 
 class Whole:
     """Elements that are put as a whole: none is to come after a close."""
+
+    def begun(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """Nothing."""
+        return ()
 
     def takes_late(self, elements: Sequence[Element]) -> bool:
         """None."""
@@ -279,6 +286,10 @@ class Keyed:
     def put_back(self, element: Element, place: int) -> None:
         """It stands at the place of its key again."""
         insort(self._whole, (int(element[0]), element), key=lambda found: found[0])
+
+    def begun(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """Parts, which stand behind the number and the key."""
+        return [(2 + place, part) for _, found in self._begun.values() for place, part in found.items()]
 
     def takes_late(self, elements: Sequence[Element]) -> bool:
         """Parts of elements that were begun."""

@@ -6,6 +6,8 @@ put elements, too. Pure, but for the machines of the queues that it asks.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, NotFound
+from tfnb.graph import Spec
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import dtype_name
 from tfnb.state import checkpoint
+from tfnb.state.elements import check_part
 from tfnb.state.orders import Element
 from tfnb.state.queue_machine import QueueMachine, become, copied
 from tfnb.state.queue_operations import machine_of, made, ordered
@@ -91,12 +95,17 @@ def ready_to_hold(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> Call
 
 
 def written(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Facts and tensors for a file. Tensors that are alike become one."""
+    """Facts and tensors for a file. Whatever grows with the elements is a tensor: a file's header has a limit."""
     facts, tensors = dict[str, Any](), dict[str, torch.Tensor]()
     for label, one in held.items():
-        places, stacked = _stacked(one.tensors)
-        facts[label] = {**_described(queues[label]), "found": {**one.found, "marks": {}}, "places": places}
-        tensors |= {f"{_MARK}{label}/{group}": tensor for group, tensor in enumerate(stacked)}
+        found = {**one.found, "marks": {}}
+        order = found.pop("facts")
+        groups, shapes, places = _packed(one.tensors)
+        facts[label] = {**_described(queues[label]), "found": found, "groups": len(groups)}
+        text = bytearray(json.dumps({"facts": order, "shapes": shapes}).encode())
+        numbered = {str(number): group for number, group in enumerate(groups)}
+        named = {**numbered, "places": places, "facts": torch.frombuffer(text, dtype=torch.uint8)}
+        tensors |= {f"{_MARK}{label}/{name}": tensor for name, tensor in named.items()}
     return facts, tensors
 
 
@@ -129,19 +138,48 @@ def match(
     for label, queue in queues.items():
         if label not in facts:
             continue
-        about = dict(facts[label])
-        wanted, saved = _described(queue), {key: about.get(key) for key in _described(queue)}
-        if wanted != saved:
-            raise CheckpointIncompatible(
-                f"queue {label} is {_words(wanted)}, the checkpoint holds {_words(saved)}; nothing was assigned"
-            )
         try:
-            groups = [tensors[f"{_MARK}{label}/{group}"] for group in range(len({*about["places"]}))]
-            found[label] = Held(about["found"], _unstacked(about["places"], groups))
-            _filled(queue, found[label])
-        except (KeyError, TypeError, ValueError, IndexError, StopIteration, RuntimeError) as error:
+            wanted, saved = _described(queue), {key: facts[label].get(key) for key in _described(queue)}
+            if wanted != saved:
+                raise CheckpointIncompatible(
+                    f"queue {label} is {_words(wanted)}, the checkpoint holds {_words(saved)}; nothing was assigned"
+                )
+            found[label] = _read(facts[label], tensors, f"{_MARK}{label}/")
+            _ensure_fits(queue, found[label])
+        except CheckpointIncompatible:
+            raise
+        except _DAMAGES as error:
             raise CheckpointCorrupt(f"the checkpoint has damaged contents of queue {label}: {error!r}") from error
     return found
+
+
+_DAMAGES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What code raises that is given other facts or tensors than it wrote."""
+
+
+def _read(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], begin: str) -> Held:
+    """What a file says that a queue is to hold, of tensors whose keys begin so; raises one of `_DAMAGES`."""
+    told = json.loads(tensors[begin + "facts"].numpy().tobytes())
+    groups = [tensors[f"{begin}{number}"] for number in range(about["groups"])]
+    found = {**about["found"], "facts": told["facts"]}
+    return Held(found, _unpacked(groups, told["shapes"], tensors[begin + "places"]))
+
+
+def _ensure_fits(queue: Queue, held: Held) -> None:
+    """Raise one of `_DAMAGES` for contents that a queue cannot have."""
+    machine = _filled(queue, held)
+    order, parts = machine.elements, queue.gives
+    if len(order) != held.found["size"] or len(order.contents()[1]) != len(held.tensors):
+        raise ValueError(f"{held.found['size']} elements of {len(held.tensors)} tensors are told, others are there")
+    seen = {(place, part.dtype, part.shape) for element in order for place, part in enumerate(element)}
+    seen |= {(place, part.dtype, part.shape) for place, part in order.begun()}
+    if any(len(element) != len(parts) for element in order):
+        raise ValueError(f"an element has other than {len(parts)} tensors")
+    for place, dtype, shape in seen:
+        kind, sizes = parts[place]
+        check_part(queue, place, sizes, Spec(dtype, tuple(shape)))
+        if dtype != kind:
+            raise TypeError(f"component {place} is {dtype_name(kind)}, not {dtype_name(dtype)}")
 
 
 def others(
@@ -174,21 +212,36 @@ def _words(about: Mapping[str, Any]) -> str:
     return f"of kind {about['kind']} ({parts}{options})"
 
 
-def _stacked(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
-    """Tensors of one dtype and shape as one, and in which of them each is, in its order.
+def _packed(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any], torch.Tensor]:
+    """Tensors as one of each dtype: all numbers of those of one shape, then those of the next.
 
-    >>> places, groups = _stacked([torch.tensor(1), torch.zeros(2), torch.tensor(3)])
-    >>> places, [tuple(group.shape) for group in groups]
-    ([0, 1, 0], [(2,), (1, 2)])
+    Also the number of that dtype, the shape and the count of these, and for each tensor which of them it is one of.
+
+    >>> groups, shapes, places = _packed([torch.tensor(1), torch.zeros(2), torch.tensor(3)])
+    >>> [group.tolist() for group in groups], shapes, places.tolist()
+    ([[1, 3], [0.0, 0.0]], [[0, [], 2], [1, [2], 1]], [0, 1, 0])
     """
-    groups: dict[Any, list[torch.Tensor]] = {}
+    alike: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.shape), []).append(tensor.cpu())
-    numbers = {key: number for number, key in enumerate(groups)}
-    return [numbers[tensor.dtype, tensor.shape] for tensor in tensors], list(map(torch.stack, groups.values()))
+        alike.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
+    of: dict[torch.dtype, list[torch.Tensor]] = {}
+    for (dtype, _), some in alike.items():
+        of.setdefault(dtype, []).append(torch.stack([tensor.cpu() for tensor in some]).reshape(-1))
+    dtypes = list(of)
+    shapes = [[dtypes.index(dtype), list(shape), len(some)] for (dtype, shape), some in alike.items()]
+    numbers = {key: number for number, key in enumerate(alike)}
+    places = torch.tensor([numbers[tensor.dtype, tensor.shape] for tensor in tensors], dtype=torch.int32)
+    return [torch.cat(parts) for parts in of.values()], shapes, places
 
 
-def _unstacked(places: Sequence[int], groups: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that were stacked, each in memory of its own."""
-    rows = [iter(group.unbind(0)) for group in groups]
-    return [next(rows[place]).clone() for place in places]
+def _unpacked(groups: Sequence[torch.Tensor], shapes: Sequence[Any], places: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that were packed, each in memory of its own."""
+    starts, rows = [0] * len(groups), []
+    for number, shape, many in shapes:
+        start, length = starts[number], many * math.prod(shape)
+        starts[number] = start + length
+        rows.append(iter(groups[number].narrow(0, start, length).reshape(many, *shape).unbind(0)))
+    found = [next(rows[place], None) for place in places.tolist()]
+    if any(tensor is None for tensor in found) or any(next(left, None) is not None for left in rows):
+        raise ValueError("there are other tensors than those that are told of")
+    return [tensor.clone() for tensor in found if tensor is not None]

@@ -105,6 +105,6 @@ class Tokens(Whole):
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         """Go on from there."""
         now = self._clock()
-        self._free.extend(facts["free"])
-        self._held |= {number: Lease(step, now + left) for number, step, left in facts["held"]}
-        self._count = facts["count"]
+        self._free.extend(map(int, facts["free"]))
+        self._held |= {int(number): Lease(int(step), now + left) for number, step, left in facts["held"]}
+        self._count = int(facts["count"])
