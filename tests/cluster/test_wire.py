@@ -126,7 +126,12 @@ def envelope(header, tail=b""):
 
 
 def entry(**changes):
-    return {"v": 1, "tensors": [{"dt": "f32", "shape": [2], "nbytes": 8, "lane": "i", "ref": 0} | changes]}
+    tensors = [{"dt": "f32", "shape": [2], "nbytes": 8, "lane": "i", "ref": 0} | changes]
+    return {"v": wire.VERSION, "numbers": [], "tensors": tensors}
+
+
+def numbers(*names, **more):
+    return {"v": wire.VERSION, "numbers": names, "tensors": [], **more}
 
 
 BAD = {
@@ -141,10 +146,17 @@ BAD = {
     "lane": entry(lane="s"),
     "dtype": entry(dt="object"),
     "frame": entry(lane="d"),
-    "not an object": {"v": 1, "tensors": [3]},
-    "not a list": {"v": 1, "tensors": {}},
-    "no tensors": {"v": 1},
-    "version": {"v": 2, "tensors": []},
+    "not an object": numbers(tensors=[3]),
+    "not a list": numbers(tensors={}),
+    "no tensors": {"v": wire.VERSION, "numbers": []},
+    "no numbers": {"v": wire.VERSION, "tensors": []},
+    "more numbers": numbers([True, "step", 200], meta={}),
+    "many numbers": numbers([True, "step", 1 << 60], meta={}),
+    "numbers without a name": numbers([True, 3, 2], meta={}),
+    "numbers that are no list": numbers(3),
+    "numbers of no meta": numbers([True, "step", 0]),
+    "numbers in place of meta": numbers([False, "meta", 0], [True, "step", 0], meta={}),
+    "version": {"v": 1, "numbers": [], "tensors": []},
     "not a header": [],
     "nan": b'{"v":1,"tensors":[],"x":NaN}',
     "duplicate key": b'{"v":1,"v":1,"tensors":[]}',
@@ -161,13 +173,38 @@ def test_malformed_headers_are_protocol_errors(header):
 
 
 def test_frames_are_named_once_each():
-    one = envelope({"v": 1, "tensors": [entry(lane="d")["tensors"][0]] * 2})
+    one = envelope(numbers(tensors=[entry(lane="d")["tensors"][0]] * 2))
     with pytest.raises(ProtocolError, match="frames"):
         wire.decode([one, bytearray(8)])
     with pytest.raises(ProtocolError, match="frames"):
-        wire.decode([envelope({"v": 1, "tensors": []}), bytearray(8)])
+        wire.decode([envelope(numbers()), bytearray(8)])
     with pytest.raises(ProtocolError):
         wire.decode([])
+
+
+def test_a_text_is_read_once_and_its_numbers_each_time():
+    wire._known.clear(), wire._texts.clear()
+    for step in range(3):
+        header = {
+            "method": "push",
+            "seq": step,
+            "meta": {"step": step, "since": [step, -1], "reads": ["v", "w"], "a": True},
+        }
+        got, (tensor,) = sent(header, [torch.full((2,), float(step))])
+        assert got == header and tensor.tolist() == [step, step]
+        got["meta"]["since"].append(3)  # what a reader does to it is its own
+        got["meta"]["more"] = got["more"] = 1
+    assert len(wire._known) == len(wire._texts) == 1
+    sent({**header, "meta": {**header["meta"], "a": False}}, [torch.ones(2)]), sent(header, [torch.ones(3)])
+    assert len(wire._known) == len(wire._texts) == 3
+
+
+def test_texts_that_are_remembered_have_a_limit():
+    for place in range(3 * wire.KEPT):
+        sent({"method": f"{place}", "seq": 1}, [])
+        sent({"method": "x" * wire.KEPT_CAP, "seq": 1}, [])
+    assert len(wire._known) <= wire.KEPT and len(wire._texts) <= wire.KEPT
+    assert max(map(len, wire._known)) <= wire.KEPT_CAP
 
 
 def test_truncation_at_every_byte_is_a_protocol_error():

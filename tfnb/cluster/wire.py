@@ -1,9 +1,13 @@
 """The TFN1 envelope: (header, tensors) <-> a few byte buffers. Pure; imports torch, JSON and nothing of Dask.
 
-``TFN1 | header length u32 | header JSON | padding | small tensors``, then one buffer for each larger tensor. A tensor
-travels as its bytes, little-endian, with a dtype tag; nothing is pickled. Between processes that share memory a larger
-tensor is lent: what travels is where it lies, `tfnb.cluster.lending`. The decoder checks every size before it
+``TFN1 | text length u32 | text JSON | numbers i64 | padding | small tensors``, then one buffer for each larger tensor.
+A tensor travels as its bytes, little-endian, with a dtype tag; nothing is pickled. Between processes that share memory
+a larger tensor is lent: what travels is where it lies, `tfnb.cluster.lending`. The decoder checks every size before it
 allocates anything, so that bytes from anywhere cost a `ProtocolError`, not memory.
+
+The messages of a training differ in their numbers only: a step, a version. So the numbers of a simple header stand
+behind its text, which names them. The text is the same from step to step, and both ends remember it: JSON is written,
+read and checked when a text is new.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import math
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
 import torch
@@ -22,8 +27,10 @@ import torch
 from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted, UnsupportedDtype
 
 MAGIC = b"TFN1"
-VERSION = 1
+VERSION = 2
 HEADER_CAP = 1 << 20  # bytes of header JSON
+KEPT = 128  # texts that each end remembers
+KEPT_CAP = 64 << 10  # bytes of such a text
 FRAMES_CAP = 4096
 DIMS_CAP = 64
 INLINE = 64 << 10  # bytes: smaller tensors travel beside the header
@@ -61,6 +68,17 @@ def size(tensors: Sequence[torch.Tensor]) -> int:
 # -- encoding ---------------------------------------------------------------------------------------------
 
 
+class _Text(NamedTuple):
+    """The text of a message, as bytes, and how many bytes of tensors are lent and sent."""
+
+    text: bytes
+    lent: int
+    sent: int
+
+
+_texts: dict[Any, _Text] = {}  # by what they say
+
+
 def encode(
     header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, budget: int = BUDGET, lend: Lend | None = None
 ) -> list[Buffer]:  # fmt: skip
@@ -71,17 +89,20 @@ def encode(
     """
     _within("bytes of tensors in a message", size(tensors), 0, budget)
     loans = lend(_large(tensors)) if lend is not None else {}
-    entries: list[dict[str, Any]] = []
+    entries: list[tuple[Any, ...]] = []
     small: list[Buffer] = []
     frames: list[Buffer] = []
+    words: list[int] = []
     offset = 0
     for position, tensor in enumerate(tensors):
         lane: str
-        ref: int | Loan
+        ref: int | tuple[str, int]
         flat = _bytes_of(tensor, position) if position not in loans else _NOTHING
         nbytes = flat.nbytes
         if position in loans:
-            lane, ref, nbytes = "s", loans[position], size([tensor])
+            segment, start, word = loans[position]
+            lane, ref, nbytes = "s", (segment, start), size([tensor])
+            words.append(word)
         elif tensor.is_meta:
             lane, ref = "m", 0
         elif nbytes > INLINE:
@@ -91,27 +112,82 @@ def encode(
             lane, ref = "i", offset
             small += [flat, bytes(-nbytes % ALIGN)]
             offset += nbytes + -nbytes % ALIGN
-        dt, shape = _TAG_OF[tensor.dtype], list(tensor.shape)
-        entries.append({"dt": dt, "shape": shape, "nbytes": nbytes, "lane": lane, "ref": ref})
+        entries.append((_TAG_OF[tensor.dtype], tensor.shape, nbytes, lane, ref))
     _within("frames in a message", len(frames), 0, FRAMES_CAP)
-    _count((entry["lane"], entry["nbytes"]) for entry in entries)
-    return [_envelope({**header, "v": VERSION, "tensors": entries}, small), *frames]
+    fixed, names, numbers = _split(header)
+    text, lent, sent = _text(header, fixed, names, tuple(entries))
+    MOVED["shared memory"] += lent
+    MOVED["sockets"] += sent
+    numbers += words
+    head = b"".join([MAGIC, struct.pack("<I", len(text)), text, struct.pack(f"<{len(numbers)}q", *numbers)])
+    return [bytearray(b"".join([head, bytes(-len(head) % ALIGN), *small])), *frames]
 
 
-def _count(tensors: Iterable[tuple[str, int]]) -> None:
-    """Keep in `MOVED` what a message carries."""
-    for lane, nbytes in tensors:
-        MOVED["shared memory" if lane == "s" else "sockets"] += nbytes
+_Names = tuple[tuple[bool, str, int], ...]  # whether it is one of `meta`, its name, and of how many numbers; 0: plain
 
 
-def _envelope(header: Mapping[str, Any], small: Sequence[Buffer]) -> bytearray:
+def _split(header: Mapping[str, Any]) -> tuple[Any, _Names, list[int]]:
+    """The fixed part of a header, hashable, and names and values of its numbers; no numbers of one that is not simple.
+
+    >>> _split({"method": "pull", "meta": {"step": 3, "since": [1, 2]}})
+    (((False, 'method', 'pull'),), ((True, 'step', 0), (True, 'since', 2)), [3, 1, 2])
+    >>> _split({"meta": {"parts": [[1]]}})
+    (None, (), [])
+    """
+    fixed: list[tuple[bool, str, Any]] = []
+    names: list[tuple[bool, str, int]] = []
+    numbers: list[int] = []
+    meta = header.get("meta")
+    for is_meta, entries in (False, header), (True, meta if type(meta) is dict else {}):
+        for name, value in entries.items():
+            kind = type(value)
+            if kind is int:
+                names.append((is_meta, name, 0))
+                numbers.append(value)
+            elif kind is list and value and type(value[0]) is int:
+                names.append((is_meta, name, len(value)))
+                numbers += value
+            elif kind is list and all(type(one) is str for one in value):
+                fixed.append((is_meta, name, tuple(value)))
+            elif kind is str or kind is bool or value is None:
+                fixed.append((is_meta, name, value))
+            elif is_meta or name != "meta" or kind is not dict:
+                return None, (), []
+    is_plain = all(type(number) is int and -_HALF <= number < _HALF for number in numbers)
+    return (tuple(fixed), tuple(names), numbers) if is_plain else (None, (), [])
+
+
+_HALF = 1 << 63
+
+
+def _text(header: Mapping[str, Any], fixed: Any, names: _Names, entries: tuple[tuple[Any, ...], ...]) -> _Text:
+    """The text of a message; a new one only where its fixed part, names or tensors are new."""
+    key = fixed, names, entries
+    found = _texts.get(key) if fixed is not None else None
+    if found is not None:
+        return found
+    behind = {name for is_meta, name, _ in names if not is_meta}
+    whole = {name: value for name, value in header.items() if name not in behind}
+    if fixed is not None and "meta" in header:
+        whole["meta"] = {name: value for is_meta, name, value in fixed if is_meta}
+    tensors = [dict(zip(("dt", "shape", "nbytes", "lane", "ref"), entry, strict=True)) for entry in entries]
     try:
-        text = _WRITTEN.encode(header).encode()
+        text = _WRITTEN.encode({**whole, "v": VERSION, "numbers": names, "tensors": tensors}).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"a message header holds JSON types only: {error}") from error
     _within("bytes of a message header", len(text), 0, HEADER_CAP)
-    head = MAGIC + struct.pack("<I", len(text)) + text
-    return bytearray(b"".join([head, bytes(-len(head) % ALIGN), *small]))
+    lent = sum(entry[2] for entry in entries if entry[3] == "s")
+    found = _Text(text, lent, sum(entry[2] for entry in entries) - lent)
+    if fixed is not None and len(text) <= KEPT_CAP:
+        _remember(_texts, key, found)
+    return found
+
+
+def _remember(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """At most `KEPT` of them: when there are more, all are forgotten."""
+    if len(kept) >= KEPT:
+        kept.clear()
+    kept[key] = value
 
 
 def _large(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -155,45 +231,115 @@ def _unsupported(position: int, why: str) -> NoReturn:
 # -- decoding ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A text as it was read and checked. ``count``: of the numbers behind it.
+
+    small: bytes that the small tensors take at least; frames: sizes of the larger ones.
+    """
+
+    header: Mapping[str, Any]
+    names: _Names
+    count: int
+    places: Sequence[_Place]
+    small: int
+    frames: Sequence[int]
+    lent: int
+    sent: int
+
+
+_known: dict[bytes, _Known] = {}  # by text
+
+
 def decode(
     message: Sequence[Buffer], *, budget: int = BUDGET, borrow: Borrow | None = None
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:  # fmt: skip
     """Header and tensors of a message; the tensors are private and writable, but for those that ``borrow`` gives.
 
-    Raises ProtocolError for bytes that are no envelope, ResourceExhausted for a message over a cap.
+    Lists in the header are shared with other messages. Raises ProtocolError for bytes that are no envelope,
+    ResourceExhausted for a message over a cap.
     """
     if not message:
         _broken("a message without an envelope")
     _within("frames in a message", len(message) - 1, 0, FRAMES_CAP)
     envelope, frames = memoryview(message[0]).cast("B"), [memoryview(f).cast("B") for f in message[1:]]
-    header, start = _header(envelope)
-    entries = header.pop("tensors")
-    if not isinstance(entries, list):
-        _broken("tensors is not a list")
-    small = envelope[start:]
-    places = [_checked(entry, small, frames, borrow is not None) for entry in entries]
-    if [ref for lane, ref, *_ in places if lane == "d"] != list(range(len(frames))):
-        _broken(f"{len(frames)} frames, but the header names others")
-    _within("bytes of tensors in a message", sum(place[4] for place in places), 0, budget)
-    _count((place[0], place[4]) for place in places)
-    return header, [_tensor(place, small, frames, borrow) for place in places]
+    text = _text_of(envelope)
+    known = _known.get(text)
+    if known is None:
+        known = _read(text)
+        if known.names and len(text) <= KEPT_CAP:
+            _remember(_known, text, known)
+    end = 8 + len(text) + 8 * known.count
+    small = envelope[end + -end % ALIGN :]
+    if end > len(envelope) or known.small > len(small):
+        _broken(f"its numbers and small tensors end behind {len(envelope)} bytes")
+    if [frame.nbytes for frame in frames] != known.frames:
+        _broken(f"{len(frames)} frames, but the header names others, or other lengths")
+    if borrow is None and known.lent:
+        _broken("a tensor is lent to who borrows none")
+    _within("bytes of tensors in a message", known.lent + known.sent, 0, budget)
+    MOVED["shared memory"] += known.lent
+    MOVED["sockets"] += known.sent
+    numbers = struct.unpack_from(f"<{known.count}q", envelope, 8 + len(text))
+    header, at = _filled(known, numbers)
+    words = iter(numbers[at:])
+    return header, [_tensor(place, small, frames, borrow, words) for place in known.places]
 
 
-def _header(envelope: memoryview) -> tuple[dict[str, Any], int]:
-    """The JSON header, and where the small tensors start."""
+def _filled(known: _Known, numbers: Sequence[int]) -> tuple[dict[str, Any], int]:
+    """The header with its numbers, and how many those are."""
+    header, at = dict(known.header), 0
+    if known.names and "meta" in header:
+        header["meta"] = dict(header["meta"])
+    for is_meta, name, count in known.names:
+        entries = header["meta"] if is_meta else header
+        entries[name] = list(numbers[at : at + count]) if count else numbers[at]
+        at += count or 1
+    return header, at
+
+
+def _text_of(envelope: memoryview) -> bytes:
+    """The text of an envelope."""
     if len(envelope) < 8 or bytes(envelope[:4]) != MAGIC:
         _broken(f"it starts with {bytes(envelope[:4])!r}, not {MAGIC!r}")
     (length,) = struct.unpack("<I", envelope[4:8])
     _within("bytes of a message header", length, 0, HEADER_CAP)
     if 8 + length > len(envelope):
         _broken(f"a header of {length} bytes in an envelope of {len(envelope)}")
+    return bytes(envelope[8 : 8 + length])
+
+
+def _read(text: bytes) -> _Known:
+    """A text that is new here, with every size proved that it names."""
     try:
-        header = _READ.decode(str(envelope[8 : 8 + length], "utf-8"))
+        header = _READ.decode(str(text, "utf-8"))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not a message: its header is no JSON: {type(error).__name__}") from error
-    if not isinstance(header, dict) or header.get("v") != VERSION or "tensors" not in header:
-        _broken("its header has no tensors, or another version")
-    return header, 8 + length + -(8 + length) % ALIGN
+    if not isinstance(header, dict) or header.pop("v", None) != VERSION:
+        _broken("its header has another version, or none")
+    names, entries = header.pop("numbers", None), header.pop("tensors", None)
+    if not isinstance(names, list) or not isinstance(entries, list):
+        _broken("tensors or numbers are not a list")
+    checked = tuple(_name(one, header) for one in names)
+    places = [_checked(entry) for entry in entries]
+    of = {lane: [place for place in places if place.lane == lane] for lane in "isd"}
+    if [place.ref for place in of["d"]] != list(range(len(of["d"]))):
+        _broken("its larger tensors are not in the order of the frames")
+    count = sum(count or 1 for *_, count in checked) + len(of["s"])
+    lent = sum(place.nbytes for place in of["s"])
+    return _Known(
+        header, checked, count, places, max((place.ref + place.nbytes for place in of["i"]), default=0),
+        [place.nbytes for place in of["d"]], lent, sum(place.nbytes for place in places) - lent,
+    )  # fmt: skip
+
+
+def _name(one: Any, header: Mapping[str, Any]) -> tuple[bool, str, int]:
+    """The name of numbers in a header."""
+    match one:
+        case [bool(is_meta), str(name), int(count)] if 0 <= count <= HEADER_CAP:
+            if isinstance(header.get("meta"), dict) if is_meta else name != "meta":
+                return is_meta, name, int(count)
+    _broken("numbers without a name")
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -208,14 +354,23 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _READ = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_unique_pairs)
-_Place = tuple[str, Any, torch.dtype, list[int], int]  # lane, ref, dtype, shape, bytes
 
 
-def _checked(entry: Any, small: memoryview, frames: Sequence[memoryview], borrows: bool) -> _Place:
-    """One tensor entry, with every size proved against the bytes that are here. ``borrows``: some may be lent."""
+class _Place(NamedTuple):
+    """Where a tensor is: the offset of a small one, the number of a frame, or the segment and offset of a lent one."""
+
+    lane: str
+    ref: Any
+    dtype: torch.dtype
+    shape: list[int]
+    nbytes: int
+
+
+def _checked(entry: Any) -> _Place:
+    """One tensor entry; its numbers fit each other."""
     if not isinstance(entry, dict):
         _broken("a tensor entry is not an object")
-    ref: Any  # a count, or a loan
+    ref: Any  # a count, or a segment and an offset
     tag, shape, nbytes, lane, ref = (entry.get(key) for key in ("dt", "shape", "nbytes", "lane", "ref"))
     if not isinstance(tag, str) or tag not in _TAGS:
         _broken(f"dtype tag {str(tag)[:20]!r}")
@@ -223,53 +378,49 @@ def _checked(entry: Any, small: memoryview, frames: Sequence[memoryview], borrow
         _broken("a shape that is no list of sizes")
     if not _is_count(nbytes) or any(n >= 1 << 62 for n in (*shape, nbytes)):
         _broken("sizes that are no counts")
-    if not (_is_loan(ref) if lane == "s" and borrows else _is_count(ref)):
+    if lane not in ("i", "d", "m", "s"):
+        _broken(f"lane {str(lane)[:20]!r}")
+    if not (_is_lent(ref) if lane == "s" else _is_count(ref)):
         _broken("a tensor that is in no place")
     dtype = _TAGS[tag]
     declared = math.prod(shape) * dtype.itemsize
     if lane == "m":
         if declared >= 1 << 62:
             _broken("a shape over the address space")
-        return lane, 0, dtype, shape, 0
+        return _Place(lane, 0, dtype, shape, 0)
     if declared != nbytes:
         _broken(f"shape {shape[:8]} of {tag} is {declared} bytes, the entry says {nbytes}")
-    if lane == "i":
-        if ref + nbytes > len(small):
-            _broken(f"a tensor ends at {ref + nbytes} of {len(small)} bytes")
-    elif lane == "d":
-        if ref >= len(frames) or frames[ref].nbytes != nbytes:
-            _broken(f"frame {ref} is not there, or has another length than {nbytes}")
-    elif lane != "s" or not borrows:
-        _broken(f"lane {str(lane)[:20]!r}")
-    return lane, ref, dtype, shape, nbytes
+    return _Place(lane, ref, dtype, shape, nbytes)
 
 
 def _is_count(number: Any) -> TypeGuard[int]:
     return type(number) is int and number >= 0
 
 
-def _is_loan(ref: Any) -> bool:
-    return isinstance(ref, list) and len(ref) == 3 and isinstance(ref[0], str) and all(map(_is_count, ref[1:]))
+def _is_lent(ref: Any) -> bool:
+    return isinstance(ref, list) and len(ref) == 2 and isinstance(ref[0], str) and _is_count(ref[1])
 
 
-def _tensor(place: _Place, small: memoryview, frames: Sequence[memoryview], borrow: Borrow | None) -> torch.Tensor:
+def _tensor(
+    place: _Place, small: memoryview, frames: Sequence[memoryview], borrow: Borrow | None, words: Iterator[int]
+) -> torch.Tensor:
     lane, ref, dtype, shape, nbytes = place
     if lane == "s" and borrow is not None:
-        return borrow((ref[0], ref[1], ref[2]), nbytes).view(dtype).reshape(shape)
+        return borrow((ref[0], ref[1], next(words)), nbytes).view(dtype).reshape(shape)
     if lane == "m":
         return torch.empty(shape, dtype=dtype, device="meta")
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     if lane == "i":
-        raw = torch.frombuffer(bytearray(small[ref : ref + nbytes]), dtype=torch.uint8)
+        raw = torch.frombuffer(bytearray(small[ref : ref + nbytes]), dtype=dtype)
     else:
         frame = frames[ref]
-        raw = torch.frombuffer(bytearray(frame) if frame.readonly else frame, dtype=torch.uint8)
+        raw = torch.frombuffer(bytearray(frame) if frame.readonly else frame, dtype=dtype)
     if raw.data_ptr() % 16:
         raw = raw.clone()
     if sys.byteorder == "big":
-        raw = raw.reshape(-1, dtype.itemsize).flip(1).reshape(-1)
-    return raw.view(dtype).reshape(shape)
+        raw = raw.view(torch.uint8).reshape(-1, dtype.itemsize).flip(1).reshape(-1).view(dtype)
+    return raw.reshape(shape)
 
 
 def _broken(why: str) -> NoReturn:
