@@ -129,7 +129,7 @@ def frames(afford: Callable[[int], None]) -> Filling:
             yield memoryview(lengths)
         sizes = [envelope, *struct.unpack(f"<{count}Q", lengths)]
         afford(sum(sizes))
-        views = [memory(size).numpy().data for size in sizes]
+        views = [memoryview(bytearray(envelope)), *(memory(size).numpy().data for size in sizes[1:])]
         for view in views:
             if view.nbytes:
                 yield view
