@@ -177,7 +177,7 @@ def test_a_value_that_is_written_while_it_is_copied_is_not_taken(ends):
         wire.decode(answer, borrow=task.borrow)
 
 
-@pytest.mark.parametrize("loan", [["x", 0, 0], ["x", -64, 0], [1, 0, 0], ["x", 0], 7, None, ["x", 1 << 70, 0]], ids=str)
+@pytest.mark.parametrize("loan", [("x", 0, 0), ("x", -64, 0), (1, 0, 0), ("x", None, 0), ("x", 1 << 70, 0)], ids=str)
 def test_loans_that_make_no_sense_cost_an_error(ends, loan):
     task, server = ends
     message = wire.encode({}, [torch.ones(COUNT)], lend=lambda large: {0: loan})

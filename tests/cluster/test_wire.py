@@ -172,6 +172,13 @@ def test_malformed_headers_are_protocol_errors(header):
         wire.decode([envelope(header, bytes(8))])
 
 
+@pytest.mark.parametrize("ref", [["x"], ["x", 0, 0], 7, None], ids=str)
+def test_a_lent_tensor_lies_in_a_segment_at_an_offset(ref):
+    message = [envelope(entry(lane="s", ref=ref), bytes(64))]
+    with pytest.raises(ProtocolError, match="in no place"):
+        wire.decode(message, borrow=lambda loan, nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+
+
 def test_frames_are_named_once_each():
     one = envelope(numbers(tensors=[entry(lane="d")["tensors"][0]] * 2))
     with pytest.raises(ProtocolError, match="frames"):
