@@ -24,11 +24,11 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
-from distributed import Client, LocalCluster, Nanny, Scheduler, SpecCluster, Worker
+from distributed import Client, Nanny, Scheduler, SpecCluster, Worker
 from torch import nn
 
 import tfnb
-from tests.benchmarks.cluster_steps import Usage, measured
+from tests.benchmarks.cluster_steps import Usage, measured, workers
 from tests.benchmarks.models import mlp
 from tfnb.cluster import deploy
 from tfnb.cluster.messages import Ask, Ok
@@ -36,14 +36,6 @@ from tfnb.cluster.task import Task
 
 HOST = "127.0.0.1"
 Printed = dict[str, Any]
-
-
-@contextmanager
-def workers(count: int) -> Iterator[Client]:
-    """A client of so many worker processes of one thread, as `tfnb.connect` makes them."""
-    settings = {"dashboard_address": None, "silence_logs": 50, "env": deploy.ENVIRONMENT}
-    with LocalCluster(count, threads_per_worker=1, host=HOST, **settings) as cluster, Client(cluster) as client:
-        yield client
 
 
 def said(name: str, found: Printed) -> None:

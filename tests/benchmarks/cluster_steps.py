@@ -1,6 +1,7 @@
 """A training step on a cluster beside the same step written with plain Dask actors: `make bench-cluster`.
 
-The 784-128-10 network, batch 32, 2 compute tasks, 1 server, one Dask cluster of processes for both, interleaved. The
+The 784-128-10 network, batch 32, 2 compute tasks, 1 server, one Dask cluster of processes for both, interleaved; it is
+made as `tfnb.connect(2)` makes one, without the profile of Dask's own tasks, which costs each worker two percent. The
 plain actors are what one writes in an afternoon: a server with `pull` and `push`, and workers that loop by themselves
 on data they hold; no ledger, no fence, no deadline, nobody who counts. Results are compared before anything is timed.
 
@@ -16,9 +17,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import dask
 import psutil
 import torch
 import torch.nn.functional as F
@@ -27,7 +30,7 @@ from torch import nn
 
 import tfnb
 from tests.benchmarks.models import mlp
-from tfnb.cluster import streams
+from tfnb.cluster import deploy, streams
 
 BATCH, ROWS, TASKS, RATE = 32, 3200, 2, 0.05
 
@@ -98,6 +101,18 @@ class Plain:
         return [torch.from_numpy(w) for w in self.server.pull().result(60)]
 
 
+@contextmanager
+def workers(count: int) -> Iterator[Client]:
+    """A client of so many worker processes of one thread, as `tfnb.connect` makes them."""
+    options = {"dashboard_address": None, "silence_logs": 50, "env": deploy.ENVIRONMENT}
+    with (
+        dask.config.set(deploy.SETTINGS),
+        LocalCluster(count, threads_per_worker=1, host="127.0.0.1", **options) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
@@ -143,10 +158,7 @@ def main() -> None:
             train, {x: rows, y: labels}, steps=steps, batch_size=BATCH, shuffle=False, mode=mode, watch=[loss]
         )
 
-    with (
-        LocalCluster(n_workers=1 + TASKS, threads_per_worker=1, host="127.0.0.1", dashboard_address=None) as cluster,
-        Client(cluster) as client,
-    ):
+    with workers(1 + TASKS) as client:
         plain = Plain(client, rows, labels, [w.clone() for w in begin])
         for mode in ("sync", "async"):  # tasks let their processes keep freed memory, which serves plain actors, too
             plain.train(steps, mode)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 import torch
 
@@ -93,6 +94,8 @@ def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_a
         workers = cluster.client.scheduler_info(n_workers=-1)["workers"].values()
         assert [(w["nthreads"], w["memory_limit"]) for w in workers] == [(2, 900_000_000)] * 2
         assert set(cluster.client.run(torch.get_num_threads).values()) == {2}
+        profiles = cluster.client.run(dask.config.get, "distributed.worker.profile.enabled")
+        assert set(profiles.values()) == {False}, "it costs each worker two percent of a core"
         assert cluster.dashboard_link.startswith("http") == has_bokeh
         with pytest.raises(InvalidArgument, match=r"threads=2: this cluster runs already"):
             tfnb.connect(cluster.client, threads=2)

@@ -48,8 +48,9 @@ SAID_AFTER = 2.0  # seconds
 LOOK = 0.5  # seconds between two looks at who is there
 # of processes that we start: a large message is not put together again
 ENVIRONMENT = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
-_SETTINGS = {
+SETTINGS = {
     "distributed.admin.tick.interval": "500ms",  # 20 ms of Dask's own take two percent of a core in the notebook
+    "distributed.worker.profile.enabled": False,  # takes two percent of a core in each worker: no Dask task runs a step
     "distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s",
     "distributed.deploy.lost-worker-timeout": "120s",
 }  # fmt: skip
@@ -292,7 +293,7 @@ def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER
     progress = Progress()
 
     def make() -> LocalCluster:
-        with dask.config.set(_SETTINGS):
+        with dask.config.set(SETTINGS):
             cluster.__init__(  # type: ignore[misc]
                 n_workers=tasks + ps, threads_per_worker=started.threads or 1, processes=True, host="127.0.0.1",
                 memory_limit=started.memory or "auto", dashboard_address="127.0.0.1:0",
@@ -342,7 +343,7 @@ class _Local(LocalCluster):
     """
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
-        with dask.config.set(_SETTINGS):
+        with dask.config.set(SETTINGS):
             super()._update_worker_status(op, msg)
 
 
