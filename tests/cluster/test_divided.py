@@ -22,7 +22,7 @@ def small(monkeypatch):
 
 
 def divided(cluster):
-    return [pieces for pieces in cluster._held.homes.values() if pieces[0].rows is not None]
+    return [pieces for pieces in cluster._variables.held.homes.values() if pieces[0].rows is not None]
 
 
 @pytest.mark.parametrize("tasks", [1, 2])
@@ -144,7 +144,7 @@ def test_a_declared_division_holds_and_files_have_the_whole(connect, monkeypatch
     table.assign(start), whole.assign(torch.ones(12, 3))
     cluster = connect(2)
     session.run(train, {x: torch.ones(4, 12)})
-    assert len(cluster._held.homes[table.key]) == 2 and len(cluster._held.homes[whole.key]) == 1
+    assert len(cluster._variables.held.homes[table.key]) == 2 and len(cluster._variables.held.homes[whole.key]) == 1
     assert torch.equal(table.value(), wanted)
     session.save(tmp_path / "two")
     table.assign(start)

@@ -315,7 +315,7 @@ def test_an_interrupt_while_values_come_home_waits_for_them(connect, problem, mo
     p = problem()
     states, _ = p.local(8)
     cluster = connect(2)
-    pull, struck = cluster._pull, []
+    pull, struck = cluster._variables.pull, []
 
     def strike(*kept):
         if not struck:
@@ -323,7 +323,7 @@ def test_an_interrupt_while_values_come_home_waits_for_them(connect, problem, mo
             signal.raise_signal(signal.SIGINT)
         return pull(*kept)
 
-    monkeypatch.setattr(cluster, "_pull", strike)
+    monkeypatch.setattr(cluster._variables, "pull", strike)
     with pytest.raises(KeyboardInterrupt):
         list(cluster.train(p.program, p.batches(8)))
     assert struck and cluster.pulled_step == cluster.step == 8 and close_to(p.values(), states[8])

@@ -21,7 +21,7 @@ def test_c21_no_read_is_torn_while_updates_are_written(connect):
     cluster = connect(2)
     feed = {x: torch.ones(1)}
     tfnb.run(train, feed)
-    (piece,) = cluster._held.homes[w.key]
+    (piece,) = cluster._variables.held.homes[w.key]
     link, peer = cluster._link, cluster._engine.servers[piece.shard].peer
 
     async def ask(method, **meta):

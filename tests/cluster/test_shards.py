@@ -63,7 +63,7 @@ def shared(request):
 
 def used(cluster):
     """Shards on which something lies."""
-    return {piece.shard for pieces in cluster._held.homes.values() for piece in pieces}
+    return {piece.shard for pieces in cluster._variables.held.homes.values() for piece in pieces}
 
 
 # -- values ---------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Notebook:
     def look(self) -> None:
         """A read in the midst."""
         step = self.cluster.pull()
-        with self.cluster._held.showing:
+        with self.cluster._variables.held.showing:
             shown = {step, *map(int, self.counters.counts())}
         self.wrong["torn"] += len(shown) > 1
         self.done["reads"] += 1
