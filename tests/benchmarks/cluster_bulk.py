@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import dask
 import psutil
 import torch
 from distributed import Client, LocalCluster
@@ -118,10 +119,12 @@ def bulk(megabytes: int = 100, steps: int = 12, *, own: bool = True) -> Mapping[
 @contextmanager
 def _workers(own: bool) -> Iterator[Client]:
     """Two worker processes."""
-    settings = {"dashboard_address": None, "silence_logs": 50, "memory_limit": "8GB"}
-    if own:
-        settings["env"] = deploy.ENVIRONMENT
-    with LocalCluster(2, threads_per_worker=1, **settings) as cluster, Client(cluster) as client:
+    options = {"dashboard_address": None, "silence_logs": 50, "memory_limit": "8GB"}
+    with (
+        dask.config.set(deploy.SETTINGS if own else {}),
+        LocalCluster(2, threads_per_worker=1, **options) as cluster,
+        Client(cluster) as client,
+    ):
         yield client
 
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import dask
 import psutil
 import torch
 import torch.nn.functional as F
@@ -214,13 +215,14 @@ PUBLISHED = {"scalar": "1.8 ms at 1 worker, 8.8 at 100", "dense 100 MB": "147, 6
 @contextmanager
 def crowd(count: int) -> Iterator[tuple[Client, Any]]:
     """16 servers in two processes, and so many tasks in this one: a client and the connected cluster."""
-    nanny = {"cls": Nanny, "options": {"nthreads": 1, "host": HOST, "env": deploy.ENVIRONMENT, "memory_limit": 0}}
+    nanny = {"cls": Nanny, "options": {"nthreads": 1, "host": HOST, "memory_limit": 0}}
     here = {"cls": Worker, "options": {"nthreads": 1, "host": HOST, "memory_limit": 0, "dashboard": False}}
     spec = {f"{place:03}": nanny if place < 2 else here for place in range(2 + count)}
     scheduler = {"cls": Scheduler, "options": {"host": HOST, "dashboard": False}}
     roles, deploy.roles = deploy.roles, lambda found, ps: deploy.Roles(count, 2, SERVERS)
     try:
         with (
+            dask.config.set(deploy.SETTINGS),
             SpecCluster(workers=spec, scheduler=scheduler, silence_logs=50) as cluster, Client(cluster) as client,
             tfnb.connect(client, ps=SERVERS) as there,
         ):  # fmt: skip

@@ -104,7 +104,7 @@ class Plain:
 @contextmanager
 def workers(count: int) -> Iterator[Client]:
     """A client of so many worker processes of one thread, as `tfnb.connect` makes them."""
-    options = {"dashboard_address": None, "silence_logs": 50, "env": deploy.ENVIRONMENT}
+    options = {"dashboard_address": None, "silence_logs": 50}
     with (
         dask.config.set(deploy.SETTINGS),
         LocalCluster(count, threads_per_worker=1, host="127.0.0.1", **options) as cluster,

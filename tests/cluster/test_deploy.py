@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import distributed.comm.tcp
 import pytest
 import torch
 
@@ -88,14 +89,19 @@ def test_the_default_deadline_is_for_busy_machines() -> None:
     assert TfnbMagics.tfcluster.parser.parse_args([]).timeout == 120
 
 
+def _settings() -> tuple[object, ...]:
+    """What a worker does of what costs: a profile of Dask's tasks, and putting large messages together again."""
+    profile = dask.config.get("distributed.worker.profile.enabled")
+    return profile, distributed.comm.utils.OFFLOAD_THRESHOLD, distributed.comm.tcp.TCP.max_shard_size
+
+
 def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_asked_for(spawned: None) -> None:
     has_bokeh = find_spec("bokeh") is not None
     with tfnb.connect(1, threads=2, memory="900MB", dashboard=has_bokeh) as cluster:
         workers = cluster.client.scheduler_info(n_workers=-1)["workers"].values()
         assert [(w["nthreads"], w["memory_limit"]) for w in workers] == [(2, 900_000_000)] * 2
         assert set(cluster.client.run(torch.get_num_threads).values()) == {2}
-        profiles = cluster.client.run(dask.config.get, "distributed.worker.profile.enabled")
-        assert set(profiles.values()) == {False}, "it costs each worker two percent of a core"
+        assert set(cluster.client.run(_settings).values()) == {(False, False, 512 << 20)}
         assert cluster.dashboard_link.startswith("http") == has_bokeh
         with pytest.raises(InvalidArgument, match=r"threads=2: this cluster runs already"):
             tfnb.connect(cluster.client, threads=2)

@@ -46,9 +46,9 @@ T = TypeVar("T")
 EPOCH = 1
 SAID_AFTER = 2.0  # seconds
 LOOK = 0.5  # seconds between two looks at who is there
-# of processes that we start: a large message is not put together again
-ENVIRONMENT = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
+_BEFORE = "distributed.nanny.pre-spawn-environ.DASK_DISTRIBUTED__COMM__"  # Dask reads these when it is imported
 SETTINGS = {
+    f"{_BEFORE}OFFLOAD": "False", f"{_BEFORE}SHARD": "512MiB",  # a large message is not put together again
     "distributed.admin.tick.interval": "500ms",  # 20 ms of Dask's own take two percent of a core in the notebook
     "distributed.worker.profile.enabled": False,  # takes two percent of a core in each worker: no Dask task runs a step
     "distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s",
@@ -298,7 +298,7 @@ def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER
                 n_workers=tasks + ps, threads_per_worker=started.threads or 1, processes=True, host="127.0.0.1",
                 memory_limit=started.memory or "auto", dashboard_address="127.0.0.1:0",
                 scheduler_kwargs={"dashboard": started.dashboard}, silence_logs=logging.ERROR,
-                env=ENVIRONMENT, preload=["tfnb.cluster.task"], worker_class=_Starter,
+                preload=["tfnb.cluster.task"], worker_class=_Starter,
             )  # fmt: skip
         return cluster
 

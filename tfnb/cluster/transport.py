@@ -204,7 +204,8 @@ class Link:
 
     async def _direct(self, addr: str, call: Mapping[str, Any], deadline: float, sent: list[bool]) -> Any:
         left = max(0.001, min(CONNECT, deadline - time.monotonic()))
-        comm = await asyncio.wait_for(self.pool.connect(addr, timeout=left), left + SLACK)
+        async with asyncio.timeout(left + SLACK):
+            comm = await self.pool.connect(addr, timeout=left)
         name, comm.name = comm.name, "tfnb"
         sent.append(True)
         try:
