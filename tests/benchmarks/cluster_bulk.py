@@ -122,7 +122,7 @@ def _workers(own: bool) -> Iterator[Client]:
     options = {"dashboard_address": None, "silence_logs": 50, "memory_limit": "8GB"}
     with (
         dask.config.set(deploy.SETTINGS if own else {}),
-        LocalCluster(2, threads_per_worker=1, **options) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, **options) as cluster,
         Client(cluster) as client,
     ):
         yield client

@@ -107,9 +107,10 @@ def workers(count: int) -> Iterator[Client]:
     options = {"dashboard_address": None, "silence_logs": 50}
     with (
         dask.config.set(deploy.SETTINGS),
-        LocalCluster(count, threads_per_worker=1, host="127.0.0.1", **options) as cluster,
+        LocalCluster(n_workers=count, threads_per_worker=1, host="127.0.0.1", **options) as cluster,
         Client(cluster) as client,
     ):
+        client.wait_for_workers(count, 120)
         yield client
 
 
