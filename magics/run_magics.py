@@ -35,8 +35,8 @@ class RunMagics(SharedMagics):
         options = self._line_only(self.tfwatch, line, cell)
         if options.help:
             return self._help(self.tfwatch)
-        what = expressions(options.what, self.shell.user_ns)
-        watch = tfnb.watch(*what, every=options.every, hist=options.hist, graph=options.graph, show=not options.quiet)
+        what, graph = expressions(options.what, self.shell.user_ns), self._graph(options.graph)
+        watch = tfnb.watch(*what, every=options.every, hist=options.hist, graph=graph, show=not options.quiet)
         self._store(options, watch)
         return watch.stop() if options.stop else None if options.what else watch
 
@@ -56,7 +56,8 @@ class RunMagics(SharedMagics):
         options = self._line_only(self.tfbreak, head, cell)
         if options.help:
             return self._help(self.tfbreak)
-        points = tfnb.break_at(options.node, condition.strip() or None, graph=options.graph, off=options.off)
+        graph = self._graph(options.graph)
+        points = tfnb.break_at(options.node, condition.strip() or None, graph=graph, off=options.off)
         return self._out(options, points)
 
     def hand_over(self, ran: Any) -> None:

@@ -102,6 +102,25 @@ def test_a_feed_may_be_of_a_size_that_another_one_tells(first: str) -> None:
                 session.run(total, feeds)
 
 
+def test_a_feed_of_another_length_where_the_axis_is_fixed_says_how_it_would_vary() -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(2, 3, 4), name="x")
+        y = x + 1
+    for feed, told in ((torch.ones(2, 5, 4), "axis 1 is fixed"), (torch.ones(1, 5, 6), "axes 1, 2 are fixed")):
+        with pytest.raises(ShapeError, match=rf"{told} by its recording; placeholder\(sample, shape=\(None"):
+            tfnb.Session(graph).run(y, {x: feed})
+
+
+def test_names_that_may_be_meant_are_of_the_users_lines() -> None:
+    layer = torch.nn.Linear(3, 1)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        loss = layer(x).sum()
+        tfnb.train.Adam(0.1).minimize(loss)
+    with pytest.raises(FeedError, match=r"fetch one of: x, loss$"):
+        tfnb.Session(graph).run(torch.ones(3), {x: torch.ones(2, 3)})
+
+
 def test_fetches_of_what_is_not_there() -> None:
     with tfnb.record("here") as here:
         a = tfnb.placeholder(torch.ones(2), name="a")

@@ -69,7 +69,7 @@ class Text:
         return torch.tensor([index[character] for character in text], dtype=torch.int64)
 
     def __repr__(self) -> str:
-        return f"<Text: {len(self.tokens)} tokens, {len(self.vocabulary)} characters>"
+        return f"<Text: tokens int64 [{len(self.tokens)}], vocabulary of {len(self.vocabulary)} characters>"
 
 
 def python_docs() -> Text:

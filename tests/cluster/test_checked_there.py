@@ -62,6 +62,9 @@ def test_a_checked_run_names_the_op_and_writes_nothing(connect):
     with pytest.raises(NonFinite, match=TEXT):
         tfnb.run([train, loss], {x: bad}, check="nan")
     assert cluster.step == before
+    with pytest.raises(NonFinite, match=r"\n(?:  )?x held nan before the step") as caught:
+        tfnb.run([train, loss], {x: bad * float("nan")}, check="nan")
+    assert caught.value.step == before and caught.value.__notes__ == [f"variables are at step {before} of the cluster"]
     assert tfnb.run(loss, {x: bad.abs()}, check="nan").isfinite()
     with pytest.raises(InvalidArgument, match="check is None or 'nan'"):
         tfnb.run(loss, {x: bad}, check="inf")

@@ -93,3 +93,9 @@ def test_runs_after_an_edit_reuse_values(net):
     net.ok("tfnb.run(loss, {x: torch.ones(4, 3)})\ntfnb.run(loss, {x: torch.ones(4, 3)})")
     assert "7 nodes were reused, 7 computed" in repr(net.ok("%tfcache").result)
     assert net.ok("%tfcache --clear").result.bytes == 0 and net.ok("%tfcache off").result is None
+
+
+@pytest.mark.parametrize("line", ["%tfbreak loss if nan", "%tfbreak --off", "%tfwatch loss", "%tfcache on"])
+def test_without_a_graph_a_magic_says_so_in_one_line(notebook, line):
+    ran = notebook.run(line)
+    assert "UsageError: no graph yet: record one" in ran.err and not ran.frames

@@ -85,6 +85,10 @@ def test_samples_of_different_length_under_one_letter_fail() -> None:
     with pytest.raises(ShapeError, match="size B is 4"), tfnb.record():
         tfnb.placeholder(torch.ones(4), shape=("B",))
         tfnb.placeholder(torch.ones(5), shape=("B",))
+    told = r"size B is 4 in the sample of x \(.*test_symbols.py.*\) and 2 in this one \(one row is recorded as two\)"
+    with pytest.raises(ShapeError, match=rf"{told}: one letter is one size"), tfnb.record():
+        tfnb.placeholder(torch.ones(4), name="x")
+        tfnb.placeholder(torch.ones(1), shape=("B",))
 
 
 @pytest.mark.parametrize("rows", [0, 1])

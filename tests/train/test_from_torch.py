@@ -178,6 +178,16 @@ def test_a_scheduler_works_between_runs() -> None:
     assert_same(dict(model.state_dict()), dict(twin.state_dict()))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_that_is_made_after_the_recording_sees_the_steps_of_runs() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(groups(model), lr=0.1, momentum=0.9)
+    run = recorded(model, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+    run(0, 8)
+    schedule.step()
+
+
 @pytest.mark.parametrize("make", [
     lambda o: torch.optim.lr_scheduler.StepLR(o, 1), lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
     lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 5),

@@ -38,6 +38,7 @@ from tfnb.errors import (
     Cancelled,
     DeadlineExceeded,
     DeadlockError,
+    NonFinite,
     NonFiniteGradient,
     ParameterServerLost,
     SchedulerLost,
@@ -514,8 +515,11 @@ class Engine:
         error = raised(cause)
         if isinstance(error, DeadlockError):
             error.details = cause.details["graph"]
-        if isinstance(error, NonFiniteGradient):
+        if isinstance(error, NonFinite):
             error.step = self.step
+            if not isinstance(error, NonFiniteGradient):
+                error.add_note(f"variables are at step {self.step} of the cluster")
+        if isinstance(error, NonFiniteGradient):
             first, *located = error.message.split("\n")
             first += (
                 f". Variables are at step {self.step}: take a smaller learning rate, limit the gradients, or look for "

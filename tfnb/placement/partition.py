@@ -82,7 +82,10 @@ def split(step: StepGraph, homes: Homes, *, parallel: bool, task: int | None = N
     mixed = next((value for value in late if cut.after_nodes([value]) is None), None)
     if mixed is not None:
         name = step.whole.contents.by_id[mixed.node].name
-        return cut.whole(f"{name} depends on averaged gradients, or on state both before and after the step")
+        return cut.whole(
+            f"{name} depends on averaged gradients, or on state both before and after the step: without it "
+            "among the fetches and watched values tasks divide the rows"
+        )
     try:
         return cut.parts(late)
     except Undivided as error:
@@ -328,7 +331,7 @@ class _Feeds:
         nodes = [graph.contents.by_id[value.node] for value in values]
         self.nodes = [
             Node(
-                id=new_id(), name=f"{node.name}.{value.index}", op="tfnb.placeholder",
+                id=new_id(), name=_fed_name(node, value), op="tfnb.placeholder",
                 outputs=(node.outputs[value.index],), source=node.source,
             )
             for node, value in zip(nodes, values, strict=True)
@@ -344,6 +347,11 @@ class _Feeds:
         """The node with its inputs taken from the placeholders."""
         inputs = tuple(map(self.of, node.inputs))
         return node if inputs == node.inputs else replace(node, inputs=inputs)
+
+
+def _fed_name(node: Node, value: Value) -> str:
+    """A placeholder keeps its name, which errors tell; beside a feed of another node that may be in the graph, too."""
+    return node.name if node.op == "tfnb.placeholder" else f"{node.name}.{value.index}"
 
 
 def _same(sent: dict[Value, Rows | None], value: Value, rows: Rows | None, name: str) -> None:

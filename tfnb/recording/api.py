@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
-from tfnb.graph import Spec, Value, Variable, current
+from tfnb.graph import Node, Spec, Value, Variable, current
 from tfnb.graph.device_request import parse
 from tfnb.graph.ops import LOCKING, UNORDERED
 from tfnb.graph.spec import Size, device_name
@@ -111,8 +111,11 @@ def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, 
         if axis in taken:
             known = symbols.hint(symbols.get(axis))
             if hint is not None and known != hint:
+                where = next(n for n in recorder.nodes if n.op == "tfnb.placeholder" and axis in n.outputs[0].symbols)
                 raise ShapeError(
-                    f"size {axis} is {known} in an earlier sample and {hint} in this one{recorder.tape.at()}"
+                    f"size {axis} is {known} in the sample of {where.name}{_recorded_at(where)} and {hint} in this one"
+                    f"{' (one row is recorded as two)' if hint == 2 else ''}: one letter is one size in all cells of a "
+                    f"graph, also a letter that an axis got by itself. Take another one, or None{recorder.tape.at()}"
                 )
             return symbols.size(symbols.get(axis))
     size = symbols.fresh(axis, hint, taken)
@@ -121,6 +124,10 @@ def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, 
     if axis is not None:
         recorder.tape.chosen.add(letter)
     return symbols.size(size)
+
+
+def _recorded_at(node: Node) -> str:
+    return f" ({node.source})" if node.source else ""
 
 
 def constant(value: Any, *, name: str | None = None) -> Tensor:

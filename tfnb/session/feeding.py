@@ -225,10 +225,20 @@ def _fit(given: torch.Size, row: _Row, symbols: dict[str, int]) -> None:
                 return
         except ShapeError:  # an expression over a symbol that no feed shows: nothing to compare with
             return
+    if not why and len(given) == len(spec.shape) and (fixed := _other(given, spec)):
+        why = (
+            f": {fixed} fixed by its recording; placeholder(sample, shape=(None, ...)) names the axes that vary by None"
+        )
     raise ShapeError(
         f"Cannot feed value of shape {tuple(given)} for Tensor {row.name}, which has shape {_shape(spec)}{why}"
         f"{_at(row.source)}", node=row.name,
     )  # fmt: skip
+
+
+def _other(given: torch.Size, spec: Spec) -> str:
+    """The axes of another length than the fixed one."""
+    axes = [str(axis) for axis, size in enumerate(spec.shape) if isinstance(size, int) and size != given[axis]]
+    return "" if not axes else f"axis {axes[0]} is" if len(axes) == 1 else f"axes {', '.join(axes)} are"
 
 
 def _holds(guard: Guard, symbols: dict[str, int]) -> bool:
@@ -251,10 +261,15 @@ def described(tensor: torch.Tensor) -> str:
     return str(Spec.of(tensor))
 
 
+_GIVEN = ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
+
+
 def listing(graph: Graph, limit: int = 8) -> str:
-    """A few names a user may mean: placeholders and results."""
-    consumed = {v.node for n in graph.nodes for v in n.inputs}
-    names = [n.name for n in graph.nodes if n.op == "tfnb.placeholder" or (n.id not in consumed and n.outputs)]
+    """A few names a user may mean: placeholders, and results of what the user's own lines compute."""
+    forward = [n for n in graph.nodes if n.tags.isdisjoint(("gradient", "update"))]
+    consumed = {v.node for n in forward for v in n.inputs}
+    results = (n for n in forward if n.id not in consumed and n.outputs and n.op not in _GIVEN)
+    names = [n.name for n in (*graph.placeholders, *results)]
     return ", ".join(names[:limit]) + (" ..." if len(names) > limit else "")
 
 

@@ -149,6 +149,8 @@ class FromTorch(Optimizer):
             def find() -> torch.Tensor:
                 nonlocal last
                 self._hold_to(number)
+                if current.recording() is None:
+                    self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where no step was
                 now = self.optimizer.param_groups[number]["lr"]
                 if float(now) != float(last):
                     last = _plain(now)
