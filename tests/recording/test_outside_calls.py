@@ -80,3 +80,19 @@ def test_without_a_sample_sizes_vary_and_values_are_missing() -> None:
     assert isinstance(x.shape[0], torch.SymInt) and x.shape[1] == 3 and x.dtype is torch.float32
     with pytest.raises(InvalidArgument, match="no value while recording"):
         x * 2
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, w: F.linear(x, w), lambda x, w: torch.cat([x, w]), lambda x, w: torch.cdist(x, w),
+    lambda x, w: torch.einsum("ij,kj->ik", x, w), lambda x, w: F.embedding(x.long()[0], w),
+    lambda x, w: torch.where(x[:1] > 0, w, x[:1]), lambda x, w: torch.addmm(w[0, :3], x, w.T), lambda x, w: x @ w.T,
+], ids=["linear", "cat", "cdist", "einsum", "embedding", "where", "addmm", "@"])  # fmt: skip
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_recorded_tensor_and_a_variable_go_together_in_every_call(call: Any, inside: bool) -> None:
+    plain, weights = torch.tensor([[0.0, 1.0, 2.0, 1.0], [2.0, 0.0, 1.0, 2.0]]), torch.rand(3, 4)
+    weight = tfnb.Variable(weights, name="w")
+    with tfnb.record("together"):
+        x = tfnb.placeholder(plain, name="x")
+        y = call(x, weight) if inside else x + 0
+    found = tfnb.run(y, {x: plain}) if inside else call(x, weight)
+    assert torch.equal(torch.as_tensor(found), call(plain, weights))

@@ -44,6 +44,8 @@ class Recorded(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
+        if not all(issubclass(kind, torch.Tensor) for kind in types):  # a Variable, which reads itself
+            return NotImplemented
         if current.stack.open or torch._C._get_tracing_state() is not None:  # TorchScript follows this very tensor
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         return _call(func, args, kwargs or {})
