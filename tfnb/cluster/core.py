@@ -216,8 +216,8 @@ class Core:
             before = self.lines.renew(request.op, ticket, now)
             return [] if before is None else [Reply(before, Refused("again", "it was asked again"))]
         line = self._line(request)
-        answer = None if line in self.lines.names else self._answer(request, now)
-        if line in self.lines.names:  # behind those before it, unless it needs no place
+        answer = None if self.lines.has(line) else self._answer(request, now)
+        if self.lines.has(line):  # behind those before it, unless it needs no place
             answer = self._settled(request)
         if answer is not None:
             return [Reply(ticket, answer)]
@@ -405,9 +405,7 @@ class Core:
         keys = _keys(request, names)
         since = request.meta.get("since") or [-1] * len(keys)
         _same_number(keys, since)
-        for key in keys:
-            self._value(key)
-        versions = [self.versions[key] for key in keys]
+        versions = [self._version(key) for key in keys]
         fresh = self.store.read([key for key, old, new in zip(keys, since, versions, strict=True) if old != new])
         return Ok({**answer.meta, "versions": versions}, fresh)
 
@@ -726,9 +724,14 @@ class Core:
         return Ok({"version": self.version, "step": self.step})
 
     def _value(self, key: str) -> torch.Tensor:
-        if key not in self.store:
-            raise NotFound(f"this server holds no variable {key}")
+        self._version(key)
         return self.store.get(key)
+
+    def _version(self, key: str) -> int:
+        found = self.versions.get(key)
+        if found is None:
+            raise NotFound(f"this server holds no variable {key}")
+        return found
 
     def _afford(self, asked: int) -> None:
         """Bytes of a parameter server, which may hold several shards."""

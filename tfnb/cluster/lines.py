@@ -49,6 +49,10 @@ class Lines:
         """Lines in which somebody stands."""
         return list(self._lines)
 
+    def has(self, line: str) -> bool:
+        """Whether somebody stands in a line."""
+        return line in self._lines
+
     def head(self, line: str) -> Waiting | None:
         """Who is next of those whose call is open: who is between two calls is given nothing, and keeps the place."""
         return next((waiting for waiting in self._lines.get(line, {}).values() if waiting.ticket is not None), None)

@@ -62,7 +62,11 @@ Borrow = Callable[[Loan, int], torch.Tensor]  # so many bytes; raises ProtocolEr
 
 def size(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of the values of ``tensors``; a meta tensor has none."""
-    return sum(t.numel() * t.itemsize for t in tensors if not t.is_meta)
+    return sum(_sizes(tensors))
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if t.is_meta else t.numel() * t.itemsize for t in tensors]
 
 
 # -- encoding ---------------------------------------------------------------------------------------------
@@ -87,21 +91,21 @@ def encode(
     Contiguous CPU tensors are not copied, so they must not be written before the message is sent. Raises
     UnsupportedDtype for what cannot travel, ResourceExhausted for a message over a cap.
     """
-    _within("bytes of tensors in a message", size(tensors), 0, budget)
-    loans = lend(_large(tensors)) if lend is not None else {}
+    sizes = _sizes(tensors)
+    _within("bytes of tensors in a message", sum(sizes), 0, budget)
+    loans = lend(_large(tensors, sizes)) if lend is not None else {}
     entries: list[tuple[Any, ...]] = []
     small: list[Buffer] = []
     frames: list[Buffer] = []
     words: list[int] = []
     offset = 0
-    for position, tensor in enumerate(tensors):
+    for position, (tensor, nbytes) in enumerate(zip(tensors, sizes, strict=True)):
         lane: str
         ref: int | tuple[str, int]
         flat = _bytes_of(tensor, position) if position not in loans else _NOTHING
-        nbytes = flat.nbytes
         if position in loans:
             segment, start, word = loans[position]
-            lane, ref, nbytes = "s", (segment, start), size([tensor])
+            lane, ref = "s", (segment, start)
             words.append(word)
         elif tensor.is_meta:
             lane, ref = "m", 0
@@ -190,11 +194,11 @@ def _remember(kept: dict[Any, Any], key: Any, value: Any) -> None:
     kept[key] = value
 
 
-def _large(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+def _large(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> dict[int, torch.Tensor]:
     """Those that are not sent beside the header, by position."""
     found = {}
-    for position, tensor in enumerate(tensors):
-        if not tensor.is_meta and tensor.numel() * tensor.itemsize > INLINE:
+    for position, (tensor, nbytes) in enumerate(zip(tensors, sizes, strict=True)):
+        if nbytes > INLINE:
             _check(tensor, position)
             found[position] = tensor
     return found
