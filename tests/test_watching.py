@@ -47,6 +47,18 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(5, 1, 6, 6), torch.randint(3, (5,))) for _ in range(count)]
 
 
+def test_runs_of_other_fetches_do_not_take_the_turns_of_those_that_are_followed(net: Any) -> None:
+    """As where an agent acts a hundred times and learns once."""
+    _, x, y, hidden, loss, train, _ = net
+    seen = tfnb.watch(loss)
+    for images, labels in batches(4):
+        for _ in range(20):
+            tfnb.run(hidden, {x: images})
+        tfnb.run(train, {x: images, y: labels})
+    assert seen.courses["loss"].points, "the first of the runs that compute it"
+    assert len(seen._without) == 1
+
+
 @pytest.mark.parametrize("how", ["run", "callable", "fit"])
 def test_what_is_seen_is_what_a_run_computes_and_training_is_bitwise_the_same(net: Any, how: str) -> None:
     graph, x, y, _, loss, train, model = net

@@ -26,7 +26,7 @@ from tfnb.recording import Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording import variable as variable_named
 from tfnb.session import Session
-from tfnb.session.structures import graph_of, value_of
+from tfnb.session.structures import graph_of, key_of, value_of
 from tfnb.state.step_groups import Told
 from tfnb.widgets.curve import bars, blocks, number, svg, table
 
@@ -129,6 +129,7 @@ class Watch:
         self._extra: list[float] = []  # seconds that the last looks took
         self._looks = 0
         self._to_time = 0  # ordinary runs that are still to be timed
+        self._without: set[Any] = set()  # fetches and feeds of runs that compute nothing of what is followed
         self._is_fresh = False  # seen and not shown
         self._plot: Any = None
 
@@ -145,7 +146,8 @@ class Watch:
     ) -> Any:  # fmt: skip
         """One run: ``plain()``, timed, or now and then the same run with the watched values."""
         start = time.perf_counter()
-        if not self._is_due(step, start) or not self._looking.acquire(blocking=False):
+        is_due = self._is_due(step, start) and (key_of(fetches), *map(key_of, feeds)) not in self._without
+        if not is_due or not self._looking.acquire(blocking=False):
             found = plain()
             took = time.perf_counter() - start
             self._to_time = max(0, self._to_time - 1)
@@ -153,6 +155,9 @@ class Watch:
             return found
         try:
             found, values = session.looked_at(fetches, feeds, self._items(), **options)
+            if not values:  # the next run of other fetches is looked at
+                self._without.add((key_of(fetches), *map(key_of, feeds)))
+                return found
             self._took(step, values)
             self._pause(time.perf_counter() - start - self._usual, PERIOD if session.cluster is not None else 0.0)
             return found
@@ -200,6 +205,7 @@ class Watch:
         """What to fetch, by name; of a graph that was recorded again as it is now."""
         if self._version != self.graph.version:
             self._version, self._found = self.graph.version, wanted(self.graph, self._names, self._hist, gone=True)
+            self._without.clear()
             for name, (_, is_histogram) in self._found.items():
                 self.courses.setdefault(name, Course(name, is_histogram))
         return {name: item for name, (item, _) in self._found.items() if not _is_empty(item)}
