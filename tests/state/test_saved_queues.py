@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 import threading
@@ -29,6 +30,7 @@ from tests.state.test_queues import in_thread, until
 from tfnb.errors import Aborted, CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound, OutOfRange
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.state import checkpoint
+from tfnb.state.queue_machine import UNDER_WAY
 from tfnb.state.source_puts import position_behind, standing
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
@@ -410,6 +412,32 @@ def test_a_step_that_computes_while_its_queue_is_restored_writes_nothing(tmp_pat
         session.restore(tmp_path / "file", strict=False)
     thread.join(30)
     assert isinstance(found[0], Aborted) and total.value() == 0 and held(queue) == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a stop came in the collector
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_step_that_ends_too_late_leaves_its_elements(writes: bool) -> None:
+    """Most deadlines of about the time that it takes come when all is computed."""
+    queue, v = fifo("q", 1000), tfnb.Variable(0, name="v")
+    with tfnb.record() as graph:
+        taken = queue.dequeue(sample=torch.tensor(1))
+        step = v.assign_add(taken) if writes else taken
+    queue.enqueue_many(torch.ones(1000, dtype=torch.int64))
+    session, rng, late = tfnb.Session(graph), random.Random(0), 0
+    session.run(step)
+    usual = 9.0
+    for _ in range(20):
+        begin = time.perf_counter()
+        session.run(step, timeout=9)
+        usual = min(usual, time.perf_counter() - begin)
+    for done in range(21, 600):
+        try:
+            session.run(step, timeout=usual * rng.uniform(0.3, 1.2))
+        except tfnb.errors.DeadlineExceeded:
+            late += 1
+        assert queue.size() == 1000 - done - 1 + late and not UNDER_WAY
+        assert not writes or v.value() == done + 1 - late
+    assert late
 
 
 def test_whoever_waits_takes_what_is_restored(tmp_path: Path) -> None:

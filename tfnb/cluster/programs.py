@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ from tfnb.passes import step_graph
 from tfnb.placement.lookups import lookups
 from tfnb.placement.partition import Server, Split
 from tfnb.placement.placement import Homes, Piece, Placement, joined, read_from
+from tfnb.state.queue_machine import whole_steps
 
 Meta = Mapping[str, Any]
 
@@ -316,7 +318,8 @@ class ComputeProgram:
         feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, (*feeds, *looked), strict=True)]
         forward = Checked(self.program).forward if self.meta["check"] else None
         try:
-            out, pending = self.program.compute(feeds, storages, run_index, forward)
+            with whole_steps() if self.program.waits else nullcontext():
+                out, pending = self.program.compute(feeds, storages, run_index, forward)
         except NonFinite as error:
             error.task = task
             raise

@@ -32,7 +32,7 @@ class Pending:
     """What a computed step will write.
 
     values: tensors, and numbers for tensors of one element. variables: all that are written, also by updates.
-    done: is called at the end. queued: what it did to queues.
+    done: is called at the end. queued: what it did to queues, which counts with the writes.
     """
 
     targets: list[torch.Tensor]
@@ -61,6 +61,8 @@ def _write(pending: Pending) -> None:
                 torch._foreach_copy_(targets, values)
             for target, number in numbers:
                 target.fill_(number)
+            if pending.queued is not None:
+                pending.queued.end()
         finally:
             for variable in pending.variables:
                 variable.writes.value += 1

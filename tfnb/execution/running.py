@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from tfnb.errors import TfnbError
+from tfnb.interrupts import no_interrupt
 
 T = TypeVar("T")
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -58,6 +60,7 @@ class Running:
 
         until: seconds from now, and the error; what ends later than that counts as stopped.
         """
+        above, _stops.running = _stops.running, (*_stops.running, self)
         try:
             try:
                 self._token.append(None)
@@ -77,6 +80,8 @@ class Running:
                 self._claim()
                 raise
             raise self._why(stop) from None
+        finally:
+            _stops.running = above
 
     def stop(self, why: Why) -> None:
         """End the computing with ``why(stop)``, from any thread; nothing happens if it ended already."""
@@ -101,6 +106,17 @@ class Running:
             self.stop(why)
         return result
 
+    def hold(self) -> None:
+        """Nothing is raised from here on, until `let_go`; raises what was on its way."""
+        self._claim()
+
+    def let_go(self) -> None:
+        """After `hold`: raise what came meanwhile."""
+        self._token.append(None)
+        if self._why is not None:
+            self._claim()
+            raise Stop
+
     def _claim(self) -> None:
         """The computing is over. A stop that came before is on its way to this thread, which waits for it.
 
@@ -115,3 +131,22 @@ class Running:
                 time.sleep(_TURN)
                 waited += self._sent
             raise Stop from None
+
+
+class _Stops(threading.local):
+    """What computes in a thread, and can be stopped: a step, and those inside of it."""
+
+    running: tuple[Running, ...] = ()
+
+
+_stops = _Stops()
+
+
+@contextmanager
+def unstoppable() -> Iterator[None]:
+    """A block that is done as a whole: a stop, or Ctrl-C, that comes meanwhile is raised behind it."""
+    with ExitStack() as after, no_interrupt():
+        for running in _stops.running:
+            running.hold()
+            after.callback(running.let_go)
+        yield

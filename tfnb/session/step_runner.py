@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from tfnb.errors import Cancelled, FailedPrecondition, TfnbError
-from tfnb.execution import Pending, Program
+from tfnb.execution import Program
 from tfnb.execution.explain import deadline, explained
 from tfnb.execution.running import Running, Stop
 from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
 from tfnb.placement.requests import task_of
 from tfnb.session.prepared import Prepared
+from tfnb.state.queue_machine import whole_steps
 from tfnb.state.run_numbers import RunNumbers
 
 
@@ -51,13 +52,15 @@ class StepRunner:
         program.use.last = time.time()
         if prepared.trailing:
             access = (access or NOTHING).also(prepared.trailing)
+        uses = whole_steps() if program.waits else _NOTHING_USED
         if access is None:
-            results, pending = self.stoppable(program, timeout, self._compute, program, tensors, forward, run)
-            _look(prepared, results, pending)
+            with uses:
+                results, _ = self.stoppable(program, timeout, self._compute, program, tensors, forward, run)
+                _look(prepared, results)
             return results  # type: ignore[no-any-return]
         hold = Hold(access)
         try:
-            with hold.token:
+            with hold.token, uses:
                 results = None
                 if getattr(forward, "writes", False):  # nothing can stop it
                     is_timed = timeout is None or getattr(forward, "seconds", None) is not None
@@ -69,7 +72,7 @@ class StepRunner:
                     compute = self._locked if cut is None and not program.waits else self._aside
                     given = hold, program, tensors, forward, run, cut
                     results, pending = self.stoppable(program, timeout, compute, *given)
-                    _look(prepared, results, pending)
+                    _look(prepared, results)
                     with nullcontext() if program.commit_access is None else LOCKS.held(program.commit_access):
                         commit(pending)
                 if prepared.trailing:
@@ -125,16 +128,12 @@ class StepRunner:
         kept = () if program.access is None else program.access.variables  # not those that it writes without order
         seen = versions(kept) if cut is None else {v: cut.versions[v] for v in kept}
         found = self._compute(program, tensors, forward, run, cut)
-        try:
-            if program.writes or (cut is None and hold.access is not program.access):  # which fetches Variables
-                _take(hold)
-            if program.writes:
-                ensure_unchanged(seen)
-                if found[1].queued is not None:
-                    found[1].queued.ensure_valid()
-        except BaseException:
-            _give_back(found[1])
-            raise
+        if program.writes or (cut is None and hold.access is not program.access):  # which fetches Variables
+            _take(hold)
+        if program.writes:
+            ensure_unchanged(seen)
+            if found[1].queued is not None:
+                found[1].queued.ensure_valid()
         return found
 
     def _compute(
@@ -151,21 +150,14 @@ class StepRunner:
             raise explained(program, error, tensors) from error
 
 
-def _look(prepared: Prepared, results: Sequence[Any], pending: Pending) -> None:
-    """Raise where a breakpoint stops the step; elements of queues are back then."""
+def _look(prepared: Prepared, results: Sequence[Any]) -> None:
+    """Raise where a breakpoint stops the step."""
     __tracebackhide__ = True
-    if not prepared.looks:
-        return
-    try:
+    if prepared.looks:
         prepared.look(results)
-    except TfnbError:
-        _give_back(pending)
-        raise
 
 
-def _give_back(pending: Pending) -> None:
-    if pending.queued is not None:
-        pending.queued.give_back()
+_NOTHING_USED = nullcontext()
 
 
 def _take(hold: Hold) -> None:

@@ -12,14 +12,15 @@ import threading
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from tfnb.errors import Aborted, Cancelled, OutOfRange, QueueClosed, StepAborted, TfnbError
+from tfnb.interrupts import no_interrupt
 from tfnb.state.orders import Arrival, Element, Order
 
 Kind = Literal["enqueue", "dequeue", "close", "size", "set_step", "renew", "finish"]
@@ -121,6 +122,8 @@ class StepQueues:
         self.number = number  # of the round, on a server
         self.attempts: list[Attempt] = []
         self.is_void = False  # a queue that it used holds something else by now
+        if _begun.steps is not None:
+            _begun.steps.append(self)
         UNDER_WAY[self] = None
 
     def ensure_valid(self) -> None:
@@ -148,6 +151,34 @@ class StepQueues:
 
 UNDER_WAY: dict[StepQueues, None] = {}
 """The steps of this process that use queues here."""
+
+
+class _Begun(threading.local):
+    """Of the block that a thread is in. No ContextVar: what an event loop is asked for would keep it."""
+
+    steps: list[StepQueues] | None = None
+
+
+_begun = _Begun()
+
+
+@contextmanager
+def whole_steps() -> Iterator[None]:
+    """A block of one step: what it did to queues counts at its end. Where it raises, what it took comes back."""
+    begun: list[StepQueues] = []
+    above, _begun.steps = _begun.steps, begun
+    try:
+        yield
+        for step in begun:
+            step.end()
+    except BaseException:
+        with no_interrupt():
+            for step in begun:
+                if step in UNDER_WAY:
+                    step.give_back()
+        raise
+    finally:
+        _begun.steps = above
 
 
 class Home(Protocol):

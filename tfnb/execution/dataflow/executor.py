@@ -23,7 +23,7 @@ from tfnb.execution.dataflow.pool import Lanes
 from tfnb.execution.dataflow.templates import Plan, Planner
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program, accesses
-from tfnb.execution.running import Stop
+from tfnb.execution.running import Stop, unstoppable
 from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.graph.variable_locks import LOCKS, Cut
@@ -144,7 +144,8 @@ class Driver:
             raise _placed(error, node) from error
         if "timeout" in attrs:
             self.limited[attempt] = attempt.since + attrs["timeout"]
-        attempt.machine.submit(attempt, before)
+        with unstoppable():  # a stop in the middle would lose an element
+            attempt.machine.submit(attempt, before)
         return attempt
 
     def _own(self, value: Any) -> torch.Tensor:
@@ -159,7 +160,9 @@ class Driver:
         for attempt, end in self.limited.items():
             if end <= now and not attempt.is_over:
                 node = self.machine.waits[attempt].step.op.node
-                if (late := overdue(attempt, node.attrs["timeout"])) is not None:
+                with unstoppable():
+                    late = overdue(attempt, node.attrs["timeout"])
+                if late is not None:
                     raise _placed(late, node)
 
     def _name(self, node: Node) -> str:
@@ -190,13 +193,13 @@ class Driver:
         return None if step is None or step.op is None else step.op.node
 
     def _abandon(self) -> None:
-        """Leave nothing behind: no attempt in a queue, no element that was taken, no task that runs."""
+        """Leave nothing behind: no attempt in a queue, no task that runs. What was taken is given back by who began."""
         queues: dict[Home, list[Attempt]] = {}
-        for attempt in self.machine.waits:
-            queues.setdefault(attempt.machine, []).append(attempt)
+        for attempt in self.queues.attempts:
+            if not attempt.is_over:
+                queues.setdefault(attempt.machine, []).append(attempt)
         for held, attempts in queues.items():
             held.withdraw(attempts)
-        self.queues.give_back()
         self.lanes.drop()
 
 
@@ -282,7 +285,10 @@ class Dataflow:
         self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
         cut: Cut | None = None,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
-        """Fetched values, and the writes of the step; no Variable is written. Queues are used on the way."""
+        """Fetched values, and the writes of the step; no Variable is written.
+
+        Queues are used on the way, inside of a block of `tfnb.state.queue_machine.whole_steps`.
+        """
         plan, fed = self.plan, list(feeds)
         live = dict(zip(self.variables, storages, strict=True))
         copies = {} if cut is None else cut.copies
@@ -292,18 +298,12 @@ class Dataflow:
         kept = [*stored.values(), *(value for _, value in plan.given)]
         driver = Driver(plan, Borrowed([*kept, *fed]), self.whole.name)  # elements outlive what is fed, too
         found = driver.drive(start)
-        try:
-            self._ensure_live(found)
-            borrowed = Borrowed([*kept, *driver.put])
-            results = [borrowed.own(value) for value in found]
-        except BaseException:
-            driver.queues.give_back()
-            raise
+        self._ensure_live(found)
+        borrowed = Borrowed([*kept, *driver.put])
+        results = [borrowed.own(value) for value in found]
         targets = [live[variable] for variable in self.writes]
-        count, queues = len(self.fetches), driver.queues
-        if not self.writes:
-            queues.end()
-        return results[:count], Pending(targets, results[count:], [], self.writes, done=queues.end, queued=queues)
+        count = len(self.fetches)
+        return results[:count], Pending(targets, results[count:], [], self.writes, queued=driver.queues)
 
     @staticmethod
     def commit(pending: Pending) -> None:
