@@ -121,7 +121,7 @@ class QueueRunner:
     closes the queue; it is raised by ``coordinator.join()``, and is the cause of the OutOfRange.
 
     enqueue_ops: recorded enqueues, or a `tfnb.Source` whose elements are put; one for each thread, or one alone. A
-    source has one element on its way: where runners of two queues share it, one that is full holds up the other.
+    source has one element on its way: where runners of two queues share it, one that has room gets that element.
     session: that runs them, by default that of `tfnb.run`; its files keep what the queue holds and the positions of the
     sources, of those of one name in several runners that of the last one.
 

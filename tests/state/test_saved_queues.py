@@ -515,6 +515,29 @@ def test_a_runner_that_waits_for_room_follows_a_restore(tmp_path: Path) -> None:
     assert [int(n) for n in queue] == [*range(9)]
 
 
+def test_a_full_queue_does_not_hold_up_another_one_of_its_source(tmp_path: Path) -> None:
+    full, other = fifo("full", 2), fifo("other", 2)
+    with tfnb.record() as graph:
+        full.dequeue(sample=torch.tensor(1)), other.dequeue(sample=torch.tensor(1))
+    session, source = tfnb.Session(graph), tfnb.Source(range(200), name="numbers")
+    runners = [tfnb.QueueRunner(queue, source, session=session) for queue in (full, other)]
+    runners[0].start()
+    until(lambda: full.level.enqueues == 1)
+    runners[1].start()
+    taken = [int(other.dequeue(timeout=10)) for _ in range(40)]
+    for n in range(20):
+        moment = session.moment()
+        there = [int(t) for queue in ("full", "other") for t in moment.queues[queue].tensors]
+        assert sorted(taken + there) == [*range(moment.positions["sources"]["numbers"]["count"])], n
+        taken.append(int((other, full)[n % 4 == 0].dequeue(timeout=10)))
+    for runner in runners:
+        runner.coordinator.request_stop()
+        runner.coordinator.join(stop_grace_period_secs=10)
+    rest = held(full) + held(other)
+    assert sorted(taken + rest) == [*range(source.position["count"])]
+    assert sorted(taken + rest + list(source)) == [*range(200)]
+
+
 def test_snapshots_have_what_queues_hold() -> None:
     queue, v = fifo("q"), tfnb.Variable(torch.zeros(()), name="v")
     with tfnb.record() as graph:

@@ -17,7 +17,8 @@ class Snapshots:
 
     fetch: anything of the graph that is trained. every: steps between two snapshots. keep: how many there are at most;
     the oldest goes first. `restore` puts the Variables, the random streams and the place in the data back, so that
-    ``fit(..., resume=True)`` takes the same steps again, and ``fit(...)`` with other options is a branch.
+    ``fit(..., resume=True)`` takes the same steps again, and ``fit(...)`` with other options is a branch. What the
+    queues of the graph hold is in a snapshot, too, as if the steps under way were stopped then.
 
     >>> import tfnb
     >>> w = torch.nn.Parameter(torch.zeros(1))
@@ -80,7 +81,10 @@ class Snapshots:
         return dict(self._taken[step].values)
 
     def restore(self, step: int) -> None:
-        """Put everything back to where it was after this step. Variables that are newer stay as they are."""
+        """Put everything back to where it was after this step. Variables and queues that are newer stay as they are.
+
+        Steps under way that used one of the queues raise Aborted: run them again.
+        """
         self.values(step)  # there is one
         self._session.go_back(self._taken[step].copy())
 

@@ -206,8 +206,9 @@ class Session:
         write them wait; with
         ``"snapshot"`` it waits for those that write now, copies, and lets others go on. Raises FeedError, ShapeError,
         InvalidArgument for a missing feed, StaleNode, and Aborted where a step that uses queues, or a snapshot, would
-        write after another step wrote what it read: run it again. Variables are then as they were, and elements that
-        the step took stand in front of their queues again, unless it put some, too.
+        write after another step wrote what it read, or after one of its queues was restored: run it again. Variables
+        are then as they were, and elements that the step took stand in front of their queues again, unless it put
+        some, too; those of a queue that was restored are gone, for it holds what it held.
         """
         __tracebackhide__ = True
         if timeout is not None:
@@ -554,7 +555,9 @@ class Session:
         With them go what the queues, accumulators and barriers of the graph hold, the positions of its random streams,
         of the sources that `fit` read or that `reads` names, and of a training of the graph that is not at its end,
         so that ``fit(resume=path)`` goes on from there. All of it is as if the steps under way were stopped at that
-        moment: what they took is in its queue, unless they put elements, too. A callback of `fit` may call it.
+        moment: what they took is in its queue, unless they put elements, too. The steps go on, and queues keep what
+        they hold. A callback of `fit` may call it, and another thread. Raises CheckpointWriteError, with an older
+        file unchanged, FailedPrecondition for a Variable without a value, which it names, and DeadlineExceeded.
         """
         moment = self.moment()
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
@@ -682,7 +685,9 @@ class Session:
     ) -> Session:
         """Assign the variables from a file, and let queues hold what they held, all or none; returns the session.
 
-        Steps that used one of these queues raise Aborted, and what waits for elements takes those that are there then.
+        Steps under way that used one of these queues raise Aborted and write nothing: run them again. What waits for
+        elements takes those that are there then. On a cluster everything is brought to the servers before the first
+        of them changes; where one is lost while they do, all is here afterwards, and a warning says so.
         Random nodes draw what they would have drawn after the save: the graph takes the seed, the session its number
         of runs. A source goes on from its saved position once `fit` or `reads` is given one of that name, and likewise
         a queue that is not known yet holds what it held.
