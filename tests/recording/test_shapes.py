@@ -154,6 +154,33 @@ def test_batch_norms_give_the_shapes_that_torch_says(shape: tuple[int, ...], dty
                 assert _metadata(SHAPES[backward](*args)) == _metadata(backward(*args))
 
 
+def _losses(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    x, dy = torch.randn(5, 4, dtype=dtype), torch.randn(4, 5, dtype=dtype).T  # which lies the other way
+    y, weight = torch.tensor([0, 1, 2, 3, 1]), torch.rand(4, dtype=dtype)
+    one, rows = torch.ones((), dtype=dtype), torch.ones(5, dtype=dtype)
+    found: dict[str, tuple[Any, ...]] = {"relu back": (aten.threshold_backward.default, dy, x, 0)}
+    for name, op in (("softmax", aten._softmax), ("log softmax", aten._log_softmax)):
+        found |= {f"{name} {dim}": (op.default, dy, dim, False) for dim in (0, -1)}
+    for name, op in (("softmax", aten._softmax_backward_data), ("log softmax", aten._log_softmax_backward_data)):
+        found[f"{name} back"] = op.default, dy, x, 1, dtype
+    for reduction in (0, 1, 2):
+        for w in (None, weight):
+            key, by = f"nll {reduction}{'' if w is None else ' weighted'}", one if reduction else rows
+            found[key] = aten.nll_loss_forward.default, dy, y, w, reduction, -100
+            found[f"{key} back"] = aten.nll_loss_backward.default, by, dy, y, w, reduction, -100, one
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", _losses(torch.float32))
+def test_losses_give_the_shapes_of_the_kernels(name: str, dtype: torch.dtype) -> None:
+    op, *args = _losses(dtype)[name]
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+        found = SHAPES[op](*fakes)
+    assert [one[:3] for one in _metadata(found)] == [one[:3] for one in _metadata(op(*args))]
+
+
 def test_a_fixed_number_of_rows_before_others_has_that_size() -> None:
     first, data = torch.nn.Parameter(torch.randn(5)), torch.randn(4, 3)
     with tfnb.record():

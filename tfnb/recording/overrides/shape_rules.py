@@ -287,6 +287,57 @@ def _by_channel(x: Any, *others: Any) -> bool:
     )
 
 
+def _along_an_axis(op: Any) -> Callable[..., Any]:
+    """A softmax gives fresh rows. torch's rule takes it apart, which takes milliseconds, as do those below."""
+
+    def rule(x: Any, dim: int, half_to_float: bool) -> Any:
+        if half_to_float or not x.dtype.is_floating_point or not -x.dim() <= dim < x.dim():
+            return op(x, dim, half_to_float)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    return rule
+
+
+def _back_along_an_axis(op: Any) -> Callable[..., Any]:
+    def rule(dy: Any, y: Any, dim: int, input_dtype: Any) -> Any:
+        if not dy.dtype is y.dtype is input_dtype or not _same_sizes(dy, y) or not -y.dim() <= dim < y.dim():
+            return op(dy, y, dim, input_dtype)
+        return torch.empty_like(dy, memory_format=torch.contiguous_format)
+
+    return rule
+
+
+@override(Stage.SHAPE, aten.nll_loss_forward.default)
+def _nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    if x.dim() != 2 or target.dim() != 1 or not _by_channel(x, weight):
+        return aten.nll_loss_forward.default(x, target, weight, reduction, ignore_index)
+    torch._check(x.shape[0] == target.shape[0], lambda: f"size mismatch (got input: {x.shape}, target: {target.shape})")
+    return x.new_empty(() if reduction else x.shape[:1]), x.new_empty(())
+
+
+@override(Stage.SHAPE, aten.nll_loss_backward.default)
+def _nll_loss_backward(dy: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any) -> Any:
+    is_usual = x.dim() == 2 and target.dim() == 1 and total.dim() == 0 and _by_channel(x, weight)
+    rows = (target,) if reduction else (target, dy)
+    fits = is_usual and dy.dim() == (0 if reduction else 1)
+    if not fits or not all(statically_known_true(t.shape[0] == x.shape[0]) for t in rows):
+        return aten.nll_loss_backward.default(dy, x, target, weight, reduction, ignore, total)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@override(Stage.SHAPE, aten.threshold_backward.default)
+def _threshold_backward(dy: Any, x: Any, threshold: Any) -> Any:
+    return aten.mul.Tensor(x, dy)
+
+
+def _same_sizes(a: Any, b: Any) -> bool:
+    return a.dim() == b.dim() and all(statically_known_true(n == m) for n, m in zip(a.shape, b.shape, strict=True))
+
+
+for _op in (aten._softmax.default, aten._log_softmax.default):
+    override(Stage.SHAPE, _op)(_along_an_axis(_op))
+for _op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
+    override(Stage.SHAPE, _op)(_back_along_an_axis(_op))
 override(Stage.SHAPE, aten.cummax.default)(_best_so_far(aten.cummax.default))
 override(Stage.SHAPE, aten.cummin.default)(_best_so_far(aten.cummin.default))
 override(Stage.SHAPE, aten.fractional_max_pool3d.default)(_fractional(3))
