@@ -33,7 +33,7 @@ from tests.benchmarks.cluster_steps import Usage, measured, workers
 from tests.benchmarks.models import mlp
 from tfnb.cluster import deploy
 from tfnb.cluster.messages import Ask, Ok
-from tfnb.cluster.task import Task
+from tfnb.cluster.task import TaskActor
 
 HOST = "127.0.0.1"
 Printed = dict[str, Any]
@@ -160,7 +160,7 @@ class Plain:
 
 async def asked(key: str, times: int, dask_worker: Any) -> float | None:
     """In the worker of a task: seconds of a pull of one number by its direct stream."""
-    task = next(actor for actor in dask_worker.state.actors.values() if isinstance(actor, Task))
+    task = next(actor.task for actor in dask_worker.state.actors.values() if isinstance(actor, TaskActor))
     await task.open_streams([0])
 
     def ask() -> float:

@@ -215,7 +215,7 @@ def test_shuffled_steps_that_need_more_chunks_than_a_task_keeps(connect, options
 
     def limit(dask_worker):
         for actor in dask_worker.state.actors.values():
-            actor.room = 4 * 64 * 8
+            actor.task.room = 4 * 64 * 8
 
     cluster.client.run(limit, workers=[member.peer.addr for member in cluster._engine.tasks])
     data = {s.x: da.arange(1600, chunks=64, dtype=np.float64)}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -22,7 +24,10 @@ from tests.cluster.conftest import worker_processes
 from tests.cluster.test_cuts import Counters
 from tests.state.test_queues import in_thread
 from tfnb.cluster import connected
+from tfnb.cluster.core import Core
+from tfnb.cluster.task import Task
 from tfnb.errors import Aborted, FailedPrecondition
+from tfnb.state.store import Store
 
 STEPS, RATE = 3, 0.5
 
@@ -105,3 +110,40 @@ def test_a_fit_whose_cluster_another_thread_closes_says_so_and_leaves_whole_step
         thread.join(60)
         assert isinstance(found[0], Aborted | FailedPrecondition) and "closed" in str(found[0]), found
         assert len(set(c.counts())) == 1
+
+
+KILLED = """
+import os, signal, sys, tfnb, torch
+from tests.cluster.test_ending import trained
+trained(sys.argv[1])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", pytest.param("killed", marks=pytest.mark.slow)])
+def test_a_notebook_that_ends_leaves_no_threads_and_no_values_in_the_workers(dask, how) -> None:
+    def left(dask_worker):
+        named = [thread.name for thread in threading.enumerate() if thread.name.startswith("tfnb")]
+        return named + [type(thing).__name__ for thing in gc.get_objects() if type(thing) in (Core, Store, Task)]
+
+    def let_collect(may: bool) -> None:
+        gc.collect()
+        gc.enable() if may else gc.disable()  # of its own accord it comes, at some time
+
+    address = dask.scheduler.address
+    dask.run(let_collect, False)
+    try:
+        if how == "closed":
+            with Client(address, set_as_default=False) as client:
+                _, _, step, x, own = trained(client)
+                tfnb.fit(step, {x: torch.ones(64, 3)}, batch_size=2)
+                assert len([name for names in dask.run(left).values() for name in names if name == "Core"]) == 1
+                own.close()
+        else:
+            subprocess.run([sys.executable, "-c", KILLED, address], timeout=120)
+        end = time.monotonic() + 60
+        while any(found := dask.run(left).values()):
+            assert time.monotonic() < end, found
+            time.sleep(0.2)
+    finally:
+        dask.run(let_collect, True)

@@ -59,7 +59,7 @@ def test_a_cell_recorded_again_leaves_no_variables(connect, optimizer):
 
 def _cached(dask_worker):
     """How many values the compute task of a worker keeps."""
-    return max([len(actor.cache) for actor in dask_worker.state.actors.values()], default=0)
+    return max([len(actor.task.cache) for actor in dask_worker.state.actors.values()], default=0)
 
 
 def test_a_variable_that_is_dropped_frees_its_storage_and_its_name(connect):

@@ -100,7 +100,7 @@ def asked(cluster):
     """How many calls to servers each task has made, by method."""
 
     def told(dask_worker):
-        links = [actor.link for actor in dask_worker.state.actors.values() if hasattr(actor, "link")]
+        links = [actor.task.link for actor in dask_worker.state.actors.values() if hasattr(actor, "task")]
         return [{method: len(seconds) for method, seconds in link.latencies.items() if seconds} for link in links]
 
     found = cluster.client.run(told, workers=[member.peer.addr for member in cluster._engine.tasks])
@@ -136,7 +136,7 @@ def test_what_fails_on_a_shard_is_told_while_the_one_beside_it_waits(four):
 
     def forget(dask_worker):
         for actor in dask_worker.state.actors.values():
-            for core in actor.cores:
+            for core in actor.task.cores:
                 core.plans.clear() if core.shard == 2 else None
 
     four.client.run(forget, workers=[member.peer.addr for member in four._engine.servers])

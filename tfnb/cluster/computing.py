@@ -95,6 +95,12 @@ class Computing:
         if not end.cancelled():
             end.exception()  # seen, also if nobody waits any more
 
+    def close(self) -> None:
+        """Stop what runs and let the threads end, without a wait for them."""
+        for call, _ in list(self._calls.values()):
+            call.stop()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
     async def stopped(self, is_over: Callable[[int], bool]) -> list[str]:
         """Stop the rounds that are over, and wait until the threads have left them: what they waited for, in words."""
         found = [entry for number, entry in self._calls.items() if is_over(number)]

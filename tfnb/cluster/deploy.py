@@ -29,7 +29,7 @@ from distributed.utils import silence_logging_cmgr
 
 from tfnb.cluster.members import Member
 from tfnb.cluster.messages import Failed, Ok, Outcome, Peer, raised
-from tfnb.cluster.task import Task, versions
+from tfnb.cluster.task import TaskActor, versions
 from tfnb.cluster.transport import ClientLink, Handle, is_local, parse_address, scheduler_address, wait
 from tfnb.errors import (
     DeadlineExceeded,
@@ -427,7 +427,7 @@ async def identities(client: Client) -> dict[str, dict[str, Any]]:
 def submit(client: Client, name: str, addr: str, owner: str) -> Any:
     """Start the task actor on a worker; its future."""
     return client.submit(
-        Task, name, actor=True, workers=[addr], allow_other_workers=False, pure=False, key=f"tfnb-{owner}-{name}",
+        TaskActor, name, actor=True, workers=[addr], allow_other_workers=False, pure=False, key=f"tfnb-{owner}-{name}",
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import itertools
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,10 +66,25 @@ def versions() -> dict[str, str]:
     }  # fmt: skip
 
 
-class Task:
-    """One task of a cluster. ``threads``: torch threads; ``budget``: bytes of values a server may hold."""
+class TaskActor:
+    """What Dask holds of a task. It is in no cycle, so the task ends when Dask lets go of it, be its notebook dead.
+
+    ``threads``: torch threads; ``budget``: bytes of values a server may hold.
+    """
 
     def __init__(self, name: str, threads: int | None = None, budget: int | None = None) -> None:
+        self.task = Task(name, threads, budget)
+        weakref.finalize(self, self.task.end)
+
+    async def handle(self, *frames: Any) -> list[wire.Buffer]:
+        """Answer one message with one message."""
+        return await self.task.handle(*frames)
+
+
+class Task:
+    """One task of a cluster, as `TaskActor` says."""
+
+    def __init__(self, name: str, threads: int | None, budget: int | None) -> None:
         worker = get_worker()
         limit = worker.memory_manager.memory_limit
         self.name, self.worker = name, worker
@@ -85,12 +102,12 @@ class Task:
         self.floor = 0  # rounds up to here are over
         self.computing, self.waiting = Computing(), Computing(WAITING)
         self.over: set[int] = set()  # rounds above the floor
-        self.queues = Channels(worker.loop.asyncio_loop, self._asking)  # type: ignore[attr-defined]
+        self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        self.queues = Channels(self._loop, self._asking)
         self.reader = Reader(worker)
         self.room = (self.budget or ROOM) // 2
         self.loops = Loops(self, self.plans)
         self.streams = Streams(self.link, worker.security)
-        weakref.finalize(self, self.streams.end)
         torch.set_num_threads(threads or worker.state.nthreads)
         heap.set_limits()
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
@@ -99,6 +116,17 @@ class Task:
             "waits": self._waits,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
+
+    def end(self) -> None:
+        """End its threads and give its memory back: a model is too large to wait until Python looks for cycles."""
+        self.streams.end()
+        for threads in (self.computing, self.waiting):
+            threads.close()
+        ending = _given_back(self.serving)
+        try:
+            asyncio.run_coroutine_threadsafe(ending, self._loop)
+        except RuntimeError:  # the worker ends, too
+            ending.close()
 
     async def handle(self, *frames: Any) -> list[wire.Buffer]:
         """Answer one message with one message."""
@@ -154,9 +182,7 @@ class Task:
                     {"incarnation": self.incarnation, "shard": int(shard)},
                 )
                 self.cores.add(Core(store, ShardProgram, epoch=self.epoch, **mine))
-            send, loop = weakref.WeakMethod(self._begin_send), asyncio.get_running_loop()
-            self.serving = Serving(self.cores, lambda effect: _tell(loop, _call, send, effect))
-            weakref.finalize(self, self.serving.close)
+            self.serving = Serving(self.cores, partial(_tell, self._loop, self._begin_send))
         for core in self.cores:
             core.epoch = self.epoch
         return Ok({"epoch": self.epoch})
@@ -263,8 +289,10 @@ class Task:
         But for one that holds variables, also those of another notebook.
         """
         for actor in self.worker.state.actors.values():
-            if isinstance(actor, Task) and len(actor.cores):
-                return Refused("protocol", f"its process holds variables{' of another notebook' * (actor is not self)}")
+            if isinstance(actor, TaskActor) and len(actor.task.cores):
+                return Refused(
+                    "protocol", f"its process holds variables{' of another notebook' * (actor.task is not self)}"
+                )
         os.kill(os.getpid(), signal.SIGKILL)
         return Ok()
 
@@ -405,6 +433,13 @@ class Task:
         return [outcome for outcome in outcomes if isinstance(outcome, Ok)]
 
 
+async def _given_back(serving: Serving | None) -> None:
+    if serving is not None:
+        await asyncio.to_thread(serving.close)
+    del serving
+    gc.collect()
+
+
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
     """Let the event loop call something, from another thread; a loop that is closed has nobody who waits."""
     with suppress(RuntimeError):
@@ -414,12 +449,6 @@ def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args:
 def _set(answered: asyncio.Future[Answer], answer: Answer) -> None:
     if not answered.done():
         answered.set_result(answer)
-
-
-def _call(method: weakref.WeakMethod[Callable[[Send], None]], send: Send) -> None:
-    found = method()
-    if found is not None:
-        found(send)
 
 
 def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failed | Refused:
