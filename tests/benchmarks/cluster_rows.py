@@ -183,7 +183,7 @@ def scalar(rounds: int = 5, times: int = 300) -> None:
         server_at, task_at = there._engine.servers[0].peer.addr, there._engine.tasks[0].peer.addr
         server = client.submit(Plain, actor=True, workers=[server_at], pure=False).result()
         plain = client.submit(Plain, actor=True, workers=[task_at], pure=False).result()
-        key = there._held.homes[number.key][0].key
+        key = there._variables.held.homes[number.key][0].key
         pids = client.run(os.getpid, workers=[server_at, task_at]).values()
         both = [psutil.Process(pid) for pid in pids]
         found: dict[str, list[float]] = {name: [] for name in ("plain", "tfnb", "plain cpu", "tfnb cpu")}
