@@ -502,7 +502,8 @@ class Engine:
                     + ("\n  ".join(["", *waits]) if waits else names or "nobody"),
                     step=self.step,
                 )
-            case e.TasksLost(message, tasks):
+            case e.TasksLost(message, tasks, put):
+                message += f" ({put}), what it took is taken, and it put nothing else" if put else ""
                 names = ", ".join(f"{self.tasks[i].name} ({self.tasks[i].peer.addr})" for i in tasks)
                 text = f"{message}{f': {names}' if names else ''} (step {self.step}); variables are as of that step"
                 return WorkerLost(text, step=self.step)

@@ -22,6 +22,7 @@ class TasksLost(NamedTuple):
 
     message: str = "no compute task is left"
     tasks: tuple[int, ...] = ()  # that it killed
+    put: str = ""  # elements that it put into queues, in words
 
     @property
     def is_none_left(self) -> bool:

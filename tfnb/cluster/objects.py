@@ -239,14 +239,18 @@ class Objects:
                 self._steps.pop(number).end()
 
     def _halt(self, request: Request, now: float) -> Ok:
-        """Nothing of a round waits any more, or begins to; whether it put something here."""
+        """Nothing of a round waits any more, or begins to; what it put here, by queue."""
         step = self._step(int(request.meta["round"]))
         step.is_void = True
         for channel in self.channels.values():
             for work in list(channel.open.values()):
                 if work.round == step.number:
                     _withdraw(channel, work)
-        return Ok({"moved": step.has_put})
+        put: dict[str, int] = {}
+        for attempt in step.attempts:
+            if attempt.kind == "enqueue" and attempt.enqueued:
+                put[attempt.machine.name] = put.get(attempt.machine.name, 0) + attempt.enqueued
+        return Ok({"moved": step.has_put, "put": put})
 
     def abort(self, moved: Iterable[int] = ()) -> None:
         """Of rounds that are over, and were not committed, what waits ends, and what they took comes back.

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,22 @@ See = Callable[[list[Any]], None]  # values of each worker
 
 GRACE = 1.0  # seconds for telling everybody that a round is over
 FOREVER = 86400.0  # seconds
+
+
+class _Ended(NamedTuple):
+    """What a round waited for that was given up, and how many elements it had put into which queues, in words."""
+
+    waits: Sequence[str]
+    put: str
+
+
+def _told(end: e.Finish, rounds: Sequence[_Ended]) -> tuple[e.Finish, list[str]]:
+    """The end of a step, with what its rounds had put where a task was lost, and what they waited for."""
+    waits = [wait for found in rounds for wait in found.waits]
+    if not isinstance(end.cause, e.TasksLost):
+        return end, waits
+    put = ", ".join(found.put for found in rounds if found.put)
+    return end._replace(cause=end.cause._replace(put=put)), waits
 
 
 class SingleSteps:
@@ -85,7 +101,13 @@ class SingleSteps:
                 machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
                 machine.lost, machine.places = lost, {task: self.engine.first(task) for task in tasks}
                 end, waits = await self._drive(machine, placed, batch, since, use, turn, see)
-                if not (isinstance(end.cause, e.TasksLost) and end.cause.is_none_left and self.engine.comes):
+                if not isinstance(end.cause, e.TasksLost):
+                    break
+                if machine.once and end.cause.tasks and not end.cause.put:  # what it took is back: on another task
+                    lost += [machine.places.get(task, task) for task in end.cause.tasks]
+                    if p.poison(lost) is None:
+                        continue
+                if not (end.cause.is_none_left and self.engine.comes):
                     break
             if end.cause is not None:
                 raise self.engine.error(end.cause, seconds, waits)
@@ -125,7 +147,7 @@ class SingleSteps:
         use: of queues. It enters its ``turn`` when it commits, and then has to find what it read. see: as of `run`.
         """
         carried: set[asyncio.Task[None]] = set()
-        seen, aborted = {key: self._written[key] for key in placed.read}, list[Coroutine[Any, Any, list[str]]]()
+        seen, aborted = {key: self._written[key] for key in placed.read}, list[Coroutine[Any, Any, _Ended]]()
         queues, is_in_turn, mine = use.queues, not use.queues, set[int]()
         use.tell = lambda failure: queue.put_nowait(p.Error(machine.number, -1, failure))
         try:
@@ -139,13 +161,13 @@ class SingleSteps:
                 for instruction in instructions:
                     match instruction:
                         case e.Finish(cause=cause):
-                            waits = [wait for found in await asyncio.gather(*aborted) for wait in found]
+                            end, waits = _told(instruction, await asyncio.gather(*aborted))
                             if queues and cause is None:
                                 if not is_in_turn:  # else what it took may be counted twice, here and where it went
                                     assert turn is not None
                                     await turn.enter_async_context(self.turn)
                                 await self._keep_round(machine.number, queues)
-                            return instruction, waits
+                            return end, waits
                         case p.Abort(number) if queues:
                             aborted.append(self._ended_round(number, list(machine.ranges)))
                         case p.Abort(number):  # at once: what is begun here ends with the machine
@@ -240,8 +262,8 @@ class SingleSteps:
             if member.alive:
                 self.engine.stop(member, "cancel", lambda: over)
 
-    async def _ended_round(self, number: int, tasks: Sequence[int]) -> list[str]:
-        """Let everybody forget a round that used queues, and wait until they have: what it waited for, in words.
+    async def _ended_round(self, number: int, tasks: Sequence[int]) -> _Ended:
+        """Let everybody forget a round that used queues, and wait until they have.
 
         What it took is in its queues again then, unless it put something: first it is halted on all servers.
         """
@@ -260,7 +282,9 @@ class SingleSteps:
         moved = any(answer.meta["moved"] for answer in halted if isinstance(answer, Ok))
         await self._peers.settled_on([Ask(shard, "abort", {**over, "moved": moved}) for shard in shards])
         answers = await asyncio.gather(*stopping)
-        return [str(wait) for answer in answers if answer is not None for wait in answer.meta.get("waits", ())]
+        waits = [str(wait) for answer in answers if answer is not None for wait in answer.meta.get("waits", ())]
+        put = [(name, n) for answer in halted if isinstance(answer, Ok) for name, n in answer.meta["put"].items()]
+        return _Ended(waits, ", ".join(f"{n} into queue {name}" for name, n in put))
 
     def _unless_written(
         self, seen: Mapping[str, int], there: list[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event], mine: set[int]
