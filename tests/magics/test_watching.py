@@ -99,3 +99,9 @@ def test_runs_after_an_edit_reuse_values(net):
 def test_without_a_graph_a_magic_says_so_in_one_line(notebook, line):
     ran = notebook.run(line)
     assert "UsageError: no graph yet: record one" in ran.err and not ran.frames
+
+
+def test_a_further_output_that_is_not_finite_is_named_as_it_was_assigned(notebook):
+    notebook.ok("%%tfgraph outputs\nx = tfnb.placeholder(torch.ones(3))\nlow, high = torch.aminmax(x)")
+    ran = notebook.run("tfnb.run(high, {x: [1.0, float('nan')]}, check='nan')")
+    assert str(ran.error).startswith("high is not finite: 1 number: 1 nan")
