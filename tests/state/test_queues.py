@@ -151,7 +151,8 @@ def test_what_a_step_took_stands_in_front_again_unless_it_put_some() -> None:
     queue.submit(Attempt(queue, "enqueue", done.append, elements=[("d",)]))  # type: ignore[arg-type]
     give_back(done)
     assert [word for (word,) in queue.elements] == ["c", "d"]
-    give_back(done[:2])
+    queue.submit(Attempt(queue, "enqueue", done.append, elements=[]))
+    give_back([*done[:2], done[-1]])  # the last one put nothing
     assert [word for (word,) in queue.elements] == ["a", "b", "c", "d"]
 
 

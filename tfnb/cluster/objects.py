@@ -266,8 +266,8 @@ class Objects:
                     del channel.ends[serial]
         for number in [number for number in self._rounds if self.is_over(number)]:
             done = self._rounds.pop(number)
-            if number in moved or any(work.attempt is not None and work.attempt.kind == "enqueue" for work in done):
-                _keep(done)  # it moved elements
+            if number in moved or self._step(number).has_put:
+                _keep(done)
             else:
                 _give_back(done)
         self._end_steps([number for number in self._steps if self.is_over(number)])

@@ -146,7 +146,7 @@ class StepQueues:
     @property
     def has_put(self) -> bool:
         """Whether what it took stays taken where it is stopped now; with the locks of its queues."""
-        return any(attempt.kind == "enqueue" and attempt.enqueued for attempt in self.attempts)
+        return any(map(_has_put, self.attempts))
 
 
 UNDER_WAY: dict[StepQueues, None] = {}
@@ -619,10 +619,14 @@ def _locked(machines: Iterable[QueueMachine]) -> ExitStack:
 
 def give_back(done: Sequence[Attempt]) -> None:
     """Undo what a step that wrote nothing took. A step that put elements moved them: those stay where they are now."""
-    if any(attempt.kind == "enqueue" for attempt in done):
+    if any(map(_has_put, done)):
         return
     for machine in dict.fromkeys(attempt.machine for attempt in done):
         machine.give_back([attempt for attempt in done if attempt.machine is machine])
+
+
+def _has_put(attempt: Attempt) -> bool:
+    return attempt.kind == "enqueue" and attempt.enqueued > 0
 
 
 def _taken(attempts: Iterable[Attempt]) -> tuple[list[float], list[Element]]:
