@@ -119,6 +119,18 @@ def test_caps_name_asked_used_and_limit():
         wire.decode(message, budget=100)
 
 
+def test_the_numbers_of_a_message_have_a_cap_at_both_ends():
+    whole = {"seq": 1, "meta": {"step": 2, "since": list(range(wire.NUMBERS_CAP - 2))}}
+    assert sent(whole, []) == (whole, [])
+    for over in {**whole, "term": 3}, {"many": list(range(1_100_000))}:
+        with pytest.raises(ResourceExhausted, match=f"numbers in a message: asked .*limit {wire.NUMBERS_CAP}"):
+            wire.encode(over)
+    half = wire.NUMBERS_CAP // 2 + 1
+    crafted = [envelope(numbers([False, "a", half], [False, "a", half]), bytes(16 * half))]
+    with pytest.raises(ResourceExhausted, match=f"numbers in a message: asked {2 * half}, used 0"):
+        wire.decode(crafted)
+
+
 def envelope(header, tail=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     head = wire.MAGIC + struct.pack("<I", len(text)) + text

@@ -29,6 +29,7 @@ from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted, Unsup
 MAGIC = b"TFN1"
 VERSION = 2
 HEADER_CAP = 1 << 20  # bytes of header JSON
+NUMBERS_CAP = HEADER_CAP // 8  # numbers behind it
 KEPT = 128  # texts that each end remembers
 KEPT_CAP = 64 << 10  # bytes of such a text
 FRAMES_CAP = 4096
@@ -180,11 +181,19 @@ def _text(header: Mapping[str, Any], fixed: Any, names: _Names, entries: tuple[t
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"a message header holds JSON types only: {error}") from error
     _within("bytes of a message header", len(text), 0, HEADER_CAP)
-    lent = sum(entry[2] for entry in entries if entry[3] == "s")
-    found = _Text(text, lent, sum(entry[2] for entry in entries) - lent)
+    loans = [entry[2] for entry in entries if entry[3] == "s"]
+    _count(names, len(loans))
+    found = _Text(text, sum(loans), sum(entry[2] for entry in entries) - sum(loans))
     if fixed is not None and len(text) <= KEPT_CAP:
         _remember(_texts, key, found)
     return found
+
+
+def _count(names: _Names, words: int) -> int:
+    """How many numbers stand behind a text; raises ResourceExhausted."""
+    count = sum(count or 1 for *_, count in names) + words
+    _within("numbers in a message", count, 0, NUMBERS_CAP)
+    return count
 
 
 def _remember(kept: dict[Any, Any], key: Any, value: Any) -> None:
@@ -329,11 +338,11 @@ def _read(text: bytes) -> _Known:
     of = {lane: [place for place in places if place.lane == lane] for lane in "isd"}
     if [place.ref for place in of["d"]] != list(range(len(of["d"]))):
         _broken("its larger tensors are not in the order of the frames")
-    count = sum(count or 1 for *_, count in checked) + len(of["s"])
     lent = sum(place.nbytes for place in of["s"])
     return _Known(
-        header, checked, count, places, max((place.ref + place.nbytes for place in of["i"]), default=0),
-        [place.nbytes for place in of["d"]], lent, sum(place.nbytes for place in places) - lent,
+        header, checked, _count(checked, len(of["s"])), places,
+        max((place.ref + place.nbytes for place in of["i"]), default=0), [place.nbytes for place in of["d"]],
+        lent, sum(place.nbytes for place in places) - lent,
     )  # fmt: skip
 
 
