@@ -17,6 +17,7 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument, Unimplemented
 from tfnb.execution.dataflow.executor import Dataflow
 from tfnb.execution.dataflow.machine import Machine
 from tfnb.passes import step_graph
+from tfnb.state.queue_machine import UNDER_WAY
 
 GRAPHS = int(os.environ.get("TFNB_GRAPHS", "0"))  # more random graphs than the quick tests run: 5000
 
@@ -197,6 +198,16 @@ def test_nothing_is_left_after_a_step_and_few_iterations_are_live() -> None:
     machine.run()
     assert machine.is_over and machine.results[0] == 30 and machine.most <= 4 and not machine.waits
     assert not machine.first.children
+
+
+def test_a_step_without_queues_is_not_kept_among_those_that_use_some() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.zeros(4))
+        y = (x + 1).exp()
+    session, before = dataflow(g), len(UNDER_WAY)
+    for _ in range(5):
+        session.run(y, {x: torch.zeros(4)})
+    assert len(UNDER_WAY) == before
 
 
 def test_an_error_in_a_thread_names_its_line_and_ends_the_step() -> None:

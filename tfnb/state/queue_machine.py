@@ -77,7 +77,7 @@ class Attempt:
         self.machine, self.kind, self.then, self.what = machine, kind, then, what
         self.step, self.mark = step, mark
         if step is not None:
-            step.attempts.append(self)
+            step.begin(self)
         self.elements, self.count, self.up_to, self.cancel_pending = elements, count, up_to, cancel_pending
         self.required, self.question = required, question
         self.call, self.lends = call, lends
@@ -124,7 +124,11 @@ class StepQueues:
         self.is_void = False  # a queue that it used holds something else by now
         if _begun.steps is not None:
             _begun.steps.append(self)
+
+    def begin(self, attempt: Attempt) -> None:
+        """The step uses a queue, and is under way from here on."""
         UNDER_WAY[self] = None
+        self.attempts.append(attempt)
 
     def ensure_valid(self) -> None:
         """Raise Aborted where a queue that it used holds something else by now."""
