@@ -140,10 +140,29 @@ def test_a_notebook_that_ends_leaves_no_threads_and_no_values_in_the_workers(das
                 assert len([name for names in dask.run(left).values() for name in names if name == "Core"]) == 1
                 own.close()
         else:
-            subprocess.run([sys.executable, "-c", KILLED, address], timeout=120)
+            subprocess.run([sys.executable, "-c", KILLED, address], timeout=120, env=_with_tests())
         end = time.monotonic() + 60
         while any(found := dask.run(left).values()):
             assert time.monotonic() < end, found
             time.sleep(0.2)
     finally:
         dask.run(let_collect, True)
+
+
+LEFT_OPEN = """
+import atexit, threading
+named = lambda: [thread.name for thread in threading.enumerate()]
+atexit.register(lambda: print([name for name in named() if name.startswith("tfnb-server")]))
+from distributed import Client
+from tests.cluster.test_ending import trained
+if __name__ == "__main__":
+    held = trained(Client(processes=False, n_workers=2, threads_per_worker=1, dashboard_address=":0"))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_holds_servers_and_ends_waits_for_their_threads(tmp_path) -> None:
+    file = tmp_path / "left_open.py"
+    file.write_text(LEFT_OPEN)
+    ended = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=120, env=_with_tests())
+    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["[]"]), ended.stderr

@@ -91,10 +91,15 @@ class Serving:
         self._post(lambda: self._keys.add(offer, time.monotonic()))
         return offer
 
-    def close(self) -> None:
-        """End the thread, and close what it listens on; who waits for an answer gets none."""
+    def stop(self) -> threading.Thread:
+        """Let the thread end, and close what it listens on; who waits for an answer gets none. Its thread."""
         self._is_over = True
         self._ring()
+        return self._thread
+
+    def close(self) -> None:
+        """`stop`, and wait for the thread."""
+        self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(ENDS)
 

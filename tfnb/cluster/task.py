@@ -93,6 +93,7 @@ class Task:
         self.epoch = 0
         self.cores = Cores()  # of the shards that it holds
         self.serving: Serving | None = None
+        self._at_exit: weakref.finalize[..., Task] | None = None  # waits for the server's thread
         self._sending: set[asyncio.Future[None]] = set()
         self.shards: list[Peer] = []  # the task that holds each of them
         self.link = worker_link(worker, wire.BUDGET)
@@ -122,11 +123,12 @@ class Task:
         self.streams.end()
         for threads in (self.computing, self.waiting):
             threads.close()
-        ending = _given_back(self.serving)
-        try:
-            asyncio.run_coroutine_threadsafe(ending, self._loop)
-        except RuntimeError:  # the worker ends, too
-            ending.close()
+        thread = None
+        if self.serving is not None and self._at_exit is not None:
+            thread = self.serving.stop()
+            self._at_exit.detach()
+        with suppress(RuntimeError):  # the worker ends, too
+            self._loop.call_soon_threadsafe(_collect, self._loop, thread)
 
     async def handle(self, *frames: Any) -> list[wire.Buffer]:
         """Answer one message with one message."""
@@ -182,7 +184,9 @@ class Task:
                     {"incarnation": self.incarnation, "shard": int(shard)},
                 )
                 self.cores.add(Core(store, ShardProgram, epoch=self.epoch, **mine))
-            self.serving = Serving(self.cores, partial(_tell, self._loop, self._begin_send))
+            send = weakref.WeakMethod(self._begin_send)
+            self.serving = Serving(self.cores, partial(_tell, self._loop, _call, send))
+            self._at_exit = weakref.finalize(self, self.serving.close)
         for core in self.cores:
             core.epoch = self.epoch
         return Ok({"epoch": self.epoch})
@@ -433,17 +437,24 @@ class Task:
         return [outcome for outcome in outcomes if isinstance(outcome, Ok)]
 
 
-async def _given_back(serving: Serving | None) -> None:
-    if serving is not None:
-        await asyncio.to_thread(serving.close)
-    del serving
-    gc.collect()
+def _collect(loop: asyncio.AbstractEventLoop, thread: threading.Thread | None) -> None:
+    """Once the thread of a server, which holds what it serves, has ended."""
+    if thread is not None and thread.is_alive():
+        loop.call_later(TICK, _collect, loop, thread)
+    else:
+        gc.collect()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
     """Let the event loop call something, from another thread; a loop that is closed has nobody who waits."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)
+
+
+def _call(method: weakref.WeakMethod[Callable[[Send], None]], send: Send) -> None:
+    found = method()
+    if found is not None:
+        found(send)
 
 
 def _set(answered: asyncio.Future[Answer], answer: Answer) -> None:
