@@ -35,7 +35,8 @@ class RunMagics(SharedMagics):
         options = self._line_only(self.tfwatch, line, cell)
         if options.help:
             return self._help(self.tfwatch)
-        what, graph = expressions(options.what, self.shell.user_ns), self._graph(options.graph)
+        what, latest = expressions(options.what, self.shell.user_ns), self._graph(options.graph)
+        graph = latest if options.graph else None  # of None a Tensor's own, else the latest
         watch = tfnb.watch(*what, every=options.every, hist=options.hist, graph=graph, show=not options.quiet)
         self._store(options, watch)
         return watch.stop() if options.stop else None if options.what else watch

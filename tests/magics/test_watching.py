@@ -105,3 +105,10 @@ def test_a_further_output_that_is_not_finite_is_named_as_it_was_assigned(noteboo
     notebook.ok("%%tfgraph outputs\nx = tfnb.placeholder(torch.ones(3))\nlow, high = torch.aminmax(x)")
     ran = notebook.run("tfnb.run(high, {x: [1.0, float('nan')]}, check='nan')")
     assert str(ran.error).startswith("high is not finite: 1 number: 1 nan")
+
+
+def test_a_tensor_is_watched_in_its_own_graph_though_another_one_is_later(notebook):
+    notebook.ok("%%tfgraph first\nx = tfnb.placeholder(torch.ones(3))\nlow = x.min()")
+    notebook.ok("%%tfgraph second\ny = tfnb.placeholder(torch.ones(3))\nhigh = y.max()")
+    notebook.ok("%tfwatch low -q")
+    notebook.ok("assert 'watch' in tfnb.graph('first').attached and 'watch' not in tfnb.graph('second').attached")

@@ -89,6 +89,8 @@ def test_samples_of_different_length_under_one_letter_fail() -> None:
     with pytest.raises(ShapeError, match=rf"{told}: one letter is one size"), tfnb.record():
         tfnb.placeholder(torch.ones(4), name="x")
         tfnb.placeholder(torch.ones(1), shape=("B",))
+    with pytest.raises(ShapeError, match="size N is 3 on an earlier axis and 4 in this one"), tfnb.record():
+        tfnb.placeholder(torch.ones(3, 4), shape=("N", "N"))
 
 
 @pytest.mark.parametrize("rows", [0, 1])

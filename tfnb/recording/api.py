@@ -111,9 +111,11 @@ def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, 
         if axis in taken:
             known = symbols.hint(symbols.get(axis))
             if hint is not None and known != hint:
-                where = next(n for n in recorder.nodes if n.op == "tfnb.placeholder" and axis in n.outputs[0].symbols)
+                having = (n for n in recorder.nodes if n.op == "tfnb.placeholder" and axis in n.outputs[0].symbols)
+                where = next(having, None)
+                first = f"in the sample of {where.name}{_recorded_at(where)}" if where else "on an earlier axis"
                 raise ShapeError(
-                    f"size {axis} is {known} in the sample of {where.name}{_recorded_at(where)} and {hint} in this one"
+                    f"size {axis} is {known} {first} and {hint} in this one"
                     f"{' (one row is recorded as two)' if hint == 2 else ''}: one letter is one size in all cells of a "
                     f"graph, also a letter that an axis got by itself. Take another one, or None{recorder.tape.at()}"
                 )
