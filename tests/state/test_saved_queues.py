@@ -27,11 +27,20 @@ from hypothesis.stateful import (
 import tfnb
 from tests.state.saved_queues import fifo, positions_of_files_saved_meanwhile
 from tests.state.test_queues import in_thread, until
-from tfnb.errors import Aborted, CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound, OutOfRange
+from tfnb.errors import (
+    Aborted,
+    Cancelled,
+    CheckpointCorrupt,
+    CheckpointIncompatible,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    QueueClosed,
+)
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.state import checkpoint
 from tfnb.state.queue_machine import UNDER_WAY
-from tfnb.state.source_puts import position_behind, standing
+from tfnb.state.source_puts import position_behind, put_next, standing
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
 
@@ -536,6 +545,32 @@ def test_a_full_queue_does_not_hold_up_another_one_of_its_source(tmp_path: Path)
     rest = held(full) + held(other)
     assert sorted(taken + rest) == [*range(source.position["count"])]
     assert sorted(taken + rest + list(source)) == [*range(200)]
+
+
+def test_a_queue_that_is_closed_right_after_it_asked_for_an_element_stops_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full, other, source = fifo("full", 1), fifo("other", 1), tfnb.Source(range(9), name="numbers")
+    full.enqueue(100), other.enqueue(200)
+    wait = full._wait
+
+    def late(*args: Any) -> Any:  # as on a busy machine
+        try:
+            return wait(*args)
+        except Cancelled:
+            other.close()
+            asker.join(30)
+            raise
+
+    monkeypatch.setattr(full, "_wait", late)
+    thread, ended = in_thread(lambda: put_next(full, source))
+    until(lambda: full.level.enqueues == 1)
+    asker, refused = in_thread(lambda: put_next(other, source))
+    assert other.dequeue() == 200
+    asker.join(30)
+    assert isinstance(refused[0], QueueClosed) and full.dequeue() == 100
+    thread.join(30)
+    assert ended == [None] and held(full) == [0] and source.position["count"] == 1
 
 
 def test_snapshots_have_what_queues_hold() -> None:

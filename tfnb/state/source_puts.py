@@ -30,7 +30,8 @@ class _Hand:
 
     turn: while an element is on its way; lock: while that begins or ends. before: the position before that element;
     after: where it left the source, the very dict: another one is there as soon as somebody seeks. waiting: where it
-    waits for room; kept: it waits no more, for ``asker`` has room, and who read it from what.
+    waits for room, until somebody takes it back; kept: it waits no more, and who read it from what. asker: has room,
+    and gets the next one.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -123,7 +124,7 @@ def _ask(hand: _Hand, queue: TensorQueue) -> None:
         if hand.waiting is None or hand.waiting[0] is queue or hand.asker is not None:
             return
         _, attempt, runner = hand.waiting
-        hand.asker = queue
+        hand.asker, hand.waiting = queue, None
         attempt.machine.withdraw([attempt])
         runner.inbox.put(None)  # it looks
 
@@ -139,7 +140,7 @@ def put_next(queue: TensorQueue, source: Source) -> None:
 
 
 def _is_put(hand: _Hand, queue: TensorQueue, source: Source) -> bool:
-    """Put the next element; False where another queue got it meanwhile."""
+    """Put the next element; False where another queue asked for it meanwhile."""
     with _turn(hand, queue, source):
         with hand.lock:
             before, element = hand.next_of(source)
@@ -156,8 +157,8 @@ def _is_put(hand: _Hand, queue: TensorQueue, source: Source) -> bool:
             queue._wait(*begun, {})
         except BaseException as error:
             with hand.lock:
-                if isinstance(error, Cancelled) and hand.asker is not None:
-                    hand.kept, hand.waiting = (source, element), None
+                if isinstance(error, Cancelled) and hand.waiting is None:  # who took it back may have left since
+                    hand.kept = source, element
                     return False
                 hand.give_up(source)
             raise
