@@ -372,7 +372,29 @@ def test_a_request_names_its_shard_where_there_are_several(processes):
         assert refused.reason == "protocol" and refused.message.endswith("here are 0, 2")
     for wrong in ({}, {"parts": 3}, {"parts": [[0, "stat", None, {}, 0]]}, {"parts": [[0, "stat"]]}):
         assert answer(wrong, "batch").tag == "ProtocolError"
+    for wrong in ([0, "stat", [], {}, 0], [float("inf"), "stat", ["c", 1], {}, 0]):
+        assert answer({"parts": [wrong]}, "batch").tag == "ProtocolError"
+    for method, wrong in (("post", {}), ("pull", {"staleness": 1}), ("contribute", {})):  # no line to stand in
+        assert isinstance(answer({"shard": 2, **wrong}, method), Failed)
     asks = [Ask(0, "stat", op=OpId("c", 10)), Ask(2, "pull", {"keys": ["w"]}, op=OpId("c", 11))]
     ((stat, pull),) = here.call({peer: asks}, epoch=1)
     assert stat.reason == "protocol", "a stream carries steps only"
+    assert isinstance(pull, Ok)
+
+
+def test_the_thread_of_a_server_outlives_whatever_one_call_does(processes, caplog):
+    servings, here = processes
+    peer, serving = next(iter(servings.items()))
+    answers = queue.SimpleQueue()
+
+    def fails(answer):
+        raise ValueError("nobody listens")
+
+    asks = [Ask(0, "stat"), Ask(2, "stat")]
+    one = asking.batch([ask._replace(op=OpId("c", 20)) for ask in asks])
+    for ask in (asks[0]._replace(meta={"shard": 0}), one):
+        serving.ask(Request(ask.method, OpId("c", 21), 1, 7, ask.meta), fails)
+    serving.ask(Request("stat", OpId("c", 22), 1, 7, {"shard": 0}), answers.put)
+    assert isinstance(answers.get(timeout=30), Ok) and "nobody listens" in caplog.text
+    ((pull,),) = here.call({peer: [Ask(0, "pull", {"keys": ["w"]}, op=OpId("c", 23))]}, epoch=1)
     assert isinstance(pull, Ok)

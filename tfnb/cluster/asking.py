@@ -154,7 +154,7 @@ def parts(batch: Request) -> list[Request]:
             )
             for shard, method, op, meta, count in batch.meta["parts"]
         ]  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ProtocolError(f"not a batch: {type(error).__name__}: {error}") from error
 
 

@@ -69,8 +69,11 @@ class Serving:
     # -- from other threads -----------------------------------------------------------------------------------------
 
     def ask(self, request: Request, reply: Callable[[Answer], None]) -> None:
-        """Let the cores answer a request, or a batch of them; ``reply`` is called in its thread, or never."""
-        self._post(lambda: self._ask(request, reply, Core.METHODS))
+        """Let the cores answer a request, or a batch of them; ``reply`` is called in its thread, or never.
+
+        Where something fails, it may be called again: then the first answer counts.
+        """
+        self._post(lambda: self._asked(request, reply))
 
     def offer(self, address: str, security: Security) -> Offer:
         """A key for one stream. Raises OSError where the worker at ``address`` cannot listen.
@@ -118,10 +121,10 @@ class Serving:
             while not self._is_over:
                 found = self._selector.select(self._patience())
                 while self._inbox:  # before sockets: a key is here before its connection
-                    self._inbox.popleft()()
+                    _logged(self._inbox.popleft())
                 for key, events in found:
-                    key.data(events)
-                self._keep_time(time.monotonic())
+                    _logged(partial(key.data, events))
+                _logged(partial(self._keep_time, time.monotonic()))
         finally:
             self._end()
 
@@ -140,6 +143,13 @@ class Serving:
                 log.exception("a server was told the time")
         for one in [one for one in self._connections if one.until is not None and one.until < now]:
             self._close(one)
+
+    def _asked(self, request: Request, reply: Callable[[Answer], None]) -> None:
+        try:
+            self._ask(request, reply, Core.METHODS)
+        except Exception as error:
+            log.exception("a server was asked for %s", request.method)
+            reply(failed(error))
 
     def _ask(self, request: Request, reply: Callable[[Answer], None], methods: Set[str]) -> None:
         """Let the cores answer. ``methods``: that may be asked for, also by the parts of a batch."""
@@ -191,7 +201,7 @@ class Serving:
     def _reply(self, ticket: int, answer: Answer) -> None:
         reply = self._replies.pop(ticket, None)
         if reply is not None:
-            reply(answer)
+            _logged(partial(reply, answer))
 
     # -- streams ----------------------------------------------------------------------------------------------------
 
@@ -286,6 +296,9 @@ class Serving:
             self._watch(one)
         except OSError:
             self._close(one)
+        except Exception:
+            log.exception("an answer on a direct stream")
+            self._close(one)
 
     def _watch(self, one: Connection) -> None:
         """Wait until the other end reads, as long as there is something to send."""
@@ -306,3 +319,11 @@ class Serving:
         for sock in (self._listener, self._bell, self._ear):
             if sock is not None:
                 sock.close()
+
+
+def _logged(work: Callable[[], None]) -> None:
+    """Do it. Where it fails, the thread goes on: it has others to answer."""
+    try:
+        work()
+    except Exception:
+        log.exception("the thread of a server")
