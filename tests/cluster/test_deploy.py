@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,25 @@ def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_a
         assert cluster.dashboard_link.startswith("http") == has_bokeh
         with pytest.raises(InvalidArgument, match=r"threads=2: this cluster runs already"):
             tfnb.connect(cluster.client, threads=2)
+
+
+def _process() -> tuple[int, object]:
+    return os.getpid(), (_settings(), dask.config.get("distributed"))
+
+
+@pytest.mark.slow
+def test_workers_that_come_later_have_the_settings_of_the_first_ones(spawned: None) -> None:
+    with tfnb.connect(1) as cluster:
+        client = cluster.client
+        first = dict(client.run(_process).values())
+        os.kill(next(iter(first)), signal.SIGKILL)
+        client.cluster.scale(3)
+        end = time.monotonic() + 100
+        while len(later := dict(client.run(_process, on_error="ignore").values()).keys() - first.keys()) < 2:
+            assert time.monotonic() < end, later
+            time.sleep(0.2)
+        found = dict(client.run(_process).values())
+        assert {pid: found[pid] for pid in later} == dict.fromkeys(later, first.popitem()[1])
 
 
 @pytest.mark.parametrize("asked", [{"threads": 0}, {"threads": True}, {"memory": "lots"}, {"memory": "2XB"}])

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -348,7 +349,12 @@ class _Local(LocalCluster):
 
 
 class _Starter(Nanny):
-    """Starts a worker's process, and later another one in the place of one that was lost."""
+    """Starts a worker's process, and later another one in the place of one that was lost; all have our settings."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with dask.config.set(SETTINGS):  # also for one that Dask's `scale` starts
+            super().__init__(*args, **kwargs)
+            self.config = deepcopy(self.config)  # parts of it were those of the notebook, which change back
 
     async def instantiate(self) -> Any:
         with _main_not_imported():
