@@ -14,7 +14,7 @@ import tfnb
 from tfnb.errors import Cancelled, DeadlineExceeded, FailedPrecondition, TfnbError
 from tfnb.execution import lower
 from tfnb.execution.explain import _at_line
-from tfnb.execution.running import Running
+from tfnb.execution.running import Running, unstoppable
 from tfnb.execution.tracing.probes import Probed
 
 # Python says which stops it drops
@@ -66,6 +66,38 @@ def test_a_stop_after_the_end_does_nothing() -> None:
     running.stop(lambda _: Cancelled("never seen"))
     for _ in range(1000):
         time.sleep(0)
+
+
+def test_a_block_that_nothing_stops_may_have_another_one_inside() -> None:
+    """The collector may run a step in a finalizer, anywhere."""
+    seen: list[str] = []
+
+    def blocks() -> None:
+        with unstoppable():
+            with unstoppable():
+                seen.append("inside")
+            running.stop(lambda _: Cancelled("stopped"))
+            Running().compute(inner)
+            seen.append("behind")
+        seen.append("never")
+
+    def inner() -> None:
+        with unstoppable():
+            seen.append("a step inside")
+
+    def work() -> None:
+        nonlocal running
+        running = Running()
+        try:
+            running.compute(blocks)
+        except Cancelled as error:
+            seen.append(str(error))
+
+    running = Running()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert seen == ["inside", "a step inside", "behind", "stopped"]
 
 
 def test_no_except_of_a_users_op_keeps_a_stop() -> None:

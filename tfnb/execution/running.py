@@ -146,7 +146,9 @@ _stops = _Stops()
 def unstoppable() -> Iterator[None]:
     """A block that is done as a whole: a stop, or Ctrl-C, that comes meanwhile is raised behind it."""
     with ExitStack() as after, no_interrupt():
-        for running in _stops.running:
+        held, _stops.running = _stops.running, ()  # a block inside, as of a step that a finalizer runs, finds them held
+        after.callback(setattr, _stops, "running", held)
+        for running in held:
             running.hold()
             after.callback(running.let_go)
         yield
