@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 
+import tfnb.cluster.objects
 from tests.state.saved_queues import fifo
 from tfnb.cluster.messages import Ok, OpId, Request
 from tfnb.cluster.objects import Objects, write_queue
+from tfnb.errors import ResourceExhausted
 
 
 class Server:
@@ -55,3 +58,39 @@ def test_what_a_round_took_comes_back_where_it_put_no_element():
         assert server("halt", round=7).meta == {"moved": rows > 0, "put": {"b": min(rows, 4)} if rows else {}}
         server.abort(7)
         assert server.held("a") == back, "what halt says and what abort does are one"
+
+
+def test_what_is_brought_is_counted_once_and_each_time_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
+    counted, asked, size = list[int](), list[int](), tfnb.cluster.objects.size
+    monkeypatch.setattr(tfnb.cluster.objects, "size", lambda some: counted.append(len(some)) or size(some))
+
+    def afford(more: int) -> None:
+        asked.append(server.objects.nbytes + more)
+
+    server = Server(afford=afford)
+    server.make("a")
+    found = {"closed": False, "marks": {}, "facts": {}}
+    asked.clear(), counted.clear()
+    for page in (0, 1, 1, 2, 3, 3):  # two answers were lost
+        elements = list(torch.arange(10 * page, 10 * page + 10))
+        server("bring", elements, id="x", key="a", found=found, start=10 * page)
+    assert asked == [80, 160, 160, 240, 320, 320] and server.objects.nbytes == 320
+    assert sum(counted) == 80, "40 tensors, 20 that came again and 20 that those replaced"
+    for key in "vwv":
+        server("bring", [torch.zeros(4)], id="x", keys=[key])
+    assert server.objects.nbytes == 320 + 2 * 16
+    server("thaw", id="x")
+    assert server.objects.nbytes == 0
+
+
+def test_what_has_no_room_is_not_brought():
+    def afford(more: int) -> None:
+        if more > 8:
+            raise ResourceExhausted("no room")
+
+    server = Server(afford=afford)
+    server("bring", [torch.zeros(2)], id="x", keys=["v"])
+    for more in ({"keys": ["w"]}, {"key": "a", "found": {}, "start": 0}):
+        with pytest.raises(ResourceExhausted):
+            server("bring", [torch.zeros(4)], id="x", **more)
+    assert server.objects.nbytes == 8

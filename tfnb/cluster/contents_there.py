@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from tfnb.cluster.messages import Ask, Ok
-from tfnb.cluster.objects import BYTES, ENTRIES
-from tfnb.cluster.wire import size
+from tfnb.cluster.objects import message
 from tfnb.errors import TfnbError
 
 Copies = dict[str, tuple[Mapping[str, Any], Sequence[torch.Tensor]]]  # by key: facts and tensors of a queue
@@ -136,15 +135,6 @@ def _pages(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Te
     """Tensors in messages, one at least, and the number of the first of each."""
     start = 0
     while start < len(tensors) or not start:
-        some = _some(tensors[start:])
+        some = message(tensors, start)
         yield start, some
         start += len(some) or 1
-
-
-def _some(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for tensor in tensors:
-        if found and (len(found) >= ENTRIES or size([*found, tensor]) > BYTES):
-            break
-        found.append(tensor)
-    return found

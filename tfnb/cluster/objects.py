@@ -100,13 +100,9 @@ class Brought:
 
     queues: dict[str, Contents] = field(default_factory=dict)
     values: Values = field(default_factory=dict)
+    nbytes: int = 0  # of all tensors
     machines: dict[QueueMachine, QueueMachine] = field(default_factory=dict)
     write: Callable[[], None] = lambda: None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return size([*self.values.values(), *(tensor for _, tensors in self.queues.values() for tensor in tensors)])
 
 
 class Objects:
@@ -277,7 +273,8 @@ class Objects:
         held = self._held(str(request.meta["key"]))
         if held.left is None:
             raise InvalidArgument(f"queue {held.queue.name} is here, it did not leave")
-        return Ok({"facts": held.left[0], "count": len(held.left[1])}, _some(held.left[1], request))
+        some = message(held.left[1], int(request.meta["start"]))
+        return Ok({"facts": held.left[0], "count": len(held.left[1])}, some)
 
     # -- what queues of all servers hold ------------------------------------------------------------------------
 
@@ -334,18 +331,28 @@ class Objects:
         key = str(request.meta["key"])
         if request.meta["id"] != self._frozen or key not in self._copies:
             raise Aborted("somebody else copies what queues hold: do it again")
-        return Ok({}, _some(self._copies[key][1], request))
+        return Ok({}, message(self._copies[key][1], int(request.meta["start"])))
 
     def _bring(self, request: Request, now: float) -> Ok:
         """Values that Variables are to have, or tensors that a queue is to hold, those from number ``start`` on."""
-        meta, tensors = request.meta, request.tensors
-        self._afford(size(tensors))
-        brought = self._brought.setdefault(str(meta["id"]), Brought())
+        meta, tensors, id = request.meta, request.tensors, str(request.meta["id"])
+        brought = self._brought.get(id, Brought())
         if "keys" in meta:
-            brought.values |= zip(map(str, meta["keys"]), tensors, strict=True)
+            values = dict(zip(map(str, meta["keys"]), tensors, strict=True))
+            before = [brought.values[key] for key in values if key in brought.values]
         else:
-            start, (_, there) = int(meta["start"]), brought.queues.setdefault(str(meta["key"]), (meta["found"], []))
+            key, start = str(meta["key"]), int(meta["start"])
+            _, there = brought.queues.get(key, (meta["found"], []))
+            before = there[start : start + len(tensors)]  # it came before, and its answer was lost
+        more = size(tensors) - size(before)
+        self._afford(more)
+        self._brought[id] = brought
+        brought.nbytes += more
+        if "keys" in meta:
+            brought.values |= values
+        else:
             there[start : start + len(tensors)] = tensors
+            brought.queues[key] = meta["found"], there
         return Ok({})
 
     def _refill(self, request: Request, now: float) -> Ok:
@@ -507,11 +514,13 @@ class Objects:
         return (held.machine for held in self.queues.values())
 
 
-def _some(tensors: Sequence[torch.Tensor], request: Request) -> list[torch.Tensor]:
-    """As many as one message takes."""
+def message(tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
+    """Those from number ``start`` on, as many as one message takes."""
     found: list[torch.Tensor] = []
-    for tensor in tensors[int(request.meta["start"]) :]:
-        if found and (len(found) >= ENTRIES or size([*found, tensor]) > BYTES):
+    nbytes = 0
+    for tensor in tensors[start : start + ENTRIES]:
+        nbytes += size([tensor])
+        if found and nbytes > BYTES:
             break
         found.append(tensor)
     return found
