@@ -39,7 +39,8 @@ from tfnb.errors import (
 )
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.state import checkpoint
-from tfnb.state.queue_machine import UNDER_WAY
+from tfnb.state.queue_elements import QueueElements
+from tfnb.state.queue_machine import UNDER_WAY, give_back
 from tfnb.state.source_puts import position_behind, put_next, standing
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
@@ -803,6 +804,40 @@ def test_a_training_of_another_thread_has_each_element_once_in_each_file(is_fed:
         done = next(n for n in range(count + 1) if n * (n + 1) // 2 >= total)
         assert done * (done + 1) // 2 == total and left == [*range(done + 1, done + 1 + len(left))]
         assert is_fed or len(left) == count - done
+
+
+def test_a_file_does_not_hold_up_a_training_that_waits_for_elements() -> None:
+    one, times = Summing(), []
+    session = tfnb.session.default_session(one.graph)
+    session.reads(one.queue)
+    thread, ended = in_thread(lambda: one.fit(steps=1))
+    for _ in range(5):
+        until(lambda: one.queue.level.dequeues == 1)
+        session.moment()
+        begin = time.perf_counter()
+        until(lambda: one.queue.level.dequeues == 1)
+        times.append(time.perf_counter() - begin)
+    one.queue.enqueue(1)
+    thread.join(30)
+    assert ended[0].steps == 1 and min(times[1:]) < 0.05, times
+
+
+def test_a_file_while_an_element_that_was_just_drawn_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = fifo("q")
+    source, found = QueueElements(queue), list[Any]()
+
+    def broken_off(attempt: Any, *_: Any) -> None:  # by Ctrl-C in the last moment, while another thread saves
+        assert attempt.is_over and held(queue) == []
+        give_back([attempt])
+        with source.standing():
+            found.append(source.after({"epoch": 0, "count": 0}))
+        raise KeyboardInterrupt
+
+    queue.enqueue(1)
+    monkeypatch.setattr(queue, "_wait", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(source))
+    assert found == [[]] and held(queue) == [1]
 
 
 # -- random interleavings -----------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from tfnb.state.input_sources import Position, Source
 from tfnb.state.queue_machine import Attempt
 from tfnb.state.queue_operations import machine_of, outcome
 from tfnb.state.queues import TensorQueue
+from tfnb.state.waits import Runner
 
-Drawn = tuple[tuple[int, int], Attempt]  # the position behind an element, and what takes it
+Drawn = tuple[tuple[int, int], Attempt, Runner]  # the position behind an element, what takes it, and who waits
 
 
 class QueueElements(Source):
@@ -49,7 +50,8 @@ class QueueElements(Source):
             with self._lock:
                 self._is_taken_back = False
                 attempt, runner = self.queue._begin("dequeue", {}, ())
-                self._drawn.append(((self._position["epoch"], self._position["count"] + 1), attempt))
+                behind = self._position["epoch"], self._position["count"] + 1
+                self._drawn.append((behind, attempt, runner))
             try:
                 return self.queue._wait(attempt, runner, {})
             except BaseException as error:
@@ -62,15 +64,20 @@ class QueueElements(Source):
     def standing(self) -> Iterator[None]:
         """A block in which no element is drawn, and none is on its way: what waits for one waits anew behind it."""
         with self._lock:
-            if self._drawn and not (attempt := self._drawn[-1][1]).is_over:
-                self._is_taken_back = True
-                attempt.machine.withdraw([attempt])
+            if self._drawn:
+                _, attempt, runner = self._drawn[-1]
+                if not attempt.is_over:
+                    self._is_taken_back = True
+                    attempt.machine.withdraw([attempt])
+                    runner.inbox.put(None)  # it looks
             yield
 
     def after(self, position: Position) -> list[Sequence[torch.Tensor]]:
         """The elements that were drawn behind a position, in their order."""
-        behind = [attempt for at, attempt in self._drawn if at > (position["epoch"], position["count"])]
-        return [outcome(self.queue, one, {}) for one in behind if one.is_over and one.error is None]
+        behind = [attempt for at, attempt, _ in self._drawn if at > (position["epoch"], position["count"])]
+        ended = [one for one in behind if one.is_over and one.error is None]
+        # Ctrl-C may have broken off one that had just ended: that has given back what it took
+        return [outcome(self.queue, one, {}) for one in ended if one.taken or one.outputs]
 
     def counted(self, position: Position) -> None:
         """Steps count up to this position: what is before it does not come back."""
