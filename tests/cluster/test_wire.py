@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import random
 import struct
@@ -150,6 +152,8 @@ BAD = {
     "huge shape": entry(shape=[1 << 40, 1 << 40], nbytes=1 << 82),
     "huge shape, small bytes": entry(shape=[1 << 40, 1 << 40]),
     "huge meta": entry(shape=[1 << 61, 1 << 40], lane="m"),
+    "huge beside nothing": entry(shape=[0, 1 << 61, 1 << 61], nbytes=0),
+    "huge meta beside nothing": entry(shape=[1 << 61, 1 << 61, 0], lane="m", nbytes=0),
     "negative": entry(shape=[-2]),
     "bool size": entry(shape=[True, 2]),
     "float size": entry(shape=[2.0]),
@@ -168,6 +172,10 @@ BAD = {
     "numbers that are no list": numbers(3),
     "numbers of no meta": numbers([True, "step", 0]),
     "numbers in place of meta": numbers([False, "meta", 0], [True, "step", 0], meta={}),
+    "meta that is a number": numbers([False, "x", 0], meta=5),
+    "meta that is text": numbers([False, "x", 0], meta="ab"),
+    "meta that is pairs": numbers([False, "x", 0], meta=[["a", 1]]),
+    "meta that is null": numbers(meta=None),
     "version": {"v": 1, "numbers": [], "tensors": []},
     "not a header": [],
     "nan": b'{"v":1,"tensors":[],"x":NaN}',
@@ -254,6 +262,53 @@ def test_c7_random_bytes_cost_an_error_and_no_memory():
     tracemalloc.stop()
     assert refused > 1500
     assert peak < 2 << 20
+
+
+@pytest.mark.parametrize("meta", [5, "ab", None, [1, 2], [["a", 1]]], ids=str)
+def test_meta_is_a_dict_where_it_is_sent_too(meta):
+    with pytest.raises(InvalidArgument, match="meta"):
+        wire.encode({"meta": meta, "seq": 1})
+
+
+VALUES = [
+    None, True, 0.5, -1, 0, 3, 9, 1 << 31, 1 << 61, 1 << 62, 1 << 64, "", "x", "ab", "meta", "i", "m", "s", "\ud800",
+    [], [3], [9], [["a", 1]], [0, 1 << 61, 1 << 61], [1 << 61, 1 << 62, 0], [0, 1 << 40], {}, {"a": 1}, [False, "x", 0],
+]  # fmt: skip
+VALID = [
+    wire.encode(header, [torch.arange(9.0), torch.ones(0, 3), torch.ones(2, device="meta"), torch.ones(5, 5000)])
+    for header in (
+        {"method": "push", "seq": 7, "meta": {"step": 3, "since": [1, -2], "reads": ["v"], "last": True}},
+        {"method": "x", "seq": 7, "meta": {"parts": [[1]], "of": {"a": None}}},
+        {"method": "y", "seq": 7, "meta": {"last": True}},
+        {},
+    )
+]
+
+
+def change(source, value):
+    """Another JSON value at some place in a list or dict."""
+    key = source.choice([*value] if isinstance(value, dict) else range(len(value)))
+    if isinstance(value[key], dict | list) and value[key] and source.random() < 0.75:
+        change(source, value[key])
+    else:
+        value[key] = copy.deepcopy(source.choice(VALUES))
+
+
+@settings(max_examples=2000)
+@given(st.randoms(use_true_random=True))
+def test_mutated_messages_decode_or_cost_an_error_of_the_wire(source):
+    first, *frames = source.choice(VALID)
+    changed = bytearray(first)
+    if source.random() < 0.75:
+        header = json.loads(first[8 : 8 + struct.unpack_from("<I", first, 4)[0]])
+        for _ in range(source.randint(1, 3)):
+            change(source, header)
+        changed = envelope(header, bytes(1 << 10))
+    else:
+        for _ in range(source.randint(1, 4)):
+            changed[source.randrange(len(changed))] ^= source.randrange(1, 256)
+    with contextlib.suppress(ProtocolError, ResourceExhausted):
+        wire.decode([changed, *map(bytearray, frames)], borrow=lambda loan, size: torch.zeros(size, dtype=torch.uint8))
 
 
 @settings(max_examples=50, deadline=None)

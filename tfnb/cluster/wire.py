@@ -171,6 +171,8 @@ def _text(header: Mapping[str, Any], fixed: Any, names: _Names, entries: tuple[t
     found = _texts.get(key) if fixed is not None else None
     if found is not None:
         return found
+    if not isinstance(header.get("meta", {}), dict):
+        raise InvalidArgument(f"meta of a message header is a dict, not {type(header['meta']).__name__}")
     behind = {name for is_meta, name, _ in names if not is_meta}
     whole = {name: value for name, value in header.items() if name not in behind}
     if fixed is not None and "meta" in header:
@@ -331,8 +333,8 @@ def _read(text: bytes) -> _Known:
     if not isinstance(header, dict) or header.pop("v", None) != VERSION:
         _broken("its header has another version, or none")
     names, entries = header.pop("numbers", None), header.pop("tensors", None)
-    if not isinstance(names, list) or not isinstance(entries, list):
-        _broken("tensors or numbers are not a list")
+    if not isinstance(names, list) or not isinstance(entries, list) or not isinstance(header.get("meta", {}), dict):
+        _broken("tensors or numbers are not a list, or meta is no object")
     checked = tuple(_name(one, header) for one in names)
     places = [_checked(entry) for entry in entries]
     of = {lane: [place for place in places if place.lane == lane] for lane in "isd"}
@@ -350,7 +352,7 @@ def _name(one: Any, header: Mapping[str, Any]) -> tuple[bool, str, int]:
     """The name of numbers in a header."""
     match one:
         case [bool(is_meta), str(name), int(count)] if 0 <= count <= HEADER_CAP:
-            if isinstance(header.get("meta"), dict) if is_meta else name != "meta":
+            if "meta" in header if is_meta else name != "meta":
                 return is_meta, name, int(count)
     _broken("numbers without a name")
 
@@ -397,9 +399,9 @@ def _checked(entry: Any) -> _Place:
         _broken("a tensor that is in no place")
     dtype = _TAGS[tag]
     declared = math.prod(shape) * dtype.itemsize
+    if math.prod(n or 1 for n in shape) >= 1 << 62 or (lane == "m" and declared >= 1 << 62):
+        _broken("a shape over the address space")
     if lane == "m":
-        if declared >= 1 << 62:
-            _broken("a shape over the address space")
         return _Place(lane, 0, dtype, shape, 0)
     if declared != nbytes:
         _broken(f"shape {shape[:8]} of {tag} is {declared} bytes, the entry says {nbytes}")
