@@ -234,6 +234,20 @@ def test_texts_that_are_remembered_have_a_limit():
     assert max(map(len, wire._known)) <= wire.KEPT_CAP
 
 
+def test_what_is_kept_of_texts_has_a_limit_in_bytes():
+    wire._known.clear()
+    tracemalloc.start()
+    for turn in range(wire.KEPT):
+        crafted = {f"{turn:03}": [[]] * 15_900} if turn % 2 else {f"{turn:03}": [{}] * 15_900}
+        text = json.dumps({**numbers([False, "x", 0]), **crafted}, separators=(",", ":"))
+        wire.decode([envelope(text.encode(), bytes(8))])
+        assert 3 * len(text) > 2 * wire.KEPT_CAP and sum(map(len, wire._known)) <= wire.KEPT_BYTES
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    wire._known.clear()
+    assert 2 << 20 < kept < 40 << 20
+
+
 def test_truncation_at_every_byte_is_a_protocol_error():
     message = wire.encode({"method": "push"}, [torch.arange(9.0)])
     for cut in range(len(message[0]) - 28):

@@ -32,6 +32,7 @@ HEADER_CAP = 1 << 20  # bytes of header JSON
 NUMBERS_CAP = HEADER_CAP // 8  # numbers behind it
 KEPT = 128  # texts that each end remembers
 KEPT_CAP = 64 << 10  # bytes of such a text
+KEPT_BYTES = 1 << 20  # of all of them; what is kept beside a text takes up to about 30 times its bytes
 FRAMES_CAP = 4096
 DIMS_CAP = 64
 INLINE = 64 << 10  # bytes: smaller tensors travel beside the header
@@ -198,9 +199,10 @@ def _count(names: _Names, words: int) -> int:
     return count
 
 
-def _remember(kept: dict[Any, Any], key: Any, value: Any) -> None:
-    """At most `KEPT` of them: when there are more, all are forgotten."""
-    if len(kept) >= KEPT:
+def _remember(kept: dict[Any, Any], key: Any, value: _Text | _Known) -> None:
+    """At most `KEPT` of them, of at most `KEPT_BYTES`: when there would be more, all are forgotten."""
+    used = sum(len(one.text) for one in [*kept.values()])  # a copy: other threads remember too
+    if len(kept) >= KEPT or used + len(value.text) > KEPT_BYTES:
         kept.clear()
     kept[key] = value
 
@@ -253,6 +255,7 @@ class _Known:
     small: bytes that the small tensors take at least; frames: sizes of the larger ones.
     """
 
+    text: bytes
     header: Mapping[str, Any]
     names: _Names
     count: int
@@ -342,7 +345,7 @@ def _read(text: bytes) -> _Known:
         _broken("its larger tensors are not in the order of the frames")
     lent = sum(place.nbytes for place in of["s"])
     return _Known(
-        header, checked, _count(checked, len(of["s"])), places,
+        text, header, checked, _count(checked, len(of["s"])), places,
         max((place.ref + place.nbytes for place in of["i"]), default=0), [place.nbytes for place in of["d"]],
         lent, sum(place.nbytes for place in places) - lent,
     )  # fmt: skip
