@@ -443,3 +443,22 @@ def test_a_push_answers_with_the_values_after_it_also_when_repeated():
     assert again.dup and again.tensors[0].tolist() == [3, 3, 3]
     assert not server.push(0, op=OpId("a", 2), reads=["w"], since=[4]).tensors[1:]
     assert all(not ack.tensors for ack in server.core.ledger.clients["a"].acks.values()), "no values in the ledger"
+
+
+def test_a_restore_has_its_memory_before_it_is_decided(monkeypatch):
+    server = Server()
+    (seen,) = server("pull", keys=["w"]).tensors  # while it is held, a write needs another generation
+    server("bring", [torch.full((3,), 5.0)], id="x", keys=["w"])
+
+    def none_left(nbytes):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tfnb.state.store.memory", none_left)
+        assert isinstance(server("freeze", id="y", keys=[], brought="x"), Failed)
+        assert server.core.poisoned is None
+    assert isinstance(server("freeze", id="z", keys=[], brought="x"), Ok)
+    monkeypatch.setattr("tfnb.state.store.memory", none_left)
+    assert isinstance(server("refill", id="z", brought="x", void=[]), Ok)
+    monkeypatch.undo()
+    assert server.w.tolist() == [5.0] * 3 and seen.tolist() == [0.0] * 3

@@ -11,7 +11,7 @@ import torch
 import tfnb.cluster.objects
 from tests.state.saved_queues import fifo
 from tfnb.cluster.messages import Ok, OpId, Request
-from tfnb.cluster.objects import Objects, write_queue
+from tfnb.cluster.objects import FROZEN, Objects, write_queue
 from tfnb.errors import ResourceExhausted
 
 
@@ -19,12 +19,12 @@ class Server:
     """The queues of a server, and one channel to them."""
 
     def __init__(self, **how: Any) -> None:
-        self.objects, self.posts, self.over = Objects(**how), 0, set[int]()
+        self.objects, self.posts, self.now, self.over = Objects(**how), 0, 0.0, set[int]()
         self.objects.is_over = lambda number: number in self.over
 
     def __call__(self, method: str, tensors: Sequence[torch.Tensor] = (), **meta: Any) -> Ok:
         request = Request(method, OpId("client", 0), 1, 7, meta, list(tensors))
-        answer = self.objects.methods[method](request, 0.0)
+        answer = self.objects.methods[method](request, self.now)
         assert isinstance(answer, Ok)
         return answer
 
@@ -94,3 +94,21 @@ def test_what_has_no_room_is_not_brought():
         with pytest.raises(ResourceExhausted):
             server("bring", [torch.zeros(4)], id="x", **more)
     assert server.objects.nbytes == 8
+
+
+def test_what_is_decided_happens_also_where_a_queue_is_gone_meanwhile():
+    written = list[str]()
+    server = Server(assigning=lambda values: lambda: written.extend(values))
+    server.make("a"), server.make("b")
+    server.do("enqueue", "b", torch.arange(3), many=True)
+    facts = server("copy", id="f", keys=["b"], moved=[]) if server("freeze", id="f", keys=["b"]) else None
+    assert facts is not None
+    for key in "ab":
+        server("bring", list(torch.arange(3)), id="x", key=key, found=facts.meta["found"]["b"][0], start=0)
+    server("bring", [torch.zeros(1)], id="x", keys=["v"])
+    server.do("dequeue", "b")
+    server("freeze", id="y", keys=["a", "b"], brought="x")
+    server.now = FROZEN + 1
+    server.act("drop", "a", {})
+    server("refill", id="y", brought="x", void=[])
+    assert written == ["v"] and server.held("b") == [0, 1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 import tfnb
+import tfnb.cluster.restoring
 from tests.state.saved_queues import fifo
 from tfnb.cluster.messages import Failed
-from tfnb.errors import ParameterServerLost, ResourceExhausted
+from tfnb.errors import ParameterServerLost, ResourceExhausted, Unavailable
 from tfnb.state.queue_machine import QueueMachine
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:.* was lost")
@@ -89,6 +91,43 @@ def test_a_server_that_is_killed_during_a_restore_leaves_all_or_nothing(
     assert one.now == [[2], [2], 2.0, 2.0]
     one.session.run(one.add)
     assert one.now == [[], [], 8.0, 8.0]
+
+
+def test_a_server_that_fails_half_way_is_as_good_as_lost(
+    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    one = Saved(connect, tmp_path / "file")
+    one.when(monkeypatch, "refill", lambda server: Failed("ResourceExhausted", "no memory", {}))
+    with pytest.warns(UserWarning, match=r"(?s)all that was restored is here now.*failed to refill: no memory"):
+        one.session.restore(one.file)
+    assert all(isinstance(queue.machine, QueueMachine) for queue in one.queues), "the cluster ended"
+    assert one.now == [[2], [2], 2.0, 2.0]
+
+
+def test_all_is_restored_before_a_warning_that_raises(
+    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    one = Saved(connect, tmp_path / "file")
+    one.when(monkeypatch, "refill", kill)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*lost during the restore")
+        with pytest.raises(UserWarning, match="all that was restored is here now"):
+            one.session.restore(one.file)
+    assert one.now == [[2], [2], 2.0, 2.0]
+
+
+def test_what_is_here_is_restored_where_a_queue_does_not_come_home(
+    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    one = Saved(connect, tmp_path / "file")
+    one.when(monkeypatch, "refill", kill)
+    monkeypatch.setattr(tfnb.cluster.restoring, "HOME", -1.0)
+    homes = [queue.machine for queue in one.queues]
+    with pytest.raises(Unavailable, match="did not come home"):
+        one.session.restore(one.file)
+    assert [float(variable.value().max()) for variable in one.variables] == [2.0, 2.0]
+    for queue, home in zip(one.queues, homes, strict=True):
+        assert not home.is_lost or queue.size() == 1, "what was on the lost server is here"
 
 
 @pytest.mark.parametrize("method", ["bring", "freeze"])

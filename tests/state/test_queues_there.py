@@ -295,7 +295,7 @@ def test_what_queues_hold_is_copied_and_changed_over_a_bad_connection(seed: int,
         async def refill(found: Any) -> None:
             await contents.refill(await contents.bring({0: {key: found}}))
 
-        contents, begin = Contents(ask), time.monotonic()
+        contents, begin = Contents(ask, ask), time.monotonic()
         for number in range(150):
             match rng.randrange(4):
                 case 0 | 1:

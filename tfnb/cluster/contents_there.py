@@ -44,10 +44,13 @@ class Brought:
 
 
 class Contents:
-    """What queues hold. ask: answers of shards to requests; raises what goes wrong."""
+    """What queues hold. ask: answers of shards to requests; raises what goes wrong.
 
-    def __init__(self, ask: Callable[[Sequence[Ask]], Any]) -> None:
-        self._ask = ask
+    insist: the same for what is decided; a server that fails to do it is lost.
+    """
+
+    def __init__(self, ask: Callable[[Sequence[Ask]], Any], insist: Callable[[Sequence[Ask]], Any]) -> None:
+        self._ask, self._insist = ask, insist
 
     @asynccontextmanager
     async def held(self, queues: Mapping[int, list[str]]) -> AsyncIterator[Frozen]:
@@ -106,7 +109,7 @@ class Contents:
             void = [number for number, _, is_used in rounds if is_used]
             brought.is_decided = True
             about = {"id": id, "brought": brought.id, "void": void}
-            answers = await self._ask([Ask(shard, "refill", about) for shard in brought.queues])
+            answers = await self._insist([Ask(shard, "refill", about) for shard in brought.queues])
         return list({*void, *(number for answer in answers for number in answer.meta["void"])})
 
     async def drop(self, brought: Brought) -> None:

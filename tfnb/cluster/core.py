@@ -90,7 +90,7 @@ class Values(Protocol):
 
     def read(self, keys: Sequence[str]) -> list[torch.Tensor]: ...
 
-    def open(self, keys: Sequence[str], *, rows: bool = False) -> Mapping[str, torch.Tensor]: ...
+    def open(self, keys: Sequence[str], *, keep: bool = True, rows: bool = False) -> Mapping[str, torch.Tensor]: ...
 
     def publish(self) -> None: ...
 
@@ -345,8 +345,9 @@ class Core:
         return lambda: self.store.assign(dict(zip(keys, tensors, strict=True))), tuple(keys)
 
     def _assigning(self, values: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """What writes these, checked."""
+        """What writes these, checked; the memory that it takes is there."""
         write, keys = self._assignment(list(values), list(values.values()))
+        self.store.open(keys, keep=False)  # who writes opens it again, and finds this generation
 
         def written() -> None:
             with self._writing(keys):

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Engine:
         self.interrupts = 0  # so far: what begins is told of those that came before it could listen
         self.notes: list[str] = []  # for the user, in whatever call waits or comes next
         self.deadlocks = Deadlocks(self._who_waits, self.notes.append)
-        self.contents = Contents(self.insist_on)
+        self.contents = Contents(self.insist_on, partial(self.insist_on, is_decided=True))
 
     # -- what the notebook asks for -------------------------------------------------------------------------
 
@@ -466,12 +467,20 @@ class Engine:
         if isinstance(answer, Failed):
             raise raised(answer)
 
-    async def insist_on(self, asks: Sequence[Ask]) -> list[Ok]:
-        """`settled_on`; raises what went wrong first."""
-        found = []
-        for ask, answer in zip(asks, await self.peers.settled_on(asks), strict=True):
-            if isinstance(answer, e.ShardLost):
-                raise self.error(e.ServerLost(ask.shard), None)
+    async def insist_on(self, asks: Sequence[Ask], is_decided: bool = False) -> list[Ok]:
+        """`settled_on`; raises what went wrong first.
+
+        is_decided: others have done it by now. A server that fails to is as good as lost: the cluster ends.
+        """
+        answers, found = await self.peers.settled_on(asks), []
+        for ask, answer in zip(asks, answers, strict=True) if is_decided else ():
+            if isinstance(answer, Failed):
+                member = self.shards[ask.shard]
+                member.info.setdefault("poisoned", f"failed to {ask.method}: {answer.message}")
+                member.lose()
+        for ask, answer in zip(asks, answers, strict=True):
+            if isinstance(answer, e.ShardLost) or (is_decided and isinstance(answer, Failed)):
+                raise self.lost_server(ask.shard)
             if isinstance(answer, Failed):
                 raise raised(answer)
             found.append(answer)

@@ -101,6 +101,7 @@ class Brought:
     queues: dict[str, Contents] = field(default_factory=dict)
     values: Values = field(default_factory=dict)
     nbytes: int = 0  # of all tensors
+    held: list[tuple[Held, int]] = field(default_factory=list)  # those queues, and bytes of their elements
     machines: dict[QueueMachine, QueueMachine] = field(default_factory=dict)
     write: Callable[[], None] = lambda: None
 
@@ -306,8 +307,8 @@ class Objects:
         })  # fmt: skip
 
     def _make_ready(self, brought: Brought) -> None:
-        for key, (found, tensors) in brought.queues.items():
-            held = self._held(key)
+        brought.held = [(self._held(key), size(tensors)) for key, (_, tensors) in brought.queues.items()]
+        for (held, _), (found, tensors) in zip(brought.held, brought.queues.values(), strict=True):
             brought.machines[held.machine] = other = made(held.queue)
             other.fill(found, tensors)
         brought.write = self._assigning(brought.values) if brought.values else brought.write
@@ -363,9 +364,8 @@ class Objects:
         brought = self._brought.pop(str(request.meta["brought"]))
         self._until = 0.0
         brought.write()
-        for key, (_, tensors) in brought.queues.items():
-            held = self._held(key)
-            held.nbytes = size(tensors) + sum(_not_put(work) for work in self._open() if work.held is held)
+        for held, nbytes in brought.held:
+            held.nbytes = nbytes + sum(_not_put(work) for work in self._open() if work.held is held)
         for number in map(int, request.meta["void"]):
             self._step(number).is_void = True
         void = [

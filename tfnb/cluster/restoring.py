@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,8 +51,13 @@ def brought(cluster: Cluster, values: Values, held: Mapping[Queue, Held]) -> Ite
             pieces.setdefault(piece.shard, {})[piece.key] = piece.of(value.cpu())
     with _saying_so():
         lies: Brought = cluster._do("bringing what is restored", None, cluster._engine.contents.bring, copies, pieces)
+    end: list[Exception] = []  # what the user is told when all is done
     try:
-        yield partial(_become, cluster, lies, values, there, held, {queue: queue.machine for queue in at}, own)
+        yield partial(_become, cluster, lies, values, there, held, {queue: queue.machine for queue in at}, own, end)
+        for one in end:
+            if not isinstance(one, Warning):
+                raise one
+            warnings.warn(one, stacklevel=user_level(None))
     finally:
         if not lies.is_decided and cluster._engine.lost is None:
             cluster._do("dropping what was not restored", None, cluster._engine.contents.drop, lies)
@@ -60,21 +65,20 @@ def brought(cluster: Cluster, values: Values, held: Mapping[Queue, Held]) -> Ite
 
 def _become(
     cluster: Cluster, lies: Brought, values: Values, there: Values, held: Mapping[Queue, Held],
-    homes: Mapping[Queue, Any], own: Mapping[str, Queue],
+    homes: Mapping[Queue, Any], own: Mapping[str, Queue], end: list[Exception],
 ) -> None:  # fmt: skip
     here = {variable: value for variable, value in values.items() if variable not in there}
-    empty = list(own.values())
+    lost: TfnbError | None = None
     try:
         cluster._do("restoring", None, cluster._engine.refill, lies, [variable.key for variable in there])
     except TfnbError as error:
-        if not lies.is_decided or cluster._engine.lost is None:
+        if not lies.is_decided:
             with _saying_so():
                 raise
-        _wait_for(homes)
-        here, empty = dict(values), [*empty, *(queue for queue, home in homes.items() if home.is_lost)]
+        if cluster._engine.lost is None:
+            raise
+        here, lost = dict(values), error
         connected.notices.clear()
-        text = f"a server was lost during the restore; all that was restored is here now: {error}"
-        warnings.warn(text, stacklevel=user_level(None))
     else:
         for variable in there:
             cluster._variables.held.superseded(variable)
@@ -83,7 +87,17 @@ def _become(
                 queue.machine.holds(held[queue].found)
     for variable, value in here.items():
         variable.set(value)
-    again = labelled(empty)
+    _hold(own.values(), held)
+    if lost is not None:
+        late = _late(homes)
+        _hold([queue for queue, home in homes.items() if home.is_lost], held)
+        text = f"a server was lost during the restore; all that was restored is here now: {lost}"
+        end.append(late or UserWarning(text))
+
+
+def _hold(queues: Iterable[Queue], held: Mapping[Queue, Held]) -> None:
+    """Let queues that are here be this."""
+    again = labelled(queues)
     ready_to_hold(again, {label: held[queue] for label, queue in again.items()})()
 
 
@@ -96,10 +110,15 @@ def _saying_so() -> Iterator[None]:
         raise
 
 
-def _wait_for(queues: Mapping[Queue, Any]) -> None:
-    """Until queues of a cluster that is lost are here."""
+def _late(queues: Mapping[Queue, Any]) -> Unavailable | None:
+    """Wait until queues of a cluster that is lost are here; the error where they do not come."""
     end = time.monotonic() + HOME
     while away := [queue.name for queue in queues if not isinstance(queue.machine, QueueMachine)]:
         if time.monotonic() > end:
-            raise Unavailable(f"queues {', '.join(away)} did not come home within {HOME:g} s from a lost cluster")
+            names = ", ".join(away)
+            return Unavailable(
+                f"a server was lost during the restore, and queues {names} did not come home within {HOME:g} s from "
+                "the others; all else that was restored is here now: restore again"
+            )
         time.sleep(0.01)
+    return None
