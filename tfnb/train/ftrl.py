@@ -15,8 +15,9 @@ class Ftrl(Optimizer):
     """FTRL-proximal: ``n += g*g``, ``z += g - (new n**p - n**p)/lr * w``, with ``p = -learning_rate_power``, then
     ``w = (sign(z)*l1 - z) / (n**p/lr + 2*l2)``, which is 0 where ``|z| <= l1``. Arguments are TensorFlow's.
 
-    >>> Ftrl(0.1, l1_regularization_strength=0.01)
-    Ftrl(lr=0.1)
+    >>> Ftrl(0.1, l1_regularization_strength=0.01)  # doctest: +NORMALIZE_WHITESPACE
+    Ftrl(lr=0.1, learning_rate_power=-0.5, initial_accumulator_value=0.1, l1_regularization_strength=0.01,
+         l2_regularization_strength=0.0)
     """
 
     def __init__(self, lr: Any = 1e-3, learning_rate_power: float = -0.5, initial_accumulator_value: float = 0.1,
@@ -38,3 +39,9 @@ class Ftrl(Optimizer):
         z = z + grad - (n**self.power - old**self.power) / lr * w
         pull = torch.clamp(z, -self.l1, self.l1) - z  # 0 where |z| <= l1
         return pull / (n**self.power / lr + 2 * self.l2), {"accumulator": n, "linear": z}
+
+    def __repr__(self) -> str:
+        return (
+            f"Ftrl(lr={self.lr!r}, learning_rate_power={-self.power}, initial_accumulator_value={self.start}, "
+            f"l1_regularization_strength={self.l1}, l2_regularization_strength={self.l2})"
+        )
