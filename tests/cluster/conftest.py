@@ -57,7 +57,7 @@ def one_by_one(cluster: Cluster, program: Program, data: Any, **options: Any) ->
 def worker_processes(count: int) -> Iterator[Client]:
     """A client of that many, forked from one that has imported what they need: up in seconds."""
     settings = {
-        "distributed.deploy.lost-worker-timeout": "300s",  # a slow machine restarts workers slowly
+        "distributed.deploy.lost-worker-timeout": "24h",  # so long after a death a worker that is starting is closed
         "distributed.worker.multiprocessing-method": "forkserver",
     }
     with (

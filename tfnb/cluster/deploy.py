@@ -53,7 +53,7 @@ SETTINGS = {
     "distributed.admin.tick.interval": "500ms",  # 20 ms of Dask's own take two percent of a core in the notebook
     "distributed.worker.profile.enabled": False,  # takes two percent of a core in each worker: no Dask task runs a step
     "distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s",
-    "distributed.deploy.lost-worker-timeout": "120s",
+    "distributed.deploy.lost-worker-timeout": "24h",
 }  # fmt: skip
 _SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
 _LOST = "Worker holding Actor was lost"  # Dask's words
@@ -338,9 +338,9 @@ They need nothing of it, and a script that a notebook was made into has no ``if 
 
 
 class _Local(LocalCluster):
-    """Gives the successor of a lost worker the time that a busy machine takes to start one.
+    """Keeps the place of a lost worker: Dask looks 15 s after a loss, and closes for good what is starting just then.
 
-    Dask gives a worker up for good 15 s after it was lost, and closes the one that comes later.
+    That may be a busy machine's first successor, or the next one, of a worker that was lost again meanwhile.
     """
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
