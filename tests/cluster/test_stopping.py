@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tfnb
+from tests.state.test_queues import in_thread
 from tfnb.errors import DeadlineExceeded, WorkerLost
 
 
@@ -103,3 +104,33 @@ def test_fit_ends_when_no_task_is_left(connect, problem, mode, when, nobody_join
     with pytest.raises(WorkerLost, match="no compute task is left"):
         tfnb.fit(p.train, batches(), mode=mode)
     assert time.monotonic() - begin < 100
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_restore_that_waits_for_a_run_of_another_thread(connect, tmp_path, monkeypatch):
+    v = tfnb.Variable(torch.ones(3), name="v")
+    with tfnb.record("kept") as kept:
+        step = v.assign_add(torch.ones(3))
+    connect(1)
+    session = tfnb.Session(kept)
+    session.run(step)
+    session.save(tmp_path / "file")
+    session.run(step)
+    n, x = endless()
+    tfnb.run(x, {n: 5})
+    thread, ended = in_thread(lambda: tfnb.run(x, {n: 10**9}, timeout=9))
+    time.sleep(0.5)
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        session.restore(tmp_path / "file")
+    assert thread.is_alive() and not ended, "nobody else is stopped"
+    monkeypatch.setattr("tfnb.cluster.driver.STEP", 0.5)
+    with pytest.raises(DeadlineExceeded, match="the restore changed nothing: it waits for a run of another thread"):
+        session.restore(tmp_path / "file")
+    thread.join(60)
+    assert isinstance(ended[0], DeadlineExceeded) and v.value().tolist() == [3.0] * 3
+    session.run(step)
+    session.restore(tmp_path / "file")
+    session.run(step)
+    assert v.value().tolist() == [3.0] * 3

@@ -37,6 +37,7 @@ from tfnb.cluster.overview import PATIENCE, Overview
 from tfnb.cluster.programs import Placed, place
 from tfnb.cluster.queue_homes import QueueHomes
 from tfnb.cluster.restoring import brought
+from tfnb.cluster.single_steps import Turn
 from tfnb.cluster.supervisor import LOOK, Supervisor
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.cluster.variables_there import VariablesThere, gives_way
@@ -52,6 +53,7 @@ from tfnb.errors import (
 )
 from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
+from tfnb.graph.variable_locks import PATIENCE as STEP
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
 from tfnb.placement.requests import asked, task_of
@@ -568,8 +570,19 @@ class Cluster:
     ) -> Iterator[Callable[[], None]]:
         """A block in which a call lets Variables and queues be this, all or none; until then nothing is changed."""
         self._ensure_open()
-        with self._placing, brought(self, values, held) as become:
+        with self._placing, brought(self, values, held) as become, self._turn("the restore changed nothing: it"):
             yield become
+
+    @contextmanager
+    def _turn(self, who: str) -> Iterator[None]:
+        """A block beside which no step computes, but those that wait for queues. The wait for it can be interrupted."""
+        turn, single = Turn(), self._engine.single
+        what = f"{who} waits for a run of another thread, which"
+        try:
+            self._link.wait(self._link.start(single.take, turn), STEP, what, self._say_notes)
+            yield
+        finally:
+            self._link.post(single.leave, turn)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

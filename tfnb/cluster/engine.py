@@ -157,12 +157,11 @@ class Engine:
     async def refill(self, brought: Brought, written: Iterable[str]) -> None:
         """Let queues and Variables hold what was brought; steps that used one of them raise Aborted.
 
-        written: the keys of these Variables.
+        In a turn that was taken before. written: the keys of these Variables.
         """
-        async with self.single.turn:
-            void = await self.contents.refill(brought)
-            self.single.wrote(written)
-            self.single.void(void)
+        void = await self.contents.refill(brought)
+        self.single.wrote(written)
+        self.single.void(void)
 
     async def stats(self, seconds: float) -> dict[int, dict[str, Any]]:
         """What each shard of a live server says of itself, within ``seconds``."""

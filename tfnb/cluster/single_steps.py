@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,6 +53,14 @@ def _told(end: e.Finish, rounds: Sequence[_Ended]) -> tuple[e.Finish, list[str]]
     return end._replace(cause=end.cause._replace(put=put)), waits
 
 
+@dataclass(slots=True)
+class Turn:
+    """A turn for what another thread does, which may give up while it waits."""
+
+    is_wanted: bool = True
+    is_taken: bool = False
+
+
 class SingleSteps:
     """Carries out steps one by one, and knows their rounds.
 
@@ -75,6 +83,20 @@ class SingleSteps:
         """Queues that these rounds used hold something else by now: their steps raise Aborted."""
         self._void.update(rounds)
         self._void &= self._rounds
+
+    async def take(self, turn: Turn) -> None:
+        """Wait for a turn that lasts until `leave`, unless that comes before it."""
+        await self.turn.acquire()
+        if turn.is_wanted:
+            turn.is_taken = True
+        else:
+            self.turn.release()
+
+    def leave(self, turn: Turn) -> None:
+        """A turn is over, or not wanted any more. In the event loop."""
+        turn.is_wanted = False
+        if turn.is_taken:
+            self.turn.release()
 
     async def run(
         self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = (),

@@ -693,7 +693,8 @@ class Session:
         a queue that is not known yet holds what it held.
 
         strict: a variable or queue missing in the file is an error. mapping: label here -> key in the file. Raises
-        CheckpointCorrupt, NotFound or CheckpointIncompatible, with nothing assigned.
+        CheckpointCorrupt, NotFound or CheckpointIncompatible, and DeadlineExceeded where a run of another thread takes
+        too long, with nothing assigned.
         """
         saved, about = checkpoint.load(path)
         checkpoint.ensure_told(about)
