@@ -382,12 +382,13 @@ def test_a_request_names_its_shard_where_there_are_several(processes):
     assert isinstance(pull, Ok)
 
 
-def test_the_thread_of_a_server_outlives_whatever_one_call_does(processes, caplog):
+def test_the_thread_of_a_server_outlives_whatever_one_call_does(processes):
     servings, here = processes
     peer, serving = next(iter(servings.items()))
-    answers = queue.SimpleQueue()
+    answers, told = queue.SimpleQueue(), []
 
     def fails(answer):
+        told.append(answer)
         raise ValueError("nobody listens")
 
     asks = [Ask(0, "stat"), Ask(2, "stat")]
@@ -395,6 +396,6 @@ def test_the_thread_of_a_server_outlives_whatever_one_call_does(processes, caplo
     for ask in (asks[0]._replace(meta={"shard": 0}), one):
         serving.ask(Request(ask.method, OpId("c", 21), 1, 7, ask.meta), fails)
     serving.ask(Request("stat", OpId("c", 22), 1, 7, {"shard": 0}), answers.put)
-    assert isinstance(answers.get(timeout=30), Ok) and "nobody listens" in caplog.text
+    assert isinstance(answers.get(timeout=30), Ok) and len(told) >= 2
     ((pull,),) = here.call({peer: [Ask(0, "pull", {"keys": ["w"]}, op=OpId("c", 23))]}, epoch=1)
     assert isinstance(pull, Ok)
