@@ -14,7 +14,7 @@ import tfnb
 from tfnb.errors import Cancelled, DeadlineExceeded, FailedPrecondition, TfnbError
 from tfnb.execution import lower
 from tfnb.execution.explain import _at_line
-from tfnb.execution.running import Running, unstoppable
+from tfnb.execution.running import Running, Stop, unstoppable
 from tfnb.execution.tracing.probes import Probed
 
 # Python says which stops it drops
@@ -98,6 +98,23 @@ def test_a_block_that_nothing_stops_may_have_another_one_inside() -> None:
     thread.start()
     thread.join(10)
     assert seen == ["inside", "a step inside", "behind", "stopped"]
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_interrupt_between_holding_and_letting_go_ends_the_step(is_stopped: bool) -> None:
+    """A second Ctrl-C may come there: the step has nothing to wait for."""
+    running = Running()
+
+    def call() -> None:
+        running.hold()
+        if is_stopped:
+            running.stop(lambda at: Cancelled("stopped"))
+            with contextlib.suppress(Stop):
+                running.let_go()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        running.compute(call)
 
 
 def test_no_except_of_a_users_op_keeps_a_stop() -> None:

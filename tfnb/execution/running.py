@@ -47,13 +47,13 @@ class Running:
     tfnb.errors.Cancelled: too late
     """
 
-    __slots__ = ("_sent", "_thread", "_token", "_why")
+    __slots__ = ("_is_claimed", "_sent", "_thread", "_token", "_why")
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._token: list[None] = []  # one while it computes; list.pop is atomic, so one thread gets it
         self._why: Why | None = None
-        self._sent = False
+        self._sent = self._is_claimed = False
 
     def compute(self, call: Callable[..., T], *args: Any, until: Deadline | None = None) -> T:
         """``call(*args)``, unless it is stopped: then the error that `stop` was given.
@@ -112,6 +112,7 @@ class Running:
 
     def let_go(self) -> None:
         """After `hold`: raise what came meanwhile."""
+        self._is_claimed = False
         self._token.append(None)
         if self._why is not None:
             self._claim()
@@ -123,8 +124,11 @@ class Running:
         Python drops what it raises in a callback of the collector or a ``__del__``: what was sent and does not come
         within two turns is raised here.
         """
+        if self._is_claimed:  # an interrupt came between `hold` and `let_go`, or for the Stop that that raised
+            return
         try:
             self._token.pop()
+            self._is_claimed = True
         except IndexError:
             waited = 0
             while waited < 2:
