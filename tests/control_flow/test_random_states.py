@@ -128,6 +128,6 @@ def test_many_random_functions_with_state_give_what_python_gives() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_random_functions_with_state_give_what_python_gives() -> None:
-    for seed in range(max(2, PROGRAMS // 100)):
-        check(seed, executor="auto", compile="now")
+@pytest.mark.parametrize("seed", range(max(2, PROGRAMS // 100)))  # each compiles for minutes
+def test_compiled_random_functions_with_state_give_what_python_gives(seed: int) -> None:
+    check(seed, executor="auto", compile="now")
