@@ -51,6 +51,7 @@ BELOW = {
 # Floors of a room, from the ground up: each may import those before it.
 FLOORS = {
     "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api print_and_assert",
+    "cluster": "connected wire server queues modes tasks engine members notebook driver",
     "session": "feeding structures breakpoints prepared value_cache step_runner step session",
     "fitting": "fit_display fit_options fit_loop background snapshots comparing",
     "control_flow": "structure tensor_array branches loops frames frontend staging",
@@ -234,7 +235,7 @@ def test_rooms_of_the_table_have_no_cycle() -> None:
 
 
 GUIDED = ("tfnb.recording.", "tfnb.execution.", "tfnb.eager.", "tfnb.passes.", "tfnb.memory.", "tfnb.kernels.",
-          "tfnb.placement.")  # fmt: skip
+          "tfnb.placement.", "tfnb.cluster.")  # fmt: skip
 
 
 @pytest.mark.parametrize(

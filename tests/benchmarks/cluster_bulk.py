@@ -25,7 +25,7 @@ from distributed import Client, LocalCluster
 from distributed.actor import Actor
 
 import tfnb
-from tfnb.cluster import deploy
+from tfnb.cluster.members import deploy
 
 TARGET = 1.2  # times the plain actors' time
 

@@ -31,9 +31,9 @@ from torch import nn
 import tfnb
 from tests.benchmarks.cluster_steps import Usage, measured, workers
 from tests.benchmarks.models import mlp
-from tfnb.cluster import deploy
-from tfnb.cluster.messages import Ask, Ok
-from tfnb.cluster.task import TaskActor
+from tfnb.cluster.members import deploy
+from tfnb.cluster.tasks.task import TaskActor
+from tfnb.cluster.wire.messages import Ask, Ok
 
 HOST = "127.0.0.1"
 Printed = dict[str, Any]

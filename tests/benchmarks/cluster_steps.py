@@ -30,7 +30,8 @@ from torch import nn
 
 import tfnb
 from tests.benchmarks.models import mlp
-from tfnb.cluster import deploy, streams
+from tfnb.cluster.members import deploy
+from tfnb.cluster.wire import streams
 
 BATCH, ROWS, TASKS, RATE = 32, 3200, 2, 0.05
 

@@ -61,10 +61,10 @@ def worker_processes(count: int) -> Iterator[Client]:
         "distributed.worker.multiprocessing-method": "forkserver",
     }
     with (
-        dask_config.set(settings), _imported("distributed", "tfnb.cluster.task"),
+        dask_config.set(settings), _imported("distributed", "tfnb.cluster.tasks.task"),
         LocalCluster(
             n_workers=count, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
-            preload=["tfnb.cluster.task"], silence_logs=50,
+            preload=["tfnb.cluster.tasks.task"], silence_logs=50,
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):  # fmt: skip
@@ -129,8 +129,8 @@ def spawned() -> Iterator[None]:
 @pytest.fixture
 def nobody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster connected later sees no worker that comes, and waits for none."""
-    monkeypatch.setattr("tfnb.cluster.supervisor.LOOK", 3600.0)
-    monkeypatch.setattr("tfnb.cluster.engine.REPLACED_WITHIN", 0.0)
+    monkeypatch.setattr("tfnb.cluster.members.supervisor.LOOK", 3600.0)
+    monkeypatch.setattr("tfnb.cluster.engine.engine.REPLACED_WITHIN", 0.0)
 
 
 def stats(cluster: Cluster) -> list[dict[str, Any]]:

@@ -110,7 +110,7 @@ def far_worker(near: int, *, is_first: bool, path: Path) -> Iterator[tuple[Clien
         with (
             LocalCluster(
                 n_workers=near, threads_per_worker=1, host=link.here, dashboard_address=None,
-                silence_logs=50, preload=["tfnb.cluster.task"],
+                silence_logs=50, preload=["tfnb.cluster.tasks.task"],
             ) as cluster,
             Client(cluster, set_as_default=False) as client, (path / "far.log").open("w") as log,
         ):  # fmt: skip

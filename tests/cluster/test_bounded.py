@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.test_core import Add
-from tfnb.cluster.core import Arrived, Core, Reply
-from tfnb.cluster.messages import Ok, OpId, Refused, Request
+from tfnb.cluster.server.core import Arrived, Core, Reply
+from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request
 from tfnb.state.store import Store
 
 

@@ -15,7 +15,7 @@ import tfnb
 from tests.cluster.conftest import close_to, one_by_one, stats
 from tests.quick import quick
 from tfnb.cluster import connected
-from tfnb.cluster.joins import join, joins
+from tfnb.cluster.modes.joins import join, joins
 from tfnb.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -343,7 +343,7 @@ def test_tls_needs_certificates():
 
 
 def test_other_versions_on_the_workers_are_shown_as_a_table(dask, monkeypatch):
-    monkeypatch.setattr("tfnb.cluster.deploy.versions", lambda: {"tfnb": "9.9", "torch": "1.0"})
+    monkeypatch.setattr("tfnb.cluster.members.deploy.versions", lambda: {"tfnb": "9.9", "torch": "1.0"})
     with pytest.raises(VersionMismatch, match=r"(?s)tfnb +here 9.9 .*torch +here 1.0"):
         tfnb.connect(dask)
     assert connected.connected() is None

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import tfnb
-import tfnb.cluster.core as core_module
+import tfnb.cluster.server.core as core_module
 from tests.cluster.conftest import stats
 from tests.quick import quick
-from tfnb.cluster.fit.courses import HOLD
-from tfnb.cluster.fit.training import Training
-from tfnb.cluster.messages import Ask, NotSent, Ok
+from tfnb.cluster.engine.training import Training
+from tfnb.cluster.server.courses import HOLD
+from tfnb.cluster.wire.messages import Ask, NotSent, Ok
 from tfnb.errors import Aborted, DeadlineExceeded, NonFiniteGradient
 
 

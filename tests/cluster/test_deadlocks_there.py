@@ -12,8 +12,8 @@ import torch
 import tfnb
 from tests.cluster.test_queues_on_servers import _waiting, fifo, until
 from tests.state.test_queues import in_thread
-from tfnb.cluster import deadlocks
-from tfnb.cluster.queues_there import Channels
+from tfnb.cluster.queues import deadlocks
+from tfnb.cluster.queues.queues_there import Channels
 from tfnb.errors import DeadlineExceeded, DeadlockError
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tfnb
-from tfnb.cluster import deploy
+from tfnb.cluster.members import deploy
 from tfnb.errors import InvalidArgument
 from tfnb.magics.magics import TfnbMagics
 

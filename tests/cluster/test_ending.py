@@ -24,8 +24,8 @@ from tests.cluster.conftest import worker_processes
 from tests.cluster.test_cuts import Counters
 from tests.state.test_queues import in_thread
 from tfnb.cluster import connected
-from tfnb.cluster.core import Core
-from tfnb.cluster.task import Task
+from tfnb.cluster.server.core import Core
+from tfnb.cluster.tasks.task import Task
 from tfnb.errors import Aborted, FailedPrecondition
 from tfnb.state.store import Store
 

@@ -23,7 +23,7 @@ import tfnb
 from tests.cluster.conftest import close_to, one_by_one, stats, stop
 from tests.quick import quick
 from tfnb.cluster import connected
-from tfnb.cluster.members import Mode
+from tfnb.cluster.engine.members import Mode
 from tfnb.errors import ParameterServerLost, Unavailable, WorkerLost
 
 
@@ -156,7 +156,7 @@ def test_a_server_lost_between_two_calls(connect, problem):
 
 @pytest.mark.slow
 def test_who_waits_for_a_silent_server_pings_it(connect, problem, monkeypatch):
-    monkeypatch.setattr("tfnb.cluster.transport.SHORTEST", 90.0)  # that the call itself may take
+    monkeypatch.setattr("tfnb.cluster.wire.transport.SHORTEST", 90.0)  # that the call itself may take
     p = problem()
     cluster = connect(2)
     train(cluster, p, p.batches(3))
@@ -206,7 +206,7 @@ def test_closing_with_a_lost_server_warns_and_keeps_the_last_values(connect, pro
 
 
 def test_values_are_pulled_now_and_then_while_training(connect, problem, monkeypatch):
-    monkeypatch.setattr("tfnb.cluster.variables_there.REFRESH", 0.05)
+    monkeypatch.setattr("tfnb.cluster.notebook.variables_there.REFRESH", 0.05)
     p = problem()
     cluster = connect(2)
     pulled, end = [], time.monotonic() + 60

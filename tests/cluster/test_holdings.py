@@ -13,7 +13,7 @@ import tfnb
 from tests.cluster.conftest import stats
 from tests.quick import quick
 from tests.recording.test_cells import Notebook
-from tfnb.cluster.holdings import Print
+from tfnb.cluster.notebook.holdings import Print
 from tfnb.errors import FailedPrecondition
 from tfnb.graph import Variable
 

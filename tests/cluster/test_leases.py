@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfnb.cluster import events as e
-from tfnb.cluster.fit.leases import (
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes.leases import (
     LARGEST,
     Broken,
     Continue,
@@ -28,8 +28,8 @@ from tfnb.cluster.fit.leases import (
     Stop,
     Stopped,
 )
-from tfnb.cluster.ledger import WINDOW
-from tfnb.cluster.messages import Failed
+from tfnb.cluster.server.ledger import WINDOW
+from tfnb.cluster.wire.messages import Failed
 
 BAD = Failed("InvalidArgument", "kernel")
 

@@ -18,10 +18,10 @@ from tests.cluster.conftest import workers
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_streams import ROWS, SECONDS, Server, call, collect, exchanged, soon
 from tests.cluster.test_wire import DTYPES
-from tfnb.cluster import streams, wire
-from tfnb.cluster.lending import FREE, HELD, ServerLoans, TaskLoans
-from tfnb.cluster.messages import Ok
-from tfnb.cluster.transport import write_request
+from tfnb.cluster.wire import envelope, streams
+from tfnb.cluster.wire.lending import FREE, HELD, ServerLoans, TaskLoans
+from tfnb.cluster.wire.messages import Ok
+from tfnb.cluster.wire.transport import write_request
 from tfnb.errors import ProtocolError, UnsupportedDtype
 from tfnb.state import shared_memory
 from tfnb.state.shared_memory import GONE, Mapped, Segment, located
@@ -110,13 +110,13 @@ def test_every_dtype_is_lent_bitwise_in_both_directions(ends, dtype):
     bits = torch.randint(0, 2 if dtype is torch.bool else 256, (COUNT * dtype.itemsize,), dtype=torch.uint8)
     value = bits.view(dtype).view(4, -1).t()  # strided
     tensors = [value, torch.tensor(1.0), torch.empty(0, 3), value.contiguous()]
-    sent = wire.encode({}, tensors, lend=task.lend)
+    sent = envelope.encode({}, tensors, lend=task.lend)
     assert len(sent) == 1 and len(sent[0]) < 2048, "the values do not travel"
-    _, found = wire.decode(sent, borrow=server.borrowing())
+    _, found = envelope.decode(sent, borrow=server.borrowing())
     store = Store(is_shared=True)
     store.create({"v": found[0]})
-    back = wire.encode({}, store.read(["v"]), lend=server.lend)
-    _, (copied,) = wire.decode(back, borrow=task.borrow)
+    back = envelope.encode({}, store.read(["v"]), lend=server.lend)
+    _, (copied,) = envelope.decode(back, borrow=task.borrow)
     for got, expected in ((found[0], value), (found[3], value), (copied, value)):
         assert got.dtype is dtype and got.shape == expected.shape
         assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
@@ -127,7 +127,7 @@ def test_what_cannot_travel_is_refused_before_anything_is_lent(ends):
     task, _ = ends
     for tensors in ([torch.eye(300).to_sparse(), torch.ones(COUNT)], [torch.ones(COUNT), torch.eye(300).to_sparse()]):
         with pytest.raises(UnsupportedDtype):
-            wire.encode({}, tensors, lend=task.lend)
+            envelope.encode({}, tensors, lend=task.lend)
     assert words(task) == []
 
 
@@ -135,8 +135,8 @@ def test_a_region_is_written_again_only_when_nobody_holds_a_tensor_of_it(ends):
     task, server = ends
 
     def send(value):
-        message = wire.encode({}, [torch.full((COUNT,), value), torch.full((COUNT,), value)], lend=task.lend)
-        return wire.decode(message, borrow=server.borrowing())[1]
+        message = envelope.encode({}, [torch.full((COUNT,), value), torch.full((COUNT,), value)], lend=task.lend)
+        return envelope.decode(message, borrow=server.borrowing())[1]
 
     first = send(1.0)
     part = first[1][5:7]
@@ -160,36 +160,36 @@ def test_a_value_that_is_written_while_it_is_copied_is_not_taken(ends):
     task, server = ends
     store = Store(is_shared=True)
     store.create({"v": torch.zeros(COUNT)})
-    answer = wire.encode({}, store.read(["v"]), lend=server.lend)
+    answer = envelope.encode({}, store.read(["v"]), lend=server.lend)
     server.sent()
     at = store.get("v").data_ptr()
     store.assign({"v": torch.ones(COUNT)})  # it is lent: another generation
     assert store.get("v").data_ptr() != at and not server.has_let_go()
-    _, (seen,) = wire.decode(answer, borrow=task.borrow)
+    _, (seen,) = envelope.decode(answer, borrow=task.borrow)
     assert seen.eq(0).all()
     task.read()
     assert server.has_let_go(), "and now it may be written again"
-    answer = wire.encode({}, store.read(["v"]), lend=server.lend)
+    answer = envelope.encode({}, store.read(["v"]), lend=server.lend)
     server.sent()
     server._lent = []  # given up: a task that stood still for too long
     store.assign({"v": torch.full((COUNT,), 2.0)})
     with pytest.raises(OSError, match="written while"):
-        wire.decode(answer, borrow=task.borrow)
+        envelope.decode(answer, borrow=task.borrow)
 
 
 @pytest.mark.parametrize("loan", [("x", 0, 0), ("x", -64, 0), (1, 0, 0), ("x", None, 0), ("x", 1 << 70, 0)], ids=str)
 def test_loans_that_make_no_sense_cost_an_error(ends, loan):
     task, server = ends
-    message = wire.encode({}, [torch.ones(COUNT)], lend=lambda large: {0: loan})
+    message = envelope.encode({}, [torch.ones(COUNT)], lend=lambda large: {0: loan})
     with pytest.raises((ProtocolError, OSError)):
-        wire.decode(message, borrow=server.borrowing())
+        envelope.decode(message, borrow=server.borrowing())
     with pytest.raises(ProtocolError):
-        wire.decode(message)  # who shares no memory
+        envelope.decode(message)  # who shares no memory
     for start in (1, 64, 1 << 40):
         name = task.lend({0: torch.ones(COUNT)})[0][0]
-        message = wire.encode({}, [torch.ones(COUNT)], lend=lambda large, at=start, of=name: {0: (of, at, 1)})
+        message = envelope.encode({}, [torch.ones(COUNT)], lend=lambda large, at=start, of=name: {0: (of, at, 1)})
         with pytest.raises(ProtocolError, match="are lent"):
-            wire.decode(message, borrow=server.borrowing())
+            envelope.decode(message, borrow=server.borrowing())
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_c21_no_read_of_100_mb_under_writes_is_torn(connect, only, lane):
         meta, op = {"keys": ["big"]}, server.link.op()
         if lane == "D":
             return server.ask(method, meta, list(tensors), op=op)
-        about = {"epoch": 1, "op": op, "seconds": SECONDS, "budget": wire.BUDGET, "lend": stream.lend}
+        about = {"epoch": 1, "op": op, "seconds": SECONDS, "budget": envelope.BUDGET, "lend": stream.lend}
         return exchanged(stream, write_request(server.peer, method, meta, tensors, **about))
 
     def opened():

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.cluster.test_core import Add
-from tfnb.cluster.asking import gathered
-from tfnb.cluster.computing import Computing
-from tfnb.cluster.core import Arrived, Core, Reply, Send
-from tfnb.cluster.fit.data import Data, written
-from tfnb.cluster.fit.resident import Given, Loop, Prefetch
-from tfnb.cluster.messages import NotDone, NotSent, Ok, OpId, Refused, Request
-from tfnb.cluster.programs import Push
-from tfnb.cluster.transport import read_outcome
+from tfnb.cluster.server.core import Arrived, Core, Reply, Send
+from tfnb.cluster.tasks.computing import Computing
+from tfnb.cluster.tasks.data import Data, written
+from tfnb.cluster.tasks.programs import Push
+from tfnb.cluster.tasks.resident import Given, Loop, Prefetch
+from tfnb.cluster.wire.asking import gathered
+from tfnb.cluster.wire.messages import NotDone, NotSent, Ok, OpId, Refused, Request
+from tfnb.cluster.wire.transport import read_outcome
 from tfnb.state.batch_order import Order
 from tfnb.state.chunks import Chunked
 from tfnb.state.store import Store

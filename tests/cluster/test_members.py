@@ -23,7 +23,7 @@ from tests.cluster.conftest import stop
 from tests.cluster.test_cuts import Counters
 from tests.quick import quick
 from tfnb.cluster import driver
-from tfnb.cluster.messages import Refused
+from tfnb.cluster.wire.messages import Refused
 from tfnb.errors import ParameterServerLost, TfnbError
 
 MODES = {
@@ -192,7 +192,7 @@ def own():
         dask_config.set({"distributed.worker.multiprocessing-method": "spawn"}),
         LocalCluster(
             n_workers=3, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
-            preload=["tfnb.cluster.task"], silence_logs=50,
+            preload=["tfnb.cluster.tasks.task"], silence_logs=50,
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):  # fmt: skip

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import tfnb.cluster.objects
+import tfnb.cluster.server.objects
 from tests.state.saved_queues import fifo
-from tfnb.cluster.messages import Ok, OpId, Request
-from tfnb.cluster.objects import FROZEN, Objects, write_queue
+from tfnb.cluster.server.objects import FROZEN, Objects, write_queue
+from tfnb.cluster.wire.messages import Ok, OpId, Request
 from tfnb.errors import ResourceExhausted
 
 
@@ -61,8 +61,8 @@ def test_what_a_round_took_comes_back_where_it_put_no_element():
 
 
 def test_what_is_brought_is_counted_once_and_each_time_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
-    counted, asked, size = list[int](), list[int](), tfnb.cluster.objects.size
-    monkeypatch.setattr(tfnb.cluster.objects, "size", lambda some: counted.append(len(some)) or size(some))
+    counted, asked, size = list[int](), list[int](), tfnb.cluster.server.objects.size
+    monkeypatch.setattr(tfnb.cluster.server.objects, "size", lambda some: counted.append(len(some)) or size(some))
 
     def afford(more: int) -> None:
         asked.append(server.objects.nbytes + more)

@@ -16,7 +16,7 @@ from tests.cluster.conftest import one_by_one
 from tests.cluster.far_worker import Link, far_worker, needs_root
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster.driver import Cluster, batches, connect
-from tfnb.cluster.members import Mode
+from tfnb.cluster.engine.members import Mode
 from tfnb.errors import ParameterServerLost
 from tfnb.execution import lower
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfnb.cluster import events as e
-from tfnb.cluster import plan
-from tfnb.cluster.messages import Failed
-from tfnb.cluster.plan import (
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes import plan
+from tfnb.cluster.modes.plan import (
     Abort,
     Commit,
     Committed,
@@ -25,6 +24,7 @@ from tfnb.cluster.plan import (
     Step,
     divide,
 )
+from tfnb.cluster.wire.messages import Failed
 
 BAD = Failed("InvalidArgument", "kernel")
 

@@ -15,7 +15,7 @@ import tfnb
 from tests.cluster.conftest import stats
 from tests.cluster.test_cuts import Counters
 from tests.quick import quick
-from tfnb.cluster.messages import Ok
+from tfnb.cluster.wire.messages import Ok
 
 ROWS = torch.ones(400)
 
@@ -97,7 +97,7 @@ def test_arrays_that_are_too_large_for_the_tasks_are_drawn_here(connect, monkeyp
     c = Counters()
     connect(2)
     monkeypatch.setattr("tfnb.cluster.driver.AHEAD", 100)
-    monkeypatch.setattr("tfnb.cluster.fit.sources.MOST", 40)
+    monkeypatch.setattr("tfnb.cluster.engine.sources.MOST", 40)
     assert tfnb.fit(c.train, {c.x: ROWS}, steps=150, batch_size=4).steps == 150
     assert c.counts() == [150.0, 150.0]
 

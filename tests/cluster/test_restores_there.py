@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tfnb
-import tfnb.cluster.restoring
+import tfnb.cluster.notebook.restoring
 from tests.state.saved_queues import fifo
-from tfnb.cluster.messages import Failed
+from tfnb.cluster.wire.messages import Failed
 from tfnb.errors import ParameterServerLost, ResourceExhausted, Unavailable
 from tfnb.state.queue_machine import QueueMachine
 
@@ -121,7 +121,7 @@ def test_what_is_here_is_restored_where_a_queue_does_not_come_home(
 ) -> None:  # fmt: skip
     one = Saved(connect, tmp_path / "file")
     one.when(monkeypatch, "refill", kill)
-    monkeypatch.setattr(tfnb.cluster.restoring, "HOME", -1.0)
+    monkeypatch.setattr(tfnb.cluster.notebook.restoring, "HOME", -1.0)
     homes = [queue.machine for queue in one.queues]
     with pytest.raises(Unavailable, match="did not come home"):
         one.session.restore(one.file)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.test_core import Add
-from tfnb.cluster import events as e
-from tfnb.cluster.core import Arrived, Core, Reply, Send, Tick, mean
-from tfnb.cluster.cores import Cores
-from tfnb.cluster.fit.leases import Broken, Give, Offer, Progress, Report
-from tfnb.cluster.fit.rounds import Cut, CutAt, Rounds
-from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes.leases import Broken, Give, Offer, Progress, Report
+from tfnb.cluster.modes.rounds import Cut, CutAt, Rounds
+from tfnb.cluster.server.core import Arrived, Core, Reply, Send, Tick, mean
+from tfnb.cluster.server.cores import Cores
+from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request
 from tfnb.state.store import Store
 
 BAD = Failed("InvalidArgument", "kernel")

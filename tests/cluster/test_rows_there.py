@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 import tfnb
 from tests.quick import quick
-from tfnb.cluster import streams, wire
-from tfnb.cluster.messages import Ok
-from tfnb.cluster.rows_there import LookedUp, Wanted
+from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
+from tfnb.cluster.wire import envelope, streams
+from tfnb.cluster.wire.messages import Ok
 from tfnb.errors import InvalidArgument
 from tfnb.placement.lookups import lookups
 from tfnb.placement.placement import Piece
@@ -51,7 +51,7 @@ class Words:
 
 
 def moved(dask_worker: Any) -> Counter[str]:
-    return wire.MOVED.copy()
+    return envelope.MOVED.copy()
 
 
 def switched(is_on: bool) -> None:

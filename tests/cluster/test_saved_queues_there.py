@@ -14,7 +14,7 @@ import tfnb
 from tests.state.saved_queues import fifo, positions_of_files_saved_meanwhile
 from tests.state.test_queues import in_thread
 from tests.state.test_saved_queues import KINDS, Files, Summing
-from tfnb.cluster.messages import Failed
+from tfnb.cluster.wire.messages import Failed
 from tfnb.errors import Aborted, CheckpointCorrupt
 from tfnb.state import checkpoint
 from tfnb.state.queue_machine import QueueMachine
@@ -125,7 +125,7 @@ def test_a_queue_that_its_server_refused_is_in_the_file_too(
     session = tfnb.Session(graph)
     connect(3)
     there.enqueue_many([3, 4])
-    monkeypatch.setattr("tfnb.cluster.queues_there.write_queue", lambda queue: {})  # the server cannot read it
+    monkeypatch.setattr("tfnb.cluster.queues.queues_there.write_queue", lambda queue: {})  # the server cannot read it
     session.save(tmp_path / "empty")
     assert isinstance(refused.machine, QueueMachine) and not isinstance(there.machine, QueueMachine)
     refused.enqueue_many([1, 2])

@@ -18,12 +18,12 @@ from tests.cluster.test_core import Add
 from tests.cluster.test_cuts import Counters, served
 from tests.cluster.test_faults import kill, train
 from tests.cluster.test_resident import ROWS
-from tfnb.cluster import asking, wire
-from tfnb.cluster.core import Arrived, Core, Reply
-from tfnb.cluster.cores import Cores
-from tfnb.cluster.messages import Ask, Failed, Ok, OpId, Peer, Refused, Request, Unknown
-from tfnb.cluster.serving import Serving
-from tfnb.cluster.streams import Stream, Streams
+from tfnb.cluster.server.core import Arrived, Core, Reply
+from tfnb.cluster.server.cores import Cores
+from tfnb.cluster.server.serving import Serving
+from tfnb.cluster.wire import asking, envelope
+from tfnb.cluster.wire.messages import Ask, Failed, Ok, OpId, Peer, Refused, Request, Unknown
+from tfnb.cluster.wire.streams import Stream, Streams
 from tfnb.errors import ParameterServerLost
 from tfnb.state.store import Store
 
@@ -34,7 +34,7 @@ def two():
     with (
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
-            preload=["tfnb.cluster.task"], silence_logs=50,
+            preload=["tfnb.cluster.tasks.task"], silence_logs=50,
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):  # fmt: skip
@@ -307,7 +307,7 @@ def test_silence_is_the_outcome_of_every_part():
 @pytest.fixture
 def processes():
     """Two processes' threads, with two shards each, and streams to both. Shard 2 does not know the plan."""
-    servings, here, ops = {}, Streams(There(wire.BUDGET), Security()), itertools.count()
+    servings, here, ops = {}, Streams(There(envelope.BUDGET), Security()), itertools.count()
     for number in range(2):
         cores = hosted(shards=(number, number + 2))
         for core in cores:
@@ -321,7 +321,7 @@ def processes():
                 assert isinstance(cores.on([(core.shard, Arrived(0, request))], 0.0)[0].answer, Ok)
         peer, serving = Peer("tcp://127.0.0.1:0", str(number), 7), Serving(cores, lambda send: None)
         servings[peer] = serving
-        here._streams[peer] = Stream.connect(serving.offer(peer.addr, Security()), wire.BUDGET)
+        here._streams[peer] = Stream.connect(serving.offer(peer.addr, Security()), envelope.BUDGET)
     yield servings, here
     here.end()
     for serving in servings.values():

@@ -62,7 +62,7 @@ def test_ctrl_c_stops_what_runs_on_a_task(connect):
 @pytest.mark.slow
 def test_a_task_that_does_not_stop_gets_another_process(connect, monkeypatch):
     own = connect(1)
-    monkeypatch.setattr("tfnb.cluster.plan.STOPS_WITHIN", 0.5)
+    monkeypatch.setattr("tfnb.cluster.modes.plan.STOPS_WITHIN", 0.5)
     x, b = one_kernel()
     w = tfnb.Variable(torch.zeros(2), name="w")
     with tfnb.record("counting"):

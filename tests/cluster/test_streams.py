@@ -22,11 +22,11 @@ from distributed import Client, LocalCluster, Security
 import tfnb
 from tests.cluster.conftest import stop, workers
 from tests.cluster.test_cuts import Counters
-from tfnb.cluster import streams, wire
-from tfnb.cluster.encryption import encryption
-from tfnb.cluster.messages import Ask, NotSent, Ok, Unknown
-from tfnb.cluster.streams import Broken, Offer, Stream, Streams, framed
-from tfnb.cluster.transport import write_request
+from tfnb.cluster.wire import envelope, streams
+from tfnb.cluster.wire.encryption import encryption
+from tfnb.cluster.wire.messages import Ask, NotSent, Ok, Unknown
+from tfnb.cluster.wire.streams import Broken, Offer, Stream, Streams, framed
+from tfnb.cluster.wire.transport import write_request
 
 ROWS = torch.ones(400)
 SECONDS = 30.0  # that a call may take on a slow machine
@@ -58,12 +58,19 @@ class Server:
         return Offer(meta["host"], meta["port"], bytes.fromhex(meta["name"]), bytes.fromhex(meta["key"]))
 
     def stream(self):
-        return Stream.connect(self.offer(), wire.BUDGET)
+        return Stream.connect(self.offer(), envelope.BUDGET)
 
     def message(self, value, op, method="push", **about):
         tensors = [torch.full((100_000,), value)] if method == "push" else []
         return write_request(
-            self.peer, method, {"keys": ["v"], **about}, tensors, epoch=1, op=op, seconds=SECONDS, budget=wire.BUDGET
+            self.peer,
+            method,
+            {"keys": ["v"], **about},
+            tensors,
+            epoch=1,
+            op=op,
+            seconds=SECONDS,
+            budget=envelope.BUDGET,
         )
 
     def push(self, value, op):
@@ -140,14 +147,14 @@ def test_a_connection_that_breaks_in_the_middle_of_a_push_applies_it_once(server
 def test_only_who_has_a_fresh_key_is_heard(server, what):
     offer = server.offer()
     if what == "twice":
-        Stream.connect(offer, wire.BUDGET).end()
+        Stream.connect(offer, envelope.BUDGET).end()
     if what in ("key", "twice"):
         wrong = offer if what == "twice" else offer._replace(key=secrets.token_bytes(32))
         with pytest.raises((Broken, OSError)):
-            Stream.connect(wrong, wire.BUDGET)
+            Stream.connect(wrong, envelope.BUDGET)
     elif what == "name":
         with pytest.raises((Broken, OSError)):
-            Stream.connect(offer._replace(name=secrets.token_bytes(8)), wire.BUDGET)
+            Stream.connect(offer._replace(name=secrets.token_bytes(8)), envelope.BUDGET)
     else:
         with socket.create_connection((offer.host, offer.port), timeout=SECONDS) as sock:
             assert len(sock.recv(100)) == 40
@@ -168,7 +175,7 @@ PREFIX = struct.Struct("<8sQQ")
         PREFIX.pack(streams._MAGIC, 1 << 60, 0),
         PREFIX.pack(streams._MAGIC, 100, 1 << 40),
         PREFIX.pack(streams._MAGIC, 100, 1) + struct.pack("<Q", (1 << 64) - 1),
-        PREFIX.pack(streams._MAGIC, 100, 2) + struct.pack("<QQ", wire.BUDGET, wire.BUDGET),
+        PREFIX.pack(streams._MAGIC, 100, 2) + struct.pack("<QQ", envelope.BUDGET, envelope.BUDGET),
     ],
     ids=["http", "envelope", "frames", "length", "budget"],
 )
@@ -386,7 +393,7 @@ def test_closing_leaves_no_thread_and_no_socket(connect, dask):
 def test_a_forked_child_holds_nothing_open():
     script = """
 import os, socket
-from tfnb.cluster.streams import kept
+from tfnb.cluster.wire.streams import kept
 here, there = map(kept, socket.socketpair())
 pid = os.fork()
 if not pid:
@@ -412,7 +419,7 @@ def encrypted():
         dask_config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
         LocalCluster(
             n_workers=3, threads_per_worker=1, host="127.0.0.1", protocol="tls://", security=security,
-            dashboard_address=None, preload=["tfnb.cluster.task"], silence_logs=50,
+            dashboard_address=None, preload=["tfnb.cluster.tasks.task"], silence_logs=50,
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):  # fmt: skip
@@ -427,7 +434,7 @@ def test_c68_streams_of_an_encrypted_cluster_are_encrypted(encrypted, problem):
         server = Server(cluster)
         offer = server.offer()
         context = encryption(server.peer.addr, security, listens=False)
-        stream = Stream.connect(offer, wire.BUDGET, context)
+        stream = Stream.connect(offer, envelope.BUDGET, context)
         assert stream._socket.version().startswith("TLS")
         for value, share in ((1.0, False), (2.0, True)):
             assert not share or stream.share(server.peer, server.link.op())
@@ -436,11 +443,11 @@ def test_c68_streams_of_an_encrypted_cluster_are_encrypted(encrypted, problem):
             assert torch.equal(pulled.tensors[0], torch.full((100_000,), value))
         stream.end()
         with pytest.raises((OSError, Broken)):  # plain bytes are no handshake
-            Stream.connect(server.offer(), wire.BUDGET)
+            Stream.connect(server.offer(), envelope.BUDGET)
         stranger = encryption(server.peer.addr, Security.temporary(), listens=False)
         with pytest.raises((OSError, Broken)):  # a certificate that this cluster does not know
-            Stream.connect(server.offer(), wire.BUDGET, stranger)
-        last = Stream.connect(server.offer(), wire.BUDGET, context)
+            Stream.connect(server.offer(), envelope.BUDGET, stranger)
+        last = Stream.connect(server.offer(), envelope.BUDGET, context)
         assert isinstance(exchanged(last, server.message(3.0, server.link.op())), Ok), "the server goes on"
         last.end()
         p = problem(hidden=3000)

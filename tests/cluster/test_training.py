@@ -11,13 +11,13 @@ import torch
 
 import tfnb
 from tests.cluster.test_cuts import Counters
-from tfnb.cluster import events as e
-from tfnb.cluster.fit.leases import Offer, Paused
-from tfnb.cluster.fit.rounds import CutAt
-from tfnb.cluster.fit.training import Training
-from tfnb.cluster.joins import joins
-from tfnb.cluster.members import Member, Mode
-from tfnb.cluster.messages import Ok, Peer
+from tfnb.cluster.engine.members import Member, Mode
+from tfnb.cluster.engine.training import Training
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes.joins import joins
+from tfnb.cluster.modes.leases import Offer, Paused
+from tfnb.cluster.modes.rounds import CutAt
+from tfnb.cluster.wire.messages import Ok, Peer
 from tfnb.errors import Cancelled, Internal
 
 

@@ -16,9 +16,9 @@ import torch
 
 import tfnb.cluster
 from tests.cluster.conftest import stop
-from tfnb.cluster import transport
-from tfnb.cluster.messages import Failed, NotSent, Ok, Peer, Refused, Unknown, failed, raised
-from tfnb.cluster.transport import GiveUp, Wait, allowance, is_local, retry
+from tfnb.cluster.wire import transport
+from tfnb.cluster.wire.messages import Failed, NotSent, Ok, Peer, Refused, Unknown, failed, raised
+from tfnb.cluster.wire.transport import GiveUp, Wait, allowance, is_local, retry
 from tfnb.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -226,7 +226,7 @@ def test_errors_cross_a_process_as_data(error, kind):
 
 def test_c1_only_the_transport_touches_connections_and_nobody_waits_without_end():
     """No actor handle is called, no future is awaited without a time-out; no socket or submit elsewhere."""
-    for path in ROOM.glob("*.py"):
+    for path in ROOM.rglob("*.py"):
         tree = ast.parse(path.read_text())
         assert not {"mmap", "memfd_create", "multiprocessing.shared_memory"} & set(
             re.findall(r"[\w.]+", path.read_text())
@@ -251,6 +251,6 @@ def test_c1_only_the_transport_touches_connections_and_nobody_waits_without_end(
                 continue  # of a dictionary, or of the engine's own queues
             if method == "result" and not node.args and not node.keywords:
                 target = ast.unparse(node.func.value)
-                assert target in ("task", "asked", "step", "handle.task[0]"), (
+                assert target in ("task", "asked", "step", "held", "handle.task[0]"), (
                     f"{where}: asyncio tasks that are done only"
                 )

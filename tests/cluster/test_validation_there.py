@@ -17,8 +17,8 @@ from torch import nn
 import tfnb
 from tests.cluster.test_queues_on_servers import until
 from tests.quick import quick
-from tfnb.cluster.fit.sources import Near
-from tfnb.cluster.members import Ahead
+from tfnb.cluster.engine.members import Ahead
+from tfnb.cluster.engine.sources import Near
 from tfnb.state.batch_order import Order
 from tfnb.state.chunks import Chunked
 

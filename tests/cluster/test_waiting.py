@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.cluster.test_core import Add
-from tfnb.cluster.core import Arrived, Core, Reply, Tick
-from tfnb.cluster.lines import PATIENCE, POLL
-from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request
+from tfnb.cluster.server.core import Arrived, Core, Reply, Tick
+from tfnb.cluster.server.lines import PATIENCE
+from tfnb.cluster.wire.messages import POLL, Failed, Ok, OpId, Refused, Request
 from tfnb.state.store import Store
 
 

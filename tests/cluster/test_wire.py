@@ -14,17 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfnb.cluster import wire
+from tfnb.cluster.wire import envelope
 from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted, UnsupportedDtype
 
-DTYPES = list(wire._TAGS.values())
+DTYPES = list(envelope._TAGS.values())
 SHAPES = {"0-d": (), "empty": (3, 0), "one": (1,), "small": (5, 7), "64KB": (64 << 10,), "1MB": (1024, 1024)}
 
 
 def sent(header, tensors):
     """Through the wire as Dask delivers it: a fresh writable buffer for each frame."""
-    message = wire.encode(header, tensors)
-    return wire.decode([memoryview(bytearray(frame)) for frame in message])
+    message = envelope.encode(header, tensors)
+    return envelope.decode([memoryview(bytearray(frame)) for frame in message])
 
 
 def same(a, b):
@@ -71,14 +71,14 @@ def test_c8_received_tensors_are_writable_private_and_aligned():
 
 
 def test_read_only_frames_are_copied():
-    message = wire.encode({}, [torch.zeros(100_000)])
-    _, (got,) = wire.decode([bytes(frame) for frame in message])
+    message = envelope.encode({}, [torch.zeros(100_000)])
+    _, (got,) = envelope.decode([bytes(frame) for frame in message])
     assert got.add_(1).sum() == 100_000
 
 
 def test_sending_a_contiguous_tensor_does_not_copy_it():
     tensor = torch.randn(100_000)
-    frame = wire.encode({}, [tensor])[1]
+    frame = envelope.encode({}, [tensor])[1]
     tensor[0] = 42.0
     assert struct.unpack("<f", frame[:4]) == (42.0,)
 
@@ -102,50 +102,50 @@ def test_meta_tensors_travel_as_shapes_and_grads_stay():
 )
 def test_c25_other_kinds_are_unsupported_before_anything_is_sent(tensor):
     with pytest.raises(UnsupportedDtype, match="supported"):
-        wire.encode({}, [tensor])
+        envelope.encode({}, [tensor])
 
 
 def test_header_takes_json_only():
     for bad in ({"x": object()}, {"x": float("nan")}, {"x": torch.ones(1)}):
         with pytest.raises(InvalidArgument, match="JSON"):
-            wire.encode(bad)
+            envelope.encode(bad)
 
 
 def test_caps_name_asked_used_and_limit():
     with pytest.raises(ResourceExhausted, match=r"asked 400.*limit 100"):
-        wire.encode({}, [torch.zeros(100)], budget=100)
+        envelope.encode({}, [torch.zeros(100)], budget=100)
     with pytest.raises(ResourceExhausted, match="limit"):
-        wire.encode({"x": "y" * (2 << 20)})
-    message = wire.encode({}, [torch.zeros(100)])
+        envelope.encode({"x": "y" * (2 << 20)})
+    message = envelope.encode({}, [torch.zeros(100)])
     with pytest.raises(ResourceExhausted, match="asked 400"):
-        wire.decode(message, budget=100)
+        envelope.decode(message, budget=100)
 
 
 def test_the_numbers_of_a_message_have_a_cap_at_both_ends():
-    whole = {"seq": 1, "meta": {"step": 2, "since": list(range(wire.NUMBERS_CAP - 2))}}
+    whole = {"seq": 1, "meta": {"step": 2, "since": list(range(envelope.NUMBERS_CAP - 2))}}
     assert sent(whole, []) == (whole, [])
     for over in {**whole, "term": 3}, {"many": list(range(1_100_000))}:
-        with pytest.raises(ResourceExhausted, match=f"numbers in a message: asked .*limit {wire.NUMBERS_CAP}"):
-            wire.encode(over)
-    half = wire.NUMBERS_CAP // 2 + 1
-    crafted = [envelope(numbers([False, "a", half], [False, "a", half]), bytes(16 * half))]
+        with pytest.raises(ResourceExhausted, match=f"numbers in a message: asked .*limit {envelope.NUMBERS_CAP}"):
+            envelope.encode(over)
+    half = envelope.NUMBERS_CAP // 2 + 1
+    crafted = [in_envelope(numbers([False, "a", half], [False, "a", half]), bytes(16 * half))]
     with pytest.raises(ResourceExhausted, match=f"numbers in a message: asked {2 * half}, used 0"):
-        wire.decode(crafted)
+        envelope.decode(crafted)
 
 
-def envelope(header, tail=b""):
+def in_envelope(header, tail=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    head = wire.MAGIC + struct.pack("<I", len(text)) + text
-    return bytearray(head + bytes(-len(head) % wire.ALIGN) + tail)
+    head = envelope.MAGIC + struct.pack("<I", len(text)) + text
+    return bytearray(head + bytes(-len(head) % envelope.ALIGN) + tail)
 
 
 def entry(**changes):
     tensors = [{"dt": "f32", "shape": [2], "nbytes": 8, "lane": "i", "ref": 0} | changes]
-    return {"v": wire.VERSION, "numbers": [], "tensors": tensors}
+    return {"v": envelope.VERSION, "numbers": [], "tensors": tensors}
 
 
 def numbers(*names, **more):
-    return {"v": wire.VERSION, "numbers": names, "tensors": [], **more}
+    return {"v": envelope.VERSION, "numbers": names, "tensors": [], **more}
 
 
 BAD = {
@@ -164,8 +164,8 @@ BAD = {
     "frame": entry(lane="d"),
     "not an object": numbers(tensors=[3]),
     "not a list": numbers(tensors={}),
-    "no tensors": {"v": wire.VERSION, "numbers": []},
-    "no numbers": {"v": wire.VERSION, "tensors": []},
+    "no tensors": {"v": envelope.VERSION, "numbers": []},
+    "no numbers": {"v": envelope.VERSION, "tensors": []},
     "more numbers": numbers([True, "step", 200], meta={}),
     "many numbers": numbers([True, "step", 1 << 60], meta={}),
     "numbers without a name": numbers([True, 3, 2], meta={}),
@@ -189,28 +189,28 @@ BAD = {
 @pytest.mark.parametrize("header", BAD.values(), ids=BAD)
 def test_malformed_headers_are_protocol_errors(header):
     with pytest.raises(ProtocolError):
-        wire.decode([envelope(header, bytes(8))])
+        envelope.decode([in_envelope(header, bytes(8))])
 
 
 @pytest.mark.parametrize("ref", [["x"], ["x", 0, 0], 7, None], ids=str)
 def test_a_lent_tensor_lies_in_a_segment_at_an_offset(ref):
-    message = [envelope(entry(lane="s", ref=ref), bytes(64))]
+    message = [in_envelope(entry(lane="s", ref=ref), bytes(64))]
     with pytest.raises(ProtocolError, match="in no place"):
-        wire.decode(message, borrow=lambda loan, nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        envelope.decode(message, borrow=lambda loan, nbytes: torch.zeros(nbytes, dtype=torch.uint8))
 
 
 def test_frames_are_named_once_each():
-    one = envelope(numbers(tensors=[entry(lane="d")["tensors"][0]] * 2))
+    one = in_envelope(numbers(tensors=[entry(lane="d")["tensors"][0]] * 2))
     with pytest.raises(ProtocolError, match="frames"):
-        wire.decode([one, bytearray(8)])
+        envelope.decode([one, bytearray(8)])
     with pytest.raises(ProtocolError, match="frames"):
-        wire.decode([envelope(numbers()), bytearray(8)])
+        envelope.decode([in_envelope(numbers()), bytearray(8)])
     with pytest.raises(ProtocolError):
-        wire.decode([])
+        envelope.decode([])
 
 
 def test_a_text_is_read_once_and_its_numbers_each_time():
-    wire._known.clear(), wire._texts.clear()
+    envelope._known.clear(), envelope._texts.clear()
     for step in range(3):
         header = {
             "method": "push",
@@ -221,43 +221,43 @@ def test_a_text_is_read_once_and_its_numbers_each_time():
         assert got == header and tensor.tolist() == [step, step]
         got["meta"]["since"].append(3)  # what a reader does to it is its own
         got["meta"]["more"] = got["more"] = 1
-    assert len(wire._known) == len(wire._texts) == 1
+    assert len(envelope._known) == len(envelope._texts) == 1
     sent({**header, "meta": {**header["meta"], "a": False}}, [torch.ones(2)]), sent(header, [torch.ones(3)])
-    assert len(wire._known) == len(wire._texts) == 3
+    assert len(envelope._known) == len(envelope._texts) == 3
 
 
 def test_texts_that_are_remembered_have_a_limit():
-    for place in range(3 * wire.KEPT):
+    for place in range(3 * envelope.KEPT):
         sent({"method": f"{place}", "seq": 1}, [])
-        sent({"method": "x" * wire.KEPT_CAP, "seq": 1}, [])
-    assert len(wire._known) <= wire.KEPT and len(wire._texts) <= wire.KEPT
-    assert max(map(len, wire._known)) <= wire.KEPT_CAP
+        sent({"method": "x" * envelope.KEPT_CAP, "seq": 1}, [])
+    assert len(envelope._known) <= envelope.KEPT and len(envelope._texts) <= envelope.KEPT
+    assert max(map(len, envelope._known)) <= envelope.KEPT_CAP
 
 
 def test_what_is_kept_of_texts_has_a_limit_in_bytes():
-    wire._known.clear()
+    envelope._known.clear()
     tracemalloc.start()
-    for turn in range(wire.KEPT):
+    for turn in range(envelope.KEPT):
         crafted = {f"{turn:03}": [[]] * 15_900} if turn % 2 else {f"{turn:03}": [{}] * 15_900}
         text = json.dumps({**numbers([False, "x", 0]), **crafted}, separators=(",", ":"))
-        wire.decode([envelope(text.encode(), bytes(8))])
-        assert 3 * len(text) > 2 * wire.KEPT_CAP and sum(map(len, wire._known)) <= wire.KEPT_BYTES
+        envelope.decode([in_envelope(text.encode(), bytes(8))])
+        assert 3 * len(text) > 2 * envelope.KEPT_CAP and sum(map(len, envelope._known)) <= envelope.KEPT_BYTES
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    wire._known.clear()
+    envelope._known.clear()
     assert 2 << 20 < kept < 40 << 20
 
 
 def test_truncation_at_every_byte_is_a_protocol_error():
-    message = wire.encode({"method": "push"}, [torch.arange(9.0)])
+    message = envelope.encode({"method": "push"}, [torch.arange(9.0)])
     for cut in range(len(message[0]) - 28):
         with pytest.raises(ProtocolError):
-            wire.decode([message[0][:cut]])
+            envelope.decode([message[0][:cut]])
 
 
 def test_c7_random_bytes_cost_an_error_and_no_memory():
     source = random.Random(1)
-    good = bytes(wire.encode({"method": "push", "meta": {"a": [1, 2]}}, [torch.arange(9.0), torch.ones(2, 3)])[0])
+    good = bytes(envelope.encode({"method": "push", "meta": {"a": [1, 2]}}, [torch.arange(9.0), torch.ones(2, 3)])[0])
     tracemalloc.start()
     refused = 0
     for turn in range(3_000):
@@ -269,7 +269,7 @@ def test_c7_random_bytes_cost_an_error_and_no_memory():
                 data[source.randrange(len(data))] = source.randrange(256)
         frames = [data] + [bytearray(source.randbytes(8))] * (turn % 3 == 0)
         try:
-            wire.decode(frames)
+            envelope.decode(frames)
         except (ProtocolError, ResourceExhausted):
             refused += 1
     peak = tracemalloc.get_traced_memory()[1]
@@ -281,7 +281,7 @@ def test_c7_random_bytes_cost_an_error_and_no_memory():
 @pytest.mark.parametrize("meta", [5, "ab", None, [1, 2], [["a", 1]]], ids=str)
 def test_meta_is_a_dict_where_it_is_sent_too(meta):
     with pytest.raises(InvalidArgument, match="meta"):
-        wire.encode({"meta": meta, "seq": 1})
+        envelope.encode({"meta": meta, "seq": 1})
 
 
 VALUES = [
@@ -289,7 +289,7 @@ VALUES = [
     [], [3], [9], [["a", 1]], [0, 1 << 61, 1 << 61], [1 << 61, 1 << 62, 0], [0, 1 << 40], {}, {"a": 1}, [False, "x", 0],
 ]  # fmt: skip
 VALID = [
-    wire.encode(header, [torch.arange(9.0), torch.ones(0, 3), torch.ones(2, device="meta"), torch.ones(5, 5000)])
+    envelope.encode(header, [torch.arange(9.0), torch.ones(0, 3), torch.ones(2, device="meta"), torch.ones(5, 5000)])
     for header in (
         {"method": "push", "seq": 7, "meta": {"step": 3, "since": [1, -2], "reads": ["v"], "last": True}},
         {"method": "x", "seq": 7, "meta": {"parts": [[1]], "of": {"a": None}}},
@@ -317,12 +317,13 @@ def test_mutated_messages_decode_or_cost_an_error_of_the_wire(source):
         header = json.loads(first[8 : 8 + struct.unpack_from("<I", first, 4)[0]])
         for _ in range(source.randint(1, 3)):
             change(source, header)
-        changed = envelope(header, bytes(1 << 10))
+        changed = in_envelope(header, bytes(1 << 10))
     else:
         for _ in range(source.randint(1, 4)):
             changed[source.randrange(len(changed))] ^= source.randrange(1, 256)
     with contextlib.suppress(ProtocolError, ResourceExhausted):
-        wire.decode([changed, *map(bytearray, frames)], borrow=lambda loan, size: torch.zeros(size, dtype=torch.uint8))
+        message = [changed, *map(bytearray, frames)]
+        envelope.decode(message, borrow=lambda loan, size: torch.zeros(size, dtype=torch.uint8))
 
 
 @settings(max_examples=50, deadline=None)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from tfnb.cluster.core import Arrived, Core, Reply, Tick
-from tfnb.cluster.messages import Ok, OpId, Request
-from tfnb.cluster.queues_there import Ask, Channels, RemoteQueue
+from tfnb.cluster.queues.queues_there import Ask, Channels, RemoteQueue
+from tfnb.cluster.server.core import Arrived, Core, Reply, Tick
+from tfnb.cluster.wire.messages import Ok, OpId, Request
 from tfnb.graph.queue import Queue
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import HOMES

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfnb.cluster.fit.sources import Near
-from tfnb.cluster.members import Ahead
+from tfnb.cluster.engine.members import Ahead
+from tfnb.cluster.engine.sources import Near
 from tfnb.state.batch_order import Order, Rows
 from tfnb.state.chunks import Chunked, Chunks
 

@@ -22,9 +22,9 @@ from tests.state.distance import Distance, queues_there
 from tests.state.test_queue_models import Attempts, Model
 from tests.state.test_queue_oracle import ANSWERS, OURS, SCENARIOS, ours
 from tests.state.test_queues import in_thread, until
-from tfnb.cluster.contents_there import Contents
-from tfnb.cluster.messages import Refused
-from tfnb.cluster.queues_there import in_round
+from tfnb.cluster.queues.contents_there import Contents
+from tfnb.cluster.queues.queues_there import in_round
+from tfnb.cluster.wire.messages import Refused
 from tfnb.errors import DeadlineExceeded, OutOfRange, QueueClosed, ResourceExhausted, StepAborted
 from tfnb.graph.queue import Queue
 from tfnb.state.queue_machine import Attempt

@@ -1,4 +1,10 @@
-"""The cluster: transport, tasks, parameter servers, step machines. Dask is loaded when `connect` is first used."""
+"""The cluster: tasks and parameter servers on Dask, which is loaded when `connect` is first used.
+
+Each folder imports those before it: `wire` (messages), `server` (parameter servers), `queues` (their other ends),
+`modes` (machines of steps and trainings), `tasks` (what computes), `engine` (carries out what machines say),
+`members` (who takes part), `notebook` (what lives there of it). `driver` is the face, and `connected` knows which one
+is connected.
+"""
 
 from __future__ import annotations
 

@@ -22,25 +22,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from tfnb.cluster import connected, wire
-from tfnb.cluster.card import Status
-from tfnb.cluster.collections import in_chunks, read
-from tfnb.cluster.deploy import EPOCH, Place, Started, find, start
-from tfnb.cluster.engine import Engine
-from tfnb.cluster.farewell import Farewell
-from tfnb.cluster.fit.leases import Offer
-from tfnb.cluster.fit.sources import drawn_from
-from tfnb.cluster.fit.training import Training
-from tfnb.cluster.joins import join, joins
-from tfnb.cluster.members import MODES, Ahead, Batch, Mode
-from tfnb.cluster.overview import PATIENCE, Overview
-from tfnb.cluster.programs import Placed, place
-from tfnb.cluster.queue_homes import QueueHomes
-from tfnb.cluster.restoring import brought
-from tfnb.cluster.single_steps import Turn
-from tfnb.cluster.supervisor import LOOK, Supervisor
-from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
-from tfnb.cluster.variables_there import VariablesThere, gives_way
+from tfnb.cluster import connected
+from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.engine.members import MODES, Ahead, Batch, Mode
+from tfnb.cluster.engine.single_steps import Turn
+from tfnb.cluster.engine.sources import drawn_from
+from tfnb.cluster.engine.training import Training
+from tfnb.cluster.members.deploy import EPOCH, Place, Started, find, start
+from tfnb.cluster.members.farewell import Farewell
+from tfnb.cluster.members.supervisor import LOOK, Supervisor
+from tfnb.cluster.modes.joins import join, joins
+from tfnb.cluster.modes.leases import Offer
+from tfnb.cluster.notebook.card import Status
+from tfnb.cluster.notebook.collections import in_chunks, read
+from tfnb.cluster.notebook.overview import PATIENCE, Overview
+from tfnb.cluster.notebook.queue_homes import QueueHomes
+from tfnb.cluster.notebook.restoring import brought
+from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
+from tfnb.cluster.tasks.programs import Placed, place
+from tfnb.cluster.wire import envelope
+from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -331,7 +332,7 @@ class Cluster:
         fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=True))
         budgets = (member.info.get("budget") for member in self._engine.tasks)
         room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
-        if fits and wire.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
+        if fits and envelope.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
             return data
         return self._drawn(step, data)
 
@@ -570,8 +571,11 @@ class Cluster:
     ) -> Iterator[Callable[[], None]]:
         """A block in which a call lets Variables and queues be this, all or none; until then nothing is changed."""
         self._ensure_open()
-        with self._placing, brought(self, values, held) as become, self._turn("the restore changed nothing: it"):
-            yield become
+        with self._placing:
+            at, own = self._sorted(held)
+            bringing = brought(self._variables, values, held, at, own)
+            with bringing as become, self._turn("the restore changed nothing: it"):
+                yield become
 
     @contextmanager
     def _turn(self, who: str) -> Iterator[None]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tfnb.cluster.members import Mode
+from tfnb.cluster.engine.members import Mode
 from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import begin, mode_of, watched_by

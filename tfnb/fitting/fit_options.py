@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfnb.cluster.members import MODES, Mode
+from tfnb.cluster.engine.members import MODES, Mode
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unimplemented
 from tfnb.graph import Variable
 from tfnb.recording import Tensor

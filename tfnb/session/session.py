@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tfnb.cluster.connected import connected, notices
-from tfnb.cluster.members import Ahead
+from tfnb.cluster.engine.members import Ahead
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import TRACERS, Checked, Trace, Tracer, profiling
 from tfnb.execution.budgeted import Planned

@@ -1,0 +1,577 @@
+"""The notebook's side of a cluster: who its members are, what goes on there, and why it ended.
+
+Calls to members are `tfnb.cluster.engine.peers`, steps of `run` `tfnb.cluster.engine.single_steps`, and trainings
+`tfnb.cluster.engine.training`.
+Everything here runs in the client's event loop, so that Ctrl-C in the calling thread cuts nothing in half; the
+thread asks for it with `Engine.interrupt`. Decisions are the machines'; this module only reports what happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from tfnb.cluster.engine.members import Ahead, Member, Mode, Sent
+from tfnb.cluster.engine.peers import LOOK, Peers
+from tfnb.cluster.engine.restarts import Restarts
+from tfnb.cluster.engine.single_steps import GRACE, SingleSteps
+from tfnb.cluster.engine.training import Training
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes import plan as p
+from tfnb.cluster.modes.joins import Way
+from tfnb.cluster.modes.leases import Broken
+from tfnb.cluster.queues.contents_there import Brought, Contents, Copies
+from tfnb.cluster.queues.deadlocks import Deadlocks
+from tfnb.cluster.tasks.programs import Placed, Plan
+from tfnb.cluster.tasks.resident import NO_LOOP
+from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, Unknown, raised
+from tfnb.cluster.wire.transport import ClientLink
+from tfnb.errors import (
+    Aborted,
+    Cancelled,
+    DeadlineExceeded,
+    DeadlockError,
+    NonFinite,
+    NonFiniteGradient,
+    ParameterServerLost,
+    SchedulerLost,
+    TfnbError,
+    WorkerLost,
+)  # fmt: skip
+
+PULLS = 5  # tries to have values of one step
+REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
+LINES = 100  # of who came and left that are kept
+
+
+class Engine:
+    """The cluster's tasks and servers, driven from the client's event loop.
+
+    ``step``: steps (in asynchronous mode: batches) applied so far. ``lost``: the error that ended the cluster.
+    """
+
+    def __init__(self, link: ClientLink, tasks: Sequence[Member], servers: Sequence[Member], epoch: int) -> None:
+        self.link, self.epoch = link, epoch
+        self.peers = Peers(link, epoch, tasks, servers, self._report)
+        self.tasks, self.servers, self.shards = self.peers.tasks, self.peers.servers, self.peers.shards
+        self.single = SingleSteps(self)
+        self.step = 0
+        self.lost: TfnbError | None = None
+        self.on_lost: Callable[[TfnbError], None] = lambda error: None
+        self.timings: OrderedDict[str, float] = OrderedDict()
+        self.is_closing = self.is_closed = False
+        self._queues: set[asyncio.Queue[Any]] = set()  # of the machines in progress
+        self._told: set[asyncio.Task[Any]] = set()
+        self._stopping: dict[Member, asyncio.Task[Ok | None]] = {}  # tasks that were told to stop computing
+        self._trainings: dict[Training, asyncio.Task[None]] = {}  # in progress, and who watches for each
+        self.names = itertools.count()  # of trainings and their data
+        self.homes = [member.peer.addr for member in tasks]  # of each task, also of those that come later
+        self.restarts = Restarts()
+        self.lines: deque[str] = deque(maxlen=LINES)  # who came and who left, for the user
+        self.said = 0  # lines so far
+        self._arrival = asyncio.Event()
+        self.interrupts = 0  # so far: what begins is told of those that came before it could listen
+        self.notes: list[str] = []  # for the user, in whatever call waits or comes next
+        self.deadlocks = Deadlocks(self._who_waits, self.notes.append)
+        self.contents = Contents(self.insist_on, partial(self.insist_on, is_decided=True))
+
+    # -- what the notebook asks for -------------------------------------------------------------------------
+
+    async def interrupt(self) -> None:
+        """Ctrl-C: machines in progress stop before their commit, or finish it."""
+        self.interrupts += 1
+        self._report(e.Interrupt())
+
+    async def settle(self, seconds: float) -> None:
+        """`interrupt`, and wait until nothing is in progress any more."""
+        await self.interrupt()
+        mine = asyncio.current_task()
+        others = [task for task in self.link.begun if task is not mine]
+        others += self._told
+        if others:
+            await asyncio.wait(others, timeout=seconds)
+
+    async def create(self, shard: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Make variables on a shard."""
+        await self._mutate(shard, "create", {"keys": list(values)}, list(values.values()))
+
+    async def assign(self, values: Mapping[int, Mapping[str, torch.Tensor]], written: Iterable[str]) -> None:
+        """Write pieces of variables of some shards, with no step in between. ``written``: the keys of those."""
+        async with self.single.turn:
+            self.single.wrote(written)
+            for shard, mine in values.items():
+                await self._mutate(shard, "assign", {"keys": list(mine)}, list(mine.values()))
+
+    async def drop(self, gone: dict[int, list[str]]) -> None:
+        """Forget variables, on the servers and on the tasks that have copies."""
+        async with self.single.turn:
+            for shard, keys in gone.items():
+                await self._mutate(shard, "drop", {"keys": keys}, [])
+            deadline, keys = time.monotonic() + GRACE, [key for some in gone.values() for key in some]
+            calls = (
+                self.link.call(member.peer, "forget", {"keys": keys}, epoch=self.epoch, deadline=deadline)
+                for member in self.tasks
+                if member.alive
+            )
+            await asyncio.gather(*calls)
+
+    async def pull(
+        self, wanted: dict[int, list[str]], queues: Mapping[int, list[str]] | None = None
+    ) -> tuple[dict[str, torch.Tensor], int, Copies]:
+        """Values by key, all of one step, and that step. Of the ``queues`` by shard what they hold then.
+
+        Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
+        """
+        asks = [Ask(shard, "pull", {"keys": keys}) for shard, keys in wanted.items()]
+        async with AsyncExitStack() as copies:
+            for _ in range(PULLS):
+                async with self.single.turn, AsyncExitStack() as holds:
+                    stand = [await holds.enter_async_context(training.held()) for training in list(self._trainings)]
+                    step = self.step
+                    answers = await self.insist_on(asks)
+                    held = await copies.enter_async_context(self.contents.held(queues or {}))
+                    is_one_step = all([await stands() for stands in stand])
+                if is_one_step:
+                    break
+            else:
+                raise Aborted(
+                    f"steps went on during each of {PULLS} pulls: a hold ends by itself, and the notebook stood still "
+                    "or the values took long; pull again when it has less to do, or after the training",
+                    step=self.step,
+                )  # fmt: skip
+            values = {
+                key: tensor
+                for keys, answer in zip(wanted.values(), answers, strict=True)
+                for key, tensor in zip(keys, answer.tensors, strict=True)
+            }
+            return values, step, await self.contents.fetched(held)
+
+    async def refill(self, brought: Brought, written: Iterable[str]) -> None:
+        """Let queues and Variables hold what was brought; steps that used one of them raise Aborted.
+
+        In a turn that was taken before. written: the keys of these Variables.
+        """
+        void = await self.contents.refill(brought)
+        self.single.wrote(written)
+        self.single.void(void)
+
+    async def stats(self, seconds: float) -> dict[int, dict[str, Any]]:
+        """What each shard of a live server says of itself, within ``seconds``."""
+        asks = [Ask(shard, "stat") for shard in range(len(self.shards))]
+        answers = await self.peers.tell(asks, time.monotonic() + seconds)
+        return {shard: dict(answer.meta) for shard, answer in enumerate(answers) if isinstance(answer, Ok)}
+
+    async def _who_waits(self, seconds: float) -> tuple[list[Outcome], list[Outcome]]:
+        """Which steps wait for queues, as all tasks say, and then which attempts do, as all shards say."""
+        live = [member.peer for member in self.tasks if member.is_there]
+        end = time.monotonic() + seconds
+        calls = (self.link.call(peer, "waits", {}, epoch=self.epoch, deadline=end) for peer in live)
+        steps = await asyncio.gather(*calls)
+        asks = [Ask(shard, "waiting") for shard in range(len(self.shards))]
+        return steps, await self.peers.tell(asks, time.monotonic() + seconds)
+
+    # -- trainings whose tasks loop by themselves ----------------------------------------------------------------
+
+    async def train(
+        self, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None
+    ) -> Training:
+        """Begin a training."""
+        if self.is_closing:
+            raise self.error(e.Interrupted(), seconds)
+        deadline = time.monotonic() + seconds if seconds is not None else float("inf")
+        since = self.interrupts
+        tasks = await self.idle(deadline, placed.task, since)
+        training = Training(self, placed, mode, ways, data, tasks, deadline, self.patience)
+        await training.start()
+        if self.interrupts != since:
+            training.feed(e.Interrupt())
+        return training
+
+    @asynccontextmanager
+    async def heard(self, since: int) -> AsyncIterator[asyncio.Queue[p.Event]]:
+        """Events for a machine that is in progress; an interrupt that came after the first ``since`` is one at once."""
+        queue: asyncio.Queue[p.Event] = asyncio.Queue()
+        self._queues.add(queue)
+        if self.interrupts != since:
+            queue.put_nowait(e.Interrupt())
+        watcher = asyncio.create_task(self.peers.watch(queue))
+        try:
+            yield queue
+        finally:
+            self._queues.discard(queue)
+            watcher.cancel()
+
+    def attend(self, training: Training) -> None:
+        """Tell a training who is lost, and the time."""
+        self._queues.add(training.queue)
+        for task in self.free(training.placed.task):  # also those that came since it was planned
+            training.queue.put_nowait(e.Joined(task))
+        self._trainings[training] = asyncio.create_task(self.peers.watch(training.queue))
+
+    def forget(self, training: Training) -> None:
+        """A training is over."""
+        self._queues.discard(training.queue)
+        watcher = self._trainings.pop(training, None)
+        if watcher is not None:
+            watcher.cancel()
+
+    async def unload(self, sent: Sent) -> None:
+        """Tasks drop data that they were sent."""
+        deadline = time.monotonic() + p.STOPS_WITHIN
+        await asyncio.gather(*(
+            self.link.call(member.peer, "unload", {"data": sent.name}, epoch=self.epoch, deadline=deadline)
+            for member in sent.members
+            if member.alive
+        ))  # fmt: skip
+
+    def later(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Do it; nobody waits for it but `settle`."""
+        told = asyncio.ensure_future(work)
+        self._told.add(told)
+        told.add_done_callback(self._told.discard)
+
+    async def training_error(self, training: Training, seconds: float | None) -> TfnbError | None:
+        """Why a training ended, if not by the end of its data. In the event loop: queues may come home then."""
+        end = training.end
+        if end is None or end.cause is None:
+            return None
+        error = self.error(end.cause, seconds)
+        if isinstance(end.cause, e.TimedOut):
+            error.message = (
+                f"training did not end within {round(seconds or 0.0, 1):g} s; variables are at step {self.step}"
+            )
+        for shards in end.torn:
+            names = ", ".join(map(self.name_of, shards))
+            error.add_note(f"one more batch was applied on {names} only: no task was left to complete it")
+        return error
+
+    # -- tasks that stop ------------------------------------------------------------------------------------------
+
+    def stop(self, member: Member, method: str, meta: Callable[[], dict[str, Any]]) -> asyncio.Task[Ok | None]:
+        """Let a task stop what it computes; until it has, it is not idle. Its answer; None where it is gone."""
+        before = self._stopping.get(member)
+        stopping = asyncio.create_task(self._stopped(member, method, meta, before))
+        self._stopping[member] = stopping
+
+        def over(task: asyncio.Task[Ok | None]) -> None:
+            if self._stopping.get(member) is task:
+                del self._stopping[member]
+
+        stopping.add_done_callback(over)
+        return stopping
+
+    async def _stopped(
+        self, member: Member, method: str, meta: Callable[[], dict[str, Any]], before: asyncio.Task[Any] | None
+    ) -> Ok | None:
+        """Wait until a task has stopped; one that does not in time gets another process, if it holds no variables."""
+        answer: Outcome | None = None
+        while member.alive and not isinstance(answer, Ok):
+            patience = p.patience(member.seconds)
+            deadline = time.monotonic() + patience
+            call = self.link.call(member.peer, method, meta(), epoch=self.epoch, deadline=deadline)
+            answer = await self.peers.unless_dead(member, call)
+            if isinstance(answer, Refused) and answer.reason == "stale":
+                answer = Ok(NO_LOOP)
+            if isinstance(answer, Ok):
+                break
+            if await self.peers.verify(member) and member not in self.servers:
+                await self._restart(member, patience)
+        if before is not None:
+            await asyncio.wait({before})
+        return answer if isinstance(answer, Ok) else None
+
+    async def _restart(self, member: Member, patience: float) -> None:
+        """End a task's process: its nanny starts another, and a task is made there as on any worker that joins."""
+        late = f"{member.name} did not stop computing within {patience:.0f} s"
+        if not member.info.get("nanny"):
+            self.notes.append(f"{late} and is given up: no nanny would start another process")
+        elif not self.charge(member):
+            self.notes.append(f"{late} and is given up: {self.restarts}. Connect again to use its worker")
+        elif isinstance(answer := await self.quit(member), Refused):
+            self.notes.append(f"{late} and is given up: {answer.message}")
+        else:
+            self.notes.append(f"{late}; its process was replaced")
+        member.lose()
+        self._report(e.Lost(self.tasks.index(member)))
+
+    def charge(self, member: Member) -> bool:
+        """Take a restart of the budget for a task, once; False where none is left."""
+        member.is_charged = member.is_charged or self.restarts.spend(time.monotonic())
+        return member.is_charged
+
+    async def quit(self, member: Member) -> Outcome:
+        """Tell a task to end its process."""
+        self.link.confirm(member.peer.addr)
+        return await self.link.call(member.peer, "quit", epoch=self.epoch, deadline=time.monotonic() + GRACE)
+
+    # -- who comes and goes ---------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> dict[str, Member]:
+        """The latest task of each name, alive or not, by number."""
+        latest = {member.name: member for member in self.tasks}
+        return {name: latest[name] for name in sorted(latest, key=lambda name: int(name.removeprefix("task:")))}
+
+    @property
+    def patience(self) -> float:
+        """Seconds that work waits for a task where there is none: a nanny starts one again."""
+        return REPLACED_WITHIN if any(member.info.get("nanny") for member in self.tasks) else 0.0
+
+    @property
+    def comes(self) -> bool:
+        """Whether a task was lost lately that a nanny starts again."""
+        since = time.monotonic() - REPLACED_WITHIN
+        return any(m.lost_at > since and m.info.get("nanny") for m in self.places.values() if not m.is_there)
+
+    def join(self, member: Member) -> None:
+        """One more task, from the next step on."""
+        before = [index for index, other in enumerate(self.tasks) if other.name == member.name]
+        self.tasks.append(member)
+        self.homes.append(member.peer.addr)
+        self._arrival.set()
+        self._report(e.Joined(len(self.tasks) - 1, before[-1] if before else None))
+
+    def first(self, task: int) -> int:
+        """The first of the tasks that one follows."""
+        return next(index for index, member in enumerate(self.tasks) if member.name == self.tasks[task].name)
+
+    def bury(self, member: Member) -> None:
+        """Let servers wait no longer with what a lost task had asked, and take back what was on its way to it."""
+        about = {"client": member.info.get("client")}
+        asks = [Ask(shard, "gone", about) for shard in range(len(self.shards))]
+        self.later(self.peers.tell_until(asks, time.monotonic() + GRACE))
+
+    def say(self, line: str) -> None:
+        """Tell the user, in one line."""
+        self.lines.append(line)
+        self.said += 1
+
+    def _report(self, event: p.Event) -> None:
+        """Tell every machine in progress."""
+        for queue in self._queues:
+            queue.put_nowait(event)
+
+    async def idle(self, deadline: float, only: int | None, since: int) -> list[int]:
+        """The live tasks, or the one asked for, once what was to stop has stopped; one that takes long is left out.
+
+        Raises Cancelled where there were more than ``since`` interrupts before there is one.
+        """
+        if self._stopping:
+            await self._any_stops(min(GRACE, deadline - time.monotonic()), asyncio.ALL_COMPLETED)
+        while not (free := self.free(only)) and self._stopping:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                names = ", ".join(member.name for member in self._stopping)
+                raise DeadlineExceeded(f"{names} still computes what was stopped before", step=self.step)
+            self._ensure_wanted(since)
+            await self._any_stops(min(left, LOOK), asyncio.FIRST_COMPLETED)
+        while not (free := self.free(only)) and self.comes and time.monotonic() < deadline:
+            self._ensure_wanted(since)
+            self._arrival.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._arrival.wait(), LOOK)
+        return free
+
+    def _ensure_wanted(self, since: int) -> None:
+        if self.interrupts != since:
+            raise Cancelled(f"interrupted at step {self.step}", step=self.step)
+
+    def free(self, only: int | None) -> list[int]:
+        """The live tasks, or the one asked for, that compute nothing which was stopped."""
+        free = [index for index in self._live() if self.tasks[index] not in self._stopping]
+        return [index for index in free if self.is_asked_for(index, only)]
+
+    def is_asked_for(self, task: int, only: int | None) -> bool:
+        """Whether a task may compute what only one of them may, or its successor."""
+        return only is None or self.tasks[task].name == self.tasks[only].name
+
+    async def _any_stops(self, seconds: float, when: str) -> None:
+        timeout = None if seconds == float("inf") else max(0.0, seconds)
+        await asyncio.wait(set(self._stopping.values()), timeout=timeout, return_when=when)
+
+    async def event_of(self, answer: Outcome, number: int, task: int) -> p.Event:
+        """What a task's answer means, after asking who is alive where it was none."""
+        member = self.tasks[task]
+        match answer:
+            case Ok():
+                member.seconds.append(float(answer.meta.get("timings", {}).get("compute", 0.0)))
+                return p.Done(number, task, answer)
+            case Failed(details={"missed": True, "shard": int(shard)}):
+                if not await self.peers.verify(self.shards[shard]):
+                    return e.ShardLost(shard)
+                return p.Missed(number, task, answer)
+            case Failed():
+                return p.Error(number, task, answer)
+            case Refused("stale", message):
+                return p.Missed(number, task, Failed("StepAborted", message))
+            case Refused("unknown-task" | "fenced", _):
+                member.lose()
+                return e.Lost(task)
+            case Refused(reason, message):
+                return p.Error(number, task, Failed("Internal", f"{member.name} refused: {reason} {message}"))
+        if not await self.peers.verify(member):
+            return e.Lost(task)
+        return p.Missed(number, task, Failed("Unavailable", f"{member.name}: {answer.message}", {"task": member.name}))
+
+    async def judged(self, answer: Outcome, task: int) -> Any:
+        """What it means for a training that a loop of a task ended so."""
+        if isinstance(answer, Refused) and answer.reason == "unknown-plan":
+            for member in (*self.tasks, *self.servers):
+                member.plans.clear()
+            return Broken(task, Failed("NotFound", f"plan {answer.message}"), is_fatal=False)
+        match await self.event_of(answer, 0, task):
+            case p.Missed(_, _, failure):
+                return Broken(task, failure, is_fatal=False)
+            case p.Error(_, _, failure):
+                return Broken(task, failure, is_fatal=True)
+            case event:
+                return event
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    async def register(self, placed: Placed, member: Member, *, again: bool = False) -> None:
+        """See that a task and the servers know the plans of a step."""
+        work: list[tuple[Member, str, Plan, int | None]] = [(member, "register", placed.compute, None)]
+        work += [(self.shards[shard], "register_shard", plan, shard) for shard, plan in placed.servers.items()]
+        missing = [item for item in work if again or item[2].id not in item[0].plans]
+        if missing:
+            await asyncio.gather(*(self._register_one(*item) for item in missing))
+
+    async def _register_one(self, member: Member, method: str, plan: Plan, shard: int | None) -> None:
+        meta = plan.meta if shard is None else {**plan.meta, "shard": shard}
+        answer = await self.link.persist(
+            member.peer, method, meta, plan.tensors, epoch=self.epoch, deadline=time.monotonic() + 60.0
+        )
+        if isinstance(answer, Ok):
+            member.plans.add(plan.id)
+            return
+        if shard is not None and isinstance(answer, NotSent | Unknown | Refused):
+            answer = Failed("Unavailable", answer.message, {"missed": True, "shard": shard})
+        raise NotDone(answer)
+
+    # -- servers -------------------------------------------------------------------------------------------------
+
+    async def _mutate(self, shard: int, method: str, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        answer = await self.peers.settled(shard, method, meta, tensors)
+        if isinstance(answer, e.ShardLost):
+            raise self.error(e.ServerLost(shard), None)
+        if isinstance(answer, Failed):
+            raise raised(answer)
+
+    async def insist_on(self, asks: Sequence[Ask], is_decided: bool = False) -> list[Ok]:
+        """`settled_on`; raises what went wrong first.
+
+        is_decided: others have done it by now. A server that fails to is as good as lost: the cluster ends.
+        """
+        answers, found = await self.peers.settled_on(asks), []
+        for ask, answer in zip(asks, answers, strict=True) if is_decided else ():
+            if isinstance(answer, Failed):
+                member = self.shards[ask.shard]
+                member.info.setdefault("poisoned", f"failed to {ask.method}: {answer.message}")
+                member.lose()
+        for ask, answer in zip(asks, answers, strict=True):
+            if isinstance(answer, e.ShardLost) or (is_decided and isinstance(answer, Failed)):
+                raise self.lost_server(ask.shard)
+            if isinstance(answer, Failed):
+                raise raised(answer)
+            found.append(answer)
+        return found
+
+    # -- who is alive ----------------------------------------------------------------------------------------------
+
+    def _live(self) -> list[int]:
+        return [index for index, member in enumerate(self.tasks) if member.is_there]
+
+    # -- errors ------------------------------------------------------------------------------------------------------
+
+    def error(self, cause: e.Cause, seconds: float | None, waits: Sequence[str] = ()) -> TfnbError:
+        """The exception of a cause; a lost server or scheduler ends the cluster. waits: for what it did, in words."""
+        if self.is_closed and self.lost is None:
+            cause = e.Interrupted()
+        if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failed | e.Interrupted):
+            return self.lose_scheduler()
+        match cause:
+            case e.Interrupted() if self.is_closing:
+                return Aborted(f"the cluster was closed at step {self.step}, run it again", step=self.step)
+            case e.Interrupted():
+                return Cancelled(f"interrupted at step {self.step}", step=self.step)
+            case e.TimedOut():
+                names = ", ".join(self.tasks[i].name for i in self._live())
+                return DeadlineExceeded(
+                    f"step {self.step + 1} did not end within {seconds} s; it waited for "
+                    + ("\n  ".join(["", *waits]) if waits else names or "nobody"),
+                    step=self.step,
+                )
+            case e.TasksLost(message, tasks, put):
+                message += f" ({put}), what it took is taken, and it put nothing else" if put else ""
+                names = ", ".join(f"{self.tasks[i].name} ({self.tasks[i].peer.addr})" for i in tasks)
+                text = f"{message}{f': {names}' if names else ''} (step {self.step}); variables are as of that step"
+                return WorkerLost(text, step=self.step)
+            case e.ServerLost(shard):
+                lost = self._lose(self._server_error(shard))
+                if not waits:
+                    return lost
+                text = "\n  ".join(["the step waited for", *waits, lost.message])
+                return type(lost)(text, step=lost.step, task=lost.task, details=lost.details)
+        error = raised(cause)
+        if isinstance(error, DeadlockError):
+            error.details = cause.details["graph"]
+        if isinstance(error, NonFinite):
+            error.step = self.step
+            if not isinstance(error, NonFiniteGradient):
+                error.add_note(f"variables are at step {self.step} of the cluster")
+        if isinstance(error, NonFiniteGradient):
+            first, *located = error.message.split("\n")
+            first += (
+                f". Variables are at step {self.step}: take a smaller learning rate, limit the gradients, or look for "
+                "a logarithm, root or division of zero"
+            )
+            error.message = "\n".join([first, *located])
+        return error
+
+    def lost_server(self, shard: int) -> TfnbError:
+        """The error of a server that does not answer any more; the cluster ends with it."""
+        return self.error(e.ServerLost(shard), None)
+
+    def lose_scheduler(self) -> TfnbError:
+        """The client has no scheduler any more, which forgets the actors of a client that it does not hear."""
+        is_closed = self.link.dask.status in ("closing", "closed")
+        what = "Dask client was closed" if is_closed else "Dask scheduler was lost"
+        return self._lose(SchedulerLost(f"the {what} at step {self.step}"))
+
+    def _server_error(self, shard: int) -> ParameterServerLost:
+        member, count = self.shards[shard], len(self.servers)
+        why = member.info.get("poisoned", "was lost")
+        where = f"parameter server {self.servers.index(member) + 1} of {count} ({member.peer.addr})"
+        if len(self.shards) > count:
+            where += f", which held {in_words(member.shards)} of {len(self.shards)},"
+        return ParameterServerLost(f"{where} {why} at step {self.step}.", step=self.step, task=member.name)
+
+    def name_of(self, shard: int) -> str:
+        """The server of a shard, and the shard where it holds several."""
+        member = self.shards[shard]
+        return member.name if len(member.shards) == 1 else f"{member.name} (shard {shard})"
+
+    def _lose(self, error: TfnbError) -> TfnbError:
+        if self.lost is None:
+            self.lost = error
+            self.on_lost(error)
+        return self.lost
+
+
+def in_words(shards: Sequence[int]) -> str:
+    """Numbers of shards.
+
+    >>> in_words([1]), in_words([0, 2, 4])
+    ('shard 1', 'shards 0, 2 and 4')
+    """
+    *first, last = map(str, shards)
+    return f"shards {', '.join(first)} and {last}" if first else f"shard {last}"

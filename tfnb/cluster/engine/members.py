@@ -1,0 +1,118 @@
+"""What the engine is told to work with: tasks, the feeds of a step, data of a training. Data only."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from tfnb.cluster.wire.messages import Peer
+from tfnb.state.batch_order import Order
+from tfnb.state.chunks import Chunked
+
+
+@dataclass(eq=False)
+class Member:
+    """A task as the notebook sees it. ``future`` is Dask's word on whether its worker lives."""
+
+    name: str
+    peer: Peer
+    future: Any
+    info: dict[str, Any] = field(default_factory=dict)
+    alive: bool = True
+    lost_at: float = 0.0  # when it was found dead
+    shards: tuple[int, ...] = ()  # that it holds
+    plans: set[str] = field(default_factory=set)
+    is_charged: bool = False  # a restart of the budget was taken for it
+    late: int = 0  # steps that it computed in vain: others were first
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that it computed for a step, lately
+
+    @property
+    def reported(self) -> bool:
+        """Whether the scheduler still knows the task's worker."""
+        return self.future.status == "finished"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be given work."""
+        return self.alive and self.reported
+
+    def lose(self) -> None:
+        """It is dead; harmless if repeated."""
+        if self.alive:
+            self.alive, self.lost_at = False, time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Feeds of one step, in the order of the program's feeds; ``split``: which of them have the batch's ``rows``.
+
+    ``number``: of the step among those of its training, from 0.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    run_index: int
+    rows: int | None = None
+    split: tuple[bool, ...] = ()
+    number: int = 0
+
+    def part(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The feeds of the worker that gets rows ``start`` to ``stop``."""
+        if self.rows is None:
+            return list(self.tensors)
+        return [t[start:stop] if cut else t for t, cut in zip(self.tensors, self.split, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Data that is sent to the tasks once, or told where it lies: rows of arrays, in an order of the seed alone.
+
+    ``total``: steps. ``run``: which run each of them is. ``by_pass``: tasks stand still after each pass over the data.
+    """
+
+    arrays: tuple[torch.Tensor | Chunked, ...]
+    order: Order
+    total: int
+    run: Callable[[int], int]
+    by_pass: bool = False
+
+    def ends_pass(self, step: int) -> bool:
+        """Whether tasks stand still before a step."""
+        return self.by_pass and 0 < step < self.total and step % self.order.per_pass == 0
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """Data that tasks have under a name, and which of them do."""
+
+    name: str
+    members: set[Member] = field(default_factory=set)
+
+
+class Mode(NamedTuple):
+    """How the tasks of a training work together: a row of MODES, and its options as `tfnb.fit` has them.
+
+    ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
+    is meant for. ``joint``: whether the same tasks make a step on all servers. ``elastic``: whether fewer than
+    ``required`` ones go on.
+    """
+
+    name: str = "sync"
+    backup: int = 0
+    staleness: int | None = None
+    required: int = 0
+    replicas: int = 0
+    joint: bool = True
+    elastic: bool = True
+
+    def __str__(self) -> str:
+        options = {"staleness": self.staleness} if self.staleness is not None else {}
+        options |= {"backup": self.backup} if self.backup else {}
+        return " ".join([self.name, *(f"{name}={value}" for name, value in options.items())])
+
+
+MODES = ("sync", "async", "bounded")

@@ -1,0 +1,202 @@
+"""Calls to tasks and servers, and who of them is alive: Dask's word first, then pings that nobody answers.
+
+A call to shards is one message for each process, and keeps its identity when it is repeated. In the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from tfnb.cluster.engine.members import Member
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes import plan as p
+from tfnb.cluster.wire.asking import identified, messages, sent
+from tfnb.cluster.wire.messages import Ask, Failed, NotSent, Ok, Outcome, Refused, Unknown
+from tfnb.cluster.wire.transport import ClientLink
+
+T = TypeVar("T")
+Settled = Ok | Failed | e.ShardLost
+
+LOOK = 0.05  # seconds between looks at who is alive
+PATIENCE = 1.0  # seconds a call is out before its peers are pinged
+MISSES = 3  # pings without an answer that make a peer dead; two of one that has been silent for longer:
+SILENCE = 4.0  # seconds
+
+
+class Peers:
+    """The members of a cluster as the notebook calls them.
+
+    tasks: also those that come later. servers: processes, of which one may hold several shards. ``shards``: the server
+    of each. report: tells all that is in progress of an event.
+    """
+
+    def __init__(
+        self, link: ClientLink, epoch: int, tasks: Sequence[Member], servers: Sequence[Member],
+        report: Callable[[p.Event], None],
+    ) -> None:  # fmt: skip
+        self.link, self.epoch, self._report = link, epoch, report
+        self.tasks, self.servers = list(tasks), list(servers)
+        held = {shard: member for member in servers for shard in member.shards}
+        self.shards = [held[shard] for shard in sorted(held)]
+
+    # -- calls to shards -----------------------------------------------------------------------------------------
+
+    async def settled(
+        self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
+    ) -> Settled:
+        """A call to a shard, repeated under one identity until it is answered or its server is dead."""
+        (answer,) = await self.settled_on([Ask(shard, method, meta, tensors)])
+        return answer
+
+    async def settled_on(self, asks: Sequence[Ask]) -> list[Settled]:
+        """`settled` for calls to several shards, with one message for each process."""
+        return await self._by_process(asks, self._settled)
+
+    async def tell_until(self, asks: Sequence[Ask], deadline: float) -> list[Outcome]:
+        """`tell`, again under the same identities while a server that lives does not answer."""
+        asks = identified(asks, self.link)
+        while True:
+            outcomes = await self.tell(asks, deadline)
+            silent = [
+                self.shards[ask.shard]
+                for ask, outcome in zip(asks, outcomes, strict=True)
+                if isinstance(outcome, NotSent | Unknown) and self.shards[ask.shard].is_there
+            ]
+            if not silent or time.monotonic() >= deadline:
+                return outcomes
+            await asyncio.sleep(LOOK)
+            for member in silent:
+                self.link.confirm(member.peer.addr)
+
+    async def tell(self, asks: Sequence[Ask], deadline: float) -> list[Outcome]:
+        """Calls to shards, tried once, where their servers live."""
+
+        async def told(member: Member, asks: Sequence[Ask]) -> list[Outcome]:
+            if not member.alive:
+                return [NotSent(f"{member.name} is gone")] * len(asks)
+            send = partial(self.link.call, member.peer, epoch=self.epoch, deadline=deadline)
+            return await sent(send, identified(asks, self.link))
+
+        return await self._by_process(asks, told)
+
+    async def _by_process(
+        self, asks: Sequence[Ask], call: Callable[[Member, list[Ask]], Awaitable[Sequence[T]]]
+    ) -> list[T]:
+        """What ``call`` gives for the calls to each process, in the order of all calls."""
+        of: dict[Member, list[int]] = {}
+        for place, ask in enumerate(asks):
+            of.setdefault(self.shards[ask.shard], []).append(place)
+        ends = await asyncio.gather(*(call(member, [asks[i] for i in places]) for member, places in of.items()))
+        found: dict[int, T] = {}
+        for places, mine in zip(of.values(), ends, strict=True):
+            found.update(zip(places, mine, strict=True))
+        return [found[place] for place in range(len(asks))]
+
+    async def _settled(self, member: Member, asks: Sequence[Ask]) -> list[Settled]:
+        """Calls to the shards of one process."""
+        found: dict[int, Ok | Failed] = {}
+        left = dict(enumerate(identified(asks, self.link)))
+        while left and member.alive:
+            some = messages(list(left.values()), self.link.budget)[0]
+            call = sent(partial(self.link.call, member.peer, epoch=self.epoch), some)
+            died: list[Outcome] = [Unknown(f"{member.name} died", lost=True)] * len(some)
+            outcomes = await self._unless_dead(member, call, died)
+            for place, outcome in zip(list(left), outcomes, strict=False):
+                match outcome:
+                    case Ok() | Failed():
+                        found[place] = outcome
+                    case Refused("stale" | "too-old" | "unknown-plan" | "protocol", message):
+                        found[place] = Failed("StepAborted", message)
+                    case Refused("poisoned", message):
+                        member.info["poisoned"] = message
+                        member.lose()
+                    case Refused("fenced" | "unknown-task", message):
+                        member.lose()
+            left = {place: ask for place, ask in left.items() if place not in found}
+            if any(isinstance(outcome, NotSent | Unknown) for outcome in outcomes) and not await self.verify(member):
+                break
+        if left:
+            member.lose()
+        return [found.get(place, e.ShardLost(ask.shard)) for place, ask in enumerate(asks)]
+
+    async def unless_dead(self, member: Member, call: Awaitable[Outcome]) -> Outcome:
+        """The call's outcome, or Unknown as soon as the peer is found dead."""
+        return await self._unless_dead(member, call, Unknown(f"{member.name} died", lost=True))
+
+    async def _unless_dead(self, member: Member, call: Awaitable[T], otherwise: T, *, is_ping: bool = False) -> T:
+        """What the call gives, or ``otherwise`` as soon as the scheduler, or pings, say that the peer is dead."""
+        asked, died = asyncio.ensure_future(call), asyncio.ensure_future(self._death(member, is_ping))
+        try:
+            await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else otherwise
+        finally:
+            asked.cancel()
+            died.cancel()
+
+    # -- who is alive ---------------------------------------------------------------------------------------------
+
+    async def _death(self, member: Member, is_ping: bool) -> None:
+        """Wait for it; who waits long for another answer than that of a ping, pings."""
+        since = time.monotonic()
+        while member.alive and member.reported:
+            await asyncio.sleep(LOOK / 2)
+            if not is_ping and time.monotonic() - since > PATIENCE:
+                await self.verify(member)
+                since = time.monotonic()
+
+    async def verify(self, member: Member) -> bool:
+        """Whether a peer that a call failed to is alive: by the scheduler's word, then by pings."""
+        begin, since = time.monotonic(), self.link.heard.get(member.peer.addr, 0.0)
+        if begin - since > 2 * PATIENCE:  # nobody asked it lately
+            since = begin
+        for missed in range(MISSES):
+            if not member.alive or not member.reported:
+                break
+            if missed == MISSES - 1 and time.monotonic() - since >= SILENCE:
+                break
+            if missed == 1 and member in self.tasks:
+                self._report(e.Suspect(self.tasks.index(member)))
+            self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
+            ping = self.link.call(member.peer, "ping", epoch=self.epoch)
+            answer: Outcome = await self._unless_dead(member, ping, Unknown(), is_ping=True)
+            if isinstance(answer, Ok) and answer.meta.get("incarnation") == member.peer.incarnation:
+                return True
+        member.lose()
+        self.link.suspect.add(member.peer.addr)
+        return False
+
+    async def watch(self, queue: asyncio.Queue[p.Event]) -> None:
+        """Report deaths and the time; ping everybody once the work takes long."""
+        begin = pinged = time.monotonic()
+        pings: dict[Member, asyncio.Task[bool]] = {}
+        seen = {member for member in (*self.tasks, *self.servers) if not member.alive}
+        try:
+            while True:
+                await asyncio.sleep(LOOK)
+                now = time.monotonic()
+                for index, member in enumerate(self.tasks):
+                    if member not in seen and not (member.alive and member.reported):
+                        seen.add(member)
+                        member.lose()
+                        queue.put_nowait(e.Lost(index))
+                for member in self.servers:
+                    if member not in seen and not (member.alive and member.reported):
+                        seen.add(member)
+                        member.lose()
+                        for shard in member.shards:
+                            queue.put_nowait(e.ShardLost(shard))
+                queue.put_nowait(e.Tick())
+                if now - begin > PATIENCE and now - pinged > PATIENCE:
+                    pinged = now
+                    for member in {*self.tasks, *self.servers} - seen:
+                        if member not in pings or pings[member].done():
+                            pings[member] = asyncio.create_task(self.verify(member))
+        finally:
+            for ping in pings.values():
+                ping.cancel()

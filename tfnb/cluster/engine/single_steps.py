@@ -1,0 +1,371 @@
+"""Steps of `run`: each has a machine of its own, `tfnb.cluster.modes.plan`, whose instructions are carried out here.
+
+One step at a time, but for those that use queues: they wait for each other, and take their turn when they commit.
+Whoever looks at what a step computed, a breakpoint, does so before that. In the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tfnb.cluster.engine.members import Batch
+from tfnb.cluster.engine.peers import LOOK, Settled
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes import plan as p
+from tfnb.cluster.queues.deadlocks import Use
+from tfnb.cluster.tasks.programs import Placed, Plan
+from tfnb.cluster.tasks.resident import RANK
+from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, failed
+from tfnb.cluster.wire.transport import read_outcome
+from tfnb.errors import TfnbError
+
+if TYPE_CHECKING:
+    from tfnb.cluster.engine.engine import Engine
+
+See = Callable[[list[Any]], None]  # values of each worker
+
+GRACE = 1.0  # seconds for telling everybody that a round is over
+FOREVER = 86400.0  # seconds
+
+
+class _Ended(NamedTuple):
+    """What a round waited for that was given up, and how many elements it had put into which queues, in words."""
+
+    waits: Sequence[str]
+    put: str
+
+
+def _told(end: e.Finish, rounds: Sequence[_Ended]) -> tuple[e.Finish, list[str]]:
+    """The end of a step, with what its rounds had put where a task was lost, and what they waited for."""
+    waits = [wait for found in rounds for wait in found.waits]
+    if not isinstance(end.cause, e.TasksLost):
+        return end, waits
+    put = ", ".join(found.put for found in rounds if found.put)
+    return end._replace(cause=end.cause._replace(put=put)), waits
+
+
+@dataclass(slots=True)
+class Turn:
+    """A turn for what another thread does, which may give up while it waits."""
+
+    is_wanted: bool = True
+    is_taken: bool = False
+
+
+class SingleSteps:
+    """Carries out steps one by one, and knows their rounds.
+
+    ``turn``: whoever writes Variables, or needs them all of one step, holds it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self._peers, self.turn = engine, engine.peers, asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._rounds: set[int] = set()  # in progress
+        self._void: set[int] = set()  # of those: queues that they used hold something else by now
+        self._busy: Counter[str] = Counter()  # steps that use queues, by the name of their task
+        self._written: Counter[str] = Counter()  # steps that wrote each Variable, by its key
+
+    def wrote(self, keys: Iterable[str]) -> None:
+        """Somebody wrote Variables: a step that had read them, while it waited, raises Aborted."""
+        self._written.update(keys)
+
+    def void(self, rounds: Iterable[int]) -> None:
+        """Queues that these rounds used hold something else by now: their steps raise Aborted."""
+        self._void.update(rounds)
+        self._void &= self._rounds
+
+    async def take(self, turn: Turn) -> None:
+        """Wait for a turn that lasts until `leave`, unless that comes before it."""
+        await self.turn.acquire()
+        if turn.is_wanted:
+            turn.is_taken = True
+        else:
+            self.turn.release()
+
+    def leave(self, turn: Turn) -> None:
+        """A turn is over, or not wanted any more. In the event loop."""
+        turn.is_wanted = False
+        if turn.is_taken:
+            self.turn.release()
+
+    async def run(
+        self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = (),
+        see: See | None = None,
+    ) -> tuple[list[list[Any]], list[int], list[Any]]:  # fmt: skip
+        """One step. Values of each worker, their rows, and the values seen after the commit.
+
+        One at a time, but for steps that use ``queues`` (shard and key of each): they wait for others, and take their
+        turn when they commit. see: gets the values of each worker before that, and may raise; nothing is written then.
+        """
+        since = self.engine.interrupts
+        if self.engine.is_closing:
+            raise self.engine.error(e.Interrupted(), seconds)
+        async with AsyncExitStack() as turn:
+            if not queues:
+                await turn.enter_async_context(self.turn)
+            deadline = time.monotonic() + seconds if seconds is not None else float("inf")
+            whole, lost = placed.why_whole is not None, list[int]()
+            use = turn.enter_context(self.engine.deadlocks.use(queues))
+            while True:
+                tasks = await self.engine.idle(deadline, placed.task, since)
+                if queues:
+                    tasks.sort(key=lambda task: self._busy[self._peers.tasks[task].name])
+                machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
+                machine.lost, machine.places = lost, {task: self.engine.first(task) for task in tasks}
+                end, waits = await self._drive(machine, placed, batch, since, use, turn, see)
+                if not isinstance(end.cause, e.TasksLost):
+                    break
+                if machine.once and end.cause.tasks and not end.cause.put:  # what it took is back: on another task
+                    lost += [machine.places.get(task, task) for task in end.cause.tasks]
+                    if p.poison(lost) is None:
+                        continue
+                if not (end.cause.is_none_left and self.engine.comes):
+                    break
+            if end.cause is not None:
+                raise self.engine.error(end.cause, seconds, waits)
+            if placed.writes:
+                self.engine.step += 1
+                self.wrote(placed.written)
+            after: list[Any] = []
+            if placed.after is not None:
+                after = await self._afterwards(placed, placed.after, batch, deadline, seconds)
+            return [_unpacked(value) for value in end.values], list(end.rows), after
+
+    async def _afterwards(
+        self, placed: Placed, after: Plan, batch: Batch, deadline: float, seconds: float | None
+    ) -> list[Any]:
+        """Fetches of the state after the commit: a read of its own."""
+        reading = Placed(after, {}, placed.after_fetched, replace(placed.placement, transfers=(), writes=()))
+        since = self.engine.interrupts
+        machine = p.Step(await self.engine.idle(deadline, placed.task, since), (), self._numbers, deadline=deadline)
+        end, _ = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index), since)
+        if end.cause is not None:
+            raise self.engine.error(end.cause, seconds)
+        return _unpacked(end.values[0])
+
+    async def _drive(
+        self, machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use | None = None,
+        turn: AsyncExitStack | None = None, see: See | None = None,
+    ) -> tuple[e.Finish, list[str]]:  # fmt: skip
+        async with self.engine.heard(since) as queue:
+            return await self._driven(queue, machine, placed, batch, since, use or Use(), turn, see)
+
+    async def _driven(
+        self, queue: asyncio.Queue[p.Event], machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use,
+        turn: AsyncExitStack | None, see: See | None,
+    ) -> tuple[e.Finish, list[str]]:  # fmt: skip
+        """Run a step machine to its end: that, and what the step waited for where it was stopped.
+
+        use: of queues. It enters its ``turn`` when it commits, and then has to find what it read. see: as of `run`.
+        """
+        carried: set[asyncio.Task[None]] = set()
+        seen, aborted = {key: self._written[key] for key in placed.read}, list[Coroutine[Any, Any, _Ended]]()
+        queues, is_in_turn, mine = use.queues, not use.queues, set[int]()
+        use.tell = lambda failure: queue.put_nowait(p.Error(machine.number, -1, failure))
+        try:
+            instructions = machine.on(e.Start(), time.monotonic())
+            while True:
+                see, cut = await self._shown(see, machine, queues, since)
+                if cut is not None:
+                    return e.Finish(cause=cut), ["the condition of a breakpoint"]
+                there: list[p.Prepare | p.Commit] = []  # for all shards at once
+                begun: list[Coroutine[Any, Any, None]] = []
+                for instruction in instructions:
+                    match instruction:
+                        case e.Finish(cause=cause):
+                            end, waits = _told(instruction, await asyncio.gather(*aborted))
+                            if queues and cause is None:
+                                if not is_in_turn:  # else what it took may be counted twice, here and where it went
+                                    assert turn is not None
+                                    await turn.enter_async_context(self.turn)
+                                await self._keep_round(machine.number, queues)
+                            return end, waits
+                        case p.Abort(number) if queues:
+                            aborted.append(self._ended_round(number, list(machine.ranges)))
+                        case p.Abort(number):  # at once: what is begun here ends with the machine
+                            self._forget_round(number)
+                        case p.Run(number, task):
+                            mine.add(number)
+                            self._rounds.add(number)
+                            use.round = number
+                            self._busy[self._peers.tasks[task].name] += bool(queues)
+                            begun.append(self._run_part(instruction, placed, batch, queue, queues, see is not None))
+                        case p.Prepare() | p.Commit():
+                            there.append(instruction)
+                if there and not is_in_turn:
+                    assert turn is not None
+                    await turn.enter_async_context(self.turn)
+                    is_in_turn = True
+                    there = self._unless_written(seen, there, queue, mine)
+                for coroutine in [*begun, *([self._write(there, queue)] if there else [])]:
+                    work = asyncio.create_task(coroutine)
+                    carried.add(work)
+                    work.add_done_callback(carried.discard)
+                event = await queue.get()
+                instructions = machine.on(event, time.monotonic())
+        finally:
+            self._rounds -= mine
+            for work in carried:
+                work.cancel()
+
+    async def _shown(
+        self, see: See | None, machine: p.Step, queues: Sequence[tuple[int, str]], since: int
+    ) -> tuple[See | None, e.Interrupted | e.TimedOut | None]:
+        """Let the user look at what a step computed, once: who is to look yet, and why it was cut, if it was.
+
+        Everybody forgets its round then, and where it raises.
+        """
+        if see is None or not machine.is_computed:
+            return see, None
+        answers, is_passed = [machine.values[task] for task in machine.ranges], False
+        task = asyncio.create_task(asyncio.to_thread(see, list(map(_unpacked, answers))))
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK)
+                if self.engine.interrupts != since:
+                    return see, e.Interrupted()
+                if time.monotonic() >= machine.deadline:
+                    return see, e.TimedOut()
+            task.result()
+            for answer in answers:
+                failure = read_outcome(answer.meta["failure"], ()) if "failure" in answer.meta else None
+                if isinstance(failure, Failed):  # what it computed cannot be written
+                    raise self.engine.error(failure, None)
+            is_passed = True
+            return None, None
+        finally:
+            task.cancel()  # its thread ends when it does
+            if not is_passed and queues:
+                await self._ended_round(machine.number, list(machine.ranges))
+            elif not is_passed:
+                self._forget_round(machine.number)
+
+    async def _run_part(
+        self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event],
+        queues: Sequence[tuple[int, str]], looks: bool,
+    ) -> None:  # fmt: skip
+        """Let a task run its part, and report the event it leads to."""
+        about: dict[str, Any] = {"worker": run.worker, "rows": run.stop - run.start or 1, "looks": looks}
+        feeds, index = batch.part(run.start, run.stop), batch.run_index + run.worker * RANK
+        if queues:
+            about["queues"] = list(map(list, queues))
+        try:
+            event = await self._run_on(run.number, run.task, placed, about, feeds, index)
+        finally:
+            self._busy[self._peers.tasks[run.task].name] -= bool(queues)
+        queue.put_nowait(event)
+
+    async def _write(self, there: Sequence[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event]) -> None:
+        """Let shards prepare or commit a round, and report the events it leads to."""
+        asks = []
+        for one in there:
+            method = "prepare" if isinstance(one, p.Prepare) else "commit"
+            asks.append(Ask(one.shard, method, {**self._over(one.number), "workers": list(one.workers)}))
+        for one, answer in zip(there, await self._peers.settled_on(asks), strict=True):
+            done = p.Prepared if isinstance(one, p.Prepare) else p.Committed
+            queue.put_nowait(_shard_event(done(one.number, one.shard), answer))
+
+    def _forget_round(self, number: int) -> None:
+        """Let everybody forget a round; nobody waits for the answers."""
+        over = self._over(number)
+        asks = [Ask(shard, "abort", over) for shard in range(len(self._peers.shards))]
+        self.engine.later(self._peers.tell(asks, time.monotonic() + GRACE))
+        for member in self._peers.tasks:
+            if member.alive:
+                self.engine.stop(member, "cancel", lambda: over)
+
+    async def _ended_round(self, number: int, tasks: Sequence[int]) -> _Ended:
+        """Let everybody forget a round that used queues, and wait until they have.
+
+        What it took is in its queues again then, unless it put something: first it is halted on all servers.
+        """
+        over = self._over(number)
+        lost = [
+            shard for shard, member in enumerate(self._peers.shards) if not member.alive
+        ]  # nobody answers for these
+        members = [self._peers.tasks[task] for task in tasks]
+        stopping = [
+            self.engine.stop(member, "cancel", lambda: over | {"lost": lost}) for member in members if member.alive
+        ]
+        if stopping:  # servers end the waits, too: tasks that hear of that first do not say what they waited for
+            await asyncio.wait(stopping, timeout=GRACE)
+        shards = range(len(self._peers.shards))
+        halted = await self._peers.settled_on([Ask(shard, "halt", over) for shard in shards])
+        moved = any(answer.meta["moved"] for answer in halted if isinstance(answer, Ok))
+        await self._peers.settled_on([Ask(shard, "abort", {**over, "moved": moved}) for shard in shards])
+        answers = await asyncio.gather(*stopping)
+        waits = [str(wait) for answer in answers if answer is not None for wait in answer.meta.get("waits", ())]
+        put = [(name, n) for answer in halted if isinstance(answer, Ok) for name, n in answer.meta["put"].items()]
+        return _Ended(waits, ", ".join(f"{n} into queue {name}" for name, n in put))
+
+    def _unless_written(
+        self, seen: Mapping[str, int], there: list[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event], mine: set[int]
+    ) -> list[p.Prepare | p.Commit]:
+        """What shards are to do, unless somebody wrote what the step had read or taken: then it is told so."""
+        if all(self._written[key] == before for key, before in seen.items()) and self._void.isdisjoint(mine):
+            return there
+        failure = Failed("Aborted", "another step wrote what this one had read, while it waited: run it again")
+        for one in there:
+            queue.put_nowait(p.ShardError(one.number, one.shard, failure))
+        return []
+
+    async def _keep_round(self, number: int, queues: Sequence[tuple[int, str]]) -> None:
+        """A round was committed: what it took does not come back."""
+        over = self._over(number)
+        await self._peers.settled_on(
+            [Ask(shard, "keep", over) for shard in dict.fromkeys(shard for shard, _ in queues)]
+        )
+
+    def _over(self, number: int) -> dict[str, Any]:
+        """A round that is over, and the number up to which all are."""
+        others = self._rounds - {number}
+        return {"round": number, "floor": min(min(others, default=number + 1) - 1, number)}
+
+    async def _run_on(
+        self, number: int, task: int, placed: Placed, about: dict[str, Any], feeds: list[torch.Tensor], run_index: int
+    ) -> p.Event:
+        """Run a compute plan on a task, registering what it lacks; the event that came of it."""
+        member, link = self._peers.tasks[task], self._peers.link
+        meta = {"plan": placed.compute.id, "round": number, "run_index": run_index, **about}
+        answer: Outcome = NotSent()
+        for attempt in range(3):
+            try:
+                await self.engine.register(placed, member, again=attempt > 0)
+                deadline = link.deadline("run", sum(t.numel() * t.element_size() for t in feeds))
+                if "queues" in about:  # it waits for others, as long as those take
+                    deadline = time.monotonic() + FOREVER
+                answer = await self._peers.link.call(
+                    member.peer, "run", meta, feeds, epoch=self._peers.epoch, deadline=deadline
+                )
+            except NotDone as failure:
+                answer = failure.outcome
+            except TfnbError as error:  # what cannot be encoded
+                return p.Error(number, task, failed(error))
+            if not (isinstance(answer, Refused) and answer.reason == "unknown-plan"):
+                break
+        return await self.engine.event_of(answer, number, task)
+
+
+def _shard_event(done: p.Prepared | p.Committed, answer: Settled) -> p.Event:
+    match answer:
+        case Ok():
+            return done
+        case Failed():
+            return p.ShardError(done.number, done.shard, answer)
+    return answer
+
+
+def _unpacked(answer: Ok) -> list[Any]:
+    """The fetches of a task's answer, None where a fetch has no value."""
+    tensors = iter(answer.tensors)
+    return [next(tensors) if some else None for some in answer.meta["some"]]

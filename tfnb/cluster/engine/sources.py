@@ -1,0 +1,183 @@
+"""Where the pieces of a training come from: steps that tasks derive from data they hold, or batches drawn here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tfnb.cluster.engine.members import Ahead, Batch
+from tfnb.cluster.wire import envelope
+from tfnb.state.batch_order import chunk_order
+from tfnb.state.chunks import Chunked
+
+DRAW = 0.05  # seconds of drawing after which tasks get what there is
+MOST = 32 << 20  # bytes of batches likewise
+
+
+class Counted:
+    """Steps by their numbers.
+
+    >>> from tfnb.state.batch_order import Order
+    >>> pieces = Counted(Ahead((), Order(8, 2), total=5, run=int))
+    >>> pieces.take(3), pieces.take(3), pieces.is_spent
+    (range(0, 3), range(3, 5), True)
+    >>> pieces = Counted(Ahead((), Order(8, 2), total=5, run=int, by_pass=True))
+    >>> pieces.take(3), pieces.take(3), pieces.stands, pieces.take(3), pieces.stands
+    (range(0, 3), range(3, 4), True, range(4, 5), False)
+    """
+
+    held_back = False
+
+    def __init__(self, data: Ahead) -> None:
+        self._next, self._total, self._data = 0, data.total, data
+        self._pass = data.order.per_pass if data.by_pass else data.total
+        self.stands = False  # the tasks, before the next piece
+
+    @property
+    def left(self) -> int | None:
+        """Steps that are not taken yet, of the pass if tasks stand still after it."""
+        return self._end - self._next
+
+    @property
+    def _end(self) -> int:
+        return min(self._total, (self._next // self._pass + 1) * self._pass)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether there are no more."""
+        return self._next >= self._total
+
+    def take(
+        self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
+    ) -> Sequence[Any]:
+        """The next steps, so many at most."""
+        start, self._next = self._next, min(self._end, self._next + size)
+        self.stands = self._data.ends_pass(self._next)
+        return range(start, self._next)
+
+
+class Near:
+    """Steps by their numbers, as whole chunks are taken: a task gets those whose rows its worker holds, if there are.
+
+    ``homes``: for each task the address of its worker.
+
+    >>> from tfnb.state.batch_order import Order
+    >>> array = Chunked("x", (4, 6), (), torch.float32, homes=(("a",), ("b",)))
+    >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run=int), ["b", "a"])
+    >>> [pieces.take(2, task=task) for task in (0, 1, 0, 1)], pieces.left
+    ([range(2, 4), range(0, 2), range(4, 5), range(5, 7)], 0)
+    """
+
+    held_back = False
+
+    def __init__(self, data: Ahead, homes: Sequence[str]) -> None:
+        place = data.order.within
+        assert place is not None
+        chunked = data.arrays[place]
+        assert isinstance(chunked, Chunked)
+        self._order, self._chunks, self._homes = data.order, chunked, homes
+        self._runs: list[tuple[range, Collection[str]]] = []  # of the pass in progress: steps, and where their rows lie
+        self._passes, self.left, self._by_pass = 0, data.total, data.by_pass
+        self.stands = False  # the tasks, before the next piece
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether there are no more."""
+        return self.left == 0
+
+    def take(
+        self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
+    ) -> Sequence[Any]:
+        """The next steps for a task, so many at most; a pass begins when the one before it is taken."""
+        if not self._runs:
+            self._runs = self._next_pass()
+        home = None if task is None else self._homes[task]
+        at = min(range(len(self._runs)), key=lambda at: self._away(self._runs[at][1], home))
+        steps, where = self._runs[at]
+        self.left -= len(steps[:size])
+        self._runs[at : at + 1] = [(steps[size:], where)] if len(steps) > size else []
+        self.stands = self._by_pass and not self._runs and self.left > 0
+        return steps[:size]
+
+    def _away(self, where: Collection[str], home: str | None) -> int:
+        """0 here, 1 where no task is, 2 with another task."""
+        return 0 if home in where else 2 if any(other in where for other in self._homes) else 1
+
+    def _next_pass(self) -> list[tuple[range, Collection[str]]]:
+        """The steps of a pass by the chunk in which their first row lies."""
+        order, chunks = self._order, self._chunks
+        first, self._passes = self._passes * order.per_pass, self._passes + 1
+        runs: list[tuple[range, Collection[str]]] = []
+        rows, step, end = 0, first, first + self.left
+        for chunk in chunk_order(order, chunks.groups, self._passes, torch.Generator()):
+            rows += chunks.lengths[chunk]
+            stop = min(first - (-rows // order.batch_size), first + order.per_pass, end)
+            if stop > step:
+                runs.append((range(step, stop), chunks.homes[chunk]))
+                step = stop
+        return runs
+
+
+class Drawn:
+    """Batches of an iterator; a None among them: tasks stand still there.
+
+    >>> pieces = Drawn(Batch((), n) for n in range(3))
+    >>> [batch.run_index for batch in pieces.take(2)], pieces.is_spent, len(pieces.take(2)), pieces.is_spent
+    ([0, 1], False, 1, True)
+    """
+
+    left: int | None = None
+
+    def __init__(self, batches: Iterable[Batch | None]) -> None:
+        self._batches = iter(batches)
+        self.stands = False  # the tasks, before the next piece
+        self._back: list[Batch] = []
+        self.is_spent = False
+
+    @property
+    def held_back(self) -> bool:
+        """Whether a batch was drawn that may only be trained on after what was written meanwhile."""
+        return bool(self._back)
+
+    def take(
+        self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
+    ) -> Sequence[Any]:
+        """The next batches, so many at most; less where drawing takes long, or where the iterator wrote Variables."""
+        found, self._back, self.stands = self._back, [], False
+        until, nbytes = time.monotonic() + DRAW, sum(envelope.size(batch.tensors) for batch in found)
+        while len(found) < size and (not found or (time.monotonic() < until and nbytes < MOST)):
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self.is_spent = True
+                break
+            if batch is None:
+                self.stands = True
+                break
+            if has_written():
+                self._back = [batch]
+                break
+            found.append(batch)
+            nbytes += envelope.size(batch.tensors)
+        return found
+
+
+def drawn_from(
+    source: Ahead | Iterable[Batch | None], by_chunk: bool, homes: Sequence[str]
+) -> tuple[Ahead | None, Counted | Near | Drawn]:
+    """What the tasks are sent ahead, and the pieces; ``by_chunk``: the order of the rows may be that of their chunks.
+
+    ``homes``: for each task the address of its worker.
+    """
+    if not isinstance(source, Ahead):
+        return None, Drawn(source)
+    nbytes = {place: array.nbytes for place, array in enumerate(source.arrays) if isinstance(array, Chunked)}
+    if not (by_chunk and nbytes):
+        return source, Counted(source)
+    largest = max(nbytes, key=lambda place: nbytes[place])
+    data = replace(source, order=source.order._replace(within=largest))
+    return data, Near(data, homes)

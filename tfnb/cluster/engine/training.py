@@ -1,0 +1,596 @@
+"""Carries out what the machines of a training say (`leases`, `rounds`): lends pieces, listens to tasks, cuts, counts.
+
+It runs in the client's event loop, beside `engine`, which knows who is alive. What tasks tell counts from the first
+step of their loop, so nothing is heard twice; watched values are kept until the machine says that their steps count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tfnb.cluster.engine.members import Ahead, Batch, Member, Mode, Sent
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes import leases as a
+from tfnb.cluster.modes import plan as p
+from tfnb.cluster.modes import rounds as s
+from tfnb.cluster.modes.joins import Way, join
+from tfnb.cluster.server.courses import HOLD
+from tfnb.cluster.tasks.data import written
+from tfnb.cluster.tasks.programs import Placed
+from tfnb.cluster.wire import envelope
+from tfnb.cluster.wire.messages import Ask, NotDone, Ok, Outcome, Refused, failed
+from tfnb.cluster.wire.transport import read_outcome
+from tfnb.errors import StepAborted, TfnbError
+from tfnb.state.chunks import Chunked
+from tfnb.state.step_groups import StepGroup
+
+if TYPE_CHECKING:
+    from tfnb.cluster.engine.engine import Engine
+
+WATCH = 5.0  # seconds that a task has to answer a notebook that watches
+Machine = s.Rounds | a.Leases
+
+
+async def _always() -> bool:
+    return True
+
+
+class _Heard(NamedTuple):
+    """What a task told of steps ``start`` and following of a piece, each made of so many ``workers``."""
+
+    start: int
+    steps: int
+    rows: int
+    workers: int
+    values: list[torch.Tensor | None]
+
+
+@dataclass
+class _Listening:
+    """One loop of one task, as the notebook sees it."""
+
+    name: str
+    seen: int = 0
+    late: int = 0  # steps of it that did not count
+    is_watched: bool = False
+    is_left: bool = False  # it was told to end: nothing more is lent to it
+    wishes: int = 0  # how often it was told to stand or to go on: the last time counts
+    lending: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Training:
+    """One training in progress. ``steps``: applied so far; ``results``: values of steps that nobody took yet.
+
+    ``machine``: the policy of its mode. In another mode it goes on with another one, under another name on the servers.
+    """
+
+    def __init__(
+        self, engine: Engine, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
+        deadline: float, patience: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.engine, self.placed, self.data = engine, placed, data
+        self._deadline, self._patience = deadline, patience
+        self._pieces = itertools.count(1)
+        self.results: list[StepGroup] = []
+        self.steps = self._told = 0
+        self.end: e.Finish | None = None
+        self.is_held = False
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._ways = [way for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
+        self._name = self._new_name()
+        self._loops: dict[int, _Listening] = {}  # task -> its loop
+        self._numbers = itertools.count()
+        self._steps_of: dict[int, Sequence[int]] = {}  # of each piece the numbers of its steps
+        self._heard: dict[tuple[int, int], list[_Heard]] = {}  # piece and task
+        self._sent = Sent(self._name)
+        self._streams: set[int] = set()
+        self._news = asyncio.Event()
+        self._begun: set[asyncio.Task[None]] = set()
+        self._wanted: Mode | None = None  # a mode to change to
+        self._is_changing = False
+        self._missed: list[Any] = []  # events between two machines
+        self._take(mode, tasks)
+
+    def _new_name(self) -> str:
+        return f"{self.engine.link.client}-{next(self.engine.names)}"
+
+    def _take(self, mode: Mode, tasks: list[int]) -> None:
+        """The policy of a mode, from the next step on."""
+        self._joint = mode.joint
+        self._staleness = mode.staleness if mode.name == "bounded" else None
+        about = (tasks, self.placed.writes, self._pieces, self._deadline)
+        least = 1 if mode.elastic else mode.required
+        self.machine: Machine = (
+            s.Rounds(*about, mode.backup, self._patience, mode.required, least, base=self.steps)
+            if mode.name == "sync"
+            else a.Leases(*about, self._patience)
+        )
+
+    # -- what the engine asks for -------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin."""
+        await self.engine.insist_on(self._to_all("open_training"))
+        self.engine.attend(self)
+        self._begin(self._attend())
+        self.feed(e.Start())
+
+    async def wait(self, is_so: Callable[[], bool]) -> None:
+        """Wait until it is so, or the training is over."""
+        while self.end is None and not is_so():
+            self._news.clear()
+            await self._news.wait()
+
+    async def exchange(
+        self, offers: Sequence[a.Offer], last: bool, drain: bool, mode: Mode | None = None
+    ) -> list[StepGroup]:
+        """Offer pieces; return what was applied meanwhile, as soon as there is news or room for more.
+
+        drain: wait until everything that was offered is applied. mode: go on in this one when all that is lent is done.
+        """
+        for offer in offers:
+            self.feed(offer)
+        if mode is not None and self.end is None:
+            self._wanted, is_new, self._is_changing = mode, not self._is_changing, True
+            if is_new:
+                self.feed(e.End())
+        if last:
+            self.feed(e.End())
+        await self.wait(lambda: self.machine.is_idle if drain else bool(self.results or self.machine.wants))
+        results, self.results = self.results, []
+        return results
+
+    async def finish(self) -> None:
+        """Stop what computes, let begun updates be applied, and begin no more."""
+        self.feed(e.Interrupt())
+        await self.wait(lambda: False)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
+        """A block in which no step is applied, on one server or another; it gives a way to ask whether that was so.
+
+        A synchronous training is held for HOLD seconds at a time: one that is renewed too late goes on.
+        """
+        await self.wait(lambda: not self._is_changing)
+        if isinstance(self.machine, s.Rounds):
+            latest = await self._hold()
+            renewal = asyncio.create_task(self._renewed())
+            try:
+                yield partial(self._stands_at, latest)
+            finally:
+                renewal.cancel()
+                await self.engine.peers.settled(self.placed.writes[0], "go", {"training": self._name})
+            return
+        self.feed(e.Hold())
+        try:
+            await self.wait(lambda: self.is_held)
+            yield _always
+        finally:
+            self.is_held = False
+            self.feed(e.Resume())
+
+    async def _hold(self) -> int | None:
+        """Let all servers stand at one round, which it gives; None where the training has ended meanwhile."""
+        chief, *others = self.placed.writes
+        try:
+            (answer,) = await self.engine.insist_on([Ask(chief, "hold", {"training": self._name})])
+            latest = int(answer.meta["latest"])
+            about = {"training": self._name, "decided": latest}
+            await self.engine.insist_on([Ask(shard, "decided", about) for shard in others])
+        except StepAborted:
+            if self.end is None:
+                raise
+            return None  # it ended meanwhile, and all servers stand at its last round
+        if self.end is None and isinstance(self.machine, s.Rounds):
+            self._applied_to(self.machine.steps_at(latest))
+        return latest
+
+    async def _stands_at(self, latest: int | None) -> bool:
+        """Whether no round was written since that one."""
+        if latest is None:
+            return True
+        answer = await self.engine.peers.settled(self.placed.writes[0], "hold", {"training": self._name})
+        return isinstance(answer, Ok) and int(answer.meta["latest"]) == latest
+
+    async def _renewed(self) -> None:
+        while True:
+            await asyncio.sleep(HOLD / 2)
+            await self.engine.peers.settled(self.placed.writes[0], "hold", {"training": self._name})
+
+    # -- events and instructions -----------------------------------------------------------------------------------
+
+    async def _attend(self) -> None:
+        while self.end is None:
+            event = await self.queue.get()
+            if isinstance(event, e.Joined):
+                self._begin(self._welcome(event))
+            else:
+                self.feed(event)
+
+    async def _welcome(self, event: e.Joined) -> None:
+        """A task that joins gets the plan and the data first, so that nobody waits for it."""
+        engine, member = self.engine, self.engine.tasks[event.task]
+        if event.task in self.machine.tasks or not engine.is_asked_for(event.task, self.placed.task):
+            return
+        try:
+            await engine.register(self.placed, member)
+            await self._load(member)
+        except (NotDone, TfnbError) as error:
+            why = error.outcome if isinstance(error, NotDone) else error
+            if await engine.peers.verify(member):
+                engine.say(f"{member.name} takes no part in this training: {getattr(why, 'message', why)}")
+        if member.is_there:
+            self.feed(event)
+
+    def feed(self, event: Any) -> None:
+        """Tell the machine, and carry out what it says."""
+        if self._is_changing and self.machine.state == "over":
+            self._missed.append(event)
+        if isinstance(event, e.Lost | e.Suspect):
+            self._give_up(event.task)
+        if isinstance(event, e.Lost):
+            self._loops.pop(event.task, None)
+        for instruction in self.machine.on(event, time.monotonic()):
+            match instruction:
+                case a.Give(task, piece):
+                    self._begin(self._lend(task, piece))
+                case a.Stop(task):
+                    self._begin(self._stopped(task))
+                case a.Pause(task):
+                    self._begin(self._pause(task, is_wanted=True))
+                case a.Continue(task):
+                    self._begin(self._pause(task, is_wanted=False))
+                case a.Count(operations):
+                    self._begin(self._count(operations))
+                case a.Held():
+                    self.is_held = True
+                case a.Report():
+                    self._applied(instruction)
+                case s.Cut(upto):
+                    self._begin(self._cut(upto))
+                case e.Finish():
+                    self._over(instruction)
+        self._news.set()
+
+    async def _change(self) -> None:
+        """All that was lent is done: loops of another mode begin."""
+        engine = self.engine
+        await asyncio.gather(*(self._left(task, loop) for task, loop in self._loops.items()))
+        self._loops.clear()
+        await engine.insist_on(self._to_all("end_training", clients=self._clients))
+        self._name, mode, self._wanted = self._new_name(), self._wanted, None
+        self._streams.clear()
+        await engine.insist_on(self._to_all("open_training"))
+        assert mode is not None
+        self._take(mode, engine.free(self.placed.task))
+        engine.say(f"mode={mode} from step {engine.step + 1} on")
+        self._is_changing, missed, self._missed = False, self._missed, []
+        for event in (e.Start(), *missed):
+            self.feed(event)
+        if self._wanted is not None:  # and already another one
+            self._is_changing = True
+            self.feed(e.End())
+
+    def _to_all(self, method: str, **more: Any) -> list[Ask]:
+        """What every server of the training is told."""
+        return [Ask(shard, method, {"training": self._name, **more}) for shard in self.placed.writes]
+
+    @property
+    def _clients(self) -> list[str]:
+        """Under which the steps of all streams are applied."""
+        return [self._stream(stream) for stream in self._streams]
+
+    def _over(self, end: e.Finish) -> None:
+        if self._is_changing and end.cause is None:
+            self._begin(self._change())
+            return
+        self.end = end
+        self.engine.forget(self)
+        for work in self._begun:
+            work.cancel()
+        self.engine.later(self._farewell())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._begun.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, work: asyncio.Task[None]) -> None:
+        """Work is over. An error in it ends the training, as the machine does it, unless that is what failed."""
+        self._begun.discard(work)
+        error = None if work.cancelled() else work.exception()
+        if error is not None and self.end is None:
+            fault = e.Fault(failed(error))
+            if self.machine.state == "open":
+                self.feed(fault)
+            else:
+                self.engine.later(self._abandoned(e.Finish(cause=self.machine.cause or fault.failure)))
+
+    async def _abandoned(self, end: e.Finish) -> None:
+        """It failed while it ended: loops finish the step that they are at, and what they say is not heard."""
+        ends = []
+        for task, loop in self._loops.items():
+            about = {"loop": loop.name, "seen": loop.seen}
+            ends.append(self.engine.stop(self.engine.tasks[task], "leave", partial(dict, about)))
+        await asyncio.gather(*ends)
+        if self.end is None:
+            self._over(end)
+            self._news.set()
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def _applied_to(self, steps: int) -> None:
+        """The servers have applied so many steps, whoever has told of them."""
+        self.engine.step += max(0, steps - self.steps)
+        self.steps = max(self.steps, steps)
+
+    def _applied(self, report: a.Report) -> None:
+        """Steps count: their values go to whoever trains."""
+        self._told += report.stop - report.start
+        self._applied_to(self._told)
+        at = report.start
+        while at < report.stop:
+            found = [self._found(report.number, task, at) for task in report.tasks]
+            known = [heard for heard in found if heard is not None and heard.start <= at]
+            ends = [
+                heard.start + (heard.steps if heard.start <= at else 0) - at for heard in found if heard is not None
+            ]
+            count = min([report.stop - at, *ends])
+            is_whole = bool(known) and len(known) >= known[0].workers  # else a task was lost before it told its part
+            values, numbers = self._joined(known, at, count) if is_whole else [], self._steps_of.get(report.number)
+            self.results.append(StepGroup(count, values, None if numbers is None else numbers[at : at + count]))
+            at += count
+        if report.stop == len(self._steps_of.get(report.number, ())):
+            del self._steps_of[report.number]
+        for task in report.tasks:
+            if self._found(report.number, task, report.stop) is None:
+                self._heard.pop((report.number, task), None)
+
+    def _found(self, number: int, task: int, at: int) -> _Heard | None:
+        """What a task told of a step or, if that is made without it, of the next ones; what is before is dropped."""
+        told = self._heard.get((number, task), [])
+        while told and told[0].start + told[0].steps <= at:
+            del told[0]
+        return told[0] if told else None
+
+    def _joined(self, known: Sequence[_Heard], at: int, count: int) -> list[torch.Tensor | None]:
+        """The values of all workers that a step is made of, as those of the whole batch."""
+        rows = [heard.rows for heard in known]
+        joined: list[torch.Tensor | None] = []
+        for place, way in enumerate(self._ways):
+            values = [heard.values[place] for heard in known]
+            parts = [
+                value[at - heard.start :][:count]
+                for value, heard in zip(values, known, strict=True)
+                if value is not None
+            ]
+            if len(parts) < len(values):
+                joined.append(None)
+            else:
+                joined.append(join(way, parts, rows, steps=1))
+        return joined
+
+    # -- loops ------------------------------------------------------------------------------------------------------
+
+    def _loop(self, task: int) -> _Listening:
+        """The loop of a task, which begins with its first piece."""
+        if task not in self._loops:
+            self._loops[task] = _Listening(f"{self._name}/{next(self._numbers)}")
+        return self._loops[task]
+
+    def _lend(self, task: int, piece: a.Piece) -> Coroutine[Any, Any, None]:
+        """Lend a task a piece; what is sent is decided now, and sent in order."""
+        loop, machine = self._loop(task), self.machine
+        part = machine.part(task) if isinstance(machine, s.Rounds) else None
+        self._streams.add(piece.stream)
+        meta: dict[str, Any] = {
+            "training": self._name, "data": self._sent.name, "loop": loop.name, "plan": self.placed.compute.id,
+            "part": part, "joint": self._joint,
+            "shards": list(self.placed.writes), "number": piece.number, "stream": self._stream(piece.stream),
+            "first": piece.first, "count": piece.count, "staleness": self._staleness,
+            "order": None, "steps": None, "run": 0,
+        }  # fmt: skip
+        if isinstance(self.data, Ahead):
+            self._steps_of[piece.number] = piece.steps
+            start = piece.steps[0]
+            meta |= {"order": list(self.data.order), "steps": start, "run": self.data.run(start)}
+            return self._lent(task, loop, meta, [])
+        batches: Sequence[Batch] = piece.steps
+        self._steps_of[piece.number] = [batch.number for batch in batches]
+        meta["batches"] = [[len(b.tensors), b.rows or 0, b.run_index, list(b.split)] for b in batches]
+        return self._lent(task, loop, meta, [tensor for batch in batches for tensor in batch.tensors])
+
+    def _stream(self, stream: int) -> str:
+        """The client under which the steps of a stream are applied."""
+        return f"{self._name}-{stream}"
+
+    async def _lent(self, task: int, loop: _Listening, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        engine, member = self.engine, self.engine.tasks[task]
+        async with loop.lending:
+            if loop.is_left:
+                return
+            try:
+                await engine.register(self.placed, member)
+                await self._load(member)
+                answer: Outcome = await self._asked(member, "lend", meta, tensors)
+            except NotDone as failure:
+                answer = failure.outcome
+            except TfnbError as error:  # what cannot be encoded
+                answer = failed(error)
+            if not isinstance(answer, Ok):
+                self._begin(self._broken(task, loop, answer))
+            elif not loop.is_watched:
+                loop.is_watched = True
+                self._begin(self._watch(task, loop))
+
+    async def _asked(
+        self, member: Member, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> Outcome:
+        link = self.engine.link
+        deadline = link.deadline(method, envelope.size(tensors)) + WATCH
+        call = link.persist(member.peer, method, meta, tensors, epoch=self.engine.epoch, deadline=deadline)
+        return await self.engine.peers.unless_dead(member, call)
+
+    async def _load(self, member: Member) -> None:
+        """Send the data ahead, once."""
+        if isinstance(self.data, Ahead) and member not in self._sent.members:
+            chunked = [place for place, array in enumerate(self.data.arrays) if isinstance(array, Chunked)]
+            about = {"data": self._sent.name, "chunked": chunked}
+            answer = await self._asked(member, "load", about, [written(array) for array in self.data.arrays])
+            if not isinstance(answer, Ok):
+                raise NotDone(answer)
+            self._sent.members.add(member)
+
+    async def _watch(self, task: int, loop: _Listening) -> None:
+        """Listen to a task while it loops."""
+        engine, member = self.engine, self.engine.tasks[task]
+        while self.end is None and self._loops.get(task) is loop:
+            meta = {"loop": loop.name, "seen": loop.seen}
+            until = time.monotonic() + WATCH
+            answer = await engine.link.call(member.peer, "watch", meta, epoch=engine.epoch, deadline=until)
+            if self._loops.get(task) is not loop:
+                return
+            if not isinstance(answer, Ok):
+                if await engine.peers.verify(member) and not isinstance(answer, Refused):
+                    continue
+                return await self._broken(task, loop, answer)
+            self._hear(task, loop, answer)
+            if answer.meta["failure"] is not None and self._loops.get(task) is loop:
+                return await self._broken(task, loop, read_outcome(answer.meta["failure"], ()))
+
+    def _hear(self, task: int, loop: _Listening, answer: Ok) -> None:
+        """Take what a task tells of the steps that it had not told of before."""
+        at, some, tensors = int(answer.meta["at"]), answer.meta["some"], iter(answer.tensors)
+        for number, start, count, rows, workers in answer.meta["groups"]:
+            values = [next(tensors) if has else None for has in some]
+            known = min(count, max(0, loop.seen - at))
+            at += count
+            if known < count:
+                loop.seen = at
+                values = [None if value is None else value[known:] for value in values]
+                self._heard.setdefault((number, task), []).append(
+                    _Heard(start + known, count - known, rows, workers, values)
+                )
+                self.feed(a.Progress(task, number, start + count, start + known, workers))
+        member, late = self.engine.tasks[task], int(answer.meta["late"])
+        member.late, loop.late = member.late + late - loop.late, late
+        if answer.meta["seconds"]:
+            member.seconds.append(float(answer.meta["seconds"]))
+
+    async def _broken(self, task: int, loop: _Listening, answer: Outcome) -> None:
+        """A loop failed, or was not reached: it ends, and the machine learns why, unless it was ended meanwhile."""
+        event = await self.engine.judged(answer, task)
+        if not isinstance(event, e.Lost) and not await self._left(task, loop):
+            event = e.Lost(task)
+        if self._loops.get(task) is loop:
+            if not isinstance(event, e.Lost):
+                del self._loops[task]
+            self.feed(event)
+
+    async def _left(self, task: int, loop: _Listening) -> bool:
+        """End the loop of a task and take its last word; False where the task is gone."""
+        async with loop.lending:
+            loop.is_left = True
+            member, about = self.engine.tasks[task], lambda: {"loop": loop.name, "seen": loop.seen}
+            answer = await self.engine.stop(member, "leave", about)
+            if isinstance(answer, Ok):
+                self._hear(task, loop, answer)
+        return answer is not None
+
+    async def _stopped(self, task: int) -> None:
+        """End the loop of a task, as the machine wants it."""
+        loop = self._loops.get(task)
+        is_there = loop is None or await self._left(task, loop)
+        if is_there:
+            self._loops.pop(task, None)
+        self.feed(a.Stopped(task) if is_there else e.Lost(task))
+
+    def _give_up(self, task: int) -> None:
+        """No other loop waits for that of a task, and servers take nothing from it: should it live, it begins anew."""
+        loop = self._loops.get(task)
+        if loop is not None and self._staleness is not None and self.end is None:
+            self.engine.later(self.engine.peers.settled_on(self._to_all("depart", loop=loop.name, gone=True)))
+
+    async def _pause(self, task: int, *, is_wanted: bool) -> None:
+        """Let a loop stand, and ask until it does, or let it go on."""
+        loop, member = self._loops.get(task), self.engine.tasks[task]
+        if loop is None:
+            return
+        wish = loop.wishes = loop.wishes + 1
+        is_paused = False
+        while not is_paused:
+            async with loop.lending:
+                if loop.is_left or loop.wishes != wish:
+                    return
+                meta = {"loop": loop.name, "seen": loop.seen, "wanted": is_wanted}
+                answer = await self._asked(member, "pause", meta, ())
+            if self._loops.get(task) is not loop:
+                return
+            if not isinstance(answer, Ok):
+                return await self._broken(task, loop, answer)
+            self._hear(task, loop, answer)
+            if not is_wanted:
+                return
+            is_paused = bool(answer.meta["paused"])
+        if loop.wishes == wish:
+            self.feed(a.Paused(task))
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    async def _cut(self, upto: int) -> None:
+        """Let the servers end what is not decided, and every loop; then say where they stand."""
+        chief, *others = self.placed.writes
+        about = {"training": self._name, "upto": upto}
+        answer = await self.engine.peers.settled(chief, "cut", about)
+        if not isinstance(answer, Ok):
+            return self.feed(e.ShardLost(chief))
+        about["decided"] = latest = int(answer.meta["latest"])
+        answers = await self.engine.peers.settled_on([Ask(shard, "cut", about) for shard in others])
+        for shard, answer in zip(others, answers, strict=True):
+            if not isinstance(answer, Ok):
+                return self.feed(e.ShardLost(shard))
+        loops = dict(self._loops)
+        ends = await asyncio.gather(*(self._left(task, loop) for task, loop in loops.items()))
+        self._loops.clear()
+        for task, is_there in zip(loops, ends, strict=True):
+            if not is_there:
+                self.feed(e.Lost(task))
+        self.feed(s.CutAt(latest))
+
+    async def _count(self, operations: Sequence[tuple[int, int]]) -> None:
+        """Ask the servers which steps they applied."""
+        asks, streams = [], sorted({stream for stream, _ in operations})
+        for shard in self.placed.writes:
+            for stream in streams:
+                about = {"client": self._stream(stream), "seqs": [seq for of, seq in operations if of == stream]}
+                asks.append(Ask(shard, "applied", about))
+        shards: dict[tuple[int, int], list[int]] = {}
+        answers = await self.engine.peers.settled_on(asks)
+        for ask, stream, answer in zip(asks, itertools.cycle(streams), answers, strict=False):
+            if isinstance(answer, e.ShardLost):
+                return self.feed(answer)
+            for seq in answer.meta["applied"] if isinstance(answer, Ok) else ():
+                shards.setdefault((stream, seq), []).append(ask.shard)
+        self.feed(a.Counted(shards))
+
+    async def _farewell(self) -> None:
+        """Tasks and servers forget the training."""
+        engine, deadline = self.engine, time.monotonic() + p.STOPS_WITHIN
+        calls: list[tuple[Member, str, dict[str, Any]]] = []
+        for task, loop in self._loops.items():
+            calls.append((engine.tasks[task], "leave", {"loop": loop.name, "seen": loop.seen}))
+        asks = self._to_all("end_training", clients=self._clients)
+        await asyncio.gather(engine.peers.tell_until(asks, deadline), engine.unload(self._sent), *(
+            engine.link.call(member.peer, method, meta, epoch=engine.epoch, deadline=deadline)
+            for member, method, meta in calls
+            if member.alive
+        ))  # fmt: skip

@@ -1,0 +1,3 @@
+"""Who takes part: `deploy` finds or makes a Dask cluster and its tasks, `supervisor` makes a task on each worker that
+comes, `farewell` hears that the Dask client is closed.
+"""

@@ -1,0 +1,573 @@
+"""Finding or making a Dask cluster, and starting one task on each of its workers. Dask glue; decides only who is what.
+
+A cluster that is made here listens on 127.0.0.1, has no dashboard, and is closed by us; what was handed in is left
+as it was. ``ps`` of the workers become parameter servers; one of them holds several shards where they are too few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import dask
+from dask.utils import parse_bytes
+from distributed import Client, KilledWorker, LocalCluster, Nanny, Security, default_client
+from distributed.utils import silence_logging_cmgr
+
+from tfnb.cluster.engine.members import Member
+from tfnb.cluster.tasks.task import TaskActor, versions
+from tfnb.cluster.wire.messages import Failed, Ok, Outcome, Peer, raised
+from tfnb.cluster.wire.transport import ClientLink, Handle, is_local, parse_address, scheduler_address, wait
+from tfnb.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InsecureAddress,
+    InvalidArgument,
+    Unavailable,
+    VersionMismatch,
+)  # fmt: skip
+from tfnb.recording.marks.while_recording import Shared, swapped
+
+T = TypeVar("T")
+
+EPOCH = 1
+SAID_AFTER = 2.0  # seconds
+LOOK = 0.5  # seconds between two looks at who is there
+_BEFORE = "distributed.nanny.pre-spawn-environ.DASK_DISTRIBUTED__COMM__"  # Dask reads these when it is imported
+SETTINGS = {
+    f"{_BEFORE}OFFLOAD": "False", f"{_BEFORE}SHARD": "512MiB",  # a large message is not put together again
+    "distributed.admin.tick.interval": "500ms",  # 20 ms of Dask's own take two percent of a core in the notebook
+    "distributed.worker.profile.enabled": False,  # takes two percent of a core in each worker: no Dask task runs a step
+    "distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s",
+    "distributed.deploy.lost-worker-timeout": "24h",
+}  # fmt: skip
+_SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
+_LOST = "Worker holding Actor was lost"  # Dask's words
+_ENCRYPTED = ("tls", "wss", "inproc", "unix")
+
+
+class Progress:
+    """Says what is up already, where connecting takes longer than `SAID_AFTER` seconds.
+
+    One thread finds, the one that waits says: a notebook shows it below the cell.
+    """
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._found = self._said = ""
+
+    def found(self, kind: str, up: Sequence[str], total: int) -> None:
+        """So many of ``total`` are up."""
+        names = f": {', '.join(up)}" if up else ""
+        self._found = f"{len(up)} of {total} {kind} are up{names}"
+
+    def say(self) -> None:
+        """Print what was found, if it is news."""
+        if self._found != self._said and time.monotonic() - self._begin >= SAID_AFTER:
+            self._said = self._found
+            sys.stdout.write(f"connect: {self._found}\n")
+            sys.stdout.flush()
+
+
+@dataclass
+class Place:
+    """Where the tasks will run: a client, how to close what was made here, and how many servers were asked for."""
+
+    client: Client
+    closers: list[Callable[[], Any]] = field(default_factory=list)
+    dashboard: bool = True
+    is_ours: bool = False  # started here
+    ps: int | None = None
+    workers: int = 1  # to wait for
+    progress: Progress = field(default_factory=Progress)
+
+    def close(self) -> None:
+        """Close what was made here; harmless if repeated."""
+        while self.closers:
+            self.closers.pop()()
+
+
+class Started(NamedTuple):
+    """How the workers of a cluster are that `connect` starts: threads of each, bytes of each, and Dask's dashboard."""
+
+    threads: int | None = None  # one
+    memory: str | int | None = None  # Dask's own rule: what the machine has, divided by its workers
+    dashboard: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidArgument for what is no number of threads, and no size."""
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise InvalidArgument(f"threads={self.threads!r}: the threads of a worker are an integer from 1")
+        try:
+            parse_bytes(self.memory or 0)
+        except (ValueError, TypeError, AttributeError):
+            raise InvalidArgument(
+                f"memory={self.memory!r}: the memory of a worker is a number of bytes, or text such as '2GB'"
+            ) from None
+        if self.dashboard and find_spec("bokeh") is None:
+            raise InvalidArgument("the dashboard needs bokeh, which is not installed: pip install 'tfnb[dashboard]'")
+
+
+AS_EVER = Started()
+
+
+def find(
+    cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float,
+    started: Started = AS_EVER,
+) -> Place:  # fmt: skip
+    """A client for what the user gave; raises Unavailable, InsecureAddress or InvalidArgument."""
+    if ps is not None and (not isinstance(ps, int) or isinstance(ps, bool) or ps < 1):
+        raise InvalidArgument(f"ps={ps!r}: the number of parameter servers is an integer from 1")
+    started.check()
+    place = _found(cluster, ps, security, insecure, timeout, started)
+    if started != AS_EVER and not place.is_ours:
+        place.close()
+        asked = ", ".join(f"{name}={value!r}" for name, value in started._asdict().items() if value)
+        raise InvalidArgument(f"{asked}: this cluster runs already; such options are of one that connect starts")
+    return place
+
+
+def _found(
+    cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float, started: Started
+) -> Place:  # fmt: skip
+    match cluster:
+        case bool() | float() | bytes():
+            raise InvalidArgument(f"connect({cluster!r}): a number of compute tasks, an address, a Client or a cluster")
+        case None:
+            return _default(ps, timeout, started)
+        case int():
+            return local(cluster, ps, timeout, started)
+        case str() | Path():
+            return _address(str(cluster), ps, security, insecure, timeout)
+        case Client():
+            return _client(cluster, ps, insecure)
+    address = getattr(cluster, "scheduler_address", None)
+    if isinstance(address, str):
+        _check_secure(address, insecure)
+        place = _dialled(cluster, address, None, timeout)
+        place.ps = ps
+        return place
+    raise InvalidArgument(
+        f"connect({type(cluster).__name__}): expected a number of compute tasks, an address, a scheduler file, "
+        "a Client, or a cluster with a scheduler_address"
+    )
+
+
+def _default(ps: int | None, timeout: float, started: Started) -> Place:
+    """Dask's default client, else a cluster of two tasks."""
+    try:
+        client = default_client()
+    except ValueError:
+        return local(2, ps, timeout, started)
+    return _client(client, ps, True)
+
+
+def _client(client: Client, ps: int | None, insecure: bool) -> Place:
+    if client.asynchronous:
+        raise InvalidArgument("connect needs a blocking Client: make it with asynchronous=False")
+    if client.status != "running" or client.scheduler is None:
+        raise Unavailable(f"the Client is {client.status}; connect with a running one")
+    _check_secure(scheduler_address(client), insecure)
+    return Place(client, ps=ps)
+
+
+def _address(text: str, ps: int | None, security: Security | None, insecure: bool, timeout: float) -> Place:
+    if text.endswith(".json"):
+        if not Path(text).is_file():
+            raise InvalidArgument(f"there is no scheduler file {text}")
+        place = _dialled(None, f"scheduler file {text}", security, timeout, scheduler_file=text)
+        try:
+            _check_secure(scheduler_address(place.client), insecure)
+        except InsecureAddress:
+            place.close()
+            raise
+    else:
+        scheme, rest = parse_address(text)
+        port = rest.rpartition(":")[2]
+        if scheme not in _SCHEMES or (scheme not in ("inproc", "unix") and not port.isdigit()):
+            raise InvalidArgument(f"{text!r} is no scheduler address: expected one like tcp://127.0.0.1:8786")
+        _check_secure(text, insecure)
+        if scheme in ("tls", "wss") and security is None and not dask.config.get("distributed.comm.tls.ca-file"):
+            raise InvalidArgument(f"{text} is encrypted: pass security=distributed.Security(...) with its certificates")
+        place = _dialled(text, text, security, timeout)
+    place.ps = ps
+    return place
+
+
+def _check_secure(address: str, insecure: bool) -> None:
+    """Plain text to another machine needs an opt-in, before any byte is sent."""
+    if parse_address(address)[0] not in _ENCRYPTED and not insecure and not is_local(address):
+        raise InsecureAddress(
+            f"{address} is on another machine and not encrypted: whoever reaches it, or listens on the way, can run "
+            "code there. Use a tls:// address with security=, or opt in with insecure=True"
+        )
+
+
+def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: Any) -> Place:
+    """A client of our own."""
+
+    def make() -> Client:
+        client = Client.__new__(Client)  # so that a half-made one can be closed
+        try:
+            with dask.config.set({"distributed.comm.timeouts.connect": timeout}):
+                client.__init__(  # type: ignore[misc]
+                    *([target] if target is not None else []),
+                    timeout=timeout, security=security, set_as_default=False, **kwargs,
+                )  # fmt: skip
+        except BaseException:
+            _quietly(client)
+            raise
+        return client
+
+    begin = time.monotonic()
+    try:
+        client = _opened(make, timeout + 5, f"connecting to {name}")
+    except (OSError, TimeoutError) as error:
+        spent = time.monotonic() - begin
+        raise Unavailable(
+            f"no Dask scheduler answered at {name} within {spent:.1f} s (timeout {timeout:g} s). "
+            "Is it running, and is the port right? The notebook goes on without a cluster"
+        ) from error
+    return Place(client, [partial(_closed, client)])
+
+
+def _closed(client: Client) -> None:
+    """Close a client of our own; Dask logs a traceback where it was looking for a scheduler that is gone."""
+    with silence_logging_cmgr(logging.CRITICAL):
+        client.close()
+
+
+def _opened(make: Callable[[], T], timeout: float, what: str, every: Callable[[], None] | None = None) -> T:
+    """What ``make`` makes, in a thread of its own: Ctrl-C is seen at once, and what comes too late is closed."""
+    handle: Handle[T] = Handle()
+    unwanted = threading.Event()
+
+    def work() -> None:
+        future: Future[T] = Future()
+        try:
+            future.set_result(make())
+        except BaseException as error:  # raised by who waits
+            future.set_exception(error)
+        handle.finish(future)
+        if unwanted.is_set() and future.exception() is None:
+            _quietly(future.result(timeout=0))
+
+    threading.Thread(target=work, name="tfnb-connect", daemon=True).start()
+    try:
+        return wait(handle, timeout, what, every)
+    except BaseException:
+        unwanted.set()
+        if handle.task and handle.task[0].exception() is None:  # made between the interrupt and here
+            _quietly(handle.task[0].result())
+        raise
+
+
+def _quietly(thing: Any) -> None:
+    """Close what was half made; it may lack whatever a close needs."""
+    try:
+        thing.close(timeout=10)
+    except Exception:  # the error that led here is the one to show
+        logging.getLogger(__name__).debug("closing %r failed", type(thing), exc_info=True)
+
+
+def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER) -> Place:
+    """A cluster of processes on this machine: ``tasks`` compute tasks and ``ps`` servers, default one."""
+    if tasks < 1:
+        raise InvalidArgument(f"connect({tasks}): at least one compute task is needed")
+    ps = 1 if ps is None else ps
+    begin = time.monotonic()
+    cluster = _Local.__new__(_Local)  # so that its scheduler is seen while workers start
+    progress = Progress()
+
+    def make() -> LocalCluster:
+        with dask.config.set(SETTINGS):
+            cluster.__init__(  # type: ignore[misc]
+                n_workers=tasks + ps, threads_per_worker=started.threads or 1, processes=True, host="127.0.0.1",
+                memory_limit=started.memory or "auto", dashboard_address="127.0.0.1:0",
+                scheduler_kwargs={"dashboard": started.dashboard}, silence_logs=logging.ERROR,
+                preload=["tfnb.cluster.tasks.task"], worker_class=_Starter,
+            )  # fmt: skip
+        return cluster
+
+    def look() -> None:
+        workers = getattr(getattr(cluster, "scheduler", None), "workers", {})
+        progress.found("workers", sorted(str(worker.name) for worker in list(workers.values())), tasks + ps)
+        progress.say()
+
+    try:
+        _opened(make, timeout, f"starting {tasks + ps} worker processes", look)
+    except DeadlineExceeded as late:
+        raise DeadlineExceeded(f"{late}; a busy machine takes longer: connect(timeout={2 * timeout:g})") from None
+    try:
+        place = _dialled(cluster, str(cluster.scheduler_address), None, max(1.0, timeout - time.monotonic() + begin))
+    except BaseException:
+        _quietly(cluster)
+        raise
+    place.closers.insert(0, cluster.close)
+    place.ps, place.workers, place.dashboard, place.progress = ps, tasks + ps, started.dashboard, progress
+    place.is_ours = True
+    return place
+
+
+def _without_main() -> AbstractContextManager[None]:
+    main = sys.modules["__main__"]
+    parent = f"{main.__spec__.parent}." if main.__spec__ is not None and main.__spec__.parent else ""
+    return swapped((main, "__spec__", ModuleSpec(f"{parent}__main__", None)))
+
+
+_main_not_imported = Shared(_without_main)
+"""Processes that start inside do not import the user's script: it would run again in each of them.
+
+They need nothing of it, and a script that a notebook was made into has no ``if __name__ == "__main__"``.
+``multiprocessing`` leaves out a main module whose spec has this name.
+"""
+
+
+class _Local(LocalCluster):
+    """Keeps the place of a lost worker: Dask looks 15 s after a loss, and closes for good what is starting just then.
+
+    That may be a busy machine's first successor, or the next one, of a worker that was lost again meanwhile.
+    """
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        with dask.config.set(SETTINGS):
+            super()._update_worker_status(op, msg)
+
+
+class _Starter(Nanny):
+    """Starts a worker's process, and later another one in the place of one that was lost; all have our settings."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with dask.config.set(SETTINGS):  # also for one that Dask's `scale` starts
+            super().__init__(*args, **kwargs)
+            self.config = deepcopy(self.config)  # parts of it were those of the notebook, which change back
+
+    async def instantiate(self) -> Any:
+        with _main_not_imported():
+            return await super().instantiate()
+
+
+# -- tasks on workers -------------------------------------------------------------------------------------------
+
+
+class Roles(NamedTuple):
+    """So many of the workers are compute tasks, so many are servers; how many shards these hold."""
+
+    tasks: int
+    servers: int
+    shards: int
+
+    def held(self, server: int) -> tuple[int, ...]:
+        """The shards of a server: they go round.
+
+        >>> [Roles(2, 2, 5).held(server) for server in range(2)]
+        [(0, 2, 4), (1, 3)]
+        """
+        return tuple(range(server, self.shards, self.servers))
+
+
+def roles(workers: int, ps: int | None) -> Roles:
+    """Who is what. More servers asked for than leave a compute task: shards, on half of the workers.
+
+    A single worker is a task and a server at once.
+
+    >>> [roles(n, None).servers for n in (1, 2, 3, 4, 8, 12)], roles(3, 2)
+    ([1, 1, 1, 1, 2, 3], Roles(tasks=1, servers=2, shards=2))
+    >>> roles(4, 16), roles(1, 4)
+    (Roles(tasks=2, servers=2, shards=16), Roles(tasks=1, servers=1, shards=4))
+    """
+    ps = max(1, workers // 4) if ps is None else ps
+    servers = ps if ps < workers else max(1, workers // 2)
+    return Roles(max(1, workers - servers), servers, ps)
+
+
+def _by_name(worker: tuple[str, dict[str, Any]]) -> tuple[int, str, str]:
+    """Key that puts worker 2 before worker 10."""
+    addr, facts = worker
+    name = str(facts.get("name"))
+    return len(name), name, addr
+
+
+async def workers_of(
+    client: Client, least: int, timeout: float, progress: Progress | None = None
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Address -> facts of every worker, as soon as there are ``least``."""
+    end = time.monotonic() + timeout
+    while True:
+        found = await identities(client)
+        if progress is not None:
+            progress.found("workers", sorted(str(facts.get("name", addr)) for addr, facts in found.items()), least)
+        if len(found) >= least:
+            return dict(sorted(found.items(), key=_by_name))
+        if time.monotonic() > end:
+            raise DeadlineExceeded(
+                f"the Dask cluster at {scheduler_address(client)} has {len(found)} of {least} workers after "
+                f"{timeout:g} s; start some with `dask worker {scheduler_address(client)}`"
+            )
+        await asyncio.sleep(0.05)
+
+
+async def identities(client: Client) -> dict[str, dict[str, Any]]:
+    """Address -> facts of every worker that runs."""
+    try:
+        found = await client.scheduler.identity(n_workers=-1)  # type: ignore[union-attr]
+    except TypeError:  # before distributed 2025: all workers, always
+        found = await client.scheduler.identity()  # type: ignore[union-attr]
+    return {addr: facts for addr, facts in found["workers"].items() if facts.get("status", "running") == "running"}
+
+
+def submit(client: Client, name: str, addr: str, owner: str) -> Any:
+    """Start the task actor on a worker; its future."""
+    return client.submit(
+        TaskActor, name, actor=True, workers=[addr], allow_other_workers=False, pure=False, key=f"tfnb-{owner}-{name}",
+    )  # fmt: skip
+
+
+async def started(
+    client: Client, futures: Mapping[str, Any], addrs: Mapping[str, str], end: float, progress: Progress
+) -> None:  # fmt: skip
+    """Wait until every actor stands, each at its address; raises what its worker raised, WorkerGone where it left."""
+    looked = time.monotonic()
+    while True:
+        states = {name: future.status for name, future in futures.items()}
+        for name, state in states.items():
+            cause = await futures[name]._exception() if state == "error" else None
+            if state in ("cancelled", "lost") or isinstance(cause, KilledWorker) or _LOST in str(cause):
+                raise WorkerGone(f"the worker of task {name} was lost while it started")
+            if cause is not None:
+                raise FailedPrecondition(
+                    f"the task {name} did not start: {type(cause).__name__}: {cause}. Every worker needs the same "
+                    "tfnb and torch as the notebook"
+                ) from cause
+        progress.found("tasks", [name for name, state in states.items() if state == "finished"], len(states))
+        if all(state == "finished" for state in states.values()):
+            return
+        if time.monotonic() > end:
+            waiting = ", ".join(name for name, state in states.items() if state == "pending")
+            raise DeadlineExceeded(f"the tasks {waiting} did not start in time")
+        if time.monotonic() - looked > LOOK:  # Dask lets an actor wait for ever for a worker that has left
+            there, looked = await identities(client), time.monotonic()
+            for name, addr in addrs.items():
+                if states[name] == "pending" and addr not in there:
+                    raise WorkerGone(f"the worker of task {name} left while it started")
+        await asyncio.sleep(0.01)
+
+
+async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer, dict[str, Any]]:
+    """The identity of a task, and what it says of itself; raises VersionMismatch with a table."""
+    answer = await link.persist(Peer(addr, key, 0), "hello", epoch=0, deadline=end)
+    meta = _ok(answer, f"the task at {addr}").meta
+    ours, theirs = versions(), dict(meta["versions"])
+    if ours != theirs:
+        rows = [
+            f"  {name:10} here {ours.get(name)!s:10} there {theirs.get(name)!s}" for name in sorted({*ours, *theirs})
+        ]
+        differs = ", ".join(
+            f"{name} is {theirs.get(name)} there and {ours.get(name)} here"
+            for name in sorted({*ours, *theirs})
+            if ours.get(name) != theirs.get(name)
+        )
+        text = f"the worker at {addr} has other versions than this notebook:"
+        raise VersionMismatch("\n".join([text, *rows]), details={"differs": differs})
+    return Peer(addr, key, int(meta["incarnation"])), dict(meta)
+
+
+async def configure(link: ClientLink, members: Sequence[Member], servers: Sequence[Member], end: float) -> None:
+    """Tell every task the epoch, and who holds which shards."""
+    peers = {shard: list(server.peer) for server in servers for shard in server.shards}
+    for member in members:
+        meta = {"epoch": EPOCH, "shards": [peers[shard] for shard in sorted(peers)], "holds": list(member.shards)}
+        _ok(await link.persist(member.peer, "configure", meta, epoch=EPOCH, deadline=end), member.name)
+
+
+def _ok(answer: Outcome, who: str) -> Ok:
+    if isinstance(answer, Ok):
+        return answer
+    if isinstance(answer, Failed):
+        raise raised(answer)
+    raise Unavailable(f"{who} did not answer: {answer.message}")
+
+
+class WorkerGone(Unavailable):
+    """A worker died while its task was started; the list of workers was a moment too old."""
+
+
+async def start(
+    client: Client, link: ClientLink, ps: int | None, workers: int, timeout: float, progress: Progress
+) -> tuple[list[Member], list[Member], str]:
+    """Tasks and servers on the workers of a cluster, and the route to them."""
+    end = time.monotonic() + timeout
+    while True:
+        addrs = list(await workers_of(client, workers, end - time.monotonic(), progress))
+        try:
+            return await _start_on(client, link, addrs, roles(len(addrs), ps), end, progress)
+        except WorkerGone:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(0.1)
+
+
+async def joined(
+    client: Client, link: ClientLink, name: str, addr: str, servers: Sequence[Member], end: float
+) -> Member:  # fmt: skip
+    """A task on a worker that came later; raises WorkerGone, or another TfnbError where the worker cannot be used."""
+    await _ensure_tfnb(client, addr, end)
+    future = submit(client, name, addr, uuid.uuid4().hex[:8])
+    try:
+        await started(client, {name: future}, {name: addr}, end, Progress())
+        peer, info = await greet(link, addr, str(future.key), end)
+        member = Member(name, peer, future, info)
+        await configure(link, [member], servers, end)
+    except BaseException:
+        future.release()
+        raise
+    return member
+
+
+async def _ensure_tfnb(client: Client, addr: str, end: float) -> None:
+    """Raise FailedPrecondition where a worker lacks what a task needs: Dask would not say so of an actor."""
+    found = await asyncio.wait_for(
+        asyncio.to_thread(client.run, versions, workers=[addr], on_error="return"), max(0.1, end - time.monotonic())
+    )
+    error = found.get(addr) if found else OSError("it is gone")
+    if isinstance(error, OSError):
+        raise WorkerGone(f"the worker at {addr} was lost: {error}")
+    if isinstance(error, BaseException):
+        raise FailedPrecondition(f"{error}; it needs the tfnb and torch of this notebook")
+
+
+async def _start_on(
+    client: Client, link: ClientLink, addrs: Sequence[str], who: Roles, end: float, progress: Progress
+) -> tuple[list[Member], list[Member], str]:
+    first = len(addrs) - who.tasks  # servers are the oldest workers: Dask's `scale` ends the youngest
+    names = {a: f"ps:{i}" if i < first else f"task:{i - first}" for i, a in enumerate(addrs)}
+    owner = uuid.uuid4().hex[:8]
+    futures = {name: submit(client, name, addr, owner) for addr, name in names.items()}
+    await started(client, futures, {name: addr for addr, name in names.items()}, end, progress)
+    members, route = [], "direct"
+    for addr, name in names.items():
+        peer = Peer(addr, str(futures[name].key), 0)
+        if route == "direct":
+            route = await link.route(peer)
+        peer, info = await greet(link, peer.addr, peer.key, end)
+        members.append(Member(name, peer, futures[name], info))
+    servers = [m for m in members if m.name.startswith("ps:")] or members
+    for place, server in enumerate(servers):
+        server.shards = who.held(place)
+    tasks = [m for m in members if m.name.startswith("task:")]
+    await configure(link, members, servers, end)
+    return tasks, servers, route

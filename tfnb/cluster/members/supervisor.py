@@ -1,0 +1,132 @@
+"""Sees which workers the Dask cluster has, and makes a task on each one that comes while a notebook is connected.
+
+The scheduler's list of workers is read twice a second, and more often while a lost task has no successor: that needs no
+plugin, which a scheduler without tfnb would refuse, and no event can be missed.
+A worker that comes is a compute task, in the place of one that was lost if there is one. A worker with another version,
+or without tfnb, is refused in one line, and training goes on without it. A task that was found dead because it did not
+answer, and whose worker lives, is told to end its process as soon as it hears: its nanny starts another one.
+It runs in the client's event loop, beside `engine`, which it tells who is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from itertools import chain, count
+
+from distributed import Client
+
+from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.engine.members import Member
+from tfnb.cluster.members.deploy import LOOK, WorkerGone, identities, joined
+from tfnb.cluster.wire.messages import Refused
+from tfnb.errors import VersionMismatch
+
+STARTS_WITHIN = 60.0  # seconds that a worker has for its task
+SOON = 0.1  # seconds between two looks while the successor of a lost task is awaited
+
+
+class Supervisor:
+    """Watches the workers of a cluster while it is connected."""
+
+    def __init__(self, client: Client, engine: Engine) -> None:
+        self._client, self._engine = client, engine
+        self._refused: set[str] = set()  # addresses of workers, while they are there
+        self._gone: set[Member] = set()  # whose leaving was said
+        self._ending: dict[Member, asyncio.Task[None]] = {}  # lost tasks whose workers live
+        self._joining: dict[str, tuple[str, asyncio.Task[None]]] = {}  # name of a task -> where, and what makes it
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look from now on."""
+        self._watch = asyncio.create_task(self._watched())
+
+    def cancel(self) -> None:
+        """Look no more, and give up what is being made. In the event loop."""
+        for work in (self._watch, *self._ending.values(), *(work for _, work in self._joining.values())):
+            if work is not None:
+                work.cancel()
+
+    async def _watched(self) -> None:
+        while self._engine.lost is None:
+            await asyncio.sleep(SOON if self._engine.comes else LOOK)
+            if self._client.status != "running":
+                self._engine.lose_scheduler()
+                return
+            with suppress(OSError, TimeoutError, RuntimeError):  # the next look says what it was
+                found = await identities(self._client)
+                self._say_who_left()
+                self._end_the_lost()
+                self._look(found)
+
+    def _say_who_left(self) -> None:
+        engine, left = self._engine, list[Member]()
+        for member in engine.places.values():
+            if not member.is_there and member not in self._gone:
+                member.lose()
+                self._gone.add(member)
+                engine.bury(member)
+                left.append(member)
+        if left:
+            names = ", ".join(f"{member.name} ({member.peer.addr})" for member in left)
+            engine.say(f"{names} left at step {engine.step}: {self._width()}")
+
+    def _width(self) -> str:
+        """``3 compute tasks``."""
+        there = sum(member.is_there for member in self._engine.places.values())
+        return f"{there} compute task{'s' if there != 1 else ''} now"
+
+    def _end_the_lost(self) -> None:
+        """Begin with those that were found dead lately."""
+        for member in self._engine.tasks:
+            is_left_over = not member.alive and member.reported and member.info.get("nanny")
+            if is_left_over and member not in self._ending and member not in self._engine.servers:
+                self._ending[member] = asyncio.create_task(self._end(member))
+
+    async def _end(self, member: Member) -> None:
+        """Tell a lost task to end its process, until it hears or Dask finds it dead, too."""
+        engine = self._engine
+        if not engine.charge(member):
+            engine.say(f"{member.name} ({member.peer.addr}) is given up: {engine.restarts}")
+            return
+        while member.reported and engine.lost is None and not isinstance(await engine.quit(member), Refused):
+            await asyncio.sleep(LOOK)
+
+    def _look(self, found: Collection[str]) -> None:
+        """Begin with the workers that are new. Where a task is that Dask knows, none is made."""
+        engine = self._engine
+        self._refused &= set(found)
+        taken = {member.peer.addr for member in (*engine.tasks, *engine.servers) if member.reported}
+        joining = {addr for addr, _ in self._joining.values()}
+        for addr in found:
+            if addr not in taken | joining | self._refused:
+                name = self._vacancy()
+                self._joining[name] = addr, asyncio.create_task(self._join(name, addr))
+
+    def _vacancy(self) -> str:
+        """The name of a task that is lost and not made again yet, or a new one."""
+        places = self._engine.places
+        names = chain(
+            (name for name, member in places.items() if not member.is_there),
+            (name for name in map("task:{}".format, count()) if name not in places),
+        )
+        return next(name for name in names if name not in self._joining)
+
+    async def _join(self, name: str, addr: str) -> None:
+        """Make a task on a worker, and let it take part."""
+        engine, end = self._engine, time.monotonic() + STARTS_WITHIN
+        try:
+            member = await joined(self._client, engine.link, name, addr, engine.servers, end)
+        except WorkerGone:
+            pass  # it is new again when it is back
+        except Exception as error:  # also Dask's own: this worker is not used, and training goes on
+            self._refused.add(addr)
+            why = error.details["differs"] if isinstance(error, VersionMismatch) else str(error)
+            engine.say(f"the worker at {addr} takes no part: {(why or type(error).__name__).splitlines()[0]}")
+        else:
+            engine.join(member)
+            engine.say(f"{name} ({addr}) joined at step {engine.step}: {self._width()}")
+        finally:
+            del self._joining[name]

@@ -1,0 +1,115 @@
+"""The events that `plan` and the machines of `fit` share, and the reasons for which they stop."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tfnb.cluster.wire.messages import Failed
+
+# -- why a machine stopped ------------------------------------------------------------------------------------
+
+
+class Interrupted(NamedTuple):
+    """The user stopped it; nothing of the step was written."""
+
+
+class TimedOut(NamedTuple):
+    """Its deadline passed; nothing of the step was written."""
+
+
+class TasksLost(NamedTuple):
+    """No compute task is left, or the step itself kills them."""
+
+    message: str = "no compute task is left"
+    tasks: tuple[int, ...] = ()  # that it killed
+    put: str = ""  # elements that it put into queues, in words
+
+    @property
+    def is_none_left(self) -> bool:
+        """Whether another task, should one come, can go on."""
+        return self.message == TasksLost().message
+
+
+class ServerLost(NamedTuple):
+    """A parameter server is gone."""
+
+    shard: int
+
+
+Cause = Interrupted | TimedOut | TasksLost | ServerLost | Failed
+
+
+# -- events ---------------------------------------------------------------------------------------------------
+
+
+class Start(NamedTuple):
+    """Begin."""
+
+
+class Lost(NamedTuple):
+    """A compute task is dead."""
+
+    task: int
+
+
+class Suspect(NamedTuple):
+    """A compute task does not answer: nobody is to wait for it, before it answers again or is found dead."""
+
+    task: int
+
+
+class Joined(NamedTuple):
+    """One more task is there; it has a number of its own, also where it follows one that was lost."""
+
+    task: int
+    follows: int | None = None
+
+
+class ShardLost(NamedTuple):
+    """A server is dead."""
+
+    shard: int
+
+
+class Interrupt(NamedTuple):
+    """Ctrl-C."""
+
+
+class Tick(NamedTuple):
+    """Time has passed."""
+
+
+class Hold(NamedTuple):
+    """Begin nothing, and say when every lease is over."""
+
+
+class Resume(NamedTuple):
+    """The end of a hold."""
+
+
+class End(NamedTuple):
+    """There are no more batches."""
+
+
+class Fault(NamedTuple):
+    """Who carries out the instructions cannot go on."""
+
+    failure: Failed
+
+
+Event = Start | Lost | Suspect | Joined | ShardLost | Interrupt | Tick | Hold | Resume | End | Fault
+
+
+# -- the last instruction -----------------------------------------------------------------------------------------
+
+
+class Finish(NamedTuple):
+    """The machine is at its end: with values of each worker and their rows, or with a cause.
+
+    ``torn``: shards that applied a lease which others did not, and no task is left to complete it.
+    """
+
+    values: tuple[Any, ...] = ()
+    rows: tuple[int, ...] = ()
+    cause: Cause | None = None
+    torn: tuple[tuple[int, ...], ...] = ()

@@ -1,0 +1,461 @@
+"""How a training is handed out to tasks that loop by themselves, as a pure machine: asynchronous training.
+
+`Leases` lends each task pieces of training ahead of need, two at a time. A piece is a run of steps under one stream of
+operation numbers; a piece whose task is gone is lent again, from where it was last heard of, under the same numbers, so
+that a server applies each step once. Training ends, and can be held, at a cut: every step is then applied on all
+servers or on none. No clock, socket, thread or Dask: time arrives as an argument, and `training` carries out what is
+said here. Steps themselves are opaque: a sequence of them, cut by slices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes.plan import RETRIES, poison
+from tfnb.cluster.wire.messages import Failed
+
+AHEAD = 2  # pieces that a task has at a time
+SECONDS = 0.5  # that a piece should take
+LARGEST = 256  # steps of a piece: what a task has at a time lies within the window of a ledger
+SMALLEST = 1
+
+
+@dataclass
+class Piece:
+    """Steps ``first`` and following of a stream. ``done``: of them, as far as the notebook has heard.
+
+    ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: tasks that
+    were lost over its next step, one of each attempt.
+    """
+
+    number: int
+    stream: int
+    first: int
+    steps: Sequence[Any]
+    done: int = 0
+    is_again: bool = False
+    lost: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many steps."""
+        return len(self.steps)
+
+    def rest(self, number: int) -> Piece:
+        """What is not done, as a piece of its own."""
+        lost = () if self.done else self.lost
+        return Piece(number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost)
+
+
+# -- events, beside the shared ones ---------------------------------------------------------------------------
+
+
+class Offer(NamedTuple):
+    """Steps to train on, of the size that was wanted. ``task``: who should have them, unless it has no room."""
+
+    steps: Sequence[Any]
+    task: int | None = None
+
+
+class Progress(NamedTuple):
+    """A task has applied so many steps of a piece. ``workers``: of how many tasks those from ``start`` on are made."""
+
+    task: int
+    number: int
+    done: int
+    start: int = 0
+    workers: int = 0
+
+
+class Broken(NamedTuple):
+    """The loop of a task ended by itself; ``is_fatal``: trying again would not help."""
+
+    task: int
+    failure: Failed
+    is_fatal: bool
+
+
+class Stopped(NamedTuple):
+    """A task ended its loop as it was told; every step that it began to send is sent."""
+
+    task: int
+
+
+class Paused(NamedTuple):
+    """A task stands between two steps."""
+
+    task: int
+
+
+class Counted(NamedTuple):
+    """For each step in doubt, by stream and operation number, the shards that applied it."""
+
+    shards: Mapping[tuple[int, int], Collection[int]]
+
+
+Event = e.Event | Offer | Progress | Broken | Stopped | Paused | Counted
+
+
+# -- instructions -------------------------------------------------------------------------------------------------
+
+
+class Give(NamedTuple):
+    """Lend a task a piece."""
+
+    task: int
+    piece: Piece
+
+
+class Stop(NamedTuple):
+    """End the loop of a task, and say what it did."""
+
+    task: int
+
+
+class Pause(NamedTuple):
+    """Let a task stand between two steps."""
+
+    task: int
+
+
+class Continue(NamedTuple):
+    """The end of a pause."""
+
+    task: int
+
+
+class Count(NamedTuple):
+    """Ask every shard which of these operations it applied; no task works on them any more."""
+
+    operations: tuple[tuple[int, int], ...]
+
+
+class Held(NamedTuple):
+    """Nothing is in progress."""
+
+
+class Report(NamedTuple):
+    """Steps ``start`` to ``stop`` of a piece are applied; ``tasks`` know the values, none of them if they are lost."""
+
+    number: int
+    start: int
+    stop: int
+    tasks: tuple[int, ...]
+
+
+Instruction = Give | Stop | Pause | Continue | Count | Held | Report | e.Finish
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sizes:
+    """How long the next piece is: twice the last one until it takes `SECONDS`, and less towards a known end.
+
+    >>> sizes = Sizes()
+    >>> sizes.next(None, 2), sizes.next(None, 2), sizes.next(3, 2)
+    (1, 2, 1)
+    >>> sizes.took(0.2, 2)
+    >>> [sizes.next(None, 2) for _ in range(3)]
+    [2, 4, 5]
+    """
+
+    last: float = 0.5
+    seconds: float = 0.0  # of a step
+
+    def took(self, seconds: float, steps: int) -> None:
+        """A piece of so many steps took so long."""
+        self.seconds = seconds / steps
+
+    def next(self, left: int | None, tasks: int) -> int:
+        """Steps of the next piece, of ``left`` that there are (None: nobody knows)."""
+        most = LARGEST if not self.seconds else max(SMALLEST, min(LARGEST, round(SECONDS / self.seconds)))
+        if left is not None:
+            most = max(SMALLEST, min(most, -(-left // (AHEAD * max(1, tasks)))))
+        self.last = min(2 * self.last, most)
+        return int(self.last)
+
+
+# -- the machine --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Leases:
+    """Asynchronous training: each task works on pieces of its own.
+
+    ``patience``: seconds that training without any task waits for one.
+    States: planned; open; closing (loops end, what is in doubt is found out and completed); counting; over.
+    """
+
+    tasks: list[int]
+    shards: Sequence[int]
+    numbers: Iterator[int]
+    deadline: float = float("inf")
+    patience: float = 0.0
+    until: float = float("inf")  # it waits for a task
+    state: str = "planned"
+    cause: e.Cause | None = None
+    sizes: Sizes = field(default_factory=Sizes)
+    out: dict[int, deque[Piece]] = field(default_factory=dict)  # task -> pieces, in order
+    again: deque[Piece] = field(default_factory=deque)  # pieces that lost their task
+    offered: deque[Offer] = field(default_factory=deque)
+    doubtful: list[Piece] = field(default_factory=list)
+    torn: list[tuple[int, ...]] = field(default_factory=list)
+    mended: set[tuple[int, int]] = field(default_factory=set)  # operations that some shards lacked
+    missed: int = 0  # failures since the last step that was applied
+    places: dict[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
+    streams: dict[int, list[int]] = field(default_factory=dict)  # task -> its stream, and the next operation of it
+    began: dict[int, float] = field(default_factory=dict)  # task -> when its piece began
+    is_ended: bool = False  # there are no more steps
+    is_hold_wanted: bool = False
+    is_held: bool = False
+    paused: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)  # tasks that were told to pause
+
+    @property
+    def wants(self) -> int:
+        """How many pieces there is room for."""
+        return len(self.takers)
+
+    @property
+    def takers(self) -> list[int | None]:
+        """Tasks that pieces are wanted for, one entry for each piece; who has least comes first."""
+        if self.state != "open" or self.is_ended:
+            return []
+        room = [task for had in range(AHEAD) for task in self.tasks if len(self.out.get(task, ())) <= had]
+        return [*room[len(self.again) + len(self.offered) :]]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is lent or waits to be."""
+        return not (any(self.out.values()) or self.again or self.offered)
+
+    @property
+    def parts(self) -> int:
+        """How many tasks work on pieces of their own."""
+        return len(self.tasks)
+
+    def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
+        """The instructions that an event leads to."""
+        match self.state, event:
+            case "planned", e.Start():
+                self.state = "open"
+                return [] if self.tasks else self._close(e.TasksLost())
+            case "open", Offer():
+                self.offered.append(event)
+                return self._next(now)
+            case "open", e.End():
+                self.is_ended = True
+                return self._next(now)
+            case "open" | "closing", Progress(task, number, done):
+                return [*self._progress(task, number, done, now), *self._next(now)]
+            case "open" | "closing", Broken(task, failure, is_fatal) if self.out.get(task):
+                return self._broken(task, failure, is_fatal, now)
+            case "closing", Stopped(task):
+                self._drop(task)
+                return self._next(now)
+            case "open" | "closing", e.Lost(task) if task in self.tasks:
+                return self._lose(task, now)
+            case "planned" | "counting", e.Lost(task) if task in self.tasks:
+                self.tasks.remove(task)
+            case "open" | "closing", e.Joined(task, follows) if task not in self.tasks:
+                self.tasks.append(task)
+                self.until = float("inf")
+                if follows is not None:
+                    self.places[task] = self.places.get(follows, follows)
+                return self._next(now)
+            case "open", e.Hold():
+                self.is_hold_wanted = True
+                return self._next(now)
+            case "open", Paused(task) if self.is_hold_wanted:
+                self.paused.add(task)
+                return self._next(now)
+            case "open", e.Resume():
+                return self._resume(now)
+            case "open" | "closing", e.Interrupt():
+                return self._close(e.Interrupted())
+            case "open" | "closing", e.Fault(failure):
+                return self._close(failure)
+            case "open", e.Tick() if now >= self.until and self.until <= self.deadline:
+                return self._close(e.TasksLost())
+            case "open" | "closing", e.Tick() if now >= self.deadline and self.cause is None:
+                return self._close(e.TimedOut())
+            case "counting", Counted(shards):
+                return self._counted(shards, now)
+            case "open" | "closing" | "counting", e.ShardLost(shard):
+                return self._over(e.ServerLost(shard))
+        return []
+
+    # -- handing out ------------------------------------------------------------------------------------------------
+
+    def _next(self, now: float) -> list[Instruction]:
+        """Pieces for tasks that have room; or the way to a hold; or the end."""
+        if self.state == "closing":
+            return self._closing()
+        given: list[Instruction] = []
+        if self.is_held:
+            return []
+        if self.is_hold_wanted and not self._is_unsure:
+            return self._hold()
+        for had in range(AHEAD):  # who has least comes first
+            for task in self.tasks:
+                if len(self.out.get(task, ())) == had and (piece := self._taken(task)) is not None:
+                    given.append(self._give(task, piece, now))
+        return self._close(None) if self.is_ended and self.is_idle else given
+
+    @property
+    def _is_unsure(self) -> bool:
+        """Whether some piece lost its task: only at its end do all servers agree."""
+        return bool(self.again) or any(piece.is_again for pieces in self.out.values() for piece in pieces)
+
+    def _has_room(self, task: int | None) -> bool:
+        return task in self.tasks and len(self.out.get(task, ())) < AHEAD
+
+    def _taken(self, task: int) -> Piece | None:
+        if self.again:
+            return self.again.popleft()
+        if self.is_hold_wanted:
+            return None
+        fits = [
+            at for at, offer in enumerate(self.offered) if offer.task in (task, None) or not self._has_room(offer.task)
+        ]
+        if not fits:
+            return None
+        at = min(fits, key=lambda at: self.offered[at].task != task)
+        steps, stream = self.offered[at].steps, self.streams.setdefault(task, [next(self.numbers), 0])
+        del self.offered[at]
+        piece = Piece(next(self.numbers), stream[0], stream[1], steps)
+        stream[1] += piece.count
+        return piece
+
+    def _give(self, task: int, piece: Piece, now: float) -> Give:
+        if not self.out.get(task):
+            self.began[task] = now
+        self.out.setdefault(task, deque()).append(piece)
+        return Give(task, piece)
+
+    def _progress(self, task: int, number: int, done: int, now: float) -> list[Instruction]:
+        piece = next((piece for piece in self.out.get(task, ()) if piece.number == number), None)
+        if piece is None or done <= piece.done:
+            return []
+        report = Report(number, piece.done, done, (task,))
+        piece.done, self.missed = done, 0
+        if done == piece.count:
+            self.out[task].remove(piece)
+            self.sizes.took(now - self.began.get(task, now), piece.count)
+            self.began[task] = now
+        return [report]
+
+    # -- holds --------------------------------------------------------------------------------------------------------
+
+    def _hold(self) -> list[Instruction]:
+        working = {task for task, pieces in self.out.items() if pieces}
+        if working <= self.paused:
+            is_new, self.is_held = not self.is_held, True
+            return [Held()] if is_new else []
+        new = sorted(working - self.told)
+        self.told |= working
+        return [Pause(task) for task in new]
+
+    def _resume(self, now: float) -> list[Instruction]:
+        self.is_hold_wanted = self.is_held = False
+        return [*self._continue(), *self._next(now)]
+
+    def _continue(self) -> list[Instruction]:
+        told = sorted(self.told)
+        self.told.clear()
+        self.paused.clear()
+        return [Continue(task) for task in told if task in self.tasks]
+
+    # -- losses -------------------------------------------------------------------------------------------------------
+
+    def _lose(self, task: int, now: float) -> list[Instruction]:
+        self.tasks.remove(task)
+        self.told.discard(task)
+        self.paused.discard(task)
+        rest = self._return(task)
+        if rest and self.state == "open":
+            rest[0].lost += (self.places.get(task, task),)
+            if (cause := poison(rest[0].lost)) is not None:
+                return self._close(cause)
+        if not self.tasks and not (self.patience and self.state == "open"):
+            return self._close(e.TasksLost())
+        if not self.tasks:
+            self.until = now + self.patience
+        waking = self._continue() if self.state == "open" and self.again and not self.is_held else []
+        return [*waking, *self._next(now)]
+
+    def _broken(self, task: int, failure: Failed, is_fatal: bool, now: float) -> list[Instruction]:
+        self.told.discard(task)
+        self.paused.discard(task)
+        self._return(task)
+        self.missed += 1
+        if is_fatal or self.missed > RETRIES * max(1, len(self.tasks)):
+            return self._close(failure)
+        waking = self._continue() if self.state == "open" and not self.is_held else []
+        return [*waking, *self._next(now)]
+
+    def _return(self, task: int) -> list[Piece]:
+        """What a task had is to be lent again, or found out about; what it gets later is of another stream."""
+        rest = [piece.rest(next(self.numbers)) for piece in self.out.pop(task, ())]
+        self.streams.pop(task, None)
+        if self.state == "closing":
+            self.doubtful += rest
+        else:
+            self.again.extend(rest)
+        return rest
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _close(self, cause: e.Cause | None) -> list[Instruction]:
+        """Begin nothing new; the first cause is the one that counts."""
+        if self.cause is None:
+            self.cause = cause
+        if self.state == "closing":
+            return self._closing()
+        self.state = "closing"
+        self.offered.clear()
+        self.doubtful += self.again
+        self.again.clear()
+        return [*(Stop(task) for task, pieces in self.out.items() if pieces), *self._closing()]
+
+    def _drop(self, task: int) -> None:
+        """What a task had not begun is not done; what an earlier task began of it is to be found out."""
+        pieces = self.out.pop(task, ())
+        self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
+
+    def _closing(self) -> list[Instruction]:
+        """When every loop has ended: which of the doubtful steps were applied."""
+        if any(self.out.values()):
+            return []
+        if not self.doubtful:
+            return self._over(self.cause)
+        self.state = "counting"
+        return [Count(tuple((piece.stream, piece.first + i) for piece in self.doubtful for i in range(piece.count)))]
+
+    def _counted(self, shards: Mapping[tuple[int, int], Collection[int]], now: float) -> list[Instruction]:
+        """A step counts if all shards applied it; one that only some applied is completed, or named."""
+        told: list[Instruction] = []
+        doubtful, self.doubtful, self.state = self.doubtful, [], "closing"
+        for piece in doubtful:
+            for i in range(piece.count):
+                operation = piece.stream, piece.first + i
+                applied = tuple(shard for shard in self.shards if shard in shards.get(operation, ()))
+                if len(applied) == len(self.shards):
+                    told.append(Report(piece.number, i, i + 1, ()))
+                elif applied and self.tasks and operation not in self.mended:
+                    self.mended.add(operation)
+                    mend = Piece(next(self.numbers), *operation, piece.steps[i : i + 1], is_again=True)
+                    told.append(self._give(self.tasks[0], mend, now))
+                elif applied:
+                    self.torn.append(applied)
+        return [*told, *self._closing()]
+
+    def _over(self, cause: e.Cause | None) -> list[Instruction]:
+        self.state = "over"
+        return [e.Finish(cause=cause, torn=tuple(self.torn))]

@@ -1,0 +1,267 @@
+"""How a step runs on a cluster, as pure machines: ``machine.on(event, now) -> [instruction]``.
+
+`Step` is one synchronous step that the notebook drives: divide the rows over the live tasks, run, prepare, commit; when
+a task dies before the commit, divide again and repeat. The machines of trainings, whose tasks loop by themselves, are
+`fit.leases` and `fit.rounds`; the words that all of them use are in `events`.
+No clock, socket, thread or Dask: time arrives as an argument, and `engine` carries out what is said here.
+
+Every attempt has a round number of its own, so that late messages of an earlier attempt mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.wire.messages import Failed
+
+RETRIES = 3  # of a step whose tasks live but whose calls failed
+POISON = 3  # attempts of one step that each lost a task
+STOPS_WITHIN = 5.0  # seconds that a task has, at least, to stop computing
+
+
+def patience(seconds: Sequence[float]) -> float:
+    """Seconds that a task has to stop what it computes, by how long it computed lately.
+
+    >>> patience([]), patience([1.0, 4.0, 90.0])
+    (5.0, 12.0)
+    """
+    return max(STOPS_WITHIN, 3 * median(seconds)) if seconds else STOPS_WITHIN
+
+
+def poison(lost: Sequence[int]) -> e.TasksLost | None:
+    """Why a step is not tried again, by the tasks that were lost over it, one of each attempt; a successor is the same.
+
+    >>> poison([0, 1]), poison([1, 1]).message
+    (None, '2 attempts of this step each lost a task: it seems to kill them')
+    """
+    if len(lost) < POISON and len(set(lost)) == len(lost):
+        return None
+    text = f"{len(lost)} attempts of this step each lost a task: it seems to kill them"
+    return e.TasksLost(text, tuple(dict.fromkeys(lost)))
+
+
+# -- events ---------------------------------------------------------------------------------------------------
+
+
+class Done(NamedTuple):
+    """A task answered; ``values`` are its fetches."""
+
+    number: int
+    task: int
+    values: Any
+
+
+class Error(NamedTuple):
+    """A task's program raised, or a server refused what it sent."""
+
+    number: int
+    task: int
+    failure: Failed
+
+
+class Missed(NamedTuple):
+    """A call to a task, or from it to a server, failed, and both are alive."""
+
+    number: int
+    task: int
+    failure: Failed
+
+
+class Prepared(NamedTuple):
+    """A shard has computed what it will write."""
+
+    number: int
+    shard: int
+
+
+class Committed(NamedTuple):
+    """A shard has written."""
+
+    number: int
+    shard: int
+
+
+class ShardError(NamedTuple):
+    """A shard could not prepare or commit."""
+
+    number: int
+    shard: int
+    failure: Failed
+
+
+Event = e.Event | Done | Error | Missed | Prepared | Committed | ShardError
+
+
+# -- instructions ---------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """Let a task compute rows ``start`` to ``stop`` as worker number ``worker`` of this round."""
+
+    number: int
+    task: int
+    worker: int
+    start: int
+    stop: int
+
+
+class Prepare(NamedTuple):
+    """Let a shard compute the update of these workers."""
+
+    number: int
+    shard: int
+    workers: tuple[int, ...]
+
+
+class Commit(NamedTuple):
+    """Let a shard write it."""
+
+    number: int
+    shard: int
+    workers: tuple[int, ...]
+
+
+class Abort(NamedTuple):
+    """Let everybody forget this round."""
+
+    number: int
+
+
+Instruction = Run | Prepare | Commit | Abort | e.Finish
+
+
+def divide(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Consecutive ranges of nearly equal length, none empty.
+
+    >>> divide(7, 3), divide(2, 3)
+    ([(0, 3), (3, 5), (5, 7)], [(0, 1), (1, 2)])
+    """
+    parts = max(1, min(parts, rows))
+    short, longer = divmod(rows, parts)
+    stops = [short * (i + 1) + min(i + 1, longer) for i in range(parts)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+@dataclass
+class Step:
+    """One step with everything or nothing written.
+
+    ``rows``: rows of the batch, None where it has none. ``whole``: one task computes all of them. ``shards``: those
+    that the step writes. ``once``: it puts elements into queues, so it is not tried again. ``numbers``: fresh round
+    numbers. States: planned, running, preparing, committing, over.
+    """
+
+    tasks: list[int]
+    shards: Sequence[int]
+    numbers: Iterator[int]
+    rows: int | None = None
+    whole: bool = False
+    once: bool = False
+    deadline: float = float("inf")
+    state: str = "planned"
+    number: int = -1
+    ranges: dict[int, tuple[int, int]] = field(default_factory=dict)  # task -> rows, in worker order
+    values: dict[int, Any] = field(default_factory=dict)
+    answered: set[int] = field(default_factory=set)  # shards
+    missed: int = 0
+    lost: list[int] = field(default_factory=list)  # tasks, one of each attempt; each stands for its successors
+    places: Mapping[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
+
+    def on(self, event: Event, now: float) -> list[Instruction]:
+        """What to do next."""
+        match self.state, event:
+            case "planned" | "running", e.Lost(task) if task in self.tasks:
+                return self._lose(task)
+            case "planned", e.Start():
+                return self._run()
+            case "running", Done(number, task, values) if number == self.number:
+                return self._done(task, values)
+            case "running", Error(number, _, failure) if number == self.number:
+                return self._stop(failure)
+            case "running", Missed(number, _, failure) if number == self.number:
+                return self._again(failure)
+            case "preparing", Prepared(number, shard) if number == self.number:
+                return self._prepared(shard)
+            case "committing", Committed(number, shard) if number == self.number:
+                return self._committed(shard)
+            case "preparing" | "committing", ShardError(number, _, failure) if number == self.number:
+                return self._stop(failure)
+            case "running" | "preparing" | "committing", e.ShardLost(shard):
+                return self._stop(e.ServerLost(shard))
+            case "planned" | "running" | "preparing", e.Interrupt():  # a commit is never cut
+                return self._stop(e.Interrupted())
+            case "planned" | "running" | "preparing", e.Tick() if now >= self.deadline:
+                return self._stop(e.TimedOut())
+        return []  # a late message of another round, or of a step that is over
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Worker numbers of this round."""
+        return tuple(range(len(self.ranges)))
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all values of this round are there."""
+        return bool(self.ranges) and len(self.values) == len(self.ranges)
+
+    def _run(self) -> list[Instruction]:
+        if not self.tasks:
+            return self._stop(e.TasksLost())
+        self.state, self.number = "running", next(self.numbers)
+        parts = 1 if self.whole else len(self.tasks)
+        ranges = [(0, 0)] if self.rows is None else divide(self.rows, parts)
+        self.ranges = dict(zip(self.tasks, ranges, strict=False))
+        self.values = {}
+        return [Run(self.number, t, w, *r) for w, (t, r) in enumerate(self.ranges.items())]
+
+    def _done(self, task: int, values: Any) -> list[Instruction]:
+        self.values[task] = values
+        if len(self.values) < len(self.ranges):
+            return []
+        if len(self.shards) > 1:
+            self.state = "preparing"
+            return [Prepare(self.number, shard, self.workers) for shard in self.shards]
+        return self._commit()
+
+    def _prepared(self, shard: int) -> list[Instruction]:
+        self.answered.add(shard)
+        return self._commit() if len(self.answered) == len(self.shards) else []
+
+    def _commit(self) -> list[Instruction]:
+        if not self.shards:
+            return self._finish()
+        self.state, self.answered = "committing", set()
+        return [Commit(self.number, shard, self.workers) for shard in self.shards]
+
+    def _committed(self, shard: int) -> list[Instruction]:
+        self.answered.add(shard)
+        return self._finish() if len(self.answered) == len(self.shards) else []
+
+    def _finish(self) -> list[Instruction]:
+        self.state = "over"
+        rows = tuple(stop - start for start, stop in self.ranges.values())
+        return [e.Finish(tuple(self.values[task] for task in self.ranges), rows)]
+
+    def _lose(self, task: int) -> list[Instruction]:
+        self.tasks.remove(task)
+        if self.state == "planned" or task not in self.ranges:
+            return []
+        if self.once:
+            text = "a task was lost in a step that puts elements into queues: those that it put are there"
+            return self._stop(e.TasksLost(text, (task,)))
+        self.lost.append(self.places.get(task, task))
+        if (cause := poison(self.lost)) is not None:
+            return self._stop(cause)
+        return [Abort(self.number), *self._run()] if self.tasks else self._stop(e.TasksLost())
+
+    def _again(self, failure: Failed) -> list[Instruction]:
+        self.missed += 1
+        return self._stop(failure) if self.once or self.missed > RETRIES else [Abort(self.number), *self._run()]
+
+    def _stop(self, cause: e.Cause) -> list[Instruction]:
+        begun, self.state = self.state != "planned", "over"
+        return [*([Abort(self.number)] if begun else []), e.Finish(cause=cause)]

@@ -1,0 +1,255 @@
+"""How a training goes on in step on all tasks, as a pure machine: synchronous training.
+
+`Rounds` lends every task the same pieces, two ahead of need; each task computes its share of the rows, and the servers
+commit a round when all shares are there. The notebook acts only where something happens: it lets the servers end every
+round that is not decided (a cut), ends the loops, and begins anew with the tasks that are there, from the step after
+the last one that was written. With spare tasks the first shares make a round, and the others are dropped: no step
+waits for the slowest tasks. No clock, socket, thread or Dask.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes.leases import AHEAD, Broken, Give, Held, Offer, Piece, Progress, Report, Sizes
+from tfnb.cluster.modes.plan import RETRIES, poison
+from tfnb.cluster.wire.messages import Failed
+
+
+class Cut(NamedTuple):
+    """Let the servers end every round up to this one that is not decided, and all loops end; say where they stand."""
+
+    upto: int
+
+
+class CutAt(NamedTuple):
+    """The last round that was written, on all servers; nothing is in progress."""
+
+    latest: int
+
+
+Event = e.Event | Offer | Progress | Broken | CutAt
+Instruction = Give | Cut | Held | Report | e.Finish
+
+
+@dataclass
+class Rounds:
+    """Synchronous training. ``shards``: those that a step writes. ``spare``: how many tasks no step waits for.
+
+    ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``fixed``: of how many it
+    is always made, 0 for all but the spare ones. ``least``: tasks without which there is no step. ``patience``: seconds
+    that training with fewer tasks waits for one. ``members``: the tasks of this generation, in worker order. ``base``:
+    steps that were written before it, the first of whose rounds is ``first``. States: planned; open; cutting; waiting
+    (for a task); over.
+    """
+
+    tasks: list[int]
+    shards: Sequence[int]
+    numbers: Iterator[int]
+    deadline: float = float("inf")
+    spare: int = 0
+    patience: float = 0.0
+    fixed: int = 0
+    least: int = 1
+    wanted: int = 0
+    until: float = 0.0  # it waits
+    state: str = "planned"
+    cause: e.Cause | None = None
+    sizes: Sizes = field(default_factory=Sizes)
+    members: tuple[int, ...] = ()
+    base: int = 0
+    first: int = 1
+    next: int = 1  # the next round that is given
+    out: deque[Piece] = field(default_factory=deque)
+    again: deque[Sequence[Any]] = field(default_factory=deque)  # steps that were given and not written
+    offered: deque[Sequence[Any]] = field(default_factory=deque)
+    told: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # piece and step -> tasks of which it is made
+    known: set[tuple[int, int]] = field(default_factory=set)  # steps of which all those have told
+    began: float = 0.0
+    missed: int = 0  # failures since the last step that was written
+    lost: list[int] = field(default_factory=list)  # tasks likewise, one of each attempt; as in `places`
+    places: dict[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
+    is_ended: bool = False
+
+    @property
+    def wants(self) -> int:
+        """How many pieces there is room for."""
+        if self.state not in ("open", "cutting") or self.is_ended or self.cause is not None:
+            return 0
+        return max(0, AHEAD - len(self.out) - len(self.again) - len(self.offered))
+
+    @property
+    def takers(self) -> list[int | None]:
+        """One entry for each of them: a piece is for all tasks."""
+        return [None] * self.wants
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is lent or waits to be."""
+        return not (self.out or self.again or self.offered)
+
+    @property
+    def parts(self) -> int:
+        """How many tasks work on pieces of their own."""
+        return 1
+
+    def part(self, task: int) -> tuple[int, int, int]:
+        """The number of a task among the workers, how many there are, and of how many a step is made."""
+        return self.members.index(task), len(self.members), min(self.wanted, len(self.members))
+
+    def steps_at(self, latest: int) -> int:
+        """Steps that are written when round ``latest`` of this generation is."""
+        return self.base + max(0, latest - self.first + 1)
+
+    def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
+        """The instructions that an event leads to."""
+        match self.state, event:
+            case "planned", e.Start():
+                return self._begin(now)
+            case "open" | "cutting" | "waiting", Offer(steps):
+                self.offered.append(steps)
+                return self._next(now)
+            case "open" | "cutting" | "waiting", e.End():
+                self.is_ended = True
+                return self._next(now)
+            case "open" | "cutting", Progress(task) if task in self.members:
+                return [*self._progress(event, now), *self._next(now)]
+            case "open", Broken(task, failure, is_fatal) if task in self.members:
+                self.missed += 1
+                return self._stop(failure if is_fatal or self.missed > RETRIES else None)
+            case "open" | "cutting" | "planned" | "waiting", e.Lost(task) if task in self.tasks:
+                return self._lose(task)
+            case "open" | "cutting" | "waiting", e.Joined(task, follows) if task not in self.tasks:
+                return self._join(task, follows, now)
+            case "waiting", e.Interrupt():
+                return self._over(e.Interrupted())
+            case "waiting", e.Tick() if now >= min(self.until, self.deadline):
+                return self._over(self._too_few if self.until <= self.deadline else e.TimedOut())
+            case "open" | "cutting" | "waiting", e.Hold():
+                return [Held()]  # the first server holds; tasks wait there
+            case "open" | "cutting", e.Interrupt():
+                return self._stop(e.Interrupted())
+            case "open" | "cutting", e.Fault(failure):
+                return self._stop(failure)
+            case "open" | "cutting", e.Tick() if now >= self.deadline:
+                return self._stop(e.TimedOut())
+            case "cutting", CutAt(latest):
+                return self._cut(latest, now)
+            case "open" | "cutting" | "waiting", e.ShardLost(shard):
+                return self._over(e.ServerLost(shard))
+        return []
+
+    def _begin(self, now: float) -> list[Instruction]:
+        """A generation: the tasks that are there now."""
+        self.first, self.began = self.next, now
+        if len(self.tasks) < self.least and self.patience:
+            self.until = self.until if self.state == "waiting" else now + self.patience
+            self.state = "waiting"
+            return []
+        if len(self.tasks) < self.least:
+            return self._over(self._too_few)
+        self.state, self.members = "open", tuple(self.tasks)
+        self.wanted = self.fixed or max(1, self.wanted, len(self.tasks) - self.spare)
+        self.told.clear()
+        self.known.clear()
+        return self._next(now)
+
+    @property
+    def _too_few(self) -> e.Cause:
+        """Why there is no step with the tasks that there are."""
+        if self.least == 1:
+            return e.TasksLost()
+        return Failed(
+            "StepAborted", f"{len(self.tasks)} of {self.least} required workers live, and no other one came; "
+            "SyncReplicas(..., elastic=True) goes on with fewer",
+        )  # fmt: skip
+
+    def _next(self, now: float) -> list[Instruction]:
+        given: list[Instruction] = []
+        while self.state == "open" and len(self.out) < AHEAD and (queue := self.again or self.offered):
+            steps = queue.popleft()
+            piece = Piece(next(self.numbers), 0, self.next, steps)
+            self.next += piece.count
+            self.out.append(piece)
+            given += [Give(task, piece) for task in self.members]
+        if self.state == "open" and self.is_ended and not self.out:
+            return self._stop(None)
+        return given
+
+    def _progress(self, progress: Progress, now: float) -> list[Instruction]:
+        """Steps are reported when every task of which they are made has told of them."""
+        for step in range(progress.start, progress.done):
+            tasks = self.told.setdefault((progress.number, step), set())
+            tasks.add(progress.task)
+            if len(tasks) >= (progress.workers or len(self.members)):
+                self.known.add((progress.number, step))
+        told: list[Instruction] = []
+        while self.out:
+            piece = self.out[0]
+            done = piece.done
+            while (piece.number, done) in self.known:
+                self.known.discard((piece.number, done))
+                del self.told[piece.number, done]
+                done += 1
+            if done > piece.done:
+                told.append(Report(piece.number, piece.done, done, self.members))
+                piece.done, self.missed = done, 0
+                self.lost.clear()
+            if done < piece.count:
+                break
+            self.out.popleft()
+            if self.state == "open":
+                self.sizes.took(now - self.began, piece.count)
+            self.began = now
+        return told
+
+    def _join(self, task: int, follows: int | None, now: float) -> list[Instruction]:
+        self.tasks.append(task)
+        if follows is not None:
+            self.places[task] = self.places.get(follows, follows)
+        return self._begin(now) if self.state == "waiting" else self._stop(None)
+
+    def _lose(self, task: int) -> list[Instruction]:
+        self.tasks.remove(task)
+        if self.state in ("planned", "waiting") or task not in self.members:
+            return []
+        if self.state == "open" and self.out:  # tasks lost together are one attempt
+            self.lost.append(self.places.get(task, task))
+        if (cause := poison(self.lost)) is not None:
+            return self._stop(cause)
+        return self._stop(None if len(self.tasks) >= self.least or self.patience else self._too_few)
+
+    def _stop(self, cause: e.Cause | None) -> list[Instruction]:
+        """A cut; the first cause is the one that counts, and without one training goes on after it."""
+        if self.cause is None:
+            self.cause = cause
+        if self.state == "cutting":
+            return []
+        self.state = "cutting"
+        return [Cut(self.next - 1)]
+
+    def _cut(self, latest: int, now: float) -> list[Instruction]:
+        """Every step up to round ``latest`` is written, whoever told of it; the others are begun again."""
+        told: list[Instruction] = []
+        written = self.steps_at(latest)
+        rest = []
+        for piece in self.out:
+            done = min(piece.count, max(piece.done, latest - piece.first + 1))
+            if done > piece.done:
+                told.append(Report(piece.number, piece.done, done, self.members))
+            if done < piece.count:
+                rest.append(piece.steps[done:])
+        self.out.clear()
+        self.again.extendleft(reversed(rest))
+        self.base = written
+        if self.cause is not None or (self.is_ended and not self.again and not self.offered):
+            return [*told, *self._over(self.cause)]
+        return [*told, *self._begin(now)]
+
+    def _over(self, cause: e.Cause | None) -> list[Instruction]:
+        self.state = "over"
+        return [e.Finish(cause=cause)]

@@ -1,0 +1,210 @@
+"""The Variables of a cluster: they live on its servers, and the storages here show them as of some step.
+
+A Variable moves when a step uses it for the first time. What is written here by other means than a step, such as
+`load_state_dict`, goes there before the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.notebook.holdings import Holdings
+from tfnb.cluster.queues.contents_there import Copies
+from tfnb.errors import Aborted, FailedPrecondition, TfnbError
+from tfnb.graph import Variable
+from tfnb.graph.queue import Queue
+from tfnb.passes import StepGraph
+from tfnb.placement.placement import Homes, Piece, joined, read_from
+from tfnb.placement.shards import pack, together
+
+REFRESH = 2.0  # seconds between two pulls during a fit, at least
+
+
+class VariablesThere:
+    """``held``: those on the servers. do: waits until the event loop has done something, which it names.
+
+    Coroutines run in the event loop, and the rest waits for it.
+    """
+
+    def __init__(self, engine: Engine, do: Callable[..., Any]) -> None:
+        self.engine, self.do, self.held = engine, do, Holdings()
+        self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
+
+    @property
+    def pulled_step(self) -> int:
+        """The step that the storages here show."""
+        return self._pulled[0]
+
+    def outdated(self, step: StepGraph) -> None:
+        """A step writes its Variables there: the storages here are old."""
+        self.held.stale.update(variable.key for variable in step.writes)
+
+    def homes_of(self, step: StepGraph) -> dict[str, tuple[Piece, ...]]:
+        """Where the variables of a step are, or will be."""
+        held = self.held.homes
+        return {**held, **pack(together(step.graph), held, self.held.loads(len(self.engine.shards)), step.whole)}
+
+    def adopt(self, step: StepGraph) -> None:
+        """Move variables that are still at home to their servers, with their current values."""
+        strays = [v for v in step.variables if v not in self.held]
+        if not strays:
+            return
+        for variable in strays:
+            if variable.home is not None:
+                raise FailedPrecondition(f"variable {variable.name} lives on {variable.home}; close that cluster first")
+        self.do("moving variables to the servers", None, self._move, strays, self.homes_of(step))
+
+    async def _move(self, variables: Sequence[Variable], homes: Homes) -> None:
+        """All of them, or none: what was made is dropped again where another one finds no room."""
+        variables = [variable for variable in variables if variable not in self.held]
+        made: dict[int, list[str]] = {}
+        try:
+            for is_trained in (True, False):  # what tasks do not read lies in other slabs
+                for shard, values in _on_shards([v for v in variables if v.trainable is is_trained], homes).items():
+                    await self.engine.create(shard, values)
+                    made.setdefault(shard, []).extend(values)
+        except TfnbError:
+            if self.engine.lost is None:
+                await self.engine.drop(made)
+            raise
+        for variable in variables:
+            self.held.adopt(variable, homes[variable.key])
+            variable.home = Home(self, [piece.shard for piece in homes[variable.key]])
+
+    def drop_gone(self) -> None:
+        """Variables that nobody can reach, of a cell that was recorded again, are dropped on the servers too."""
+        gone = self.held.gone()
+        if gone:
+            self.do("dropping variables", None, self.engine.drop, gone)
+
+    def send(self, variables: Iterable[Variable], *, thorough: bool = True) -> None:
+        """What was written here by other means than a step goes to the servers; raises where that would lose steps."""
+        written = self.held.written(variables, thorough=thorough)
+        for variable in self.held.behind(written):
+            raise FailedPrecondition(
+                f"variable {variable.name} was written here, but this storage shows step {self.pulled_step} and "
+                f"the servers are at step {self.engine.step}: call pull() of the cluster first and write again, "
+                "or assign to the Variable, which writes there"
+            )
+        if written:
+            self.do("sending what was written here", None, self._sent, written)
+
+    async def _sent(self, variables: Sequence[Variable]) -> None:
+        await self.engine.assign(_on_shards(variables, self.held.homes), [variable.key for variable in variables])
+        for variable in variables:
+            self.held.same(variable)
+
+    def sent_but_behind(self) -> list[Variable]:
+        """Send what was written here, but for what is behind the servers' values: these Variables."""
+        written = self.held.written(self.held.variables, thorough=True)
+        behind = self.held.behind(written)
+        self.send(v for v in written if v not in behind)
+        return behind
+
+    def pull(self, kept: Sequence[Variable] = ()) -> int:
+        """Storages here show the servers' values, but for those of ``kept``: the step of these."""
+        return self.do("pull", None, self.bring_home, kept)
+
+    async def bring_home(self, kept: Sequence[Variable] = ()) -> int:
+        """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
+        begin = time.monotonic()
+        variables = [variable for variable in self.held.variables if variable not in kept]
+        values, step, _ = await self.values(variables)
+        with torch.no_grad(), self.held.showing:
+            for variable in variables:
+                if variable in self.held:  # else the cluster was closed meanwhile: its value is here
+                    variable.storage.copy_(values[variable.key])
+                    self.held.same(variable)
+            self._pulled = (step, time.monotonic(), time.monotonic() - begin)
+        return step
+
+    async def values(
+        self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
+    ) -> tuple[dict[str, torch.Tensor], int, Copies]:
+        """Values by key, their step, and what ``queues`` (shard and key of each) hold then."""
+        homes, wanted = dict(self.held.homes), dict[int, list[str]]()
+        for variable in variables:
+            for piece in read_from(homes[variable.key]):
+                wanted.setdefault(piece.shard, []).append(piece.key)
+        asked: dict[int, list[str]] = {}
+        for shard, key in queues.values():
+            asked.setdefault(shard, []).append(key)
+        values, step, held = await self.engine.pull(wanted, asked)
+        return {variable.key: joined(homes[variable.key], values) for variable in variables}, step, held
+
+    def refresh(self) -> None:
+        """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most.
+
+        What was written here stays: it is sent later, or refused.
+        """
+        _, when, cost = self._pulled
+        if time.monotonic() - when > max(REFRESH, 20 * cost):
+            try:
+                self.pull(self.held.written(self.held.variables, thorough=False))
+            except Aborted:  # steps went on: the next time
+                self._pulled = (self.pulled_step, time.monotonic(), cost)
+
+    def release(self) -> None:
+        """Variables live here again."""
+        for variable in self.held.variables:
+            if isinstance(variable.home, Home) and variable.home.there is self:
+                variable.home = None
+        self.held.clear()
+
+    def kept(self) -> list[Variable]:
+        """Variables that were written here since they were pulled: their values here count.
+
+        But where the servers' values are newer: a warning names these.
+        """
+        written = self.held.written(self.held.variables, thorough=True)
+        behind = self.held.behind(written)
+        self.engine.notes += [gives_way(variable) for variable in behind]
+        return [variable for variable in written if variable not in behind]
+
+
+class Home:
+    """The owner of a variable on one server, or on several; see `tfnb.graph.variable.Home`."""
+
+    def __init__(self, there: VariablesThere, shards: Sequence[int]) -> None:
+        self.there, self._shards = there, shards
+
+    def value(self, variable: Variable) -> torch.Tensor:
+        """A copy of the value on the servers."""
+        if variable.key not in self.there.held.stale:
+            self.there.send([variable])
+        values, _, _ = self.there.do("reading a variable", None, self.there.values, [variable])
+        return values[variable.key].to(variable.spec.device)
+
+    def assign(self, variable: Variable, value: torch.Tensor) -> None:
+        """Write the value on the servers."""
+        there = self.there
+        new: dict[int, dict[str, torch.Tensor]] = {}
+        for piece in there.held.homes[variable.key]:
+            new.setdefault(piece.shard, {})[piece.key] = piece.of(value.cpu())
+        there.do("assigning a variable", None, there.engine.assign, new, [variable.key])
+        there.held.superseded(variable)
+
+    def __str__(self) -> str:
+        engine = self.there.engine
+        return ", ".join(f"{engine.name_of(shard)} ({engine.shards[shard].peer.addr})" for shard in self._shards)
+
+
+def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[str, torch.Tensor]]:
+    """The values that these have here, in pieces, by shard."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for variable in variables:
+        value = variable.storage.cpu()
+        for piece in homes[variable.key]:
+            found.setdefault(piece.shard, {})[piece.key] = piece.of(value)
+    return found
+
+
+def gives_way(variable: Variable) -> str:
+    """What the user is told of a Variable whose value here is older than the servers'."""
+    return f"what was written here to variable {variable.name} gives way to the servers' value: it is newer"

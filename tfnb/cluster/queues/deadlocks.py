@@ -1,0 +1,208 @@
+"""Deadlocks on a cluster: who waits for whom is known to tasks, to servers and to the notebook, each in part.
+
+Tasks say which steps wait, and what those would do behind that; after that servers say which attempts still wait there.
+A step whose attempts all do has stood still in between, so what is found held at one instant. The notebook puts it
+together with its own calls, and `tfnb.state.waits` decides. Semantics S-67.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from tfnb.cluster.queues.queues_there import Channel, Channels, RemoteQueue
+from tfnb.cluster.wire.messages import Failed, Ok, Outcome
+from tfnb.errors import TfnbError
+from tfnb.state.queue_machine import Attempt, Home
+from tfnb.state.waits import LOOK, NOTICE, WAITS, Operation, Runner, wait_graph
+
+ANSWER = 1.0  # seconds that a task or server has to say who waits
+KINDS = ("enqueue", "dequeue", "close")
+Id = tuple[str, int]  # of an attempt: its channel, and its number there
+
+
+def _id(attempt: Attempt) -> Id | None:
+    """The identity of an attempt that waits at a server; None where it is over."""
+    machine = attempt.machine
+    number = machine.channel.number_of(attempt) if isinstance(machine, RemoteQueue) else None
+    return None if number is None or not isinstance(machine, RemoteQueue) else (machine.channel.id, number)
+
+
+def who_waits(runners: Iterable[Runner], channels: Mapping[int, Channel]) -> list[Any]:
+    """Of each runner of a task that waits: its attempts, and what it would do behind which of them."""
+    shards = {channel: shard for shard, channel in channels.items()}
+    found: list[Any] = []
+    for runner in runners:
+        with suppress(RuntimeError):  # it goes on just now
+            attempts = [_id(attempt) for attempt in runner.attempts()]
+            later = [
+                [one.what, one.kind, shards.get(one.machine.channel), one.machine.key, list(map(_id, one.behind))]
+                for one in runner.later() if isinstance(one.machine, RemoteQueue)
+            ]  # fmt: skip
+            if runner.is_idle and None not in attempts:
+                found.append([attempts, later])
+    return found
+
+
+@dataclass(eq=False)
+class Use:
+    """A step that uses queues (shard and key of each), while it is in progress.
+
+    round: its latest; tell: it that it cannot go on. waits: attempts for which it waits, since when, and whether the
+    user knows.
+    """
+
+    queues: Sequence[tuple[int, str]] = ()
+    round: int = -1
+    tell: Callable[[Failed], None] = lambda failure: None
+    waits: frozenset[Id] = frozenset()
+    since: float = 0.0
+    is_noticed: bool = False
+
+    def wait(self, attempts: Iterable[Id], now: float) -> None:
+        """It waits for these."""
+        if self.waits != (waits := frozenset(attempts)):
+            self.waits, self.since, self.is_noticed = waits, now, False
+
+
+class Deadlocks:
+    """Looks for them while steps use queues. In the event loop.
+
+    ask: what all tasks, and after that all servers say, within some seconds. notice: tells the user of a long wait.
+    channels: of the notebook.
+    """
+
+    def __init__(
+        self, ask: Callable[[float], Awaitable[tuple[Sequence[Outcome], Sequence[Outcome]]]],
+        notice: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._ask, self._notice = ask, notice
+        self.channels: Channels | None = None
+        self._uses: set[Use] = set()
+        self._recent: set[Use] = set()  # those since the last look began, also if they are over
+        self._watching: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def use(self, queues: Sequence[tuple[int, str]]) -> Iterator[Use]:
+        """A step that uses them is in progress."""
+        use = Use(queues)
+        if queues:
+            self._uses.add(use)
+            self._recent.add(use)
+            if self._watching is None:
+                self._watching = asyncio.create_task(self._watch())
+        try:
+            yield use
+        finally:
+            self._uses.discard(use)
+
+    async def _watch(self) -> None:
+        try:
+            while self._uses:
+                await asyncio.sleep(LOOK)
+                with suppress(TfnbError):
+                    await self._look()
+        finally:
+            self._watching = None
+
+    async def _look(self) -> None:
+        self._recent = set(self._uses)
+        steps, there = await self._ask(ANSWER)
+        if self.channels is not None and all(isinstance(answer, Ok) for answer in there):
+            waiting = [one for answer in steps if isinstance(answer, Ok) for one in answer.meta["waits"]]
+            view = _View(self.channels, [answer.meta for answer in there if isinstance(answer, Ok)])
+            runners = view.runners(waiting, self._recent)
+            WAITS.look(list(runners), view.awake(WAITS.runners), view.past)
+            for runner, use in runners.items():
+                if runner.deadlock is not None:
+                    error = runner.deadlock
+                    use.tell(Failed(type(error).__name__, error.message, {"graph": error.details}))
+                elif use.waits and not use.is_noticed and time.monotonic() - use.since >= NOTICE:
+                    use.is_noticed = True
+                    self._notice(f"still waiting:\n{wait_graph(runner.operations())}")
+
+
+class _View:
+    """What servers say of attempts that wait there: ``attempts``, and the ``rounds`` that they are of.
+
+    past: who did what to each queue so far.
+    """
+
+    def __init__(self, channels: Channels, there: Sequence[Mapping[str, Any]]) -> None:
+        self._channels = channels
+        self.attempts: dict[Id, Attempt] = {}
+        self.rounds: dict[Id, int | None] = {}
+        self.past: dict[Home, Mapping[str, set[str]]] = {}
+        behind: dict[Id, list[Id]] = {}
+        for shard, meta in enumerate(there):
+            for key, (level, past) in meta["queues"].items():
+                if (machine := self._machine(shard, key)) is not None:
+                    machine.heard(level)
+                    earlier = machine.earlier
+                    self.past[machine] = {kind: {*past[kind], *earlier.get(kind, ())} for kind in past}
+            for name, number, key, kind, what, is_placed, followers, round_ in meta["open"]:
+                if (machine := self._machine(shard, key)) is not None:
+                    at = (str(name), int(number))
+                    self.attempts[at] = self._attempt(shard, at, machine, kind, what, is_placed)
+                    self.rounds[at], behind[at] = round_, [(str(name), int(other)) for other in followers]
+        for at, followers in behind.items():
+            if followers:
+                self.attempts[at].followers = [self.attempts[one] for one in followers if one in self.attempts]
+
+    def _machine(self, shard: int, key: str) -> RemoteQueue | None:
+        return self._channels.to(shard).queues.get(key)
+
+    def _attempt(self, shard: int, at: Id, machine: RemoteQueue, kind: Any, what: str, is_placed: bool) -> Attempt:
+        """The attempt of this process, or one that stands for that of a task."""
+        channel = self._channels.to(shard)
+        act = channel.open.get(at[1]) if at[0] == channel.id else None
+        if act is not None and act.attempt is not None:
+            return act.attempt
+        attempt = Attempt(machine, kind, lambda attempt: None, what=what)
+        attempt.is_placed = is_placed
+        return attempt
+
+    def runners(self, waiting: Iterable[Any], uses: Iterable[Use]) -> dict[Runner, Use]:
+        """A runner for each step: what it waits for, or, where it may be at work, what it may do."""
+        now, found = time.monotonic(), dict[Runner, Use]()
+        at_work = set(uses)  # those without a round, too, wait for a task to take them: they may do all that they do
+        of_round = {use.round: use for use in at_work if use.round >= 0}
+        for attempts, later in waiting:
+            ids = [(str(name), int(number)) for name, number in attempts]
+            round_ = self.rounds.get(ids[0]) if ids else None
+            use = None if round_ is None else of_round.pop(round_, None)
+            operations = list(self._operations(later))
+            if use is not None and self.attempts.keys() >= set(ids) and len(operations) == len(later):
+                at_work.discard(use)
+                held = [self.attempts[at] for at in ids]
+                runner = Runner(attempts=_always(held), later=_always(operations), name=f"round {use.round}")
+                runner.since = now
+                use.wait(ids, now)
+                found[runner] = use
+        for use in at_work:
+            use.wait((), now)
+            machines = [machine for queue in use.queues if (machine := self._machine(*queue)) is not None]
+            found[Runner(may=_always([(machine, kind) for machine in machines for kind in KINDS]))] = use
+        return found
+
+    def _operations(self, later: Iterable[Any]) -> Iterator[Operation]:
+        for what, kind, shard, key, behind in later:
+            machine = None if shard is None else self._machine(shard, key)
+            ids = [None if at is None else (str(at[0]), int(at[1])) for at in behind]
+            if machine is not None and all(at in self.attempts for at in ids):
+                yield Operation(what, kind, machine, [self.attempts[at] for at in ids if at is not None])
+
+    def awake(self, runners: Iterable[Runner]) -> list[Runner]:
+        """Those of this process with an attempt that may have ended at its server."""
+        return [
+            runner for runner in list(runners)
+            if any(isinstance(one.machine, RemoteQueue) and _id(one) not in self.attempts for one in runner.attempts())
+        ]  # fmt: skip
+
+
+def _always(value: Any) -> Callable[[], Any]:
+    return lambda: value

@@ -1,0 +1,102 @@
+"""Requests that wait inside of a server, each in the line of what it waits for, in order of arrival. Data only.
+
+A caller hears ``again`` after `POLL` seconds and asks again under the same identity, which keeps its place. Who does
+not come back for `PATIENCE` seconds, or is said to be gone, leaves the line.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from tfnb.cluster.wire.messages import POLL, OpId, Request
+
+PATIENCE = 30.0  # seconds that a place is kept for a caller
+
+
+@dataclass(slots=True)
+class Waiting:
+    """One request. ``ticket``: of the call that waits for the answer, None between two calls."""
+
+    request: Request
+    line: str
+    ticket: int | None
+    since: float
+
+
+class Lines:
+    """All requests that wait.
+
+    >>> lines = Lines()
+    >>> lines.join(Waiting(Request("take", OpId("a", 1)), "sums", 7, 0.0))
+    >>> lines.head("sums").ticket, OpId("a", 1) in lines, len(lines)
+    (7, True, 1)
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, OrderedDict[OpId, Waiting]] = {}
+        self._of: dict[OpId, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, op: OpId) -> bool:
+        return op in self._of
+
+    @property
+    def names(self) -> list[str]:
+        """Lines in which somebody stands."""
+        return list(self._lines)
+
+    def has(self, line: str) -> bool:
+        """Whether somebody stands in a line."""
+        return line in self._lines
+
+    def head(self, line: str) -> Waiting | None:
+        """Who is next of those whose call is open: who is between two calls is given nothing, and keeps the place."""
+        return next((waiting for waiting in self._lines.get(line, {}).values() if waiting.ticket is not None), None)
+
+    def join(self, waiting: Waiting) -> None:
+        """Stand at the end of a line."""
+        self._lines.setdefault(waiting.line, OrderedDict())[waiting.request.op] = waiting
+        self._of[waiting.request.op] = waiting
+
+    def renew(self, op: OpId, ticket: int, now: float) -> int | None:
+        """The caller is back; the ticket of its earlier call, should that be open still."""
+        waiting = self._of[op]
+        before, waiting.ticket, waiting.since = waiting.ticket, ticket, now
+        return before
+
+    def leave(self, op: OpId) -> None:
+        """Out of the line."""
+        waiting = self._of.pop(op)
+        line = self._lines[waiting.line]
+        del line[op]
+        if not line:
+            del self._lines[waiting.line]
+
+    def polled(self, now: float) -> list[int]:
+        """Tickets of calls that have waited long enough; their requests stay. Who did not come back has left."""
+        found = []
+        for op, waiting in list(self._of.items()):
+            if waiting.ticket is not None and now - waiting.since >= POLL:
+                found.append(waiting.ticket)
+                waiting.ticket, waiting.since = None, now
+            elif waiting.ticket is None and now - waiting.since >= PATIENCE:
+                self.leave(op)
+        return found
+
+    def gone(self, client: str) -> list[int]:
+        """A client is gone; the open tickets of its requests, which leave."""
+        ops = [op for op in self._of if op.client == client]
+        found = [self._of[op].ticket for op in ops]
+        for op in ops:
+            self.leave(op)
+        return [ticket for ticket in found if ticket is not None]
+
+    def all(self) -> list[int]:
+        """Nobody waits any more; the open tickets."""
+        found = [waiting.ticket for waiting in self._of.values() if waiting.ticket is not None]
+        self._lines.clear()
+        self._of.clear()
+        return found

@@ -1,0 +1,598 @@
+"""Queues, accumulators, barriers and tokens of a server: the machines of `tfnb.state`, reached by requests. Pure.
+
+Each process that asks has a `Channel`. It posts acts in order, each post under the next number, so that a repeated one
+does nothing; and it hears how they ended under growing numbers, again and again until it says that it has heard. Who
+waits is an attempt in the line of its queue, as it would be at home. Elements that were taken may come back: until the
+channel has heard of them, or, where they were taken for a round, until the notebook keeps or aborts that round.
+
+The notebook copies what queues of all servers hold, or lets them hold something else, at one moment: first it freezes
+all of them, so that nobody hears or does anything, and then each copies or changes its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from tfnb.cluster.wire.envelope import size
+from tfnb.cluster.wire.messages import Ok, Request, failed
+from tfnb.errors import Aborted, InvalidArgument, NotFound, StepAborted, TfnbError
+from tfnb.graph.queue import QUEUES, Queue
+from tfnb.graph.spec import dtype_name
+from tfnb.state.orders import unpacked
+from tfnb.state.queue_machine import Attempt, Mark, QueueMachine, StepQueues, become, copied
+from tfnb.state.queue_operations import attempt_on, made, ordered, outcome
+
+ENTRIES = 1000  # tensors in one message
+BYTES = 64 << 20  # of them, unless a single one is larger
+FROZEN = 10.0  # seconds at most
+KEPT = 64  # answers to what is done once
+
+Method = Callable[[Request, float], Ok | None]
+Values = dict[str, torch.Tensor]
+Contents = tuple[dict[str, Any], list[torch.Tensor]]  # facts and tensors of what a queue holds
+
+
+@dataclass(slots=True)
+class Held:
+    """A queue that is here, and bytes of elements that came and did not leave. ``left``: contents on their way home."""
+
+    key: str
+    queue: Queue
+    nbytes: int = 0
+    left: tuple[dict[str, Any], list[torch.Tensor]] | None = None
+
+    @property
+    def machine(self) -> QueueMachine:
+        """What holds its elements."""
+        assert isinstance(self.queue.machine, QueueMachine)
+        return self.queue.machine
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """An operation that a channel asked for under a number, maybe for a round, and its attempt once it began."""
+
+    number: int
+    held: Held
+    attrs: Mapping[str, Any]
+    round: int | None
+    came: int  # bytes
+    attempt: Attempt | None = None
+
+
+class End(NamedTuple):
+    """How an act ended: what to say of it, its tensors, and the operation whose elements may come back."""
+
+    number: int
+    about: dict[str, Any]
+    tensors: Sequence[torch.Tensor] = ()
+    work: Work | None = None
+
+
+@dataclass(slots=True)
+class Channel:
+    """What one process asks for. ``posted``: the last post; ``serial``: of the last end."""
+
+    posted: int = -1
+    serial: int = 0
+    open: dict[int, Work] = field(default_factory=dict)  # operations that are not over
+    ends: OrderedDict[int, End] = field(default_factory=OrderedDict)  # that it has not heard of
+    held: list[torch.Tensor] = field(default_factory=list)  # for the next act, which needs several messages
+
+    def end(self, end: End) -> None:
+        """An act ended."""
+        self.serial += 1
+        self.ends[self.serial] = end
+        self.open.pop(end.number, None)
+
+
+@dataclass(slots=True)
+class Brought:
+    """What queues and Variables are to hold: contents by queue and values by key, and what `become` takes of them."""
+
+    queues: dict[str, Contents] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
+    nbytes: int = 0  # of all tensors
+    held: list[tuple[Held, int]] = field(default_factory=list)  # those queues, and bytes of their elements
+    machines: dict[QueueMachine, QueueMachine] = field(default_factory=dict)
+    write: Callable[[], None] = lambda: None
+
+
+class Objects:
+    """The queues of one server. afford: raises ResourceExhausted where so many bytes more have no room.
+
+    assigning: checks values of Variables, and gives what writes them.
+    """
+
+    METHODS = frozenset({
+        "post", "ends", "contents", "first", "waiting", "halt", "freeze", "copy", "page", "bring", "refill", "thaw",
+    })  # fmt: skip
+
+    def __init__(
+        self, afford: Callable[[int], None] = lambda asked: None,
+        assigning: Callable[[Values], Callable[[], None]] = lambda values: lambda: None,
+    ) -> None:  # fmt: skip
+        self.queues: dict[str, Held] = {}
+        self.channels: dict[str, Channel] = {}
+        self.is_over: Callable[[int], bool] = lambda number: False  # of a round
+        self._afford, self._assigning = afford, assigning
+        self._rounds: dict[int, list[Work]] = {}  # what each did so far
+        self._steps: dict[int, StepQueues] = {}  # of those rounds, and of those that wait
+        self._frozen, self._until = "", 0.0  # who froze it last, and until when
+        self._copies: dict[str, Contents] = {}  # by queue, for who froze it last
+        self._brought: dict[str, Brought] = {}  # by who says so
+        self._answers: OrderedDict[tuple[str, str], Ok] = OrderedDict()  # to what may be asked again, and not done
+        self.methods: dict[str, Method] = {
+            "post": self._post, "ends": self._ends, "contents": self._contents,
+            "first": self._first, "waiting": self._waiting, "halt": self._halt,
+            "freeze": self._once, "copy": self._once,
+            "page": self._page, "bring": self._bring, "refill": self._once, "thaw": self._thaw,
+        }  # fmt: skip
+        self._acts: dict[str, Callable[[Channel, int, str, Mapping[str, Any], list[torch.Tensor]], None]] = {
+            "make": self._make, "do": self._do, "withdraw": self._withdraw, "leave": self._leave, "drop": self._drop,
+            "front": self._put_front,
+        }  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in queues and accumulators, and of what they are to hold."""
+        brought = sum(brought.nbytes for brought in self._brought.values())
+        return sum(held.nbytes for held in self.queues.values()) + brought
+
+    @property
+    def waiting(self) -> int:
+        """Attempts that wait."""
+        return sum(len(channel.open) for channel in self.channels.values())
+
+    @staticmethod
+    def line(request: Request) -> str:
+        """Where a request stands that has to wait; empty for what never waits."""
+        return f"{request.method}:{request.meta['channel']}" if request.method in ("post", "ends") else ""
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def _post(self, request: Request, now: float) -> Ok | None:
+        """Acts of a channel, once; what has ended by now. It waits while all is frozen."""
+        if now < self._until:
+            return None
+        channel, meta = self._channel(request), request.meta
+        acts = list(meta["acts"])
+        if int(meta["number"]) == channel.posted + 1:  # else it came before
+            channel.posted += 1
+            left = iter(request.tensors)
+            for verb, number, key, facts, count in acts:
+                self._act(channel, str(verb), int(number), str(key), facts, list(islice(left, count)))
+        return self._heard_from(channel, [str(key) for _, _, key, _, _ in acts])
+
+    def _act(
+        self, channel: Channel, verb: str, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """One act; an error is how it ends."""
+        if verb == "hold":
+            channel.held += given
+            return
+        given, channel.held = channel.held + given, []
+        try:
+            if verb not in self._acts:
+                raise InvalidArgument(f"a server does not {verb[:40]!r}")
+            self._acts[verb](channel, number, key, facts, given)
+        except Exception as error:
+            channel.end(End(number, {"error": _told(error)}))
+
+    def _ends(self, request: Request, now: float) -> Ok | None:
+        """What has ended; waits until something has."""
+        channel = self._channel(request)
+        return self._heard_from(channel, ()) if channel.ends and now >= self._until else None
+
+    def _channel(self, request: Request) -> Channel:
+        """The channel of who asks, who has heard of some ends."""
+        channel = self.channels.setdefault(str(request.meta["channel"]), Channel())
+        got = int(request.meta["got"])
+        for serial in [serial for serial in channel.ends if serial <= got]:
+            end = channel.ends.pop(serial)
+            if end.work is not None and end.work.round is None:
+                _keep([end.work])
+        return channel
+
+    def _heard_from(self, channel: Channel, keys: Iterable[str]) -> Ok:
+        """Ends in their order, as many as find room, and how full the queues are that they are of."""
+        found: list[list[Any]] = []
+        tensors: list[torch.Tensor] = []
+        names = {work.held.key for work in channel.open.values()}.union(keys)
+        for serial, end in channel.ends.items():
+            if tensors and (len(tensors) + len(end.tensors) > ENTRIES or size([*tensors, *end.tensors]) > BYTES):
+                break
+            if len(found) >= ENTRIES:
+                break
+            found.append([serial, end.number, end.about, len(end.tensors)])
+            tensors += end.tensors
+            if end.work is not None:
+                names.add(end.work.held.key)
+        levels = {key: _level(self.queues[key].machine) for key in names if key in self.queues}
+        return Ok({"ends": found, "levels": levels}, tensors)
+
+    def look(self) -> None:
+        """Time has passed: leases of tokens may be over."""
+        for held in self.queues.values():
+            if held.left is None:
+                held.machine.look()
+
+    def keep(self, number: int) -> None:
+        """A round was committed: what it took does not come back."""
+        self._end_steps([number])
+        _keep(self._rounds.pop(number, []))
+
+    def _end_steps(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number in self._steps:
+                self._steps.pop(number).end()
+
+    def _halt(self, request: Request, now: float) -> Ok:
+        """Nothing of a round waits any more, or begins to; what it put here, by queue."""
+        step = self._step(int(request.meta["round"]))
+        step.is_void = True
+        for channel in self.channels.values():
+            for work in list(channel.open.values()):
+                if work.round == step.number:
+                    _withdraw(channel, work)
+        put: dict[str, int] = {}
+        for attempt in step.attempts:
+            if attempt.kind == "enqueue" and attempt.enqueued:
+                put[attempt.machine.name] = put.get(attempt.machine.name, 0) + attempt.enqueued
+        return Ok({"moved": step.has_put, "put": put})
+
+    def abort(self, moved: Iterable[int] = ()) -> None:
+        """Of rounds that are over, and were not committed, what waits ends, and what they took comes back.
+
+        moved: rounds that put elements, maybe on other servers: what these took stays taken.
+        """
+        for channel in self.channels.values():
+            for work in list(channel.open.values()):
+                if work.round is not None and self.is_over(work.round):
+                    _withdraw(channel, work)
+            for serial, end in list(channel.ends.items()):
+                if end.work is not None and end.work.round is not None and self.is_over(end.work.round):
+                    del channel.ends[serial]
+        for number in [number for number in self._rounds if self.is_over(number)]:
+            done = self._rounds.pop(number)
+            if number in moved or self._step(number).has_put:
+                _keep(done)
+            else:
+                _give_back(done)
+        self._end_steps([number for number in self._steps if self.is_over(number)])
+
+    def _contents(self, request: Request, now: float) -> Ok:
+        """Some tensors of a queue that left, from number ``start`` on."""
+        held = self._held(str(request.meta["key"]))
+        if held.left is None:
+            raise InvalidArgument(f"queue {held.queue.name} is here, it did not leave")
+        some = message(held.left[1], int(request.meta["start"]))
+        return Ok({"facts": held.left[0], "count": len(held.left[1])}, some)
+
+    # -- what queues of all servers hold ------------------------------------------------------------------------
+
+    def _once(self, request: Request, now: float) -> Ok:
+        """What is done once, and has the same answer when it is asked for again."""
+        method, id = request.method, str(request.meta["id"])
+        if (method, id) not in self._answers:
+            do = {"freeze": self._freeze, "copy": self._copy, "refill": self._refill}[method]
+            self._answers[method, id] = do(request, now)
+            while len(self._answers) > KEPT:
+                self._answers.popitem(last=False)
+        return self._answers[method, id]
+
+    def _freeze(self, request: Request, now: float) -> Ok:
+        """Nobody does or hears anything for a while. Of each round: did it put something, did it use one of these?
+
+        brought: what these queues and Variables will hold; whatever may fail of that fails here.
+        """
+        keys = list(map(str, request.meta["keys"]))
+        machines = {self._held(key).machine for key in keys}
+        if "brought" in request.meta:
+            self._make_ready(self._brought[str(request.meta["brought"])])
+        self._frozen, self._until = str(request.meta["id"]), now + FROZEN
+        return Ok({
+            "rounds": [
+                [number, step.has_put, not machines.isdisjoint(attempt.machine for attempt in step.attempts)]
+                for number, step in self._steps.items()
+            ]
+        })  # fmt: skip
+
+    def _make_ready(self, brought: Brought) -> None:
+        brought.held = [(self._held(key), size(tensors)) for key, (_, tensors) in brought.queues.items()]
+        for (held, _), (found, tensors) in zip(brought.held, brought.queues.values(), strict=True):
+            brought.machines[held.machine] = other = made(held.queue)
+            other.fill(found, tensors)
+        brought.write = self._assigning(brought.values) if brought.values else brought.write
+
+    def _ensure_frozen(self, request: Request, now: float) -> None:
+        if request.meta["id"] != self._frozen or now >= self._until:
+            raise Aborted(f"the queues were not held still for longer than {FROZEN:g} s: do it again")
+
+    def _copy(self, request: Request, now: float) -> Ok:
+        """Copy what queues hold; nothing is frozen then. ``moved``: rounds whose elements stay taken."""
+        self._ensure_frozen(request, now)
+        moved, keys = {int(number) for number in request.meta["moved"]}, list(map(str, request.meta["keys"]))
+        machines = {self._held(key).machine: ordered(self._held(key).queue) for key in keys}
+        found = copied(machines, lambda step: step.number in moved)
+        self._copies = dict(zip(keys, found, strict=True))
+        self._until = 0.0
+        return Ok({"found": {key: [facts, len(tensors)] for key, (facts, tensors) in self._copies.items()}})
+
+    def _page(self, request: Request, now: float) -> Ok:
+        """Some tensors of a copy, from number ``start`` on."""
+        key = str(request.meta["key"])
+        if request.meta["id"] != self._frozen or key not in self._copies:
+            raise Aborted("somebody else copies what queues hold: do it again")
+        return Ok({}, message(self._copies[key][1], int(request.meta["start"])))
+
+    def _bring(self, request: Request, now: float) -> Ok:
+        """Values that Variables are to have, or tensors that a queue is to hold, those from number ``start`` on."""
+        meta, tensors, id = request.meta, request.tensors, str(request.meta["id"])
+        brought = self._brought.get(id, Brought())
+        if "keys" in meta:
+            values = dict(zip(map(str, meta["keys"]), tensors, strict=True))
+            before = [brought.values[key] for key in values if key in brought.values]
+        else:
+            key, start = str(meta["key"]), int(meta["start"])
+            _, there = brought.queues.get(key, (meta["found"], []))
+            before = there[start : start + len(tensors)]  # it came before, and its answer was lost
+        more = size(tensors) - size(before)
+        self._afford(more)
+        self._brought[id] = brought
+        brought.nbytes += more
+        if "keys" in meta:
+            brought.values |= values
+        else:
+            there[start : start + len(tensors)] = tensors
+            brought.queues[key] = meta["found"], there
+        return Ok({})
+
+    def _refill(self, request: Request, now: float) -> Ok:
+        """Queues and Variables hold what was brought for them; rounds that are ``void`` raise Aborted.
+
+        It is decided: this happens, also where nothing is frozen any more. Tells which rounds of here are void then.
+        """
+        brought = self._brought.pop(str(request.meta["brought"]))
+        self._until = 0.0
+        brought.write()
+        for held, nbytes in brought.held:
+            held.nbytes = nbytes + sum(_not_put(work) for work in self._open() if work.held is held)
+        for number in map(int, request.meta["void"]):
+            self._step(number).is_void = True
+        void = [
+            number for number, step in self._steps.items()
+            if not brought.machines.keys().isdisjoint(attempt.machine for attempt in step.attempts)
+        ]  # fmt: skip
+        become(brought.machines)
+        return Ok({"void": void})
+
+    def _thaw(self, request: Request, now: float) -> Ok:
+        """It is over, well or not."""
+        if request.meta["id"] == self._frozen:
+            self._copies, self._until = {}, 0.0
+        self._brought.pop(str(request.meta["id"]), None)
+        return Ok({})
+
+    def _open(self) -> Iterator[Work]:
+        return (work for channel in self.channels.values() for work in channel.open.values())
+
+    def _step(self, number: int) -> StepQueues:
+        if number not in self._steps:
+            self._steps[number] = StepQueues(number)
+        return self._steps[number]
+
+    def _first(self, request: Request, now: float) -> Ok:
+        """Elements that come next; they stay."""
+        found = self._held(str(request.meta["key"])).machine.first(min(int(request.meta["count"]), ENTRIES))
+        return Ok({"lengths": [len(element) for element in found]}, [part for element in found for part in element])
+
+    def _waiting(self, request: Request, now: float) -> Ok:
+        """Attempts that wait, with those that follow them, and who used their queues so far; none of a crowd."""
+        found: list[list[Any]] = []
+        queues: dict[str, list[Any]] = {}
+        for name, channel in self.channels.items() if self.waiting <= ENTRIES else ():
+            numbers = {work.attempt: work.number for work in channel.open.values()}
+            for attempt, number in numbers.items():
+                assert attempt is not None
+                work = channel.open[number]
+                followers = [numbers[one] for one in attempt.followers if one in numbers]
+                what, key, machine = attempt.what or "a call", work.held.key, work.held.machine
+                found.append([name, number, key, attempt.kind, what, attempt.is_placed, followers, work.round])
+                queues[key] = [_level(machine), {kind: sorted(who) for kind, who in machine.past.items()}]
+        return Ok({"open": found, "queues": queues})
+
+    # -- acts -------------------------------------------------------------------------------------------------
+
+    def _make(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """A queue, with what it held elsewhere."""
+        if key in self.queues:
+            raise InvalidArgument(f"a queue {key} is here already")
+        self._afford(size(given))
+        queue = read_queue(facts["queue"])
+        machine = queue.machine = made(queue)
+        if "holds" in facts:
+            machine.fill(facts["holds"], given)
+        self.queues[key] = Held(key, queue, size(given))
+        channel.end(End(number, {}))
+
+    def _do(self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]) -> None:
+        """An operation on a queue, for a round or for itself."""
+        held, kind = self._held(key), facts["kind"]
+        work = Work(number, held, facts["attrs"], facts.get("round"), size(given))
+        if work.round is not None and self.is_over(work.round):
+            raise StepAborted(f"round {work.round} is over")
+        if kind == "enqueue":
+            self._afford(work.came)
+        then = partial(self._ended, channel, work)
+        work.attempt = attempt_on(
+            held.queue, kind, then, work.attrs, given, str(facts["what"]), lends=True, mark=_mark(facts),
+            step=None if work.round is None else self._step(work.round),
+        )  # fmt: skip
+        before = channel.open.get(facts.get("after", -1))
+        channel.open[number] = work
+        if kind == "enqueue":
+            held.nbytes += work.came
+        held.machine.submit(work.attempt, None if before is None else before.attempt)
+
+    def _ended(self, channel: Channel, work: Work, attempt: Attempt) -> None:
+        """An operation is over: its tensors, or its error."""
+        about: dict[str, Any] = {"enqueued": attempt.enqueued}
+        tensors: Sequence[torch.Tensor] = ()
+        _settle(work)
+        error: Exception | None = attempt.error
+        if error is None:
+            try:
+                tensors = outcome(work.held.queue, attempt, work.attrs)
+            except Exception as failure:  # elements that make no batch
+                error = failure
+                attempt.machine.give_back([attempt])
+        if error is not None:
+            channel.end(End(work.number, about | {"error": _told(error)}))
+            return
+        if work.round is not None:
+            self._rounds.setdefault(work.round, []).append(work)
+        channel.end(End(work.number, about, tensors, work))
+
+    def _withdraw(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """Take back operations; what one of them took, and nobody has heard of, comes next again."""
+        for other in map(int, facts["numbers"]):
+            if other in channel.open:
+                _withdraw(channel, channel.open[other])
+        channel.end(End(number, {}))
+
+    def _put_front(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """Elements that were taken, and not used, come next again."""
+        held = self._held(key)
+        held.nbytes += size(given)
+        held.machine.put_front(unpacked(facts, given))
+        channel.end(End(number, {}))
+
+    def _leave(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """A queue goes home: who waits there is told so, and asks for its contents."""
+        held = self._held(key)
+        for other in self.channels.values():
+            for work in list(other.open.values()):
+                if work.held is held:
+                    _withdraw(other, work)
+        found, tensors, _ = held.machine.leave()
+        held.left = found, tensors
+        channel.end(End(number, {}))
+
+    def _drop(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """Nobody needs it: who waits ends with StepAborted."""
+        held = self._held(key)
+        if held.left is None:
+            held.machine.abort(str(facts.get("why", "")))
+        del self.queues[key]
+        channel.end(End(number, {}))
+
+    def _held(self, key: str) -> Held:
+        if key not in self.queues:
+            raise NotFound(f"this server holds no queue {key!r}; it has {', '.join(self.queues) or 'none'}")
+        return self.queues[key]
+
+    def __iter__(self) -> Iterator[QueueMachine]:
+        return (held.machine for held in self.queues.values())
+
+
+def message(tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
+    """Those from number ``start`` on, as many as one message takes."""
+    found: list[torch.Tensor] = []
+    nbytes = 0
+    for tensor in tensors[start : start + ENTRIES]:
+        nbytes += size([tensor])
+        if found and nbytes > BYTES:
+            break
+        found.append(tensor)
+    return found
+
+
+def _mark(facts: Mapping[str, Any]) -> Mark | None:
+    return (str(facts["mark"][0]), int(facts["mark"][1])) if "mark" in facts else None
+
+
+def _withdraw(channel: Channel, work: Work) -> None:
+    assert work.attempt is not None
+    work.attempt.machine.withdraw([work.attempt])
+    _settle(work)
+    error = work.attempt.error or StepAborted("it was taken back")
+    channel.end(End(work.number, {"enqueued": work.attempt.enqueued, "error": _told(error)}))
+
+
+def _settle(work: Work) -> None:
+    """What an enqueue did not put is not held here."""
+    work.held.nbytes -= _not_put(work)
+
+
+def _not_put(work: Work) -> int:
+    """Bytes that an enqueue did not put."""
+    attempt = work.attempt
+    return sum(map(size, attempt.elements[attempt.enqueued :])) if attempt and attempt.kind == "enqueue" else 0
+
+
+def _keep(done: Sequence[Work]) -> None:
+    for work in done:
+        if work.attempt is not None and work.attempt.taken:
+            work.held.nbytes -= sum(map(size, work.attempt.taken))
+            work.held.machine.keep([work.attempt])
+
+
+def _give_back(done: Sequence[Work]) -> None:
+    for held in {id(work.held): work.held for work in done}.values():
+        held.machine.give_back([work.attempt for work in done if work.held is held and work.attempt is not None])
+
+
+def write_queue(queue: Queue) -> dict[str, Any]:
+    """What a queue is, as JSON."""
+    return {
+        "name": queue.name, "capacity": None if queue.capacity == math.inf else queue.capacity, "kind": queue.kind,
+        "options": dict(queue.options),
+        "components": [[dtype_name(kind), None if shape is None else list(shape)] for kind, shape in queue.components],
+    }  # fmt: skip
+
+
+def read_queue(about: Mapping[str, Any]) -> Queue:
+    """The queue that was written, empty.
+
+    >>> queue = Queue("q", 3, [(torch.float32, (2, None))], options={})
+    >>> read_queue(write_queue(queue)).components == queue.components
+    True
+    """
+    parts = [
+        (getattr(torch, str(dtype)), None if shape is None else tuple(shape)) for dtype, shape in about["components"]
+    ]
+    if about["kind"] not in QUEUES or not all(isinstance(dtype, torch.dtype) for dtype, _ in parts):
+        raise InvalidArgument(f"a server makes queues of kinds {', '.join(QUEUES)}, not {about['kind']!r:.40}")
+    most = math.inf if about["capacity"] is None else about["capacity"]
+    return Queue(str(about["name"]), most, parts, kind=about["kind"], options=about["options"])
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    """An error as data, with how many elements an enqueue had put."""
+    found = failed(error)
+    enqueued = {"enqueued": error.enqueued} if isinstance(error, TfnbError) else {}
+    return {"tag": found.tag, "message": found.message, "details": {**found.details, **enqueued}}
+
+
+def _level(machine: QueueMachine) -> list[Any]:
+    size, capacity, *others = machine.level
+    return [size, None if capacity == float("inf") else capacity, *others]

@@ -1,0 +1,329 @@
+"""The thread of a server: its cores see every event here, in order, whichever way it came.
+
+It waits on a selector, for calls that the task's event loop passes on, for direct streams
+(`tfnb.cluster.wire.streams`) and for the time. It holds nothing of the task, so that it ends with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
+from functools import partial
+
+from distributed import Security
+
+from tfnb.cluster.server.core import Answer, Arrived, Core, Effect, Reply, Send, Tick
+from tfnb.cluster.server.cores import Cores
+from tfnb.cluster.wire import envelope, streams
+from tfnb.cluster.wire.asking import Answers, parts
+from tfnb.cluster.wire.encryption import encrypted, encryption
+from tfnb.cluster.wire.lending import ServerLoans
+from tfnb.cluster.wire.messages import Ok, Refused, Request, failed
+from tfnb.cluster.wire.streams import Broken, Connection, Keys, Offer, kept
+from tfnb.cluster.wire.transport import read_request, write_outcome
+from tfnb.errors import ProtocolError, ResourceExhausted, TfnbError
+from tfnb.state.shared_memory import Segment
+
+TICK = 0.5  # seconds between looks at requests that wait inside of the core, and at connections that stall
+IDLE = 10.0  # seconds, where nothing waits
+UNPROVED = 32  # connections that have not yet proved their key
+BACKLOG = 64
+ENDS = 10.0  # seconds that the thread may take to end
+log = logging.getLogger(__name__)
+STREAMED = frozenset({"push", "contribute", "pull"})  # what a direct stream carries, also as parts of a batch
+
+
+class Serving:
+    """Cores and their thread. ``carry``: called in the thread with what another server is to be told."""
+
+    def __init__(self, cores: Cores, carry: Callable[[Send], None], budget: int = envelope.BUDGET) -> None:
+        self._cores, self._carry, self._budget = cores, carry, budget
+        self._tickets = itertools.count()
+        self._replies: dict[int, Callable[[Answer], None]] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._keys = Keys()
+        self._listener: socket.socket | None = None
+        self._context: ssl.SSLContext | None = None  # of an encrypted cluster
+        self._connections: set[Connection] = set()
+        self._lending: set[Connection] = set()  # whose tasks have not copied yet what they were lent
+        self._proof: Segment | None = None  # that tasks of this host can map
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ear = map(kept, socket.socketpair())
+        self._bell.setblocking(False)
+        self._ear.setblocking(False)
+        self._selector.register(self._ear, selectors.EVENT_READ, self._hear)
+        self._is_over = False
+        self._ticked = 0.0
+        self._thread = threading.Thread(target=self._run, name="tfnb-server", daemon=True)
+        self._thread.start()
+
+    # -- from other threads -----------------------------------------------------------------------------------------
+
+    def ask(self, request: Request, reply: Callable[[Answer], None]) -> None:
+        """Let the cores answer a request, or a batch of them; ``reply`` is called in its thread, or never.
+
+        Where something fails, it may be called again: then the first answer counts.
+        """
+        self._post(lambda: self._asked(request, reply))
+
+    def offer(self, address: str, security: Security) -> Offer:
+        """A key for one stream. Raises OSError where the worker at ``address`` cannot listen.
+
+        Called from one thread, the task's event loop.
+        """
+        host = streams.host_of(address)
+        if host is None or not streams.is_on:
+            raise OSError(f"no direct streams at {address}")
+        if self._listener is None:
+            self._context = encryption(address, security, listens=True)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = kept(socket.create_server((host, 0), family=family, backlog=BACKLOG))
+            self._listener.setblocking(False)
+            listener = self._listener
+            self._post(lambda: self._register(listener))
+        offer = Offer(host, self._listener.getsockname()[1], secrets.token_bytes(8), secrets.token_bytes(32))
+        self._post(lambda: self._keys.add(offer, time.monotonic()))
+        return offer
+
+    def stop(self) -> threading.Thread:
+        """Let the thread end, and close what it listens on; who waits for an answer gets none. Its thread."""
+        self._is_over = True
+        self._ring()
+        return self._thread
+
+    def close(self) -> None:
+        """`stop`, and wait for the thread."""
+        self.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(ENDS)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        self._inbox.append(work)
+        self._ring()
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # full: it will be heard; closed: nobody is there
+            self._bell.send(b"\0")
+
+    # -- in the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                found = self._selector.select(self._patience())
+                while self._inbox:  # before sockets: a key is here before its connection
+                    _logged(self._inbox.popleft())
+                for key, events in found:
+                    _logged(partial(key.data, events))
+                _logged(partial(self._keep_time, time.monotonic()))
+        finally:
+            self._end()
+
+    def _patience(self) -> float:
+        waits = self._cores.waits or any(one.until is not None for one in self._connections)
+        return TICK if waits else IDLE
+
+    def _keep_time(self, now: float) -> None:
+        if now - self._ticked < TICK:
+            return
+        self._ticked = now
+        for core in self._cores if self._cores.waits else ():
+            try:
+                self._carry_out(self._cores.on([(core.shard, Tick())], now))
+            except BaseException:  # a write that failed has poisoned the core, which says so to everybody
+                log.exception("a server was told the time")
+        for one in [one for one in self._connections if one.until is not None and one.until < now]:
+            self._close(one)
+
+    def _asked(self, request: Request, reply: Callable[[Answer], None]) -> None:
+        try:
+            self._ask(request, reply, Core.METHODS)
+        except Exception as error:
+            log.exception("a server was asked for %s", request.method)
+            reply(failed(error))
+
+    def _ask(self, request: Request, reply: Callable[[Answer], None], methods: Set[str]) -> None:
+        """Let the cores answer. ``methods``: that may be asked for, also by the parts of a batch."""
+        self._lending = {one for one in self._lending if one.loans is not None and not one.loans.has_let_go()}
+        if request.method == "batch":
+            self._ask_all(request, reply, methods)
+        else:
+            self._carry_out(self._cores.on(self._arrived(request, reply, methods), time.monotonic()))
+
+    def _ask_all(self, request: Request, reply: Callable[[Answer], None], methods: Set[str]) -> None:
+        try:
+            requests = parts(request)
+        except ProtocolError as error:
+            reply(failed(error))
+            return
+        answers = Answers(len(requests), reply, self._budget)
+        arrived = [
+            event
+            for place, part in enumerate(requests)
+            for event in self._arrived(part, partial(answers.take, place), methods)
+        ]  # fmt: skip
+        self._carry_out(self._cores.on(arrived, time.monotonic()))
+        answers.begun()
+
+    def _arrived(
+        self, request: Request, reply: Callable[[Answer], None], methods: Set[str]
+    ) -> list[tuple[int, Arrived]]:
+        """The event of a request for a shard, which it need not name where there is one."""
+        shard = request.meta.get("shard", self._cores.only)
+        if request.method not in methods:
+            reply(Refused("protocol", f"no {request.method[:40]!r} on this way to a shard"))
+            return []
+        if not isinstance(shard, int) or shard not in self._cores:
+            here = ", ".join(str(core.shard) for core in self._cores)
+            reply(Refused("protocol", f"{request.method!r} names shard {str(shard)[:40]}; here are {here}"))
+            return []
+        ticket = next(self._tickets)
+        self._replies[ticket] = reply
+        return [(shard, Arrived(ticket, request))]
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Reply(ticket, answer):
+                    self._reply(ticket, answer)
+                case Send():
+                    self._carry(effect)
+
+    def _reply(self, ticket: int, answer: Answer) -> None:
+        reply = self._replies.pop(ticket, None)
+        if reply is not None:
+            _logged(partial(reply, answer))
+
+    # -- streams ----------------------------------------------------------------------------------------------------
+
+    def _register(self, listener: socket.socket) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def _hear(self, events: int) -> None:
+        with suppress(BlockingIOError):
+            self._ear.recv(4096)
+
+    def _accept(self, events: int) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it went away again
+        except OSError:  # no more files can be open: what is connected goes on, nobody else comes
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            return
+        if sum(not one.is_proved for one in self._connections) >= UNPROVED:
+            sock.close()
+            return
+        try:
+            sock = encrypted(sock, self._context, listens=True)
+            one = Connection(sock, self._keys, self._afford, time.monotonic())
+        except OSError:  # it went away again
+            sock.close()
+            return
+        self._connections.add(one)
+        self._selector.register(one.socket, selectors.EVENT_READ, partial(self._serve, one))
+        self._serve(one, selectors.EVENT_READ)
+
+    def _afford(self, nbytes: int) -> None:
+        """One message has room beside those that are coming in."""
+        streams.within(nbytes, sum(one.filling for one in self._connections), self._budget)
+
+    def _serve(self, one: Connection, events: int) -> None:
+        if one not in self._connections:
+            return  # closed by an event before this one
+        try:
+            if events & selectors.EVENT_WRITE:
+                one.write()
+                self._watch(one)
+            if events & selectors.EVENT_READ:
+                message = one.read(time.monotonic())
+                if message is not None:
+                    self._request(one, message)
+        except (OSError, Broken, ProtocolError, ResourceExhausted, MemoryError):
+            self._close(one)  # its caller goes on by Dask's connections
+        except Exception:
+            log.exception("a direct stream")
+            self._close(one)
+
+    def _request(self, one: Connection, message: Sequence[envelope.Buffer]) -> None:
+        if one.is_asked:
+            raise Broken("a request before the answer to the last one")
+        one.is_asked = True
+        try:
+            request = read_request(message, self._budget, one.loans.borrowing() if one.loans is not None else None)
+        except TfnbError as error:
+            self._answer(one, failed(error))
+            return
+        if request.method == "share":
+            loans, answer = self._share(str(request.meta.get("memory")))
+            self._answer(one, answer)
+            one.loans = loans
+            return
+        self._ask(request, lambda answer: self._answer(one, answer), STREAMED)
+
+    def _share(self, name: str) -> tuple[ServerLoans | None, Answer]:
+        """What lends to a task from the next answer on, and memory of this process that the task maps as a proof."""
+        try:
+            self._proof = self._proof or Segment(envelope.ALIGN)
+            return ServerLoans(name), Ok({"memory": self._proof.name})
+        except OSError as error:
+            return None, Refused("protocol", f"no shared memory: {error}")
+
+    def _answer(self, one: Connection, answer: Answer) -> None:
+        if one not in self._connections:
+            return
+        one.is_asked = False
+        try:
+            try:
+                message = write_outcome(answer, self._budget, one.loans.lend if one.loans is not None else None)
+            except TfnbError as error:
+                message = write_outcome(failed(error), self._budget)
+            if one.loans is not None:
+                one.loans.sent()
+                self._lending.add(one)
+            one.send(streams.framed(message), time.monotonic())
+            self._watch(one)
+        except OSError:
+            self._close(one)
+        except Exception:
+            log.exception("an answer on a direct stream")
+            self._close(one)
+
+    def _watch(self, one: Connection) -> None:
+        """Wait until the other end reads, as long as there is something to send."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.has_more_to_send else 0)
+        if self._selector.get_key(one.socket).events != events:
+            self._selector.modify(one.socket, events, partial(self._serve, one))
+
+    def _close(self, one: Connection) -> None:
+        if one in self._connections:
+            self._connections.discard(one)
+            self._selector.unregister(one.socket)
+            one.close()
+
+    def _end(self) -> None:
+        for one in list(self._connections):
+            self._close(one)
+        self._selector.close()
+        for sock in (self._listener, self._bell, self._ear):
+            if sock is not None:
+                sock.close()
+
+
+def _logged(work: Callable[[], None]) -> None:
+    """Do it. Where it fails, the thread goes on: it has others to answer."""
+    try:
+        work()
+    except Exception:
+        log.exception("the thread of a server")

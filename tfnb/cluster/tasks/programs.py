@@ -1,0 +1,398 @@
+"""Plans: the parts of a split step as messages, and as compiled programs on the tasks.
+
+A plan is registered once on a task, under the sha256 of its content, in tfnb's own graph format; nothing is pickled.
+The notebook makes `Plan`s; a compute task turns one into a `ComputeProgram`, a server into a `ShardProgram`.
+Imports the graph, placement and execution; no Dask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tfnb.cluster.server.core import GRADIENTS
+from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
+from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, TfnbError
+from tfnb.execution import Pending, Program
+from tfnb.execution.dataflow.executor import lowered
+from tfnb.execution.explain import explained
+from tfnb.execution.tracing.checked_steps import Checked, ensure_finite, try_update
+from tfnb.execution.tracing.health import is_finite
+from tfnb.execution.tracing.origins import not_finite
+from tfnb.execution.tracing.value_health import ValueHealth
+from tfnb.graph import Graph, Spec, Value, Variable
+from tfnb.graph.files import sha256
+from tfnb.graph.forms.serial import dumps, loads
+from tfnb.graph.graph import new_id
+from tfnb.graph.ops import ENQUEUE
+from tfnb.graph.queue import Queue
+from tfnb.graph.subgraph import nested, queues_of
+from tfnb.passes import step_graph
+from tfnb.placement.lookups import lookups
+from tfnb.placement.partition import Server, Split
+from tfnb.placement.placement import Homes, Piece, Placement, joined, read_from
+from tfnb.state.queue_machine import whole_steps
+
+Meta = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One part of a step, ready to be registered: ``id``, JSON facts, and the graph's text and constants as tensors."""
+
+    id: str
+    meta: dict[str, Any]
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A step placed on the cluster.
+
+    ``fetched``: for each fetch its place among what the compute plan returns, or None. ``after``: a plan that gives
+    the fetches at ``after_fetched`` from the state after the step.
+    """
+
+    compute: Plan
+    servers: Mapping[int, Plan]
+    fetched: tuple[int | None, ...]
+    placement: Placement
+    after: Plan | None = None
+    after_fetched: tuple[int | None, ...] = ()
+    why_whole: str | None = None
+    queues: tuple[Queue, ...] = ()  # that the compute plan uses, in its order
+    puts: bool = False  # into one of them
+    read: tuple[str, ...] = ()  # keys of Variables that nobody may write while a step with queues waits
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Shards that the step writes."""
+        return self.placement.writes
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Keys of the Variables that the step writes."""
+        return self.placement.changed
+
+    @property
+    def task(self) -> int | None:
+        """The task that the graph asks for."""
+        return self.placement.task
+
+
+# -- the notebook's side --------------------------------------------------------------------------------------
+
+
+def place(split: Split, *, check: bool = False) -> Placed:
+    """The plans of a split step. check: nobody takes or writes numbers that are not finite."""
+    homes = split.placement.homes
+    servers = {server.shard: _server_plan(server, homes, check) for server in split.servers}
+    wanted = [value for value in split.fetches if value is not None]
+    borders = list(dict.fromkeys(b.value for server in split.servers for b in server.borders))
+    pushes = [
+        {
+            "shard": s.shard, "plan": servers[s.shard].id,
+            "at": [len(wanted) + borders.index(b.value) for b in s.borders],
+            "grads": [b.variable if b.kind in GRADIENTS else None for b in s.borders],
+            "rows": [b.rows for b in s.borders],
+        }
+        for s in split.servers
+    ]  # fmt: skip
+    outputs = (*wanted, *borders, *split.checks)
+    is_whole = split.why_whole is not None
+    found = () if is_whole or check else lookups(split.compute, outputs, split.feeds, written=split.placement.changed)
+    about = {"count": len(wanted), "pushes": pushes, "whole": is_whole, "check": check}
+    about["lookups"] = [
+        {"index": _name(split.compute, index), "length": len(variable), "homes": homes[variable.key]}
+        for _, index, variable in found
+    ]  # fmt: skip
+    feeds = (*split.feeds, *(look.value for look in found))
+    compute = _plan(split.compute, outputs, feeds, {"homes": _homes(split.compute, homes), **about})
+    after, after_at = None, _numbered(split.after_fetches)
+    if split.after is not None:
+        late = tuple(value for value in split.after_fetches if value is not None)
+        facts = {"homes": _homes(split.after, homes), "count": len(late), "pushes": [], "whole": False, "check": check}
+        facts["lookups"] = []
+        after = _plan(split.after, late, split.after_feeds, facts)
+    queues = queues_of(split.compute.nodes)
+    inner = (inner for node in split.compute.nodes for inner in (node, *nested(node)))
+    puts = any(node.op == ENQUEUE for node in inner)
+    read: tuple[str, ...] = ()
+    if queues and split.placement.writes:
+        read = (*split.placement.changed, *(v.key for v in split.compute.contents.variables.values()))
+    return Placed(
+        compute, servers, _numbered(split.fetches), split.placement, after, after_at, split.why_whole, queues, puts,
+        read,
+    )  # fmt: skip
+
+
+def _numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:
+    """Places of the values that are not None, counted."""
+    found: list[int | None] = []
+    for value in values:
+        found.append(None if value is None else sum(place is not None for place in found))
+    return tuple(found)
+
+
+def _homes(graph: Graph, homes: Homes) -> dict[str, Sequence[Piece]]:
+    """The pieces of each variable label of a graph."""
+    return {label: homes[v.key] for label, v in graph.contents.variables.items()}
+
+
+def _server_plan(server: Server, homes: Homes, check: bool) -> Plan:
+    keys = {
+        label: next(piece.key for piece in homes[variable.key] if piece.shard == server.shard)
+        for label, variable in server.graph.contents.variables.items()
+    }
+    facts = {"kinds": [border.kind for border in server.borders], "keys": keys, "check": check}
+    return _plan(server.graph, (server.target,), server.feeds, facts)
+
+
+def _plan(graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], facts: Meta) -> Plan:
+    text, constants = dumps(graph.name, graph.seed, graph.contents)
+    meta = {
+        **facts, "constants": list(constants),
+        "fetches": [_name(graph, value) for value in fetches], "feeds": [_name(graph, value) for value in feeds],
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps([meta, text], sort_keys=True).encode())
+    for tensor in constants.values():
+        digest.update(sha256(tensor).encode())
+    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return Plan(digest.hexdigest(), {"plan": digest.hexdigest(), **meta}, (raw, *constants.values()))
+
+
+def _name(graph: Graph, value: Value) -> str:
+    return f"{graph.contents.by_id[value.node].name}:{value.index}"
+
+
+# -- the tasks' side ------------------------------------------------------------------------------------------
+
+
+def _graph(meta: Meta, tensors: Sequence[torch.Tensor]) -> Graph:
+    """The graph of a registered plan."""
+    try:
+        text = bytes(tensors[0].numpy()).decode()
+        constants = dict(zip(meta["constants"], tensors[1:], strict=True))
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise GraphFormatError(f"not a plan: {type(error).__name__}: {error}") from error
+    name, seed, contents = loads(text, constants, new_id, trusted=True)
+    return Graph(name, contents, seed=seed)
+
+
+def _lowered(graph: Graph, fetches: Iterable[str], feeds: Iterable[str]) -> Program:
+    step = step_graph(graph, map(graph.value, fetches), map(graph.value, feeds))
+    return lowered(step, "auto")  # type: ignore[return-value]  # asked the same things
+
+
+def _keys(program: Program, keys: Mapping[str, Any]) -> list[Any]:
+    """What ``keys`` says of each variable of the program, in its order."""
+    labels = {variable: label for label, variable in program.whole.contents.variables.items()}
+    return [keys[labels[variable]] for variable in program.variables]
+
+
+class ShardProgram:
+    """What a server applies at commit; a `tfnb.cluster.server.core.ServerProgram`."""
+
+    def __init__(self, meta: Meta, tensors: Sequence[torch.Tensor]) -> None:
+        self.program = _lowered(_graph(meta, tensors), meta["fetches"], meta["feeds"])
+        self._is_checked = bool(meta["check"])
+        self.kinds: Sequence[str] = list(meta["kinds"])
+        self.reads: Sequence[str] = _keys(self.program, meta["keys"])
+        key_of = dict(zip(self.program.variables, self.reads, strict=True))
+        self.writes: Sequence[str] = [key_of[variable] for variable in self.program.writes]
+
+    def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Pending:
+        """What will be written; nothing is."""
+        try:
+            if self._is_checked:
+                try_update(self.program, feeds, storages, run_index)
+            return self.program.compute(feeds, list(storages), run_index)[1]
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(self.program, error, feeds) from error
+
+    def commit(self, pending: Pending) -> None:
+        """Write it."""
+        self.program.commit(pending)
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What a worker sends to one shard: feeds of a server plan, or (``plan`` None) new values of ``keys``.
+
+    ``grads``: of each tensor that is a gradient the name of its variable, else None.
+    """
+
+    shard: int
+    plan: str | None
+    keys: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    grads: tuple[str | None, ...] = ()
+
+    def ensure_finite(self, task: str) -> None:
+        """Raise NonFiniteGradient naming the variable, before any server sees anything of the step."""
+        for name, tensor in zip(self.grads, self.tensors, strict=False):
+            if name is not None and not is_finite(tensor):
+                whose = f"variable {name}" if name else "a variable"
+                raise NonFiniteGradient(
+                    f"the gradient of {whose}, {Spec.of(tensor)}, that {task} computed holds NaN or infinity; the step "
+                    "was dropped on every server", node=name or None, task=task,
+                )  # fmt: skip
+
+
+@dataclass
+class ComputeProgram:
+    """What a compute task runs: reads of some shards, feeds, then fetches and pushes.
+
+    The last feeds are rows of large Variables, of which it knows by ``lookups`` what to ask for.
+    """
+
+    meta: Meta
+    tensors: Sequence[torch.Tensor]
+    program: Program = field(init=False)
+    homes: list[tuple[Piece, ...]] = field(init=False)  # of each of the program's variables
+    queues: tuple[Queue, ...] = field(init=False)
+    lookups: list[tuple[int, list[Piece]]] = field(init=False)  # of each its number of rows, and where they are
+
+    def __post_init__(self) -> None:
+        graph, looks, feeds = _graph(self.meta, self.tensors), self.meta["lookups"], self.meta["feeds"]
+        self.program = _lowered(graph, self.meta["fetches"], feeds)
+        self.lookups = [(int(look["length"]), [*map(_piece, look["homes"])]) for look in looks]
+        if looks:
+            self._indices = _lowered(graph, [look["index"] for look in looks], feeds[: -len(looks)])
+        self.tensors, self.queues = (), queues_of(self.program.whole.nodes)
+        self.homes = [tuple(map(_piece, pieces)) for pieces in _keys(self.program, self.meta["homes"])]
+
+    @property
+    def reads(self) -> dict[int, list[str]]:
+        """Keys to pull from each shard."""
+        found: dict[int, list[str]] = {}
+        for pieces in self.homes:
+            for piece in read_from(pieces):
+                found.setdefault(piece.shard, []).append(piece.key)
+        return found
+
+    def looked_up(self, feeds: Sequence[torch.Tensor]) -> LookedUp:
+        """The rows that a step of these feeds takes. Raises InvalidArgument for one that there is not."""
+        if not self.lookups:
+            return LookedUp((), ())
+        fed = [self._fed(value, tensor) for value, tensor in zip(self._indices.feeds, feeds, strict=True)]
+        try:
+            indices, _ = self._indices.compute(fed, [], 0)
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(self._indices, error, fed) from error
+        wanted, empty = [], []
+        for index, (length, pieces), value in zip(indices, self.lookups, self.program.feeds[len(feeds) :], strict=True):
+            node = self.program.whole.contents.by_id[value.node]
+            dtype, width = node.outputs[0].dtype, node.outputs[0].shape[-1]
+            assert isinstance(width, int)  # of a table
+            assert index is not None  # a value of the graph
+            if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < length:
+                raise InvalidArgument(
+                    f"{node.op} failed: an index is not within the {length} rows of the table\n  node {node.name}"
+                    f"\n  at {node.source}", **node.where,
+                )  # fmt: skip
+            wanted.append(Wanted.of(index, pieces))
+            empty.append(torch.empty(0, width, dtype=dtype))
+        return LookedUp.of(wanted, empty)
+
+    def run(
+        self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int, task: str,
+        looked: Sequence[torch.Tensor] = (),
+    ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
+        """Fetched values, and what goes to the shards. ``values`` (by key) are not written. ``looked``: rows.
+
+        Raises NonFiniteGradient for gradients that are not finite: with the name of the ``task``, the op and line that
+        made the first number of them, and the fetched values as details.
+        """
+        storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
+        feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, (*feeds, *looked), strict=True)]
+        forward = Checked(self.program).forward if self.meta["check"] else None
+        try:
+            with whole_steps() if self.program.waits else nullcontext():
+                out, pending = self.program.compute(feeds, storages, run_index, forward)
+        except NonFinite as error:
+            error.task = task
+            raise
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(self.program, error, feeds) from error
+        if self.meta["whole"]:
+            self.program.commit(pending)
+            if self.meta["check"]:
+                of = dict(zip(self.program.variables, storages, strict=True))
+                ensure_finite(self.program, [of[variable] for variable in self.program.writes])
+            return out, self._whole(storages)
+        pushes = [
+            Push(
+                int(to["shard"]), str(to["plan"]), (),
+                tuple(_cut(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)), tuple(to["grads"]),
+            )
+            for to in self.meta["pushes"]
+        ]  # fmt: skip
+        try:
+            for push in pushes:
+                push.ensure_finite(task)
+        except NonFiniteGradient as error:
+            self._locate(error, [*feeds, *storages, run_index])
+            error.details = out[: self.meta["count"]]
+            raise
+        return out[: self.meta["count"]], pushes
+
+    def _locate(self, error: NonFiniteGradient, args: Sequence[Any]) -> None:
+        """Compute once more, with probes, and say where the gradient became NaN or infinite."""
+        if self.queues:  # what it took is gone
+            return
+        tracer = ValueHealth(self.program)
+        tracer.forward(*args)
+        found = not_finite(tracer.results, self.program.whole)
+        error.message += f"\nComputed again there: {found.message}"
+        error.cell, error.line, error.op = found.cell, found.line, found.op
+
+    def _variables(self) -> Iterable[tuple[Variable, tuple[Piece, ...]]]:
+        return zip(self.program.variables, self.homes, strict=True)
+
+    def _storage(
+        self, variable: Variable, pieces: tuple[Piece, ...], values: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """A value where the graph wants it; a private copy if the program writes it."""
+        value = joined(pieces, values)
+        placed = value.to(variable.spec.device)
+        is_shared = placed is values.get(pieces[0].key)
+        return placed.clone() if is_shared and variable in self.program.writes else placed
+
+    def _fed(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
+        spec = self.program.whole.contents.by_id[value.node].outputs[value.index]
+        return tensor if spec.is_on(tensor.device) else tensor.to(spec.device)
+
+    def _whole(self, storages: Sequence[torch.Tensor]) -> list[Push]:
+        """New values of everything that was written, by shard."""
+        parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for (variable, pieces), storage in zip(self._variables(), storages, strict=True):
+            for piece in pieces if variable in self.program.writes else ():
+                parts.setdefault(piece.shard, []).append((piece.key, piece.of(storage)))
+        return [
+            Push(shard, None, tuple(key for key, _ in part), tuple(value for _, value in part))
+            for shard, part in parts.items()
+        ]
+
+
+def _piece(fields: Sequence[Any]) -> Piece:
+    shard, key, rows = fields
+    return Piece(int(shard), str(key), None if rows is None else (int(rows[0]), int(rows[1])))
+
+
+def _cut(value: torch.Tensor | None, rows: Sequence[int] | None) -> torch.Tensor:
+    """What a shard needs of a value."""
+    assert value is not None  # what is sent to servers is an output
+    return value if rows is None else value[rows[0] : rows[1]]

@@ -1,0 +1,673 @@
+"""The loop that a task runs by itself while a `fit` trains: one message to each server and step, no notebook.
+
+The notebook lends pieces of training ahead of need and asks a few times a second what was done; everything it is told
+counts from the first step of the loop, so that a repeated answer means the same. The loop ends by itself at the first
+call or kernel that fails; the notebook then decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tfnb.cluster.modes.plan import divide
+from tfnb.cluster.tasks.computing import Compute, Computing
+from tfnb.cluster.tasks.data import Data, Needs
+from tfnb.cluster.tasks.programs import ComputeProgram, Push
+from tfnb.cluster.tasks.rows_there import LookedUp
+from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, OpId, Outcome, Refused, Request, failed
+from tfnb.cluster.wire.streams import Streams
+from tfnb.cluster.wire.transport import outcome_header
+from tfnb.errors import Cancelled
+from tfnb.state.batch_order import Order, Rows
+
+QUARTER = 0.25  # seconds between two answers to a notebook that watches
+WHILE = 0.05  # seconds of steps for which the compute thread goes on by itself
+SPAN = 64  # steps whose watched values are stacked together
+DEADLINE = 600.0  # seconds for the calls of one step
+FAREWELL = 10.0  # seconds for the calls of a loop that stands still
+GRACE = 0.25  # seconds that a call on a direct stream may take still when the loop is to end
+LEFT = 1024  # ended loops that are remembered
+RANK = 1 << 40  # between the random streams of the workers of one step
+NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0, "late": 0}
+_keys = itertools.count(1 << 60)  # of loops among the calls of the compute thread; rounds lie below
+
+Out = list[torch.Tensor | None]
+
+
+class Host(Protocol):
+    """What the loop needs of its task."""
+
+    name: str
+    computing: Computing
+    room: int  # bytes of chunks that it may keep
+
+    async def read(self, key: Any, what: str) -> torch.Tensor: ...
+
+    async def stop_reading(self) -> None: ...
+
+    streams: Streams
+
+    async def open_streams(self, shards: Sequence[int]) -> None: ...
+
+    def stream(self, asks: Sequence[Ask]) -> list[Outcome]: ...
+
+    async def ask(self, asks: Sequence[Ask], deadline: float) -> list[Ok]: ...
+
+
+class Share(NamedTuple):
+    """Feeds and rows of one worker of a step, no rows where it has none; of how many workers the step is made."""
+
+    feeds: Sequence[torch.Tensor]
+    rows: int
+    run: int
+    workers: int
+
+
+class _Begun(NamedTuple):
+    """A step that is to be computed, with the rows that it takes of large Variables; None: they are to be asked for."""
+
+    step: tuple[int, int]  # the number of its piece, and which step of it
+    share: Share
+    looked: LookedUp | None = None
+    rows: Sequence[torch.Tensor] | None = ()
+
+
+class _Computed(NamedTuple):
+    """One step as it was computed."""
+
+    share: Share
+    out: Out
+    pushes: list[Push]
+
+
+class _Sent(NamedTuple):
+    """A step of which servers were told, and what they answered by direct streams."""
+
+    done: _Computed
+    asks: list[Ask]
+    outcomes: list[Outcome]
+
+
+class _Mine(NamedTuple):
+    """``rows``, from and to, that a worker takes of a ``batch`` of a piece; None where it has none."""
+
+    batch: int
+    rows: tuple[int, int] | None
+    run: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One piece of training. ``steps``: of the data sent ahead; else ``batches`` holds (feeds, rows, run index).
+
+    ``part``: this worker, how many there are, and how many of them make a step, among which the rows of each batch are
+    divided; None: whole batches. The spare workers of a step compute the first rows of the next batch; who is spare
+    goes round, so that a slow task leaves out no rows more than others. ``joint``: the same workers make a step on all
+    servers; else the first ones on each.
+    """
+
+    number: int
+    stream: str
+    first: int
+    count: int
+    steps: int | None = None
+    run: int = 0
+    part: tuple[int, int, int] | None = None
+    joint: bool = True
+    batches: Sequence[tuple[Sequence[torch.Tensor], int, int, Sequence[bool]]] = ()
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Given:
+        """The piece in a request."""
+        source, batches = iter(tensors), []
+        for feeds, rows, run, cut in meta.get("batches", ()):
+            batches.append((list(itertools.islice(source, feeds)), rows, run, cut))
+        part = meta["part"]
+        return cls(
+            int(meta["number"]), str(meta["stream"]), int(meta["first"]), int(meta["count"]), meta["steps"],
+            int(meta["run"]), None if part is None else (part[0], part[1], part[2]), bool(meta["joint"]),
+            tuple(batches),
+        )  # fmt: skip
+
+    def share(self, index: int, data: Rows | None) -> Share:
+        """What this worker computes of a step."""
+        mine = self._mine(index, data)
+        if mine.rows is None:
+            return Share((), 0, mine.run, mine.workers)
+        first, last = mine.rows
+        if self.steps is not None:
+            assert data is not None  # the notebook sends the data first
+            feeds: Sequence[torch.Tensor] = data.part(self.steps + mine.batch, first, last)
+            return Share(feeds, last - first, mine.run, mine.workers)
+        tensors, of, _, cut = self.batches[mine.batch % self.count]
+        if (first, last) == (0, of):
+            return Share(tensors, of or 1, mine.run, mine.workers)
+        feeds = [t[first:last] if c else t for t, c in zip(tensors, cut, strict=True)]
+        return Share(feeds, last - first, mine.run, mine.workers)
+
+    def rows(self, order: Rows) -> Iterator[torch.Tensor | slice]:
+        """Where the rows are that this worker takes of arrays, step by step."""
+        for index in range(self.count):
+            mine = self._mine(index, order)
+            if mine.rows is not None:
+                yield order.at((self.steps or 0) + mine.batch, *mine.rows)
+
+    def _mine(self, index: int, data: Rows | None) -> _Mine:
+        """Which rows of which batch."""
+        worker, workers, wanted = self.part or (0, 1, 1)
+        ranges = divide(self._rows(index, data), wanted)
+        run = self.run + index if self.steps is not None else self.batches[index][2]
+        if wanted == workers:
+            if worker >= len(ranges):
+                return _Mine(index, None, run, len(ranges))
+            return _Mine(index, ranges[worker], run + worker * RANK, len(ranges))
+        ahead, place = divmod((worker + self.first + index) % workers, wanted)
+        of_next = divide(self._rows(index + ahead, data), wanted)
+        return _Mine(index + ahead, of_next[place % len(of_next)], run + worker * RANK, len(ranges))
+
+    def _rows(self, index: int, data: Rows | None) -> int:
+        """Rows of a batch, 0 where it has none; behind the last batch of those drawn in the notebook is the first."""
+        if self.steps is None:
+            return self.batches[index % self.count][1]
+        assert data is not None  # the notebook sends the data first
+        _, start, stop = data.order.place(self.steps + index)
+        return stop - start
+
+
+@dataclass(slots=True)
+class _Done:
+    """A step that is applied: which one of which piece, over how many rows, of how many workers; its watched values."""
+
+    number: int
+    index: int
+    rows: int
+    workers: int
+    out: Out
+
+    def follows(self, other: _Done) -> bool:
+        """Whether their values can be stacked."""
+        if (self.number, self.index) != (other.number, other.index + 1):
+            return False
+        if (self.rows, self.workers) != (other.rows, other.workers):
+            return False
+        return all(a is None or b is None or a.shape == b.shape for a, b in zip(self.out, other.out, strict=True))
+
+
+class Prefetch:
+    """The rows of the pieces that are lent, on their way to where they are trained on. ``data``: for the steps."""
+
+    def __init__(self, arrays: Data, order: Order) -> None:
+        self.data = Rows(arrays.arrays, order)
+        self._arrays = arrays
+        self._order = Rows(arrays.arrays, order)  # of its own: steps take theirs in another thread
+        self._one_by_one = asyncio.Lock()
+        self._held: dict[int, asyncio.Task[Needs]] = {}  # by number of the piece
+
+    def begin(self, given: Given, is_here: Callable[[], None]) -> None:
+        """A piece is lent."""
+        if self._arrays.chunked:
+            held = self._held[given.number] = asyncio.ensure_future(self._hold(given))
+            held.add_done_callback(lambda _: is_here())
+
+    async def _hold(self, given: Given) -> Needs:
+        async with self._one_by_one:
+            needs = await asyncio.to_thread(lambda: self._arrays.needs(given.rows(self._order)))
+        await self._arrays.hold(needs)
+        return needs
+
+    def is_here(self, given: Given) -> bool:
+        """Whether its rows are here; raises what kept them away."""
+        held = self._held.get(given.number)
+        if held is not None and held.done():
+            held.result()
+        return held is None or held.done()
+
+    def end(self, given: Given) -> None:
+        """A piece is done."""
+        held = self._held.pop(given.number, None)
+        if held is not None:
+            self._arrays.free(held.result())
+
+    def close(self) -> None:
+        """No more pieces."""
+        for held in self._held.values():
+            if not held.done():
+                held.cancel()
+            elif not held.cancelled() and held.exception() is None:
+                self._arrays.free(held.result())
+        self._held.clear()
+
+
+class Loop:
+    """One training on one task."""
+
+    def __init__(
+        self, host: Host, name: str, training: str, program: ComputeProgram, ahead: Prefetch | None, shards: list[int],
+        staleness: int | None = None,
+    ) -> None:  # fmt: skip
+        self._host, self._training, self._program, self._shards = host, training, program, shards
+        self._name, self._staleness = name, staleness
+        self._clock = 0  # steps that are applied, as the servers count them where staleness is bounded
+        self._leads: dict[int, int] = {}  # shard -> steps that this loop is ahead there
+        self._ahead, self._reads = ahead, program.reads
+        self._given: deque[Given] = deque()
+        self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
+        self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
+        self._counts = True  # whether the last step counts, on the first shard
+        self._late = 0  # steps that came too late to count
+        self._log: deque[_Done] = deque()  # what the notebook has not confirmed
+        self._told = 0  # steps before the log
+        self._changed, self._news = asyncio.Event(), asyncio.Event()
+        self._stands = asyncio.Event()
+        self._is_wanted, self._is_pause_wanted, self._has_stood = True, False, True
+        self._failure: Failed | Refused | None = None
+        self._seconds = 0.0  # that the last step computed
+        self._key = next(_keys)
+        self._begun: _Begun | None = None  # the step of which direct streams did not give the rows
+        self._waits: asyncio.Future[None] | None = None  # for loops that are behind
+        self._work = asyncio.ensure_future(self._run())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._work.done()
+
+    # -- what the notebook asks for -----------------------------------------------------------------------------
+
+    def lend(self, given: Given) -> None:
+        """One more piece; a piece that is here already means nothing."""
+        if not any(held.number == given.number for held in self._given):
+            self._given.append(given)
+            if self._ahead is not None:
+                self._ahead.begin(given, self._changed.set)
+            self._changed.set()
+
+    async def watch(self, seen: int) -> Ok:
+        """What was done, as soon as there is something to decide, and every quarter of a second."""
+        self._confirm(seen)
+        if not self._work.done():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), QUARTER)
+        self._news.clear()
+        return self.report(seen)
+
+    async def pause(self, is_wanted: bool, seen: int) -> Ok:
+        """Stand between two steps, or go on. A step may take long: the answer says whether it stands by now."""
+        self._is_pause_wanted = is_wanted
+        self._changed.set()
+        if is_wanted:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stands.wait(), QUARTER)
+        return self.report(seen)
+
+    async def stop(self, seen: int) -> Ok:
+        """End: what computes is dropped, what was begun to be sent is sent, and it waits for no other loop."""
+        self._is_wanted = False
+        self._changed.set()
+        if self._waits is not None:
+            self._waits.cancel()
+        left = asyncio.ensure_future(self._host.computing.stopped(lambda key: key == self._key))
+        await asyncio.wait({left}, timeout=GRACE)
+        if not left.done():  # it waits on a stream: from here on by calls that can be given up
+            self._host.streams.end()
+        await left
+        await asyncio.wait({self._work})
+        return self.report(seen)
+
+    def report(self, seen: int) -> Ok:
+        """Every step that the notebook has not seen, and how the loop stands."""
+        self._confirm(seen)
+        groups: list[list[_Done]] = []
+        log = list(self._log)  # at once: the compute thread adds to it
+        for done in log:
+            if groups and len(groups[-1]) < SPAN and done.follows(groups[-1][-1]):
+                groups[-1].append(done)
+            else:
+                groups.append([done])
+        tensors = [
+            torch.stack([done.out[place] for done in group])  # type: ignore[misc]
+            for group in groups
+            for place, value in enumerate(group[0].out)
+            if value is not None
+        ]
+        return Ok({
+            "at": self._told, "some": next(([v is not None for v in d.out] for d in log), []),
+            "groups": [[d.number, d.index, len(group), d.rows, d.workers] for group in groups for d in group[:1]],
+            "late": self._late,
+            "paused": self._stands.is_set(), "over": self._work.done(),
+            "failure": None if self._failure is None else outcome_header(self._failure),
+            "seconds": self._seconds,
+        }, tensors)  # fmt: skip
+
+    def _confirm(self, seen: int) -> None:
+        while self._log and self._told < seen:
+            self._log.popleft()
+            self._told += 1
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            while await self._goes_on():
+                given, index = self._given[0], 0
+                while index < given.count:
+                    if not await self._goes_on():
+                        return
+                    if self._has_stood:  # what others wrote meanwhile counts
+                        await self._enter()
+                    index = await self._advance(given, index)
+                self._given.popleft()
+                if self._ahead is not None:
+                    self._ahead.end(given)
+                self._news.set()
+        except Cancelled:
+            pass
+        except NotDone as ended:
+            self._failure = ended.outcome  # type: ignore[assignment]  # a host raises what is failed or refused
+        except Exception as error:
+            self._failure = failed(error, self._host.name)
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
+            with suppress(NotDone):
+                await self._depart()
+            self._stands.set()
+            self._news.set()
+
+    async def _goes_on(self) -> bool:
+        """Wait for a piece and for its rows, and for the end of a pause; False when it is to end."""
+        while self._is_wanted and (self._is_pause_wanted or not self._has_piece):
+            self._changed.clear()
+            await self._depart()
+            self._stands.set()
+            self._news.set()
+            await self._changed.wait()
+        self._stands.clear()
+        return self._is_wanted
+
+    @property
+    def _has_piece(self) -> bool:
+        """Whether there is a piece whose rows are here; raises what kept them away."""
+        return bool(self._given) and (self._ahead is None or self._ahead.is_here(self._given[0]))
+
+    async def _advance(self, given: Given, index: int) -> int:
+        """Steps of a piece from ``index`` on, at least one that is not written yet; how far they came."""
+        tables = (piece.shard for _, pieces in self._program.lookups for piece in pieces)
+        await self._host.open_streams(sorted({*self._asked, *tables}))
+        if self._begun is not None and self._begun.rows is None and self._begun.looked is not None:
+            looked = self._begun.looked
+            answers = await self._host.ask(looked.asks, time.monotonic() + DEADLINE)
+            self._begun = self._begun._replace(rows=looked.rows(answers))
+        index, sent = await self._host.computing.work(self._key, lambda compute: self._steps(given, index, compute))
+        if sent is not None:
+            await self._ask(sent.asks, sent.outcomes)
+            self._applied(given, index, sent.done)
+            index += 1
+        await self._level()
+        await self._keep_bound()
+        return index
+
+    def _steps(self, given: Given, index: int, compute: Compute) -> tuple[int, _Sent | None]:
+        """In the compute thread: one step after the other, for a while and as long as the event loop has no part in it.
+
+        The step that is next, or that was sent and is not applied as far as direct streams tell.
+        """
+        until = time.monotonic() + WHILE
+        while index < given.count and self._is_free(until):
+            if given.first + index > max(self._rounds.values(), default=-1):  # else it is written, without this worker
+                begun = self._begin(given, index, compute)
+                if begun.rows is None:
+                    self._begun = begun
+                    return index, None
+                sent = self._streamed(given, index, compute(partial(self._computed, begun)))
+                answers = [outcome for outcome in sent.outcomes if isinstance(outcome, Ok)]
+                if len(answers) < len(sent.outcomes):
+                    return index, sent
+                for ask, answer in zip(sent.asks, answers, strict=True):
+                    self._take(ask, answer)
+                self._applied(given, index, sent.done)
+            index += 1
+        return index, None
+
+    def _is_free(self, until: float) -> bool:
+        """Whether the next step can follow at once."""
+        if not self._is_wanted or self._is_pause_wanted or time.monotonic() > until:
+            return False
+        return len({*self._rounds.values()}) <= 1 and not self._too_far
+
+    def _applied(self, given: Given, index: int, done: _Computed) -> None:
+        """A step is over: for the notebook, where it counts."""
+        if self._counts:
+            self._log.append(_Done(given.number, index, done.share.rows, done.share.workers, done.out))
+        elif done.share.rows:
+            self._late += 1
+
+    def _streamed(self, given: Given, index: int, done: _Computed) -> _Sent:
+        """In the compute thread: what each server is asked, and the answers that came by direct streams."""
+        about: dict[str, Any] = {"training": self._training, "rows": done.share.rows, "run_index": done.share.run}
+        op: OpId | None = OpId(given.stream, given.first + index)
+        method = "push"
+        if given.part is not None:
+            worker, workers, wanted = given.part
+            method, op = "contribute", None
+            about |= {
+                "round": given.first + index, "worker": worker, "workers": done.share.workers, "shards": self._shards,
+            }  # fmt: skip
+            about |= {"joint": True} if wanted < workers and given.joint else {}
+        if self._staleness is not None:
+            self._clock += 1
+            about |= {"loop": self._name, "clock": self._clock}
+        asks = [
+            ask if ask.op is not None else ask._replace(op=self._host.streams.op())
+            for ask in self._asks(method, about, {push.shard: push for push in done.pushes}, op)
+        ]
+        return _Sent(done, asks, self._host.stream(asks))
+
+    def _begin(self, given: Given, index: int, compute: Compute) -> _Begun:
+        """In the compute thread: what is to be computed, with the rows as far as direct streams give them."""
+        if self._begun is not None and self._begun.step == (given.number, index):
+            begun, self._begun = self._begun, None
+            return begun
+        share = compute(partial(given.share, index, self._ahead.data if self._ahead is not None else None))
+        if not (share.rows and self._program.lookups):
+            return _Begun((given.number, index), share)
+        looked = compute(partial(self._program.looked_up, share.feeds))
+        answers = self._host.stream(looked.asks)
+        found = [answer for answer in answers if isinstance(answer, Ok)]
+        rows = looked.rows(found) if len(found) == len(answers) else None
+        return _Begun((given.number, index), share, looked, rows)
+
+    def _computed(self, begun: _Begun) -> _Computed:
+        """In the compute thread: the fetches and what goes to the servers, all of it finite."""
+        begin, share = time.monotonic(), begun.share
+        values = {key: value for key, (_, value) in self._held.items()}
+        if not share.rows:
+            return _Computed(share, [], [])
+        out, pushes = self._program.run(share.feeds, values, share.run, self._host.name, begun.rows or ())
+        self._seconds = time.monotonic() - begin
+        return _Computed(share, out, pushes)
+
+    @property
+    def _asked(self) -> list[int]:
+        """The shards that each step asks."""
+        return sorted({*self._reads, *self._shards})
+
+    def _asks(self, method: str, about: dict[str, Any], pushes: Mapping[int, Push], op: OpId | None) -> list[Ask]:
+        """One request to each shard."""
+        asks = []
+        for shard in self._asked:
+            if method == "pull" or shard not in self._shards:
+                asks += [self._pull(shard)] if self._reads.get(shard) else []
+                continue
+            push = pushes.get(shard)
+            meta = {**about, **self._known(shard, "reads")}
+            meta |= {"absent": True} if push is None else {"plan": push.plan, "keys": list(push.keys)}
+            asks.append(Ask(shard, method, meta, push.tensors if push else (), op))
+        return asks
+
+    def _pull(self, shard: int, **about: Any) -> Ask:
+        return Ask(shard, "pull", {**about, **self._known(shard, "keys")})
+
+    # -- bounded staleness ------------------------------------------------------------------------------------------
+
+    async def _enter(self) -> None:
+        """Go to work, with the values of now: the first shard sets the clock, and the others take it over."""
+        self._has_stood = False
+        if self._staleness is None:
+            await self._ask(self._asks("pull", {}, {}, None))
+        else:
+            first, *others = self._shards
+            (answer,) = await self._tell([first], "enter", DEADLINE, clock=self._clock)
+            self._clock = int(answer.meta["clock"])
+            await self._tell(others, "enter", DEADLINE, clock=self._clock)
+            self._leads = dict.fromkeys({*self._reads, *self._shards}, self._staleness + 1)  # all are to be asked
+            await self._keep_bound()
+
+    async def _depart(self) -> None:
+        """Stand still: nobody waits for this loop."""
+        if not self._has_stood and self._staleness is not None:
+            await self._tell(self._shards, "depart", FAREWELL)
+        self._has_stood = True
+
+    @property
+    def _too_far(self) -> list[int]:
+        """Shards where this loop is too far ahead of the others."""
+        return [s for s, lead in self._leads.items() if self._staleness is not None and lead > self._staleness]
+
+    async def _keep_bound(self) -> None:
+        """Wait for the others where this loop is too far ahead of them, and take their values."""
+        ahead = self._too_far
+        if not ahead:
+            return
+        if not self._is_wanted:
+            raise Cancelled("stopped before it waited for others")
+        about = {"training": self._training, "loop": self._name, "staleness": self._staleness}
+        self._leads |= dict.fromkeys(ahead, 0)
+        asks = [self._pull(shard, **(about if shard in self._shards else {})) for shard in ahead]
+        self._waits = asyncio.ensure_future(self._ask(asks))
+        try:
+            await self._waits
+        except asyncio.CancelledError:
+            if self._is_wanted:
+                raise
+            raise Cancelled("stopped while it waited for others") from None
+        finally:
+            self._waits.cancel()
+            self._waits = None
+
+    # -- servers ----------------------------------------------------------------------------------------------------
+
+    def _known(self, shard: int, names: str) -> dict[str, list[Any]]:
+        """What is read from a server, and the versions of it that are here."""
+        keys = self._reads.get(shard, [])
+        return {names: keys, "since": [self._held.get(key, (-1, None))[0] for key in keys]}
+
+    async def _tell(self, shards: Sequence[int], method: str, seconds: float, **more: Any) -> list[Ok]:
+        """Tell shards of this loop."""
+        about = {"training": self._training, "loop": self._name, **more}
+        return await self._host.ask([Ask(shard, method, about) for shard in shards], time.monotonic() + seconds)
+
+    async def _level(self) -> None:
+        """Values of one round from all servers: without this worker they may be at different ones."""
+        latest = max(self._rounds.values(), default=0)
+        about = {"training": self._training, "worker": -1, "absent": True}
+        while behind := [shard for shard, number in self._rounds.items() if number < latest]:
+            await self._ask([
+                Ask(shard, "contribute", {**about, "round": latest, **self._known(shard, "reads")}) for shard in behind
+            ])  # fmt: skip
+            latest = max(self._rounds.values())  # the others may have gone on meanwhile
+
+    async def _ask(self, asks: Sequence[Ask], outcomes: Sequence[Outcome] = ()) -> None:
+        """Take what shards answered; they are asked by Dask's connections where there is no answer yet."""
+        left = []
+        for ask, outcome in zip(asks, outcomes or [NotSent()] * len(asks), strict=True):
+            if isinstance(outcome, Ok):
+                self._take(ask, outcome)
+            else:
+                left.append(ask)
+        for ask, answer in zip(left, await self._host.ask(left, time.monotonic() + DEADLINE), strict=True):
+            self._take(ask, answer)
+
+    def _take(self, ask: Ask, answer: Ok) -> None:
+        """Keep the values that a server answered with, and where it stands."""
+        if "latest" in answer.meta:
+            self._rounds[ask.shard] = int(answer.meta["latest"])
+            if ask.shard == self._shards[0]:
+                self._counts = bool(answer.meta["counts"])
+        if "lead" in answer.meta:
+            self._leads[ask.shard] = int(answer.meta["lead"])
+        fresh = iter(answer.tensors)
+        keys = ask.meta["keys" if ask.method == "pull" else "reads"]
+        for key, old, version in zip(keys, ask.meta["since"], answer.meta["versions"], strict=True):
+            if old != version:
+                self._held[key] = (version, next(fresh))
+
+
+class Loops:
+    """All loops of a task, and the data that was sent ahead for them."""
+
+    METHODS = ("load", "unload", "lend", "watch", "pause", "stop", "leave")
+
+    def __init__(self, host: Host, plans: Mapping[str, ComputeProgram]) -> None:
+        self._host, self._plans = host, plans
+        self._loops: dict[str, Loop] = {}
+        self._data: dict[str, Data] = {}  # of trainings, by the name that each began with
+        self._left: deque[str] = deque(maxlen=LEFT)  # loops that were ended: what is lent to them comes too late
+
+    async def on(self, request: Request) -> Ok | Refused:
+        """Answer a request of the notebook."""
+        meta = request.meta
+        match request.method:
+            case "load":
+                self._data[str(meta["data"])] = Data(request.tensors, meta["chunked"], self._host.read, self._host.room)
+                return Ok()
+            case "unload":
+                data = self._data.pop(str(meta["data"]), None)
+                if data is not None:
+                    data.close()
+                if not self._data:
+                    await self._host.stop_reading()
+                return Ok()
+            case "lend":
+                return self._lend(request)
+        loop, seen = self._loops.get(str(meta["loop"])), int(meta["seen"])
+        if request.method == "leave":
+            self._left.append(str(meta["loop"]))
+        if loop is None:
+            return Refused("stale", "this loop is over")
+        match request.method:
+            case "watch":
+                return await loop.watch(seen)
+            case "pause":
+                return await loop.pause(bool(meta["wanted"]), seen)
+        report = await loop.stop(seen)
+        if request.method == "leave":
+            self._loops.pop(str(meta["loop"]), None)
+        return report
+
+    def _lend(self, request: Request) -> Ok | Refused:
+        """One more piece for a loop, which begins with its first one."""
+        meta, name = request.meta, str(request.meta["loop"])
+        if name in self._left:
+            return Refused("stale", "this loop is over")
+        if name not in self._loops:
+            program, training = self._plans.get(str(meta["plan"])), str(meta["training"])
+            if program is None:
+                return Refused("unknown-plan", str(meta["plan"]))
+            ahead = None if meta["order"] is None else Prefetch(self._data[str(meta["data"])], Order(*meta["order"]))
+            self._loops[name] = Loop(
+                self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"]
+            )
+        self._loops[name].lend(Given.of(meta, request.tensors))
+        return Ok()

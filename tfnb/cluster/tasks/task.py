@@ -1,0 +1,509 @@
+"""The task: one Dask actor on each worker, reached through its one method ``handle``.
+
+A server hosts the cores of its shards (fed from one thread, in order); a compute task runs registered plans: pull
+what is read, compute in a thread of its own, send updates to the servers, answer with the fetches. The event loop
+passes messages.
+Every error, also SystemExit from a kernel, becomes an answer at the edge; only cancellation by Dask itself passes.
+Imports Dask for the worker it lives on; never IPython.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import itertools
+import multiprocessing
+import os
+import platform
+import secrets
+import signal
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from distributed import get_worker
+
+from tfnb import __version__
+from tfnb.cluster.queues import queues_there
+from tfnb.cluster.queues.deadlocks import who_waits
+from tfnb.cluster.queues.queues_there import Channels, in_round
+from tfnb.cluster.server.core import PLANS, Core, Send, fence
+from tfnb.cluster.server.cores import Cores
+from tfnb.cluster.server.serving import Serving
+from tfnb.cluster.tasks.computing import Computing, in_thread
+from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
+from tfnb.cluster.tasks.reading import Reader
+from tfnb.cluster.tasks.resident import Loops
+from tfnb.cluster.wire import asking, envelope
+from tfnb.cluster.wire.messages import (
+    Ask,
+    Failed,
+    NotDone,
+    NotSent,
+    Ok,
+    Outcome,
+    Peer,
+    Refused,
+    Request,
+    Unknown,
+    failed,
+)
+from tfnb.cluster.wire.streams import Streams
+from tfnb.cluster.wire.transport import outcome_header, read_request, worker_link, write_outcome
+from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, Unavailable
+from tfnb.execution import heap
+from tfnb.state.store import Store
+from tfnb.state.waits import WAITS
+
+Answer = Ok | Failed | Refused
+
+SEND = 60.0  # seconds that a shard tries to reach another one
+TICK = 0.5  # seconds between looks at requests that wait inside of the core
+WAITING = 64  # steps that use queues at a time: each may wait for another one
+ROOM = 8 << 30  # bytes, where the worker has no memory limit
+SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a worker at 0.8
+
+
+def versions() -> dict[str, str]:
+    """What must agree between the processes of a cluster."""
+    return {
+        "tfnb": __version__, "torch": torch.__version__.partition("+")[0],
+        "python": ".".join(platform.python_version_tuple()[:2]), "envelope": str(envelope.VERSION),
+    }  # fmt: skip
+
+
+class TaskActor:
+    """What Dask holds of a task. It is in no cycle, so the task ends when Dask lets go of it, be its notebook dead.
+
+    ``threads``: torch threads; ``budget``: bytes of values a server may hold.
+    """
+
+    def __init__(self, name: str, threads: int | None = None, budget: int | None = None) -> None:
+        self.task = Task(name, threads, budget)
+        weakref.finalize(self, self.task.end)
+
+    async def handle(self, *frames: Any) -> list[envelope.Buffer]:
+        """Answer one message with one message."""
+        return await self.task.handle(*frames)
+
+
+class Task:
+    """One task of a cluster, as `TaskActor` says."""
+
+    def __init__(self, name: str, threads: int | None, budget: int | None) -> None:
+        worker = get_worker()
+        limit = worker.memory_manager.memory_limit
+        self.name, self.worker = name, worker
+        self.budget = budget if budget is not None or not limit else int(SHARE * limit)
+        self.incarnation = secrets.randbits(62)
+        self.epoch = 0
+        self.cores = Cores()  # of the shards that it holds
+        self.serving: Serving | None = None
+        self._at_exit: weakref.finalize[..., Task] | None = None  # waits for the server's thread
+        self._sending: set[asyncio.Future[None]] = set()
+        self.shards: list[Peer] = []  # the task that holds each of them
+        self.link = worker_link(worker, envelope.BUDGET)
+        self.plans: OrderedDict[str, ComputeProgram] = OrderedDict()
+        self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
+        self.steps: dict[int, asyncio.Task[Answer]] = {}  # round -> what runs for it
+        self.floor = 0  # rounds up to here are over
+        self.computing, self.waiting = Computing(), Computing(WAITING)
+        self.over: set[int] = set()  # rounds above the floor
+        self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        self.queues = Channels(self._loop, self._asking)
+        self.reader = Reader(worker)
+        self.room = (self.budget or ROOM) // 2
+        self.loops = Loops(self, self.plans)
+        self.streams = Streams(self.link, worker.security)
+        torch.set_num_threads(threads or worker.state.nthreads)
+        heap.set_limits()
+        self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
+            "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
+            "forget": self._forget, "quit": self._quit, "stream": self._open_stream,
+            "waits": self._waits,
+            **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
+        }  # fmt: skip
+
+    def end(self) -> None:
+        """End its threads and give its memory back: a model is too large to wait until Python looks for cycles."""
+        self.streams.end()
+        for threads in (self.computing, self.waiting):
+            threads.close()
+        thread = None
+        if self.serving is not None and self._at_exit is not None:
+            thread = self.serving.stop()
+            self._at_exit.detach()
+        with suppress(RuntimeError):  # the worker ends, too
+            self._loop.call_soon_threadsafe(_collect, self._loop, thread)
+
+    async def handle(self, *frames: Any) -> list[envelope.Buffer]:
+        """Answer one message with one message."""
+        try:
+            request = read_request(frames, envelope.BUDGET)
+            answer = await self._answer(request)
+            return write_outcome(answer, envelope.BUDGET)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also SystemExit: it must not end the worker
+            return write_outcome(failed(error, self.name), envelope.BUDGET)
+
+    async def _answer(self, request: Request) -> Answer:
+        match request.method:
+            case "hello":
+                return self._hello()
+            case "ping":
+                return Ok({"incarnation": self.incarnation, "epoch": self.epoch})
+            case "configure":
+                pass  # it sets the epoch
+            case _:
+                refused = fence(request, self.epoch, self.incarnation)
+                if refused is not None:
+                    return refused
+        method = self._methods.get(request.method)
+        if method is None:
+            return Refused("protocol", f"a task has no method {request.method[:40]!r}")
+        return await method(request)
+
+    def _hello(self) -> Ok:
+        _ignore_interrupts()
+        return Ok({
+            "incarnation": self.incarnation, "versions": versions(), "pid": os.getpid(), "budget": self.budget,
+            "threads": torch.get_num_threads(), "devices": _devices(), "nanny": self.worker.nanny is not None,
+            "client": self.link.client,
+        })  # fmt: skip
+
+    async def _configure(self, request: Request) -> Answer:
+        """Take a place in the cluster: the epoch, who holds each shard, and which of them are here."""
+        meta = request.meta
+        if request.incarnation != self.incarnation:
+            return Refused("fenced", "this address now belongs to another task")
+        if int(meta["epoch"]) < self.epoch:
+            return Refused("fenced", f"this task is at epoch {self.epoch}")
+        self.epoch = int(meta["epoch"])
+        self.shards = [Peer(str(a), str(k), int(i)) for a, k, i in meta["shards"]]
+        self.cache.clear()
+        self.streams.end()
+        if meta["holds"] and self.serving is None:
+            for shard in meta["holds"]:
+                store, mine = (
+                    Store(budget=self.budget, is_shared=True),
+                    {"incarnation": self.incarnation, "shard": int(shard)},
+                )
+                self.cores.add(Core(store, ShardProgram, epoch=self.epoch, **mine))
+            send = weakref.WeakMethod(self._begin_send)
+            self.serving = Serving(self.cores, partial(_tell, self._loop, _call, send))
+            self._at_exit = weakref.finalize(self, self.serving.close)
+        for core in self.cores:
+            core.epoch = self.epoch
+        return Ok({"epoch": self.epoch})
+
+    # -- a server -----------------------------------------------------------------------------------------------
+
+    async def _serve(self, request: Request) -> Answer:
+        serving = self.serving
+        if serving is None:
+            return Refused("protocol", f"{self.name} is no parameter server")
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[Answer] = loop.create_future()
+        serving.ask(request, lambda answer: _tell(loop, _set, answered, answer))
+        return await answered
+
+    async def _open_stream(self, request: Request) -> Answer:
+        """Where this server listens for a direct stream, and a key for one."""
+        if self.serving is None:
+            return Refused("protocol", f"{self.name} is no parameter server")
+        try:
+            offer = self.serving.offer(self.worker.address, self.worker.security)
+        except OSError as error:
+            return Refused("protocol", str(error))
+        return Ok({"host": offer.host, "port": offer.port, "name": offer.name.hex(), "key": offer.key.hex()})
+
+    def _begin_send(self, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
+    async def _send(self, send: Send) -> None:
+        """Tell a shard of another process, again and again; the notebook notices where that one is lost."""
+        deadline, meta = time.monotonic() + SEND, {**send.meta, "shard": send.shard}
+        peer, op = self.shards[send.shard], self.link.op()
+        while time.monotonic() < deadline:
+            answer = await self.link.persist(peer, send.method, meta, epoch=self.epoch, op=op, deadline=deadline)
+            if not isinstance(answer, NotSent | Unknown):
+                return
+            await asyncio.sleep(TICK)
+            self.link.confirm(peer.addr)
+
+    # -- a compute task ---------------------------------------------------------------------------------------------
+
+    async def _register(self, request: Request) -> Answer:
+        plan = str(request.meta["plan"])
+        if plan not in self.plans:
+            self.plans[plan] = await in_thread(
+                self.computing.executor, lambda: ComputeProgram(request.meta, request.tensors)
+            )
+            while len(self.plans) > PLANS:
+                self.plans.popitem(last=False)
+        return Ok({"plan": plan})
+
+    async def _run(self, request: Request) -> Answer:
+        """Run a plan for a round; ends early when the round is cancelled."""
+        number = int(request.meta["round"])
+        if number <= self.floor or number in self.over:
+            return Refused("stale", f"round {number} is over")
+        step = asyncio.ensure_future(self._step(request, number))
+        self.steps[number] = step
+        try:
+            await asyncio.wait({step})
+        finally:
+            step.cancel()
+            self.steps.pop(number, None)
+        return self._cancelled(number) if step.cancelled() else step.result()
+
+    def _cancelled(self, number: int) -> Failed:
+        return Failed("Cancelled", f"round {number} was cancelled", {"task": self.name, "cancelled": number})
+
+    async def _cancel(self, request: Request) -> Answer:
+        """End a round, and those up to ``floor`` or else before it, and answer when the threads have left them.
+
+        The answer says what they waited for. Servers drop what was sent; ``lost`` ones are not asked any more.
+        """
+        ended = int(request.meta["round"])
+        self.floor = floor = max(self.floor, int(request.meta.get("floor", ended)))
+        self.over = {number for number in {*self.over, ended} if number > floor}
+        for number, step in list(self.steps.items()):
+            if number <= floor or number == ended:
+                step.cancel()
+        stopping = [
+            asyncio.ensure_future(threads.stopped(lambda number: number <= floor or number == ended))
+            for threads in (self.computing, self.waiting)
+        ]
+        await asyncio.sleep(0)  # threads are stopped before what they wait for ends
+        for shard in request.meta.get("lost", ()):
+            self.queues.lose(int(shard), ParameterServerLost(f"server {shard} was lost"))
+        return Ok({"waits": [wait for waits in await asyncio.gather(*stopping) for wait in waits]})
+
+    async def _waits(self, request: Request) -> Answer:
+        """Which steps wait for queues, and what they would do after that."""
+        return Ok({"waits": who_waits(list(WAITS.runners), self.queues.all)})
+
+    async def _forget(self, request: Request) -> Answer:
+        """Drop copies of variables that are no more."""
+        for key in request.meta["keys"]:
+            self.cache.pop(str(key), None)
+        return Ok()
+
+    async def _quit(self, request: Request) -> Answer:
+        """End this process at once: what it computes cannot be stopped. Its nanny starts another.
+
+        But for one that holds variables, also those of another notebook.
+        """
+        for actor in self.worker.state.actors.values():
+            if isinstance(actor, TaskActor) and len(actor.task.cores):
+                return Refused(
+                    "protocol", f"its process holds variables{' of another notebook' * (actor.task is not self)}"
+                )
+        os.kill(os.getpid(), signal.SIGKILL)
+        return Ok()
+
+    async def _step(self, request: Request, number: int) -> Answer:
+        meta, deadline = request.meta, time.monotonic() + request.seconds_left
+        program = self.plans.get(str(meta["plan"]))
+        if program is None:
+            return Refused("unknown-plan", str(meta["plan"]))
+        self.plans.move_to_end(str(meta["plan"]))
+        begin = time.monotonic()
+        try:
+            values = await self._pull(program, deadline)
+            feeds, run_index = request.tensors, int(meta["run_index"])
+            rows = await self._look_up(program, feeds, number, deadline)
+            pulled = time.monotonic()
+            for queue, (shard, key) in zip(program.queues, meta.get("queues", ()), strict=True):
+                queue.machine = self.queues.queue(queue, int(shard), str(key))
+            threads = self.waiting if program.queues else self.computing
+            with in_round(number):
+                context = contextvars.copy_context()
+            failure: dict[str, Any] = {}
+            try:
+                out, pushes = await threads.do(
+                    number, lambda: context.run(program.run, feeds, values, run_index, self.name, rows)
+                )
+            except NonFiniteGradient as error:
+                if not meta.get("looks"):
+                    raise
+                out, pushes, failure = error.details, [], {"failure": outcome_header(failed(error, self.name))}
+            computed = time.monotonic()
+            await self._stage(pushes, request, number, deadline)
+        except NotDone as ended:
+            return ended.outcome  # type: ignore[return-value]  # see `_passed_on`
+        except Exception as error:
+            return failed(error, self.name)
+        kind = "wait" if program.queues else "compute"
+        timings = {"pull": pulled - begin, kind: computed - pulled, "push": time.monotonic() - computed}
+        return Ok({"some": [value is not None for value in out], "timings": timings, **failure}, _tensors(out))
+
+    async def _pull(self, program: ComputeProgram, deadline: float) -> dict[str, torch.Tensor]:
+        """Values of everything the program reads: one call for each process, and bytes only for what changed."""
+        asks, reads = [], program.reads
+        for shard, keys in reads.items():
+            held = [self.cache.get(key, (-1, None))[0] for key in keys]
+            asks.append(Ask(shard, "pull", {"keys": keys, "since": held}))
+        for ask, answer in zip(asks, await self.ask(asks, deadline), strict=True):
+            fresh = iter(answer.tensors)
+            for key, old, version in zip(ask.meta["keys"], ask.meta["since"], answer.meta["versions"], strict=True):
+                if old != version:
+                    self.cache[key] = (version, next(fresh))
+        return {key: self.cache[key][1] for keys in reads.values() for key in keys}
+
+    async def _look_up(
+        self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int, deadline: float
+    ) -> list[torch.Tensor]:
+        """The rows of large Variables that the step takes."""
+        if not program.lookups:
+            return []
+        looked = await self.computing.do(number, lambda: program.looked_up(feeds))
+        return looked.rows(await self.ask(looked.asks, deadline))
+
+    async def _stage(self, pushes: Sequence[Push], request: Request, number: int, deadline: float) -> None:
+        """Stage every shard's part for the round."""
+        meta = request.meta
+        about = {
+            "round": number, "worker": meta["worker"], "rows": meta.get("rows", 1), "run_index": meta["run_index"],
+        }  # fmt: skip
+        parts = [(push, {**about, "plan": push.plan, "keys": list(push.keys)}) for push in pushes]
+        await self.ask([Ask(push.shard, "stage", meta, push.tensors) for push, meta in parts], deadline)
+
+    def _asking(self, shard: int) -> queues_there.Ask:
+        """Calls to a server about queues, until it is lost."""
+
+        async def ask(method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Ok:
+            peer, op, end = self.shards[shard], self.link.op(), time.monotonic() + SEND
+            while time.monotonic() < end:
+                answer = await self.link.persist(
+                    peer, method, {**meta, "shard": shard}, tensors, epoch=self.epoch, op=op,
+                    deadline=time.monotonic() + SEND,
+                )  # fmt: skip
+                if isinstance(answer, Ok):
+                    return answer
+                if asking.is_again(answer):
+                    end = time.monotonic() + SEND
+                    continue
+                if not isinstance(answer, NotSent | Unknown):
+                    break
+                await asyncio.sleep(TICK)
+                self.link.confirm(peer.addr)
+            text = f"server {shard} at {peer.addr}: {getattr(answer, 'message', '')}"
+            raise Unavailable(text, details={"shard": shard, "missed": True})
+
+        return ask
+
+    async def read(self, key: Any, what: str) -> torch.Tensor:
+        """A chunk that Dask holds."""
+        return await self.reader.read(key, f"{what} for {self.name}")
+
+    async def stop_reading(self) -> None:
+        """No training is there that reads chunks."""
+        await self.reader.close()
+
+    async def open_streams(self, shards: Sequence[int]) -> None:
+        """Open the direct streams to servers that are not open, and could be."""
+        for peer in self.streams.lacks(dict.fromkeys(self.shards[shard] for shard in shards)):
+            await self.streams.open(peer, epoch=self.epoch)
+
+    def stream(self, asks: Sequence[Ask]) -> list[Outcome]:
+        """Calls to shards by direct streams, in the compute thread. What is not Ok is to be asked again by `ask`."""
+        of = self._by_process(asks)
+        ends = self.streams.call(
+            {peer: [asks[i] for i in places] for peer, places in of.items()}, epoch=self.epoch,
+            is_thread_wanted=self.computing.is_wanted,
+        )  # fmt: skip
+        found = dict(zip(itertools.chain(*of.values()), itertools.chain(*ends), strict=True))
+        return [found[place] for place in range(len(asks))]
+
+    def _by_process(self, asks: Sequence[Ask]) -> dict[Peer, list[int]]:
+        """Places of the calls to each process."""
+        of: dict[Peer, list[int]] = {}
+        for place, ask in enumerate(asks):
+            of.setdefault(self.shards[ask.shard], []).append(place)
+        return of
+
+    async def ask(self, asks: Sequence[Ask], deadline: float) -> list[Ok]:
+        """Calls to shards, one message to each process. What goes wrong there becomes this task's answer."""
+        of = self._by_process(asks)
+        calls = [self._ask_one(peer, [asks[place] for place in places], deadline) for peer, places in of.items()]
+        ends = await asking.gathered(calls, may_leave=not any(ask.method in ("push", "stage") for ask in asks))
+        found = dict(zip(itertools.chain(*of.values()), itertools.chain(*ends), strict=True))
+        return [found[place] for place in range(len(asks))]
+
+    async def _ask_one(self, peer: Peer, asks: Sequence[Ask], deadline: float) -> list[Ok]:
+        outcomes = await asking.persisted(self.link, peer, asks, epoch=self.epoch, deadline=deadline)
+        for ask, outcome in sorted(zip(asks, outcomes, strict=True), key=lambda end: asking.is_again(end[1])):
+            if not isinstance(outcome, Ok):
+                raise NotDone(_passed_on(outcome, peer, ask.shard))
+        return [outcome for outcome in outcomes if isinstance(outcome, Ok)]
+
+
+def _collect(loop: asyncio.AbstractEventLoop, thread: threading.Thread | None) -> None:
+    """Once the thread of a server, which holds what it serves, has ended."""
+    if thread is not None and thread.is_alive():
+        loop.call_later(TICK, _collect, loop, thread)
+    else:
+        gc.collect()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """Let the event loop call something, from another thread; a loop that is closed has nobody who waits."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)
+
+
+def _call(method: weakref.WeakMethod[Callable[[Send], None]], send: Send) -> None:
+    found = method()
+    if found is not None:
+        found(send)
+
+
+def _set(answered: asyncio.Future[Answer], answer: Answer) -> None:
+    if not answered.done():
+        answered.set_result(answer)
+
+
+def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failed | Refused:
+    """A server's refusal in the words of the task that asked: its master decides what it means."""
+    match answer:
+        case Failed():
+            return answer
+        case Refused("unknown-plan", message):
+            return Refused("unknown-plan", message)
+        case Refused("stale", message):
+            return Failed("StepAborted", message)
+    text = f"server {shard} at {peer.addr}: {type(answer).__name__} {getattr(answer, 'message', '')}"
+    return Failed("Unavailable", text, {"shard": shard, "missed": True})
+
+
+def _tensors(out: Sequence[Any]) -> list[torch.Tensor]:
+    found = [value for value in out if value is not None]
+    if not all(isinstance(value, torch.Tensor) for value in found):
+        raise InvalidArgument("a fetched value is no tensor")
+    return found
+
+
+def _devices() -> list[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(f"cuda:{index}" for index in range(count))]
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C in a notebook reaches its process group, worker processes included: it is the notebook's to handle.
+
+    Only in a process that a nanny started, which ends it by message; a worker started by hand keeps its Ctrl-C.
+    """
+    if multiprocessing.parent_process() is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,6 @@
+"""What travels between processes, and how.
+
+`messages` has identities, requests and outcomes, `envelope` their bytes, `lending` the tensors that lie in shared
+memory instead. `transport` makes calls over Dask's connections, `streams` over sockets of their own, `encryption`
+lets these be TLS, and `asking` makes calls to several shards of one process one message.
+"""

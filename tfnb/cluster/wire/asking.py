@@ -1,0 +1,202 @@
+"""Calls to several shards of one process as one message: what a step needs of it takes one way there and back.
+
+A call to one shard travels as it is. Several are the parts of a ``batch``, each under its own identity; the answer
+holds one outcome for each, as soon as all are there, or one has failed: the others may wait for that one inside, and
+have to be asked again. So has a part whose values find no room in the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from tfnb.cluster.wire.envelope import size
+from tfnb.cluster.wire.messages import Ask, Failed, Ok, OpId, Outcome, Peer, Refused, Request
+from tfnb.cluster.wire.transport import outcome_header, read_outcome
+from tfnb.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from tfnb.cluster.wire.transport import Link
+
+ENTRIES = 4096  # tensors and names in a message of several calls: its header has a limit
+
+T = TypeVar("T")
+Send = Callable[..., Awaitable[Outcome]]  # of (method, meta, tensors, op=...)
+
+
+# -- who asks ---------------------------------------------------------------------------------------------------
+
+
+def identified(asks: Sequence[Ask], link: Link) -> list[Ask]:
+    """Each call under an identity, which it keeps when it is repeated."""
+    return [ask if ask.op is not None else ask._replace(op=link.op()) for ask in asks]
+
+
+def message(asks: Sequence[Ask]) -> Ask:
+    """Calls to shards of one process as one call."""
+    return batch(asks) if len(asks) > 1 else asks[0]._replace(meta={**asks[0].meta, "shard": asks[0].shard})
+
+
+def batch(asks: Sequence[Ask]) -> Ask:
+    """Calls as one, whose answer comes as soon as one of them failed or waits for long."""
+    parts = [[ask.shard, ask.method, ask.op, dict(ask.meta), len(ask.tensors)] for ask in asks]
+    return Ask(asks[0].shard, "batch", {"parts": parts}, [tensor for ask in asks for tensor in ask.tensors])
+
+
+def ends(asks: Sequence[Ask], outcome: Outcome) -> list[Outcome]:
+    """What the outcome of their message says of each call."""
+    return outcomes(outcome) if isinstance(outcome, Ok) and "outcomes" in outcome.meta else [outcome] * len(asks)
+
+
+async def sent(send: Send, asks: Sequence[Ask], form: Callable[[Sequence[Ask]], Ask] = message) -> list[Outcome]:
+    """The outcome of each call, after one message of this form."""
+    one = form(asks)
+    return ends(asks, await send(one.method, one.meta, one.tensors, op=one.op))
+
+
+async def persisted(link: Link, peer: Peer, asks: Sequence[Ask], *, epoch: int, deadline: float) -> list[Outcome]:
+    """The outcome of each call to the shards of a process, repeated while it is silence or ``again``.
+
+    Where one fails the others may stay at ``again``: they may wait inside for the one that failed.
+    """
+    found: list[Outcome] = [Refused("again")] * len(asks)
+    send = partial(link.persist, peer, epoch=epoch, deadline=deadline)
+    asks, left = identified(asks, link), list(range(len(asks)))
+    form = message if len(asks) == 1 else batch  # else one alone would wait on for another one that failed
+    while left:
+        some = messages([asks[place] for place in left], link.budget)
+        found_now = await gathered([sent(send, one, form) for one in some], may_leave=False)
+        for place, end in zip(left, chain(*found_now), strict=True):
+            found[place] = end
+        left = []
+        if time.monotonic() < deadline and not any(map(is_failure, found)):
+            left = [place for place, end in enumerate(found) if is_again(end)]
+    return found
+
+
+async def gathered(calls: Sequence[Coroutine[Any, Any, T]], *, may_leave: bool) -> list[T]:
+    """What each call gives; the first failure is told when all have ended.
+
+    may_leave: after a failure the others are left. A server may wait with its answer for the one that failed.
+    """
+    if len(calls) <= 1:
+        return [await call for call in calls]
+    asked = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION if may_leave else asyncio.ALL_COMPLETED)
+    finally:
+        for one in asked:
+            one.cancel()
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    failures = [end for end in found if isinstance(end, BaseException)]
+    for end in sorted(failures, key=lambda end: isinstance(end, asyncio.CancelledError)):
+        raise end
+    return [end for end in found if not isinstance(end, BaseException)]
+
+
+def is_failure(outcome: Outcome) -> bool:
+    """Whether nothing more is to be had of the call."""
+    return not isinstance(outcome, Ok) and not is_again(outcome)
+
+
+def is_again(outcome: Outcome) -> bool:
+    """Whether the call waits inside, or its values come in another message."""
+    return isinstance(outcome, Refused) and outcome.reason == "again"
+
+
+def messages(asks: Sequence[Ask], most: int) -> list[list[Ask]]:
+    """The calls in order, in messages of at most so many bytes of tensors, and ENTRIES.
+
+    >>> one, two = Ask(0, "push", {}, [torch.zeros(4)]), Ask(1, "push", {}, [torch.zeros(8)])
+    >>> [len(some) for most in (64, 32) for some in messages([one, two, one], most)]
+    [3, 1, 1, 1]
+    """
+    found: list[list[Ask]] = []
+    held = entries = 0
+    for ask in asks:
+        nbytes, names = size(ask.tensors), _entries(ask)
+        if not found or held + nbytes > most or entries + names > ENTRIES:
+            found.append([])
+            held = entries = 0
+        found[-1].append(ask)
+        held, entries = held + nbytes, entries + names
+    return found
+
+
+def _entries(ask: Ask) -> int:
+    return len(ask.tensors) + sum(len(value) for value in ask.meta.values() if isinstance(value, list))
+
+
+def outcomes(answer: Ok) -> list[Outcome]:
+    """What the answer to a batch says of each part."""
+    tensors = iter(answer.tensors)
+    return [read_outcome(header, list(islice(tensors, count))) for header, count in answer.meta["outcomes"]]
+
+
+# -- who is asked -----------------------------------------------------------------------------------------------
+
+
+def parts(batch: Request) -> list[Request]:
+    """The requests in a batch. Raises ProtocolError."""
+    tensors = iter(batch.tensors)
+    try:
+        return [
+            replace(
+                batch, method=str(method), op=OpId(str(op[0]), int(op[1])), meta={**meta, "shard": int(shard)},
+                tensors=list(islice(tensors, count)),
+            )
+            for shard, method, op, meta, count in batch.meta["parts"]
+        ]  # fmt: skip
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise ProtocolError(f"not a batch: {type(error).__name__}: {error}") from error
+
+
+def answered(answers: Sequence[Ok | Failed | Refused], most: int) -> Ok:
+    """The answer to a batch. Values beyond ``most`` bytes come when their part is asked for again.
+
+    >>> values = Ok({}, [torch.zeros(8)])
+    >>> [type(end).__name__ for end in outcomes(answered([values, Failed("Internal", ""), values], 40))]
+    ['Ok', 'Failed', 'Refused']
+    """
+    found: list[list[Any]] = []
+    tensors: list[torch.Tensor] = []
+    for answer in answers:
+        mine = answer.tensors if isinstance(answer, Ok) else ()
+        if tensors and (size(tensors) + size(mine) > most or len(tensors) + len(mine) > ENTRIES):
+            answer, mine = Refused("again", "its values come in another message"), ()
+        found.append([outcome_header(answer), len(mine)])
+        tensors += mine
+    return Ok({"outcomes": found}, tensors)
+
+
+class Answers:
+    """The answers to a batch, in the making. ``reply`` gets them as soon as all are there, or one has failed."""
+
+    def __init__(self, count: int, reply: Callable[[Ok], None], most: int) -> None:
+        self._found: list[Ok | Failed | Refused] = [Refused("again", "another part failed")] * count
+        self._left, self._is_begun, self._has_failed, self._is_over = count, False, False, False
+        self._reply, self._most = reply, most
+
+    def take(self, place: int, answer: Ok | Failed | Refused) -> None:
+        """One of them."""
+        self._found[place] = answer
+        self._left -= 1
+        self._has_failed |= not isinstance(answer, Ok)
+        self._end()
+
+    def begun(self) -> None:
+        """Every part was seen; what is not answered waits."""
+        self._is_begun = True
+        self._end()
+
+    def _end(self) -> None:
+        if self._is_begun and not self._is_over and (not self._left or self._has_failed):
+            self._is_over = True
+            self._reply(answered(self._found, self._most))

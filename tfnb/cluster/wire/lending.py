@@ -1,0 +1,147 @@
+"""Lane M: a task and a server of one host lend each other tensors in shared memory, message by message on their stream.
+
+A server lends values as they lie in its slabs. The task copies them at once and says so in the word of a segment that
+both have; until then the server writes into another generation. Should the server have given up that reader meanwhile,
+the word of the generation has changed, and the task asks again: what it copied is never torn.
+A task lends gradients in a region of its own, which the server reads where it lies. The region is written again when
+its word says that the server holds no tensor of it any more; those of a stream that is over are never.
+
+Both prove first that they share memory: each maps a segment of the other, by `tfnb.state.shared_memory`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from tfnb.cluster.wire.envelope import ALIGN, Borrow, Loan, size
+from tfnb.errors import ProtocolError
+from tfnb.state.shared_memory import Mapped, Maps, Segment, located
+from tfnb.state.store import memory
+
+REGIONS = 4  # of one stream; what finds no place is sent
+FREE, HELD = 0, 1  # words of a region
+
+
+class TaskLoans:
+    """The task's side of one stream. Raises OSError where there is no shared memory."""
+
+    def __init__(self) -> None:
+        self._read = Segment(ALIGN)  # its word: how many answers were read
+        self._regions: list[Segment] = []
+        self._maps = Maps()
+
+    @property
+    def name(self) -> str:
+        """What the server maps."""
+        return self._read.name
+
+    def prove(self, name: str) -> None:
+        """Map what the server offers. Raises OSError."""
+        self._maps.get(name)
+
+    def lend(self, large: Mapping[int, torch.Tensor]) -> dict[int, Loan]:
+        """Copy gradients to where the server reads them; nothing of it where there is no room."""
+        region = self._region(sum(map(_room, large.values()))) if large else None
+        if region is None:
+            return {}
+        region.word, start, loans = HELD, 0, {}
+        for position, tensor in large.items():
+            target = region.flat[start : start + size([tensor])].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor.detach())
+            loans[position] = region.name, start, HELD
+            start += _room(tensor)
+        return loans
+
+    def _region(self, nbytes: int) -> Segment | None:
+        """One that nobody reads."""
+        free = [region for region in self._regions if region.word == FREE]
+        fits = [region for region in free if region.flat.numel() >= nbytes]
+        if fits:
+            return min(fits, key=lambda region: region.flat.numel())
+        self._regions = [region for region in self._regions if region not in free]
+        if len(self._regions) == REGIONS:
+            return None
+        try:
+            made = Segment(nbytes)
+        except OSError:
+            return None
+        self._regions.append(made)
+        return made
+
+    def borrow(self, loan: Loan, nbytes: int) -> torch.Tensor:
+        """A copy of a value. Raises OSError where it is not there, or was written meanwhile."""
+        name, start, word = loan
+        memory_of = self._maps.get(name)
+        copy = memory(nbytes).copy_(_within(memory_of.flat, start, nbytes))
+        if memory_of.word != word:
+            raise OSError("a value was written while it was copied")
+        return copy
+
+    def read(self) -> None:
+        """An answer was read whole; the server may write what it lent."""
+        self._read.word += 1
+
+
+class ServerLoans:
+    """The server's side of one stream. Raises OSError where the task's memory is not to be had."""
+
+    def __init__(self, name: str) -> None:
+        self._read = Mapped(name)
+        self._maps = Maps()
+        self._lent: list[torch.Tensor] = []
+        self._sent = 0  # answers
+
+    def lend(self, large: Mapping[int, torch.Tensor]) -> dict[int, Loan]:
+        """Values that lie in shared memory; they are kept as they are until the task has copied them."""
+        loans: dict[int, Loan] = {}
+        self._lent = []
+        for position, tensor in large.items():
+            found = located(tensor) if tensor.is_contiguous() else None
+            if found is not None and found[1] % ALIGN == 0:
+                segment, start = found
+                loans[position] = segment.name, start, segment.word
+                self._lent.append(tensor)
+        return loans
+
+    def sent(self) -> None:
+        """An answer is on its way."""
+        self._sent += 1
+
+    def has_let_go(self) -> bool:
+        """Whether nothing is lent any more: the last answer was read, and nobody is kept from writing by this task."""
+        if self._lent and self._read.word >= self._sent:
+            self._lent = []
+        return not self._lent
+
+    def borrowing(self) -> Borrow:
+        """For one message: its tensors where they lie. Their region is free when nobody holds one of them."""
+        regions: dict[str, torch.Tensor] = {}
+
+        def borrow(loan: Loan, nbytes: int) -> torch.Tensor:
+            name, start, _ = loan
+            if name not in regions:
+                mapped = self._maps.get(name)
+                array = mapped.flat.numpy()
+                weakref.finalize(array, _free, mapped).atexit = False
+                regions[name] = torch.from_numpy(array)  # its storage, and that of its views, holds the array
+            return _within(regions[name], start, nbytes)
+
+        return borrow
+
+
+def _free(region: Mapped) -> None:
+    if region.word == HELD:
+        region.word = FREE
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return size([tensor]) + -size([tensor]) % ALIGN
+
+
+def _within(flat: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    if start % ALIGN or start + nbytes > flat.numel():
+        raise ProtocolError(f"not a message of tfnb: bytes {start} to {start + nbytes} of {flat.numel()} are lent")
+    return flat[start : start + nbytes]
