@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfnb.kernels.optim import SGD, SGD_PRODUCT
+from tfnb.kernels.optim import MOVING, SGD, SGD_PRODUCT
 
 Rate = float | Tensor
 
@@ -23,6 +23,7 @@ class Formula(NamedTuple):
 
     rule: Callable[..., list[Tensor]]
     after: int = 0  # operands behind the slots, beside the rate
+    moving: str = ""  # the setting that the second of two rates stands for
 
     def state(self, count: int, settings: Mapping[str, Any]) -> tuple[int, ...]:
         """Places of ``w`` and the slots in a row of so many."""
@@ -31,17 +32,17 @@ class Formula(NamedTuple):
     def new(self, row: Sequence[Tensor], **settings: Any) -> list[Tensor]:
         if "lr" not in settings:
             *row, rate = row
-            settings["lr"] = rate
+            settings |= {"lr": rate} if not rate.dim() else {"lr": rate[0], self.moving: rate[1]}
         return self.rule(*row, **settings)
 
 
 def sgd(
-    w: Tensor, grad: Tensor, *slots: Tensor, lr: Rate, momentum: float = 0.0, dampening: float = 0.0,
+    w: Tensor, grad: Tensor, *slots: Tensor, lr: Rate, momentum: Rate = 0.0, dampening: float = 0.0,
     weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """See `tfnb.kernels.optim.sgd`."""
     grad = _decayed(w, grad, weight_decay, maximize)
-    if momentum == 0:
+    if not slots:
         return [w - lr * grad]
     buffer, *steps = slots
     new = momentum * buffer + (1 - dampening) * grad
@@ -57,7 +58,7 @@ def sgd_product(w: Tensor, left: Tensor, *slots: Tensor, lr: float, momentum: fl
 
 
 def adam(
-    w: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor, *maxima: Tensor, lr: Rate, beta1: float = 0.9,
+    w: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor, *maxima: Tensor, lr: Rate, beta1: Rate = 0.9,
     beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, maximize: bool = False,
     decoupled_weight_decay: bool = False,
 ) -> list[Tensor]:  # fmt: skip
@@ -86,8 +87,8 @@ def _decayed(w: Tensor, grad: Tensor, weight_decay: float, maximize: bool) -> Te
 
 
 FORMULAS: dict[str, Formula] = {
-    "tfnb.adam.default": Formula(adam),
-    SGD: Formula(sgd),
+    "tfnb.adam.default": Formula(adam, moving=MOVING["adam"]),
+    SGD: Formula(sgd, moving=MOVING["sgd"]),
     SGD_PRODUCT: Formula(sgd_product, after=1),
 }
 """By the op's qualified name."""

@@ -2,7 +2,8 @@
 
 Each rule below defines both. The op is ``tfnb::NAME(w, grad, slots, rate=None, *, lr=None, ...)`` and gives
 ``[w, *slots]``, the new value of ``w`` and of each slot; it writes nothing. The learning rate is ``lr`` if it
-is a number, else the 0-d tensor ``rate``. ``FUSED["tfnb.NAME.default"](rows, lr=None, **settings)`` is its
+is a number, else the 0-d tensor ``rate``; or ``rate`` is two numbers, the second in place of the setting that
+`MOVING` names. ``FUSED["tfnb.NAME.default"](rows, lr=None, **settings)`` is its
 in-place twin for many variables at once: a row is the flat inputs of one node, ``(w, grad, *slots)`` and then
 ``rate`` if there is no ``lr``; ``w`` and the slots are written. They are bitwise equal: the op is the twin run
 on copies.
@@ -30,10 +31,14 @@ from tfnb.kernels.define import op
 Row = tuple[Tensor, ...]
 Column = list[Tensor]
 Rate = float | Tensor
-Group = tuple[Column, Column, list[Column], Rate]  # ws, grads, slots, rate
+Rates = Rate | tuple[float, float]  # the second is that of the setting that moves
+Group = tuple[Column, Column, list[Column], Rates]  # ws, grads, slots, rate
 
 FUSED: dict[str, Callable[..., None]] = {}
 """In-place twin of each op, by the op's qualified name."""
+
+MOVING = {"adam": "beta1", "rmsprop": "momentum", "sgd": "momentum"}
+"""The setting that schedules of ``torch.optim`` change beside the learning rate, by the op's name."""
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -50,6 +55,8 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
             return
         groups, late = _prepared(rows, lr)
         for ws, grads, slots, rate in groups:
+            if isinstance(rate, tuple):
+                rate, settings[MOVING[kernel.__name__]] = rate
             kernel(ws, grads, slots, rate, **settings)
         for target, value in late:
             target.copy_(value)
@@ -157,7 +164,7 @@ def _is_ready(rows: Sequence[Row]) -> bool:
 
 def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[tuple[Tensor, Tensor]]]:
     """Columns that the fused kernels can take, with their rate, and what to copy back at the end."""
-    rates: list[Rate] = [lr] * len(rows) if lr is not None else [_rate(row[-1], row[0]) for row in rows]
+    rates: list[Rates] = [lr] * len(rows) if lr is not None else [_rate(row[-1], row[0]) for row in rows]
     if lr is None:
         rows = [row[:-1] for row in rows]
     _check(rows)
@@ -165,8 +172,14 @@ def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[
     return list(_groups(_plain(rows, late), rates)), late
 
 
-def _rate(rate: Tensor, w: Tensor) -> Rate:
-    """A number if it can be had without waiting for a device, else what the fused kernels expect."""
+def _rate(rate: Tensor, w: Tensor) -> Rates:
+    """A number if it can be had without waiting for a device, else what the fused kernels expect.
+
+    Two numbers are waited for: those kernels take the second as a number only.
+    """
+    if rate.dim():
+        both = rate.tolist()
+        return both[0], both[1]
     return float(rate) if rate.is_cpu else rate.to(w.device, torch.float32)
 
 
@@ -219,11 +232,11 @@ def _columns(rows: Sequence[Row]) -> tuple[Column, Column, list[Column]]:
     return ws, grads, slots
 
 
-def _groups(rows: Sequence[Row], rates: Sequence[Rate]) -> Iterator[Group]:
+def _groups(rows: Sequence[Row], rates: Sequence[Rates]) -> Iterator[Group]:
     """Rows of one device, dtype and rate together: on CUDA one kernel launch takes no other mixture."""
-    groups: dict[tuple[object, ...], tuple[list[Row], Rate]] = {}
+    groups: dict[tuple[object, ...], tuple[list[Row], Rates]] = {}
     for row, rate in zip(rows, rates, strict=True):
-        key = (row[0].device, row[0].dtype, rate if isinstance(rate, float) else _storage(rate))
+        key = (row[0].device, row[0].dtype, _storage(rate) if isinstance(rate, Tensor) else rate)
         groups.setdefault(key, ([], rate))[0].append(row)
     for group, rate in groups.values():
         yield (*_columns(group), rate)

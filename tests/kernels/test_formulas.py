@@ -33,13 +33,18 @@ def row(op: str, like: int, settings: dict[str, Any], made: torch.Generator) -> 
     return [w, grad, *slots]
 
 
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("rates", [[], [0.05], [0.05, 0.7]], ids=["number", "tensor", "with what moves"])
 @pytest.mark.parametrize(("op", "like", "settings"), [*SETTINGS, (SGD, 1, {"momentum": 0.9, "dampening": 0.3})])
-def test_a_formula_gives_what_the_kernel_writes(op: str, like: int, settings: dict[str, Any], as_tensor: bool) -> None:
+def test_a_formula_gives_what_the_kernel_writes(
+    op: str, like: int, settings: dict[str, Any], rates: list[float]
+) -> None:
+    if op == SGD and not like and len(rates) == 2:
+        pytest.skip("without a momentum nothing moves")
     made = torch.Generator().manual_seed(1)
     given = row(op, like, settings, made)
     found = [x.clone() for x in given]
-    rate, settings = ([torch.tensor(0.05)], settings) if as_tensor else ([], settings | {"lr": 0.05})
+    tensor = torch.tensor(rates[0] if len(rates) == 1 else rates, dtype=torch.float64)
+    rate, settings = ([tensor], settings) if rates else ([], settings | {"lr": 0.05})
     places = FORMULAS[op].state(len(given) + len(rate), settings)
     for _ in range(3):
         FUSED[op]([(*given, *rate)], **settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -484,10 +485,42 @@ def test_averages_of_weights_see_each_step(options: dict[str, Any]) -> None:
         assert_same(dict(mine.average.state_dict()), dict(theirs.average.state_dict()))
 
 
-def test_hyperparameters_that_change_after_the_recording_are_not_passed_over() -> None:
+CYCLES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, [0.1, 0.05], total_steps=9),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+}
+
+
+@pytest.mark.parametrize("cycle", CYCLES)
+@pytest.mark.parametrize(("kind", "settings"), [
+    (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.5, "dampening": 0.3}), (torch.optim.Adam, {}), (torch.optim.AdamW, {}),
+    (torch.optim.RMSprop, {"momentum": 0.5}),
+], ids=str)  # fmt: skip
+def test_a_cycled_momentum_is_that_of_each_run(cycle: str, kind: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    x = torch.randn(3, 2, dtype=torch.float64)
+    nets = [nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [kind([{"params": net[0].parameters()}, {"params": net[1].parameters()}], **settings) for net in nets]
+    mine, theirs = map(CYCLES[cycle], optimizers)
+    with tfnb.record() as graph:
+        fed = tfnb.placeholder(x)
+        step = train.from_torch(optimizers[0]).minimize(nets[0](fed).square().sum())
+    for _ in range(8):
+        tfnb.run(step, {fed: x})
+        optimizers[1].zero_grad()
+        nets[1](x).square().sum().backward()
+        optimizers[1].step()
+        assert_same(dict(nets[0].state_dict()), dict(nets[1].state_dict()))
+        mine.step()
+        theirs.step()
+    tfnb.Session(graph).save(tmp_path / "cycled.safetensors")
+
+
+def test_hyperparameters_that_change_after_the_recording_are_not_passed_over(tmp_path: Path) -> None:
     layer, x = nn.Linear(2, 1), torch.ones(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with tfnb.record():
+    with tfnb.record() as graph:
         fed = tfnb.placeholder(x)
         step = train.from_torch(optimizer).minimize(layer(fed).sum())
     tfnb.run(step, {fed: x})
@@ -496,6 +529,10 @@ def test_hyperparameters_that_change_after_the_recording_are_not_passed_over() -
     with pytest.raises(FailedPrecondition, match=r"momentum was 0, and is 0.95 now \(group 0\)"):
         tfnb.run(step, {fed: x})
     assert torch.equal(layer.weight, before)
+    session = tfnb.Session(graph)
+    session.save(tmp_path / "here.safetensors")  # the refusal is of steps only
+    session.restore(tmp_path / "here.safetensors")
+    assert float(graph.contents.variables["SGD/lr"].value()) == optimizer.param_groups[0]["lr"]
     with tfnb.record():
         fed = tfnb.placeholder(x)
         step = train.from_torch(optimizer).minimize(layer(fed).sum())

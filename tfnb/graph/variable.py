@@ -104,14 +104,24 @@ class Variable:
         return self
 
     @classmethod
-    def looked_up(cls, find: Callable[[], torch.Tensor], *, name: str, leads: bool = False) -> Variable:
+    def looked_up(
+        cls, find: Callable[[], torch.Tensor], *, name: str, leads: bool = False,
+        ready: Callable[[], None] | None = None,
+    ) -> Variable:  # fmt: skip
         """A Variable, not trainable, whose storage is what ``find`` gives each time: always of one shape and dtype.
 
         leads: the value here counts also while the variable lives elsewhere: its owner looks here before each step.
+        ready: raises where no step may take the value, which can be shown and saved all the same.
         """
         self = cls.__new__(cls)
-        self._bind(find, Spec.of(find()), name, False)
-        self.leads = leads
+
+        def taken() -> torch.Tensor:
+            if ready is not None:
+                ready()
+            return find()
+
+        self._bind(taken, Spec.of(find()), name, False)
+        self.leads, self._shown = leads, find
         return self
 
     @classmethod
@@ -127,6 +137,7 @@ class Variable:
     ) -> None:  # fmt: skip
         self._storage = storage
         self._owned = None
+        self._shown: Callable[[], torch.Tensor] | None = None
         self.held: Held | None = None
         self._fitting: torch.Tensor | None = None  # what was held when it was last looked at
         self.key = f"v{next(_serial)}"
@@ -200,6 +211,11 @@ class Variable:
                 f"{made}restore a checkpoint with session.restore(path), or assign a value first"
             )
         return self._storage()
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """`storage`, to be shown or saved: also where no step may take it."""
+        return self.storage if self._shown is None else self._shown()
 
     def initialize(self) -> None:
         """Give it its initial value, also anew; Variables without a value that this depends on get theirs first.
@@ -286,7 +302,7 @@ class Variable:
                         self._gone = ""
                         resources.enter(self)
                 else:
-                    self.storage.copy_(value)
+                    self.kept.copy_(value)
             finally:
                 self.writes.value += 1
 
@@ -328,7 +344,7 @@ class Variable:
             if self.home is not None:
                 return self.home.value(self)
             with LOCKS.read(self, timeout=timeout):  # not one that is half written
-                return self.storage.clone()
+                return self.kept.clone()
 
     def set(self, value: torch.Tensor) -> None:
         """Write the value at once, wherever it lives; raises ShapeError for another shape."""

@@ -52,7 +52,7 @@ class Stored(Protocol):
     def version(self) -> int: ...
 
     @property
-    def storage(self) -> torch.Tensor: ...
+    def kept(self) -> torch.Tensor: ...
 
 
 class Access:
@@ -235,7 +235,7 @@ class Locks:
         """Copies of what these Variables hold here, all of one moment."""
         found = tuple(variables)
         with self.read(*found, timeout=timeout):
-            return Cut(versions(found), {variable: variable.storage.clone() for variable in found})
+            return Cut(versions(found), {variable: variable.kept.clone() for variable in found})
 
 
 def versions(variables: Iterable[Stored]) -> dict[Any, int]:

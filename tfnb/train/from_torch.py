@@ -2,7 +2,8 @@
 
 The state is torch's own: a slot is the tensor in ``optimizer.state``, looked up at every run, so `state_dict` shows
 what the graph did, `load_state_dict` counts, and an eager `step` may follow. Recording alone adds nothing to it. The
-learning rate is read at every run, too, so schedulers work between runs.
+learning rate is read at every run, too, so schedulers work between runs; so is the momentum of a group that a
+scheduler of torch cycles.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tfnb.errors import FailedPrecondition, Unsupported
 from tfnb.gradients import IndexedSlices
 from tfnb.gradients.rules.index import without_padding
 from tfnb.graph import Variable, current
+from tfnb.kernels.optim import MOVING
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
 from tfnb.train.optimizer import Optimizer, Pair, Rate, buffer_writes
@@ -30,8 +32,9 @@ _TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies an
 def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     """The graph's twin of a torch optimizer: every param group with its own hyperparameters, and the same state.
 
-    Of exactly the classes of torch.optim, but not LBFGS; one optimizer has one twin. Learning rates and state are the
-    torch optimizer's, looked up at each run; the other hyperparameters are those at the time of recording. While a
+    Of exactly the classes of torch.optim, but not LBFGS; one optimizer has one twin. Learning rates,
+    state, and a momentum that a scheduler cycles are the torch optimizer's, looked up at each run; the other
+    hyperparameters are those at the time of recording. While a
     cluster is connected its servers hold the state: the torch optimizer shows it again after ``fit``. A rate that
     changes there counts from the next ``run`` or ``fit`` on.
 
@@ -80,7 +83,7 @@ class FromTorch(Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(0.0)  # each group has its own
         self.optimizer = optimizer
-        self._rates: dict[int, Variable] = {}
+        self._rates: dict[tuple[int, str], Variable] = {}
         self._recorded: dict[int, dict[str, Any]] = {}  # by group: its settings at the last recording
         self._first: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: what state starts with
         self._kept: dict[tuple[torch.Tensor, str], Variable] = {}
@@ -141,28 +144,52 @@ class FromTorch(Optimizer):
     def _group_rule(self, number: int) -> Rule:
         return Rule(self._label, self.optimizer.param_groups[number]["lr"], **self._settings(number))
 
-    def _rate(self, number: int) -> Variable:
-        """The learning rate of a group as a Variable that shows what the group says now."""
-        if number not in self._rates:
-            last = _plain(self.optimizer.param_groups[number]["lr"])
+    def _rate(self, recorder: Recorder, number: int) -> Rate:
+        """The learning rate of a group, and behind it the momentum if a scheduler cycles that."""
+        rate = recorder.read(self._number(number, "lr"))
+        cycled = self._cycled(number)
+        return torch.stack([rate, recorder.read(self._number(number, cycled))]) if cycled else rate
+
+    def _cycled(self, number: int) -> str:
+        """The setting of a group that OneCycleLR or CyclicLR changes beside the learning rate; "" for none.
+
+        They leave its bounds in the group. A momentum of 0 is none: torch has no buffer for it.
+        """
+        group = self.optimizer.param_groups[number]
+        bounds = group.get("base_momentum", 0), group.get("max_momentum", 0)
+        return MOVING.get(OPTIMIZERS[self._label].op, "") if min(bounds) > 0 else ""
+
+    def _number(self, number: int, name: str) -> Variable:
+        """A setting of a group as a Variable that shows what the group says now."""
+        if (number, name) not in self._rates:
+            last = _plain(self._setting(number, name))
 
             def find() -> torch.Tensor:
                 nonlocal last
-                self._hold_to(number)
                 if current.recording() is None:
                     self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where no step was
-                now = self.optimizer.param_groups[number]["lr"]
+                now = self._setting(number, name)
                 if float(now) != float(last):
                     last = _plain(now)
                 return last
 
-            name = f"{self._label}/lr{f'_{number}' if number else ''}"
-            self._rates[number] = Variable.looked_up(find, name=name, leads=True)
-        return self._rates[number]
+            label = f"{self._label}/{name}{f'_{number}' if number else ''}"
+            self._rates[number, name] = Variable.looked_up(
+                find, name=label, leads=True, ready=partial(self._hold_to, number)
+            )
+        return self._rates[number, name]
+
+    def _setting(self, number: int, name: str) -> Any:
+        group = self.optimizer.param_groups[number]
+        return group["betas"][0] if name == "beta1" else group[name]
 
     def _settings(self, number: int) -> dict[str, Any]:
         """The hyperparameters of a group that a recording takes as numbers."""
-        return settings_of(self._label, self.optimizer.param_groups[number])
+        found = settings_of(self._label, self.optimizer.param_groups[number])
+        if cycled := self._cycled(number):
+            most = self.optimizer.param_groups[number]["max_momentum"]
+            found |= {"betas": (most, found["betas"][1])} if cycled == "beta1" else {cycled: most}
+        return found
 
     def _hold_to(self, number: int) -> None:
         """Raise FailedPrecondition in a run whose group says another thing than what was recorded of it."""
@@ -172,8 +199,9 @@ class FromTorch(Optimizer):
         changed = ", ".join(f"{n} was {recorded.get(n)}, and is {now[n]} now" for n in now if recorded.get(n) != now[n])
         raise FailedPrecondition(
             f"{self._label}: {changed} (group {number}): a recorded step has the numbers of its recording, all but the "
-            "learning rate. Record the step again; OneCycleLR and CyclicLR set the momentum when they are made, and "
-            "with cycle_momentum=False leave it as it is"
+            "learning rate. Record the step again. OneCycleLR and CyclicLR set the momentum when they are made: make "
+            "them above the cell that records the step, which then takes the momentum of each run, or with "
+            "cycle_momentum=False"
         )
 
     def _slot(self, rule: Rule, parameter: torch.Tensor, name: str, stem: str) -> Variable:
@@ -237,7 +265,7 @@ class FromTorch(Optimizer):
         rule._slots[target] = self.slots(target)
         if isinstance(grad, Tensor) and (rule.still or rule.sparse == "lazy"):
             grad = _by_rows(recorder, grad) or grad
-        return rule._record(recorder, [(grad, target)], recorder.read(self._rate(number)))
+        return rule._record(recorder, [(grad, target)], self._rate(recorder, number))
 
     def __repr__(self) -> str:
         rules = ", ".join(repr(self._group_rule(i)) for i in range(len(self.optimizer.param_groups)))
