@@ -97,7 +97,7 @@ def test_fit_stops_between_steps_and_goes_on_when_it_is_off(net: Net) -> None:
     with pytest.raises(BreakpointReached) as caught:
         tfnb.fit(net.train, {net.x: data}, **how)
     assert math.isinf(caught.value.details["loss"])
-    assert tfnb.session.default_session(net.graph).trained == 2
+    assert tfnb.session.default_session(net.graph).state.trained == 2
     data[8:12] = 1.0
     assert tfnb.fit(net.train, {net.x: data}, resume=True, **how).steps == 2
 

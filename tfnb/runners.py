@@ -156,7 +156,7 @@ class QueueRunner:
         self.threads: tuple[threading.Thread, ...] = ()
         self._run = run if session is None else session.run
         if session is not None:
-            inputs, sources = session.inputs, [op for op in self.enqueue_ops if isinstance(op, Source)]
+            inputs, sources = session.state.inputs, [op for op in self.enqueue_ops if isinstance(op, Source)]
             for source in sources:
                 inputs.sources.pop(source.name, None)  # of a cell that was run before
             for earlier in [one for one in inputs.queues if one.name == queue.name]:

@@ -304,10 +304,10 @@ def test_contents_that_the_queue_cannot_have_are_refused(
     change(tensors)
     checkpoint.save(path, tensors, meta)
     v.assign(5.0)
-    before = session.moment().queues["q"].found
+    before = session.state.moment().queues["q"].found
     with pytest.raises(CheckpointCorrupt, match="damaged contents of queue q"):
         session.restore(path)
-    now = session.moment().queues["q"].found
+    now = session.state.moment().queues["q"].found
     assert v.value() == 5 and {**now["facts"], "held": 0} == {**before["facts"], "held": 0}
 
 
@@ -536,7 +536,7 @@ def test_a_full_queue_does_not_hold_up_another_one_of_its_source(tmp_path: Path)
     runners[1].start()
     taken = [int(other.dequeue(timeout=10)) for _ in range(40)]
     for n in range(20):
-        moment = session.moment()
+        moment = session.state.moment()
         there = [int(t) for queue in ("full", "other") for t in moment.queues[queue].tensors]
         assert sorted(taken + there) == [*range(moment.positions["sources"]["numbers"]["count"])], n
         taken.append(int((other, full)[n % 4 == 0].dequeue(timeout=10)))
@@ -703,7 +703,7 @@ def test_the_position_right_after_a_restore_is_the_restored_one(tmp_path: Path) 
             queue.dequeue()
         until(lambda: queue.level.enqueues == 1)
         session.restore(tmp_path / "file")
-        moment = session.moment()  # the runner has hardly heard of it
+        moment = session.state.moment()  # the runner has hardly heard of it
         at, (first, *others) = moment.positions["sources"]["numbers"]["count"], map(int, moment.queues["q"].tensors)
         assert (first, at) == (0, 1 + len(others)), n
         until(lambda: queue.level.enqueues == 1)
@@ -794,7 +794,7 @@ def test_a_training_of_another_thread_has_each_element_once_in_each_file(is_fed:
         thread, ended = in_thread(lambda: one.fit(steps=count))
         feeder, _ = in_thread(lambda: [one.queue.enqueue(n) for n in numbers] if is_fed else None)
         while thread.is_alive():
-            moments.append(session.moment())
+            moments.append(session.state.moment())
         feeder.join(60)
     finally:
         sys.setswitchinterval(before)
@@ -813,7 +813,7 @@ def test_a_file_does_not_hold_up_a_training_that_waits_for_elements() -> None:
     thread, ended = in_thread(lambda: one.fit(steps=1))
     for _ in range(5):
         until(lambda: one.queue.level.dequeues == 1)
-        session.moment()
+        session.state.moment()
         begin = time.perf_counter()
         until(lambda: one.queue.level.dequeues == 1)
         times.append(time.perf_counter() - begin)

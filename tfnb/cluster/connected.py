@@ -8,9 +8,9 @@ _current: list[Any] = []
 notices: list[str] = []  # that a cluster was lost, until a run here has said so
 
 
-def connected() -> Any:
-    """The connected Cluster, or None."""
-    return _current[-1] if _current else None
+def connected(own: Any = None) -> Any:
+    """The Cluster of one's ``own``, else the connected one, or None."""
+    return own if own is not None else _current[-1] if _current else None
 
 
 def connect(cluster: Any) -> None:

@@ -197,14 +197,14 @@ class _Clock:
 def _kept(session: Session) -> Iterator[Any]:
     """Gives what puts everything back for a seed; at the end all is as it was before."""
     variables = session.graph.contents.variables
-    positions, seed = session.positions, session.graph.seed
+    positions, seed = session.state.positions, session.graph.seed
     before = {label: variable.value() for label, variable in variables.items()}
 
     def begin(number: int) -> None:
         with nullcontext() if session.cluster is not None else LOCKS.write(*variables.values()):
             for label, value in before.items():
                 variables[label].set(value.clone())
-        session.go_to(positions)
+        session.state.go_to(positions)
         session.graph.seed = seed + number
         torch.manual_seed(number)  # a DataLoader shuffles by it: each mode has the same order
 

@@ -191,7 +191,7 @@ def fit(
         run.failed(error)
         raise
     finally:
-        session.settle(run.steps, is_over=run.is_over)
+        session.state.settle(run.steps, is_over=run.is_over)
     raise KeyboardInterrupt(stopped)
 
 
@@ -342,7 +342,7 @@ class _Run:
             if cluster is None
             else StepsThere(reads, session.runs, lambda: cluster.step, in_order=mode.name == "sync")
         )
-        session.inputs.training = self.steps
+        session.state.inputs.training = self.steps
         self.is_over = False  # all steps were taken
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt

@@ -66,9 +66,9 @@ def begin(session: Session, resume: Any) -> int:
             raise InvalidArgument(f"resume is True or the path of a file of Session.save, not {resume!r}")
         steps = checkpoint.load(resume)[1].get("training", {}).get("steps", 0)
     else:
-        if session.inputs.training is not None:  # an interrupt came before it was put away
-            session.settle(session.inputs.training)
-        steps = session.trained
+        if session.state.inputs.training is not None:  # an interrupt came before it was put away
+            session.state.settle(session.state.inputs.training)
+        steps = session.state.trained
     if not steps:
         where = "in this session" if resume is True else f"in {resume}"
         raise FailedPrecondition(

@@ -69,7 +69,7 @@ class Snapshots:
                 "Session.save"
             )
         self._taken.pop(step, None)  # one that is taken again is the newest
-        self._taken[step] = session.moment()
+        self._taken[step] = session.state.moment()
         while len(self._taken) > self._keep:
             del self._taken[next(iter(self._taken))]
 
@@ -86,7 +86,7 @@ class Snapshots:
         Steps under way that used one of the queues raise Aborted: run them again.
         """
         self.values(step)  # there is one
-        self._session.go_back(self._taken[step].copy())
+        self._session.state.go_back(self._taken[step].copy())
 
     def __repr__(self) -> str:
         return f"<Snapshots at steps {', '.join(map(str, self.steps)) or 'none'}: {self.nbytes:,} bytes>"

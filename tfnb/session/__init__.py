@@ -1,10 +1,11 @@
 """Session: what is fetched and fed becomes code; code runs as steps; a step computes, then commits.
 
 `structures` and `feeding` resolve fetches and feeds. `prepared` is one signature, ready to run, with the `breakpoints`
-and the `value_cache` of its graph. `step_runner` runs one step and can stop it; `step` runs one in parts. `session`
-owns the signatures of a graph, its positions and its saved state.
+and the `value_cache` of its graph. `step_runner` runs one step and can stop it; `step` runs one in parts.
+`saved_state` is what a file has of a graph and its session. `session` owns the signatures of a graph.
 """
 
-from tfnb.session.session import Moment, Session, connected, default_session, limit, run
+from tfnb.session.saved_state import Moment
+from tfnb.session.session import Session, connected, default_session, limit, run
 
 __all__ = ["Moment", "Session", "connected", "default_session", "limit", "run"]

@@ -112,7 +112,8 @@ def session_facts(session: Any) -> Facts:
     found = [("runs", "here" if cluster is None else f"on a cluster: {', '.join(cluster.tasks)}")]
     found += [] if budget is None else [("memory budget", facts.amount(budget))]
     found += [("code", line) for line in session.status()[-FEW:]]
-    return found + ([("training", f"{session.trained} steps, not at its end")] if session.trained else [])
+    trained = session.state.trained
+    return found + ([("training", f"{trained} steps, not at its end")] if trained else [])
 
 
 def queue_html(queue: Queue) -> str:

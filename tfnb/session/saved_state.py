@@ -1,0 +1,250 @@
+"""What a session saves and restores, of one moment: Variables, what queues hold, and where all that it reads is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from tfnb.cluster.connected import connected
+from tfnb.errors import InvalidArgument
+from tfnb.graph import Graph, Variable
+from tfnb.graph.forms.serial import graph_hash
+from tfnb.graph.queue import Queue
+from tfnb.graph.subgraph import queues_of
+from tfnb.graph.variable_locks import LOCKS
+from tfnb.interrupts import no_interrupt
+from tfnb.state import checkpoint, queue_contents
+from tfnb.state.input_sources import Source
+from tfnb.state.queue_contents import Held
+from tfnb.state.queue_elements import QueueElements
+from tfnb.state.queues import TensorQueue
+from tfnb.state.run_numbers import RunNumbers
+from tfnb.state.source_puts import position_behind, standing
+from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
+
+_NO_QUEUES: Mapping[str, Held] = MappingProxyType({})
+
+
+class Moment(NamedTuple):
+    """What a session had at one moment: values and contents of queues by label, and its `positions`."""
+
+    values: Mapping[str, torch.Tensor]
+    positions: Mapping[str, Any]
+    queues: Mapping[str, Held]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(one.nbytes for one in self.values.values()) + sum(one.nbytes for one in self.queues.values())
+
+    def copy(self) -> Moment:
+        """The same in memory of its own."""
+        values = {label: value.clone() for label, value in self.values.items()}
+        return self._replace(values=values, queues={label: one.copy() for label, one in self.queues.items()})
+
+
+@dataclass
+class Inputs:
+    """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, queues
+    that no node uses, restored contents by label of queues that are not known yet, steps of a training of `fit` that is
+    not at its end, and the one in progress."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    positions: dict[str, dict[str, int]] = field(default_factory=dict)
+    queues: WeakKeyDictionary[Queue, None] = field(default_factory=WeakKeyDictionary)
+    contents: dict[str, queue_contents.Saved] = field(default_factory=dict)
+    trained: int = 0
+    training: StepsTaken | None = None
+
+
+class SavedState:
+    """What `Session.save` writes and `restore` puts back: Variables, queues, positions of sources and random streams.
+
+    The sessions of a graph share `Inputs`; ``runs`` and ``cluster``, if it has one of its own, are of one session.
+    """
+
+    def __init__(self, graph: Graph, runs: RunNumbers, cluster: Any) -> None:
+        self._graph, self._runs, self._cluster = graph, runs, cluster
+        self.inputs: Inputs = graph.attached.setdefault("inputs", Inputs())
+
+    def save(self, path: str | Path) -> checkpoint.Checkpoint:
+        """Write it to one file, as of one moment: `Session.save`."""
+        moment = self.moment()
+        queued, tensors = queue_contents.written(self._queues(), moment.queues)
+        for label, (facts, kept) in self.inputs.contents.items():
+            if label not in queued:
+                queued[label], tensors = facts, tensors | kept
+        hashed = graph_hash(self._graph.contents)
+        about = {"graph": self._graph.name, "graph_hash": hashed, **moment.positions, "queues": queued}
+        return checkpoint.save(path, moment.values, about, tensors)
+
+    def moment(self) -> Moment:
+        """Copies of all that `save` writes, of one moment."""
+        while True:
+            training = self.inputs.training
+            with self._standing(training):
+                found = self._moment(training)
+                if self.inputs.training is training:  # else another thread began, or ended, one
+                    return found
+
+    @contextmanager
+    def _standing(self, training: StepsTaken | None) -> Iterator[None]:
+        """A block in which no element is read on its way to a queue, or drawn by a training."""
+        source = None if training is None else training.source
+        drawn = source.standing() if isinstance(source, QueueElements) else nullcontext()
+        with standing(self.inputs.sources.values()), drawn:
+            yield
+
+    def _moment(self, training: StepsTaken | None) -> Moment:
+        variables, queues = self._graph.contents.variables, self._queues()
+        if (cluster := connected(self._cluster)) is not None:
+            found, there, step = cluster.cut(variables.values(), queues.values())
+            values = {label: found[variable.key] for label, variable in variables.items()}
+            held = {label: there[queue] for label, queue in queues.items()}
+            taken = training.at(step) if isinstance(training, StepsThere) else None
+            positions = self._positions_behind(taken, held)
+        else:
+            with LOCKS.read(*variables.values()):  # no step in between
+                values = {label: variable.value() for label, variable in variables.items()}
+                held = queue_contents.held_by(queues)
+                taken = None if training is None else training.applied
+                positions = self._positions_behind(taken, held)
+        source = None if training is None else training.source
+        if taken is not None and isinstance(source, QueueElements):
+            return Moment(values, positions, self._with_drawn(held, source, taken))
+        return Moment(values, positions, held)
+
+    def _with_drawn(self, held: Mapping[str, Held], source: QueueElements, taken: Taken) -> Mapping[str, Held]:
+        """The same, with the elements that a training drew and no step counts of."""
+        if taken.position is None:
+            return held
+        back, queues = source.after(taken.position), self._queues()
+        return {
+            label: queue_contents.in_front(queues[label], one, back) if queues[label] is source.queue else one
+            for label, one in held.items()
+        }
+
+    def go_back(self, moment: Moment) -> None:
+        """Everything is as it was, or nothing is changed; Variables and queues that are newer stay as they are."""
+        variables, queues = self._graph.contents.variables, self._queues()
+        values = {variables[label]: value for label, value in moment.values.items() if label in variables}
+        held = {label: one for label, one in moment.queues.items() if label in queues}
+        for name, position in moment.positions.get("sources", {}).items():
+            if (source := self.inputs.sources.get(name)) is not None:
+                source.ensure_position(position)
+        with standing(self.inputs.sources.values()), self._restoring(values, queues, held) as become, no_interrupt():
+            become()
+            self.go_to(moment.positions)
+
+    @contextmanager
+    def _restoring(
+        self, values: Mapping[Variable, torch.Tensor], queues: Mapping[str, Queue], held: Mapping[str, Held]
+    ) -> Iterator[Callable[[], None]]:
+        """A block in which a call lets Variables and queues be this; whatever may fail of it fails before."""
+        for variable, value in values.items():
+            variable.ensure_fits(value)
+        if (cluster := connected(self._cluster)) is not None:
+            with cluster.restoring(values, {queues[label]: one for label, one in held.items()}) as become:
+                yield become
+            return
+        hold = queue_contents.ready_to_hold(queues, held)
+
+        def become_here() -> None:
+            for variable, value in values.items():
+                variable.set(value)
+            hold()
+
+        with LOCKS.write(*values):
+            yield become_here
+
+    def _queues(self) -> dict[str, Queue]:
+        """Those that are there still, by label."""
+        everyone = [*queues_of(self._graph.nodes), *self.inputs.queues]
+        return queue_contents.labelled(queue for queue in everyone if not getattr(queue, "gone", ""))
+
+    @property
+    def positions(self) -> dict[str, Any]:
+        """Where its random streams, sources and training are, as a dict for JSON."""
+        training = self.inputs.training
+        return self._positions_behind(None if training is None else training.applied)
+
+    def _positions_behind(self, taken: Taken | None, held: Mapping[str, Held] = _NO_QUEUES) -> dict[str, Any]:
+        """The same behind the steps of a training that count, and behind what queues hold."""
+        marks = [one.marks for one in held.values()]
+        inputs, training = self.inputs, self.inputs.training
+        sources = inputs.positions | {name: position_behind(one, marks) for name, one in inputs.sources.items()}
+        trained, position, run = taken or Taken(inputs.trained, None, self._runs.next)
+        is_read = training is not None and not isinstance(training.source, QueueElements | None)
+        if position is not None and is_read:
+            sources[training.source.name] = position  # type: ignore[union-attr]
+        return {
+            "streams": {"seed": self._graph.seed, "runs": run}, "sources": sources, "training": {"steps": trained},
+        }  # fmt: skip
+
+    def go_to(self, positions: Mapping[str, Any]) -> None:
+        """Go on from where `positions` of this session, or of a file, says."""
+        if streams := positions.get("streams"):
+            self._graph.seed, self._runs.next = streams["seed"], streams["runs"]
+        self.inputs.trained = positions.get("training", {}).get("steps", 0)
+        self.inputs.positions |= positions.get("sources", {})
+        for source in self.inputs.sources.values():
+            self.reads(source)
+
+    def restore(
+        self, path: str | PathLike[str], *, strict: bool = True, mapping: Mapping[str, str] | None = None
+    ) -> None:
+        """Become what a file holds, all or nothing: `Session.restore`."""
+        saved, about = checkpoint.load(path)
+        checkpoint.ensure_told(about)
+        tensors, held = queue_contents.split(saved, about.get("queues", ()))
+        specs = {label: variable.spec for label, variable in self._graph.contents.variables.items()}
+        values = checkpoint.match(tensors, specs, strict=strict, mapping=mapping)
+        queues = self._queues() if "queues" in about else {}
+        needed = set(queues_of(self._graph.nodes)) if strict else ()
+        found = queue_contents.match(about.get("queues", {}), held, queues, needed=needed)
+        self.go_back(Moment(values, about, found))
+        self.inputs.contents = queue_contents.others(about.get("queues", {}), held, queues)
+
+    def reads(self, source: Source | TensorQueue) -> None:
+        """Keep the position of a source, or the contents of a queue: `Session.reads`."""
+        if isinstance(source, TensorQueue):
+            self.inputs.queues[source] = None
+            for label, queue in self._queues().items():
+                if queue is source and (saved := self.inputs.contents.get(label)) is not None:
+                    one = {label: queue}
+                    found = queue_contents.match({label: saved.facts}, saved.tensors, one, needed=one.values())
+                    with self._restoring({}, one, found) as become, no_interrupt():
+                        become()
+                        del self.inputs.contents[label]
+            return
+        if self.inputs.sources.setdefault(source.name, source)._root is not source._root:
+            raise InvalidArgument(
+                f"this session reads another source named {source.name!r}: their positions are saved by name, so give "
+                "each a name= of its own"
+            )
+        if (position := self.inputs.positions.pop(source.name, None)) is not None:
+            source.seek(position)
+
+    @property
+    def trained(self) -> int:
+        """Steps of a training of `fit` that is not at its end."""
+        training = self.inputs.training
+        return self.inputs.trained if training is None else training.applied.steps
+
+    def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
+        """A training stands still: its data and the random numbers go on behind the last step that counts."""
+        with no_interrupt():
+            steps, position, self._runs.next = training.applied
+            self.inputs.trained = 0 if is_over else steps
+            if training.source is not None and position is not None and not is_over:
+                training.source.back_to(position)
+            if self.inputs.training is training:
+                self.inputs.training = None
