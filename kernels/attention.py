@@ -9,29 +9,81 @@ al. 2022), as in torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
-_FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
+Kernel = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]
+_ROWS = 32  # of memory-efficient attention: it wants log-sum-exps of so many rows at a time
 
 
-def _is_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> bool:
-    if not q.is_cpu:
-        return False
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _on_cpu_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+
+
+def _flash_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = q.new_empty(2, dtype=torch.uint64)  # of dropout, of which there is none
+    lengths = None, None, q.shape[2], k.shape[2]  # of sequences in one tensor
+    return aten._scaled_dot_product_flash_attention_backward(
+        dy, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, seed, scale=scale
+    )
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _efficient_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _ROWS)).contiguous()
+    seed = q.new_zeros((), dtype=torch.int64)  # of dropout, of which there is none
+    return aten._scaled_dot_product_efficient_attention_backward(
+        dy, q, k, v, None, out, lse, seed, seed, 0.0, (True, True, True, False), causal, scale=scale
+    )[:3]
+
+
+# By device and torch.nn.attention.SDPBackend: flash, memory-efficient, cuDNN's, of which torch has no form that gives
+# the log-sum-exp of rows alone.
+_KERNELS: Mapping[tuple[str, int], Kernel] = {
+    ("cpu", 1): (_on_cpu, _on_cpu_backward), ("cuda", 1): (_flash, _flash_backward),
+    ("cuda", 2): (_efficient, _efficient_backward), ("cuda", 3): (_efficient, _efficient_backward),
+}  # fmt: skip
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Kernel | None:
+    """The kernels that torch would choose; None where it has none."""
     if type(q) is Tensor:
-        return bool(aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale) == _FLASH)
+        return _KERNELS.get((q.device.type, aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale)))
     with _disable_current_modes():  # while it is traced, torch is shown tensors that lie as these do
-        q, k, v = (torch.empty_strided([*map(int, t.shape)], [*map(int, t.stride())], dtype=t.dtype) for t in (q, k, v))
-        return _is_fused(q, k, v, causal, scale)
+        q, k, v = (
+            torch.empty_strided([*map(int, t.shape)], [*map(int, t.stride())], dtype=t.dtype, device=t.device)
+            for t in (q, k, v)
+        )
+        return _fused(q, k, v, causal, scale)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     """softmax(q k' * scale) v, and the rows' log-sum-exp."""
-    if _is_fused(q, k, v, causal, scale):
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    kernel = _fused(q, k, v, causal, scale)
+    if kernel is not None:
+        return kernel[0](q, k, v, causal, scale)
     out = aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale)
     return out, q.new_zeros(_rows_first(q), dtype=_wide(q)).transpose(1, 2)
 
@@ -40,10 +92,9 @@ def attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cotangents of q, k and v."""
-    if _is_fused(q, k, v, causal, scale):
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
+    kernel = _fused(q, k, v, causal, scale)
+    if kernel is not None:
+        return kernel[1](dy, q, k, v, out, lse, causal, scale)
     dq, dk, dv = (_split_into_heads(t) for t in plain_backward(dy, q, k, v, causal, scale))
     return dq, dk, dv
 

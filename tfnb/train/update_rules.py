@@ -143,8 +143,10 @@ class Rule(Optimizer):
     def update_rows(
         self, w: torch.Tensor, grad: IndexedSlices, slots: Mapping[str, torch.Tensor], lr: Rate
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        if self.sparse == "exact" and not self.still:
+        if self.sparse == "exact" and not (self.still and w.device.type == "cpu"):
             why = f"an exact {self.kind} step renews every row, sparse='lazy' those of the gradient"
+            if self.still:  # the host would wait for the number of distinct rows, and nothing could be launched whole
+                why = f"a step of {self.kind} on {w.device} does not count distinct rows, sparse='lazy' does"
             return self.update(w, grad.to_dense(why), slots, lr)
         rows, op = grad.coalesce(), getattr(torch.ops.tfnb, f"{self.definition.op}_rows")
         new, *after = op(w, rows.values, list(slots.values()), rows.indices, **_rate(lr), **self.settings)

@@ -201,6 +201,11 @@ class Captured:
             return f"not captured: {self.why_not}"
         return "launched whole" if self._launch is not None else "not captured yet"
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether later steps will be launched whole, and this one is not."""
+        return self.why_not is None and self._launch is None and self.captures.is_mine
+
     def __call__(self, *args: Any) -> Outs:
         if self.why_not is not None or not self.captures.claim():
             return self.forward(*args)
@@ -245,7 +250,7 @@ class Captured:
         device = self.captures.device
         buffers = {at: torch.empty_like(args[at]).copy_(args[at]) for at in self._taken() if self._is_copied(at)}
         static = [buffers.get(at, arg) for at, arg in enumerate(args)]
-        wanted = device.warm(lambda: self.program.forward(*static))
+        wanted = device.warm(lambda: self.forward(*static))
         code, draws = self._with_generators()
         for draw in draws:
             draw.seed(args[-1])
@@ -271,7 +276,7 @@ class Captured:
         """The code with a generator for each random op."""
         module = self.program.module
         if not _drawings(module.graph):
-            return self.program.forward, ()
+            return self.forward, ()
         graph, copies, draws = fx.Graph(), dict[fx.Node, fx.Node](), list[Seeded]()
         returned: Any = graph.graph_copy(module.graph, copies)
         for node in _drawings(module.graph):

@@ -32,6 +32,7 @@ from tfnb.execution.running import Stop
 from tfnb.execution.tiers.agreement import at_other_sizes, compared, copied, verdict
 from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
 from tfnb.execution.tiers.compiled_loops import CompiledLoops, obstacle
+from tfnb.execution.tiers.fused import Fused
 from tfnb.execution.tiers.interface import Abandoned, Forward, Request, Tier, Unfit, first, words
 from tfnb.execution.tiers.native.manifest import LEAST
 from tfnb.execution.tiers.native.request import Axis, varying_axes
@@ -39,7 +40,7 @@ from tfnb.execution.tiers.native.tier import Native
 from tfnb.execution.tiers.operand_checks import OperandRefused
 from tfnb.execution.tiers.scalarize import Scalarized
 from tfnb.execution.tracing.clocks import counter
-from tfnb.execution.tracing.live_memory import devices, wait
+from tfnb.execution.tracing.live_memory import devices, room, wait
 from tfnb.graph.collector import frozen
 from tfnb.recording.marks.notes import user_level
 
@@ -49,13 +50,15 @@ WORTH_COMPILING = 2.0  # seconds of computing with the same sizes
 MOST = 2  # sizes that code of their own is compiled for, of one program; then one piece of code for all others
 TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
 MOST_UNFIT = 3  # steps of other layouts, after which they are what is to be expected
-MOST_COPIED = 1 << 30  # bytes of what a step reads
+MOST_COPIED = 1 << 30  # bytes of what a step reads, on the CPU
 FAR = 10  # times what a step takes: a deadline that far away needs no step that can be stopped
 
 NATIVE, VARYING = Native(), Native(varies=True)
 AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
 COMPILED: tuple[Tier, ...] = (CompiledLoops(), NATIVE)
-"""Tiers that are asked before the first step, and when steps have taken long. CUDA graphs launch the code of either."""
+FUSED: tuple[Tier, ...] = (Fused(),)
+"""Tiers that are asked before the first step; when steps have taken long, on the CPU; and on other devices. CUDA graphs
+launch the code of either."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -165,7 +168,8 @@ class Sizes:
         self.forward: Forward = {"auto": self._counted, "now": self._now}.get(mode) or self.generated
         self.code = "generated code"
         self.turns: dict[Any, dict[Forward, list[float]]] | None = None
-        self._clock = counter(device_of(program))
+        self._device = device_of(program)
+        self._clock = counter(self._device)
         self._fast: Guarded | None = None
         self._package: PackageFolder | None = None
         self.cost = ""  # of compiling
@@ -187,14 +191,14 @@ class Sizes:
     @property
     def status(self) -> str:
         """Which code runs and why."""
-        if self._captures is None or self.forward is self._fast:
+        if self._captures is None:
             return self.code
-        runs = self.generated
+        runs = self._fast.code if self._fast is not None and self.forward is self._fast else self.generated
         return f"{self.code}, {runs.status if isinstance(runs, Captured) else f'not captured: {self._why}'}"
 
     def recall(self, shapes: Sequence[torch.Size]) -> None:
         """Take what an earlier process compiled, if it found that its code agrees and is faster, or was told to."""
-        if self._captures is not None or not isinstance(self.program, Program):
+        if self._device.type != "cpu" or not isinstance(self.program, Program):
             return
         try:
             found = (VARYING if self._varies else NATIVE).recalled(self.program, shapes)
@@ -242,11 +246,11 @@ class Sizes:
         start = time.perf_counter()
         if (lacks := obstacle()) is not None:
             return self.drop(lacks)
-        if sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor)) > MOST_COPIED:
-            return self.drop("compiled code is compared on copies, and the step reads more than 1 GiB")
+        if sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor)) > room(self._device, MOST_COPIED):
+            return self.drop("compiled code is compared on copies, and there is no room for what the step reads")
         try:
             with frozen():
-                tiers = (VARYING,) if self._varies else COMPILED
+                tiers = (VARYING,) if self._varies else COMPILED if self._device.type == "cpu" else FUSED
                 found, why = first(tiers, Request(self.program, self._plain, args, self, self._mode == "now"))
             if found is None:
                 return self.drop(why)
@@ -266,7 +270,8 @@ class Sizes:
             return self.drop(words(error))
         if not facts["agrees"]:
             return self.drop(facts["status"])
-        self._fast = Guarded(self, found, None if self._varies else facts["seconds_a_step"])
+        launched = None if self._captures is None else first([self._captures], Request(self.program, found))[0]
+        self._fast = Guarded(self, launched or found, None if self._varies else facts["seconds_a_step"])
         if self._mode == "now":
             return self._keep(f"compiled; {self.cost}")
         self.forward, self.turns = self.generated, {}
@@ -302,7 +307,8 @@ class Sizes:
     def took(self, code: Forward, seconds: float, among: Mapping[Forward, list[float]]) -> None:
         """A timed step is over. among: the seconds of steps of about the same size."""
         turns = self.turns
-        if turns is None:
+        runs = getattr(code, "code", code)
+        if turns is None or (isinstance(runs, Captured) and runs.is_settling):
             return
         among[code].append(seconds)
         pairs = [pair for each in turns.values() for pair in zip(*each.values(), strict=False)]

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from tfnb.kernels.rows import Kept
 
+STEPS = 2  # that run beside one that is the user's: compiled code and what it is compared with
 POINTS = 20_000  # of the curve of live bytes; then the higher of two neighbours
 
 Held = list[tuple[int, int]]  # key and bytes of memory
@@ -90,3 +91,12 @@ def _storages(value: Any) -> Iterator[tuple[int, int]]:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             yield storage._cdata, storage.nbytes()
+
+
+def room(device: torch.device, most: int) -> int:
+    """Bytes that may be taken for copies beside steps that go on: of an accelerator what `STEPS` more of them leave."""
+    if device.type != "cuda":
+        return most
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free - STEPS * torch.cuda.max_memory_allocated(device)

@@ -60,12 +60,6 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
 """Ops of ours that are torch's own ops, one after the other, all of which have a form in C."""
 
 
-def elsewhere(program: Program) -> str | None:
-    """The device of a program that no module is made for."""
-    devices = {spec.device for node in program.graph.nodes for spec in node.outputs} - {"cpu"}
-    return f"compiled code is made for the CPU, and it runs on {min(devices)}" if devices else None
-
-
 def obstacles(program: Program, formless: Collection[str] = ()) -> dict[fx.Node, str]:
     """The calls that can be no part of a module, and why. formless: ops that turned out to have no form in C."""
     known = feed_symbols(program.whole.contents, program.feeds).keys()
@@ -202,7 +196,7 @@ def exportable(
     for why in obstacles(program).values():
         raise Unimplemented(why)
     checks = OperandChecks()
-    graph, places = _pure(program, checks)
+    graph, places = pure(program, checks)
     given = Given.of(program, operands)
     step = fx.GraphModule(program.module, graph)
     examples = [operand.empty().zero_() for operand in operands]
@@ -270,8 +264,11 @@ def _sized(examples: Sequence[torch.Tensor], axes: Sequence[Axis]) -> Iterator[S
         raise Unimplemented(f"its sizes cannot vary: tracing it decided {decided[0]}")
 
 
-def _pure(program: Program, checks: OperandChecks) -> tuple[fx.Graph, list[int | None]]:
-    """The program's graph from all operands; for each of its outputs the place among those it computes, or ~operand."""
+def pure(program: Program, checks: OperandChecks) -> tuple[fx.Graph, list[int | None]]:
+    """The program's graph from all operands; for each of its outputs the place among those it computes, or ~operand.
+
+    Operands are feeds, storages and what `Given` says; the run's number, which only draws take, counts after storages.
+    """
     old, graph = program.module.graph, fx.Graph()
     *inputs, run = old.find_nodes(op="placeholder")
     draws = [node for node in old.nodes if isinstance(node.target, Drawing)]
@@ -308,7 +305,7 @@ def _pure(program: Program, checks: OperandChecks) -> tuple[fx.Graph, list[int |
 def _traced(body: Program, checks: OperandChecks) -> Body:
     """A loop's body, which takes its constants last."""
     body = body.undonated()
-    graph, places = _pure(body, checks)
+    graph, places = pure(body, checks)
     step = fx.GraphModule(body.module, graph)
 
     def run(*args: torch.Tensor) -> list[torch.Tensor]:
@@ -329,7 +326,8 @@ def _target(program: Program, node: fx.Node) -> Any:
 
 def _literal(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
     number = value.item() if value.numel() else 0
-    return graph.call_function(torch.full, (list(value.shape), number), {"dtype": value.dtype})
+    kind = {"dtype": value.dtype, "device": value.device}
+    return graph.call_function(torch.full, (list(value.shape), number), kind)
 
 
 def _dropped(graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, Any], drawn: fx.Node) -> Any:

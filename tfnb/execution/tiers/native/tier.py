@@ -18,7 +18,7 @@ from tfnb.execution.tiers.graph_split import cut
 from tfnb.execution.tiers.interface import Abandoned, Request
 from tfnb.execution.tiers.native.call import Package
 from tfnb.execution.tiers.native.direct import Direct
-from tfnb.execution.tiers.native.exportable import Given, elsewhere, obstacles
+from tfnb.execution.tiers.native.exportable import Given, obstacles
 from tfnb.execution.tiers.native.manifest import About, about
 from tfnb.execution.tiers.native.request import FORMLESS, NativeRequest, Operand
 from tfnb.execution.tiers.native.segments import SEGMENTS, SegmentedStep, fitting, given, operands
@@ -39,8 +39,6 @@ class Native:
     def made(self, request: Request) -> Step | str:
         """The code for operands that lie as these do."""
         program = request.program.undonated()
-        if (why := elsewhere(program)) is not None:
-            return why
         unfit = obstacles(program)
         if not unfit:
             package = self._package(program, request)
@@ -108,8 +106,6 @@ class Native:
 
     def _recalled(self, program: Program, args: Sequence[Any]) -> Step | None:
         program = program.undonated()
-        if elsewhere(program) is not None:
-            return None
         package = cached(NativeRequest.of(program, args, varies=self.varies).key())
         if package is None:
             return None

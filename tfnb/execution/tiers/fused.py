@@ -1,0 +1,119 @@
+"""The fused tier: for devices that are not the CPU, a step whose kernels inductor fused, in the code that calls them.
+
+It computes as generated code does and writes nothing: the commit is the same, and CUDA graphs launch it as they launch
+generated code (`tfnb.execution.tiers.captured_steps`). A package is torch's own file of compiled code
+(``torch._inductor.standalone_compile``); to load one runs its code: only those that this user's tfnb wrote are loaded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import _inductor, fx
+from torch._dynamo.convert_frame import compile_lock
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tfnb.errors import Unimplemented
+from tfnb.execution.compiling.compiled_packages import REQUEST, PackageFolder, compiled
+from tfnb.execution.compiling.compiler_process import NOBODY, OverBudget
+from tfnb.execution.lowering.checked_calls import Drawing
+from tfnb.execution.lowering.control_flow_code import Loop
+from tfnb.execution.lowering.program import Program
+from tfnb.execution.tiers.captured_steps import device_of
+from tfnb.execution.tiers.decompositions import decompositions
+from tfnb.execution.tiers.interface import Abandoned, Request, Unfit
+from tfnb.execution.tiers.native.exportable import FORMS, Given, obstacles, pure
+from tfnb.execution.tiers.native.request import NativeRequest, Operand
+from tfnb.execution.tiers.operand_checks import OperandChecks
+
+CODE = "step.bin"
+BUILD = f"{__name__}:build_in"
+
+
+class Fused:
+    """The tier: a whole step for one choice of sizes."""
+
+    name = "compiled"
+
+    def made(self, request: Request) -> FusedStep | str:
+        """The code for operands that lie as these do."""
+        program = request.program.undonated()
+        if (why := obstacle(program)) is not None:
+            return why
+        wanted = NativeRequest.of(program, request.args)
+        try:
+            package = compiled(f"fused {wanted.key()}", wanted.save, BUILD, request.owner, urgent=request.urgent)
+        except OverBudget as error:
+            raise Abandoned(f"{error} to compile") from None
+        if isinstance(package, PackageFolder):
+            return opened(package, program, wanted.operands)
+        if package == NOBODY:
+            raise Abandoned(NOBODY)
+        return package
+
+
+def obstacle(program: Program) -> str | None:
+    """Why a program has no fused code: it runs on the CPU, or does what inductor is not given."""
+    if device_of(program).type == "cpu":
+        return "it runs on the CPU"
+    for node in program.module.graph.nodes:
+        if isinstance(node.target, Loop | Drawing):
+            kind = "is a loop" if isinstance(node.target, Loop) else "draws"
+            return f"{program.node_of[node.name].name} {kind}"
+    return next(iter(obstacles(program).values()), None)
+
+
+def build_in(folder: Path) -> dict[str, Any]:
+    """Compile the request in the folder: what the compiler's process calls."""
+    request = NativeRequest.load(folder / REQUEST)
+    request.as_asked()
+    build(request.program().undonated(), request.operands, folder)
+    return {}
+
+
+def build(program: Program, operands: Sequence[Operand], folder: Path) -> None:
+    """Compile a program for operands that lie so; raises Unimplemented, or what torch raises."""
+    if len(program.feeds) + len(program.variables) != len(operands):
+        raise Unimplemented("the step was read back as another one")
+    step = fx.GraphModule(program.module, pure(program, OperandChecks())[0])
+    examples = [*(operand.empty() for operand in operands), *Given.of(program, operands).constants]
+    with compile_lock, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = {**decompositions(select_decomp_table()), **FORMS}
+        module = make_fx(step, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        made = _inductor.standalone_compile(module, examples, dynamic_shapes="from_example_inputs")
+        made.save(path=str(folder / CODE))
+
+
+def opened(package: PackageFolder, program: Program, operands: Sequence[Operand]) -> FusedStep:
+    """The step of a package; one that cannot be loaded is dropped."""
+    try:
+        code = _inductor.CompiledArtifact.load(path=str(package.folder / CODE))
+    except Exception:
+        package.drop()
+        raise
+    return FusedStep(code, program, operands, package)
+
+
+class FusedStep:
+    """Computes a step as ``program.forward`` does, for operands that lie so; raises Unfit for others."""
+
+    def __init__(
+        self, code: Callable[..., Any], program: Program, operands: Sequence[Operand], package: PackageFolder | None
+    ) -> None:
+        self._code, self.package = code, package
+        self._strides = [operand.stride for operand in operands]
+        self._places = pure(program, OperandChecks())[1]
+        self._constants = Given.of(program, operands).constants
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        tensors = args[:-1]  # the last one is the run's number
+        if any(x.stride() != stride for x, stride in zip(tensors, self._strides, strict=True)):
+            raise Unfit
+        found = self._code(*tensors, *self._constants)
+        return [None if at is None else found[at] if at >= 0 else args[~at] for at in self._places]
