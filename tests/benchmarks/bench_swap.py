@@ -7,9 +7,12 @@ budget, which takes turns with it: same results to the last bit, bytes moved, an
 bytes per second (figure 13); --lanes writes what ran when into a file for Perfetto. --choices: for loops of several
 kinds, what it costs to move what does not fit, and to compute it again, and which of them the plan takes.
 
-    python tests/benchmarks/bench_swap.py [--lengths 100 200 500 600 700 900 1000] [--rounds 9]
-    python tests/benchmarks/bench_swap.py --overlap [--rate 400e6] [--lanes FILE]
-    python tests/benchmarks/bench_swap.py --choices
+--device cuda: the sizes of the paper (512 wide, 512 sequences, 12 GB), and which part of the copying held up nothing:
+it alone would take as long as copies between pinned memory and the device do.
+
+    python -m tests.benchmarks.bench_swap [--device cuda] [--lengths 100 200 500 600 700 900 1000] [--rounds 9]
+    python -m tests.benchmarks.bench_swap --overlap [--rate 400e6] [--lanes FILE]
+    python -m tests.benchmarks.bench_swap --choices
 """
 
 from __future__ import annotations
@@ -22,28 +25,42 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 import tfnb
+from tests.benchmarks.report import machine
 from tfnb.errors import ResourceExhausted
 from tfnb.kernels.memory_budget import MemoryBudget
 from tfnb.kernels.offload import RowStack
 from tfnb.kernels.spill_blocks import SpillBlock
 from tfnb.memory import prices
 
-WIDTH, BATCH, FITS = 64, 16, 550
-TARGETS = {"swapped / unlimited": 1.02, "moved / beyond the budget": 1.0, "overlap": 0.8}
+FITS = 550  # iterations, on the CPU
 
 
-def recorded(swap: bool) -> tuple[Any, list[Any], list[Any]]:
+class Sizes(NamedTuple):
+    """The LSTM: its width, how many sequences, the device, and the budget; None: for `FITS` iterations."""
+
+    width: int
+    batch: int
+    device: str
+    budget: int | None
+
+
+SIZES = {"cpu": Sizes(64, 16, "cpu", None), "cuda": Sizes(512, 512, "cuda", 12 * 10**9)}
+TARGETS = {"swapped / unlimited": 1.02, "moved / beyond the budget": 1.0, "overlap": 0.8, "overlap on cuda": 0.95}
+
+
+def recorded(swap: bool, sizes: Sizes) -> tuple[Any, list[Any], list[Any]]:
     """A training step of the LSTM: graph, fetches, feeds."""
     torch.manual_seed(0)
-    shapes = (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH,)
-    wx, wh, bias = (torch.nn.Parameter(torch.randn(shape) / WIDTH**0.5) for shape in shapes)
+    width, batch = sizes.width, sizes.batch
+    shapes = (4 * width, width), (4 * width, width), (4 * width,)
+    wx, wh, bias = (torch.nn.Parameter((torch.randn(shape) / width**0.5).to(sizes.device)) for shape in shapes)
 
     def cell(state: Any, x: Any) -> Any:
         h, c = state
@@ -51,9 +68,9 @@ def recorded(swap: bool) -> tuple[Any, list[Any], list[Any]]:
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
         return torch.sigmoid(o) * torch.tanh(c), c
 
-    with tfnb.record() as graph:
-        xs = tfnb.placeholder(torch.randn(4, BATCH, WIDTH), shape=("T", BATCH, WIDTH))
-        start, target = (tfnb.placeholder(torch.zeros(BATCH, WIDTH), shape=(BATCH, WIDTH)) for _ in range(2))
+    with tfnb.record(device=sizes.device) as graph:
+        xs = tfnb.placeholder(torch.randn(4, batch, width), shape=("T", batch, width))
+        start, target = (tfnb.placeholder(torch.zeros(batch, width), shape=(batch, width)) for _ in range(2))
         (hidden, _) = tfnb.fold(cell, (start, start), xs, swap_memory=swap)
         loss = (hidden - target).square().mean()
         return graph, [loss, tfnb.train.SGD(0.1).minimize(loss)], [xs, start, target]
@@ -62,55 +79,95 @@ def recorded(swap: bool) -> tuple[Any, list[Any], list[Any]]:
 class Step:
     """A step of its own weights within a budget."""
 
-    def __init__(self, swap: bool, budget: int | None) -> None:
-        graph, fetches, feeds = recorded(swap)
+    def __init__(self, swap: bool, budget: int | None, sizes: Sizes) -> None:
+        graph, fetches, feeds = recorded(swap, sizes)
+        self.sizes = sizes
         self.session = tfnb.Session(graph, compile="off", memory_budget=budget)
         self.call = self.session.make_callable(fetches, feeds)
+        self._data: tuple[int, list[torch.Tensor]] = (0, [])
 
     def __call__(self, iterations: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(iterations)
-        xs, target = torch.randn(iterations, BATCH, WIDTH, generator=generator), torch.ones(BATCH, WIDTH)
-        return self.call(xs, torch.zeros(BATCH, WIDTH), target)[0]
+        if self._data[0] != iterations:
+            width, batch, device, _ = self.sizes
+            generator = torch.Generator().manual_seed(iterations)
+            xs, start = torch.randn(iterations, batch, width, generator=generator), torch.zeros(batch, width)
+            self._data = iterations, [x.to(device) for x in (xs, start, torch.ones(batch, width))]
+        return self.call(*self._data[1])[0]
 
     def timed(self, iterations: int) -> float:
         """Milliseconds for each iteration."""
         start = time.perf_counter()
-        self(iterations)
+        float(self(iterations))
         return 1e3 * (time.perf_counter() - start) / iterations
 
 
-def limits() -> tuple[int, int]:
-    """Bytes that the loop keeps of an iteration, and a budget for `FITS` iterations."""
-    step = Step(True, 1 << 40)
+def limits(sizes: Sizes) -> tuple[int, int]:
+    """Bytes that the loop keeps of an iteration, and the budget."""
+    step = Step(True, 1 << 40, sizes)
     step(8)
     plan = step.session.plans()[0][1]
     assert plan.offloaded is not None
-    return plan.offloaded.saved // 8, plan.plan.peak + FITS * (plan.offloaded.saved // 8)
+    return plan.offloaded.saved // 8, sizes.budget or plan.plan.peak + FITS * (plan.offloaded.saved // 8)
 
 
-def row(iterations: int, each: int, budget: int, rounds: int) -> dict[str, Any]:
+def row(iterations: int, each: int, budget: int, rounds: int, sizes: Sizes) -> dict[str, Any]:
     """What happens at one length."""
     found: dict[str, Any] = {"iterations": iterations}
     try:
-        Step(False, budget)(iterations)
+        Step(False, budget, sizes)(iterations)
         found["off"] = "fits"
     except ResourceExhausted as error:
         found["off"] = str(error).partition(" does not fit")[0] + " is refused"
-    swapped, unlimited = Step(True, budget), Step(False, None)
-    curves = [[step(iterations) for _ in range(3)] for step in (swapped, unlimited)]
+    swapped, unlimited = Step(True, budget, sizes), Step(False, None, sizes)
+    curves = [[step(iterations).clone() for _ in range(3)] for step in (swapped, unlimited)]
     assert all(map(torch.equal, *curves)), f"{iterations} iterations: swapping changes values"
     pairs = [
         (swapped.timed(iterations), unlimited.timed(iterations)) for _ in range(rounds)
     ]  # each is the other's neighbour
     plan = swapped.session.plans()[-1][1]
     assert plan.offloaded is not None
-    found["moved"], found["beyond"] = plan.offloaded.out, max(0, iterations - FITS) * each
+    found["moved"] = plan.offloaded.out
+    if sizes.budget is None:
+        found["beyond"] = max(0, iterations - FITS) * each
     found["swapped ms/iteration"], found["unlimited ms/iteration"] = (
         statistics.median(column) for column in zip(*pairs, strict=True)
     )
     low, found["ratio"], high = statistics.quantiles([on / off for on, off in pairs], n=4)
     found["quartiles"] = [low, high]
+    if sizes.device != "cpu":
+        found |= held(swapped, unlimited, iterations)
+        late = statistics.median(on - off for on, off in pairs) * iterations
+        copying = 1e3 * (plan.offloaded.out / rate(out=True) + plan.offloaded.back / rate(out=False))
+        found["copying ms"] = copying
+        found["overlap"] = 1 - max(late, 0.0) / copying if copying else None
     return found
+
+
+def held(swapped: Step, unlimited: Step, iterations: int) -> dict[str, int]:
+    """The most bytes that the device holds in a step."""
+    found = {}
+    for name, step in (("swapped peak", swapped), ("unlimited peak", unlimited)):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        float(step(iterations))
+        found[name] = torch.cuda.max_memory_allocated()
+    return found
+
+
+def rate(*, out: bool) -> float:
+    """Bytes per second between the device and pinned memory, with nothing beside it."""
+    here, there = (
+        torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True),
+        torch.empty(1 << 28, dtype=torch.uint8).cuda(),
+    )
+    to, of = (here, there) if out else (there, here)
+    to.copy_(of)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(4):
+        to.copy_(of, non_blocking=True)
+    torch.cuda.synchronize()
+    return 4 * here.nbytes / (time.perf_counter() - start)
 
 
 # -- copying beside computing -------------------------------------------------------------------------------------
@@ -153,7 +210,7 @@ def seconds(lane: list[tuple[float, float]]) -> float:
 
 def overlap(iterations: int, rate: float, rounds: int, file: str | None) -> dict[str, Any]:
     """How much of the copying ran beside iterations, of a step with throttled copies."""
-    step = Step(True, limits()[1])
+    step = Step(True, limits(SIZES["cpu"])[1], SIZES["cpu"])
     step(iterations)
     ratios, steps = [], []
     for _ in range(rounds):
@@ -265,6 +322,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[100, 200, 500, 600, 700, 900, 1000])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", choices=list(SIZES), default="cpu")
+    parser.add_argument("--out", type=Path, help="a file for the last line")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--rate", type=float, default=400e6, help="bytes per second of throttled copies")
     parser.add_argument("--lanes", help="a file for Perfetto")
@@ -276,12 +335,19 @@ def main() -> None:
     elif options.choices:
         table = [choice(kind, options.rounds) for kind in KINDS]
     else:
-        each, budget = limits()
-        print(f"{each:,} bytes an iteration, a budget of {budget:,} bytes: {FITS} iterations")
-        table = [row(iterations, each, budget, options.rounds) for iterations in options.lengths]
+        sizes = SIZES[options.device]
+        each, budget = limits(sizes)
+        print(f"{each:,} bytes an iteration, a budget of {budget:,} bytes: {budget // each} iterations")
+        table = []
+        for iterations in options.lengths:
+            table.append(row(iterations, each, budget, options.rounds, sizes))
+            print(table[-1], flush=True)
     for found in table:
         print("  ".join(f"{key} {_shown(value)}" for key, value in found.items()))
-    print(json.dumps({"bench": "swap", "torch": torch.__version__, "rows": table, "targets": TARGETS}))
+    text = json.dumps(machine(options.device) | {"torch": torch.__version__, "rows": table, "targets": TARGETS})
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
 
 
 def _shown(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import tfnb
 from tests.benchmarks import compare
 from tfnb.errors import FailedPrecondition, ResourceExhausted
+from tfnb.execution.tiers import tiered
 from tfnb.execution.tiers.captured_steps import WARM
 from tfnb.execution.tracing.clocks import counter
 from tfnb.kernels import random
@@ -309,14 +311,77 @@ def test_a_capture_that_fails_leaves_a_device_that_works(auto: str) -> None:
     assert got == pytest.approx(launched(net(), rows, "off")[0], rel=1e-3)
 
 
-def test_steps_that_are_to_be_compiled_are_launched_whole_and_say_so() -> None:
-    rows = [32] * (WARM + 4)
-    got, session = launched(net(), rows, "now")
-    assert re.search(
-        r"generated code \(compiled code is made for the CPU, and it runs on cuda(:\d+)?\), launched whole",
-        session.status()[0],
+@pytest.mark.parametrize("optimizer", ["adam", "sgd with momentum and dampening"])
+def test_steps_that_are_compiled_are_launched_whole_and_say_so(optimizer: str) -> None:
+    rows = [32, 7] * (WARM + 4)
+
+    def stepped(mode: str) -> tuple[list[float], tfnb.Session]:
+        g, fetches, keys = recorded(net(), "cuda", OPTIMIZERS[optimizer]())
+        session = tfnb.Session(g, compile=mode)
+        feeds = (dict(zip(keys, images(n, place), strict=True)) for place, n in enumerate(rows))
+        return [float(session.run(fetches, feed)[1]) for feed in feeds], session
+
+    got, session = stepped("now")
+    assert [bool(re.search("]: compiled; .*launched whole", line)) for line in session.status()] == [True, True], (
+        session.status()
     )
-    assert got == pytest.approx(launched(net(), rows, "off")[0], rel=1e-3)
+    assert got == pytest.approx(stepped("off")[0], rel=1e-3)
+
+
+def test_a_step_that_draws_is_not_compiled_and_says_so() -> None:
+    status = launched(dropped(), [32] * (WARM + 4), "now")[1].status()[0]
+    assert re.search(r"generated code \(.* draws\), launched whole", status), status
+
+
+def test_code_is_compiled_in_the_background_where_it_pays(auto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered, "WORTH_COMPILING", 0.0)
+    with tfnb.record(device="cuda") as g:
+        x = tfnb.placeholder(torch.zeros(4096, 4096), name="x")
+        y = x
+        for _ in range(20):
+            y = (y + 1).sin() * 0.5
+    session, feed = tfnb.Session(g, compile=auto), {x: torch.rand(4096, 4096, device="cuda")}
+    wanted, end = tfnb.Session(g, compile="off").run(y, feed), time.monotonic() + 200
+    while "compiled: " not in session.status()[0] if session.status() else True:
+        torch.testing.assert_close(session.run(y, feed), wanted, **CLOSE)
+        assert time.monotonic() < end and "generated code (" not in str(session.status()), session.status()
+    assert "launched whole" in session.status()[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("length", [64, 77])
+def test_attention_has_the_gradients_of_torch(dtype: torch.dtype, causal: bool, length: int) -> None:
+    q, k, v = (torch.randn(2, 4, length, 32, device="cuda", dtype=dtype) for _ in range(3))
+    with tfnb.record(device="cuda") as g:
+        xs = [tfnb.placeholder(x, shape=tuple(x.shape), name=name) for x, name in zip((q, k, v), "qkv", strict=True)]
+        out = F.scaled_dot_product_attention(*xs, is_causal=causal)
+        found = tfnb.gradients([(out.float() ** 2).sum()], xs)
+    got = tfnb.Session(g, compile="off").run([out, *found], dict(zip(xs, (q, k, v), strict=True)))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+    (wanted.float() ** 2).sum().backward()
+    room = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else CLOSE
+    torch.testing.assert_close(got, [wanted.detach(), *(x.grad for x in leaves)], **room)
+
+
+def test_a_step_of_sgd_on_a_table_waits_for_no_count_of_rows(auto: str) -> None:
+    torch.manual_seed(0)
+    table, plain = nn.Embedding(100, 8, device="cuda"), nn.Embedding(100, 8, device="cuda")
+    plain.load_state_dict(table.state_dict())
+    with tfnb.record(device="cuda") as g:
+        i = tfnb.placeholder(torch.tensor([1, 2, 1]), name="i")
+        loss = table(i).square().sum().sin() + table(i).sum().cos()
+        train = tfnb.train.SGD(0.1).minimize(loss)
+    session, ids = tfnb.Session(g, compile=auto), torch.tensor([3, 7, 3], device="cuda")
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(WARM + 3):
+        session.run(train, {i: ids})
+        optimizer.zero_grad()
+        (plain(ids).square().sum().sin() + plain(ids).sum().cos()).backward()
+        optimizer.step()
+    assert "launched whole" in session.status()[0], session.status()
+    torch.testing.assert_close(table.weight.detach(), plain.weight.detach(), **CLOSE)
 
 
 # -- files -----------------------------------------------------------------------------------------------------
