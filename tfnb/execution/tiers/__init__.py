@@ -2,6 +2,7 @@
 
 `tiered` chooses, by `agreement`. `scalarize` (table: `scalar_ops`) writes code with Python's numbers, `native` makes a
 whole step one call, or each straight segment of it (`graph_split`), `compiled_loops` loops (`cpp`, `cpp_ops`).
-`captured_steps` launches generated code whole on devices (`cuda_graphs`). `operand_checks` and `decompositions` say
+`fused` is a step for other devices, whose kernels inductor fused; `captured_steps` launches generated code or that
+whole (`cuda_graphs`). `operand_checks` and `decompositions` say
 what compilers get to see.
 """
