@@ -27,7 +27,8 @@ from torch import nn
 
 import tfnb
 from tfnb.cluster import connected
-from tfnb.cluster.driver import Cluster, batches
+from tfnb.cluster.driver import Cluster
+from tfnb.cluster.notebook.steps import batches
 from tfnb.execution import Program, lower
 from tfnb.graph import resources
 from tfnb.state.queue_operations import QueueHandle

@@ -166,7 +166,7 @@ def test_watched_values_of_the_state_after_the_step(connect, problem):
         program.commit(pending)
     for v, value in zip(g.variables, start, strict=True):
         v.storage.copy_(value)
-    feeds = tfnb.cluster.driver.batches(program, [([data, labels], r) for r in range(3)])
+    feeds = tfnb.cluster.notebook.steps.batches(program, [([data, labels], r) for r in range(3)])
     from_cluster = one_by_one(connect(3), program, feeds)
     for (_, got), want in zip(from_cluster, expected, strict=True):
         for a, b in zip(got[1:], want, strict=True):
@@ -462,7 +462,7 @@ def test_rows_of_a_table_go_to_its_server_and_equal_the_local_run(connect, name)
             step = optimizer.apply_gradients(pairs)
         if tasks:
             cluster = connect(tasks)
-            placed = cluster._place(lower(graph, [step.value], [i.value, y.value]), parallel=True)
+            placed = cluster._steps.place(lower(graph, [step.value], [i.value, y.value]), parallel=True)
             assert placed.why_whole is None
             assert any("rows" in plan.meta["kinds"] for plan in placed.servers.values())
         tfnb.fit(step, {i: words, y: words[:, 0] % 3}, epochs=2, batch_size=7, shuffle=False)

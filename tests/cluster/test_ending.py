@@ -74,7 +74,7 @@ def test_every_order_of_closing(order, caplog, capfd) -> None:
             tfnb.run(step, {x: torch.ones(2, 3)})
         assert time.monotonic() - begin < 30
     if order[0] == "workers":
-        assert len(lost) == 1, ([str(w.message) for w in found], own._engine.lost, own._is_loss_told)
+        assert len(lost) == 1, ([str(w.message) for w in found], own._engine.lost, own._waiting.is_loss_told)
         assert "pulled values, of step 0: 3 later steps are gone" in lost[0]
         assert weight.tolist() == [-0.5] * 3 and queue.size() == 0
     else:

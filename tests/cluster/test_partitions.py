@@ -15,8 +15,9 @@ import torch
 from tests.cluster.conftest import one_by_one
 from tests.cluster.far_worker import Link, far_worker, needs_root
 from tests.cluster.test_cuts import Counters
-from tfnb.cluster.driver import Cluster, batches, connect
+from tfnb.cluster.driver import Cluster, connect
 from tfnb.cluster.engine.members import Mode
+from tfnb.cluster.notebook.steps import batches
 from tfnb.errors import ParameterServerLost
 from tfnb.execution import lower
 

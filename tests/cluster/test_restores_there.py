@@ -68,15 +68,19 @@ class Saved:
         monkeypatch.setattr(link, "call", told)
 
 
+@pytest.fixture
+def one(connect: Any, tmp_path: Path) -> Saved:
+    return Saved(connect, tmp_path / "file")
+
+
 def kill(server: Any) -> None:
     os.kill(server.info["pid"], signal.SIGKILL)
 
 
 @pytest.mark.parametrize("method", ["bring", "freeze", "refill"])
 def test_a_server_that_is_killed_during_a_restore_leaves_all_or_nothing(
-    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:  # fmt: skip
-    one = Saved(connect, tmp_path / "file")
+    one: Saved, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     one.when(monkeypatch, method, kill)
     before, lost = one.now, [key[0] for key in one.cluster._queues.places(one.queues).values()]
     if method in ("bring", "freeze"):
@@ -93,10 +97,7 @@ def test_a_server_that_is_killed_during_a_restore_leaves_all_or_nothing(
     assert one.now == [[], [], 8.0, 8.0]
 
 
-def test_a_server_that_fails_half_way_is_as_good_as_lost(
-    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    one = Saved(connect, tmp_path / "file")
+def test_a_server_that_fails_half_way_is_as_good_as_lost(one: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     one.when(monkeypatch, "refill", lambda server: Failed("ResourceExhausted", "no memory", {}))
     with pytest.warns(UserWarning, match=r"(?s)all that was restored is here now.*failed to refill: no memory"):
         one.session.restore(one.file)
@@ -104,10 +105,7 @@ def test_a_server_that_fails_half_way_is_as_good_as_lost(
     assert one.now == [[2], [2], 2.0, 2.0]
 
 
-def test_all_is_restored_before_a_warning_that_raises(
-    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    one = Saved(connect, tmp_path / "file")
+def test_all_is_restored_before_a_warning_that_raises(one: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     one.when(monkeypatch, "refill", kill)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*lost during the restore")
@@ -116,10 +114,7 @@ def test_all_is_restored_before_a_warning_that_raises(
     assert one.now == [[2], [2], 2.0, 2.0]
 
 
-def test_what_is_here_is_restored_where_a_queue_does_not_come_home(
-    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    one = Saved(connect, tmp_path / "file")
+def test_what_is_here_is_restored_where_a_queue_does_not_come_home(one: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     one.when(monkeypatch, "refill", kill)
     monkeypatch.setattr(tfnb.cluster.notebook.restoring, "HOME", -1.0)
     homes = [queue.machine for queue in one.queues]
@@ -132,9 +127,8 @@ def test_what_is_here_is_restored_where_a_queue_does_not_come_home(
 
 @pytest.mark.parametrize("method", ["bring", "freeze"])
 def test_a_server_that_refuses_what_is_restored_keeps_all_as_it_was(
-    connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:  # fmt: skip
-    one = Saved(connect, tmp_path / "file")
+    one: Saved, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     one.when(monkeypatch, method, lambda server: Failed("ResourceExhausted", "no room", {}))
     before = one.now
     with pytest.raises(ResourceExhausted, match="no room\n  Nothing was restored"):

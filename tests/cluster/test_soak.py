@@ -24,8 +24,8 @@ from tests.cluster.conftest import one_by_one, stop, worker_processes
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_faults import Interrupter
 from tfnb.cluster.driver import Cluster, connect
-from tfnb.cluster.driver import batches as as_batches
 from tfnb.cluster.engine.members import Mode
+from tfnb.cluster.notebook.steps import batches as as_batches
 from tfnb.errors import DeadlineExceeded, ParameterServerLost, WorkerLost
 from tfnb.execution import lower
 

@@ -125,7 +125,7 @@ def test_ctrl_c_ends_a_restore_that_waits_for_a_run_of_another_thread(connect, t
         timer.start()
         session.restore(tmp_path / "file")
     assert thread.is_alive() and not ended, "nobody else is stopped"
-    monkeypatch.setattr("tfnb.cluster.driver.STEP", 0.5)
+    monkeypatch.setattr("tfnb.cluster.notebook.waiting.STEP", 0.5)
     with pytest.raises(DeadlineExceeded, match="the restore changed nothing: it waits for a run of another thread"):
         session.restore(tmp_path / "file")
     thread.join(60)

@@ -155,7 +155,7 @@ def test_a_loop_is_asked_until_it_stands_unless_it_is_to_go_on_again():
 def test_an_interrupt_that_comes_before_a_training_listens_ends_it(connect, problem, mode):
     p = problem()
     cluster = connect(2)
-    placed, engine = cluster._place(p.program, parallel=True), cluster._engine
+    placed, engine = cluster._steps.place(p.program, parallel=True), cluster._engine
 
     async def play():
         begun = asyncio.ensure_future(engine.train(placed, Mode(mode), joins(p.program), None, None))
@@ -173,7 +173,7 @@ def test_an_interrupt_that_comes_before_a_training_listens_ends_it(connect, prob
 def test_an_interrupt_ends_a_run_that_waits_for_a_task_to_come_or_for_its_place(connect, problem):
     p = problem()
     cluster = connect(1)
-    placed, engine = cluster._place(p.program, parallel=False), cluster._engine
+    placed, engine = cluster._steps.place(p.program, parallel=False), cluster._engine
     (batch,) = p.batches(1)
 
     async def play():

@@ -8,72 +8,39 @@ Ctrl-C happens in the client's event loop; this thread only waits for it.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
 import time
 import warnings
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from tfnb.cluster import connected
 from tfnb.cluster.engine.engine import Engine
-from tfnb.cluster.engine.members import MODES, Ahead, Batch, Mode
-from tfnb.cluster.engine.single_steps import Turn
-from tfnb.cluster.engine.sources import drawn_from
-from tfnb.cluster.engine.training import Training
+from tfnb.cluster.engine.members import Ahead, Batch
 from tfnb.cluster.members.deploy import EPOCH, Place, Started, find, start
 from tfnb.cluster.members.farewell import Farewell
 from tfnb.cluster.members.supervisor import LOOK, Supervisor
-from tfnb.cluster.modes.joins import join, joins
-from tfnb.cluster.modes.leases import Offer
 from tfnb.cluster.notebook.card import Status
-from tfnb.cluster.notebook.collections import in_chunks, read
+from tfnb.cluster.notebook.collections import in_chunks
 from tfnb.cluster.notebook.overview import PATIENCE, Overview
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.restoring import brought
+from tfnb.cluster.notebook.steps import Steps, batches
 from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
-from tfnb.cluster.tasks.programs import Placed, place
-from tfnb.cluster.wire import envelope
+from tfnb.cluster.notebook.waiting import SETTLE, Waiting, ensure_no_look
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
-from tfnb.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    InvalidArgument,
-    OutOfRange,
-    ParameterServerLost,
-    TfnbError,
-    Unavailable,
-    Unimplemented,
-)
+from tfnb.errors import TfnbError, Unavailable, Unimplemented
 from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
-from tfnb.graph.variable_locks import PATIENCE as STEP
 from tfnb.passes import StepGraph
-from tfnb.placement.partition import split
-from tfnb.placement.requests import asked, task_of
-from tfnb.recording.marks.notes import user_level
-from tfnb.state.batch_order import Rows
 from tfnb.state.queue_contents import Held, held_by, labelled
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import machine_of
-from tfnb.state.step_groups import StepGroup, of_one
+from tfnb.state.step_groups import StepGroup
 
-T = TypeVar("T")
-See = Callable[[Sequence[Any]], None]
-
-SETTLE = 15.0  # seconds that an interrupted step has to end
-KEPT = 64  # placed programs
 SHOWN = 5  # lines of the status that tell who came and who left
-STANDS = StepGroup(0, ())  # tells that tasks stand still
-AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
-_looks: ContextVar[bool] = ContextVar("looks", default=False)  # a step waits for this thread
 
 
 def connect(
@@ -111,32 +78,6 @@ def connect(
     return made
 
 
-def varying(step: StepGraph) -> list[bool]:
-    """Which feeds of a step have an axis 0 that varies."""
-    by_id = step.whole.contents.by_id
-    shapes = (by_id[value.node].outputs[value.index].shape for value in step.feeds)
-    return [bool(shape) and not isinstance(shape[0], int) for shape in shapes]
-
-
-def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int] | None]) -> Iterator[Batch | None]:
-    """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided.
-
-    A None, at which tasks stand still, stays one.
-    """
-    varies, numbers = varying(step), itertools.count()
-    for row in rows:
-        if row is None:
-            yield None
-            continue
-        (tensors, run_index), number = row, next(numbers)
-        lengths = {len(t) for t, free in zip(tensors, varies, strict=True) if free}
-        count = max(lengths, default=0)
-        cut = tuple(free and len(t) == count for t, free in zip(tensors, varies, strict=True))
-        if count == 0 and lengths:
-            raise InvalidArgument(f"batch {number} of the data (from 0) has no rows: leave it out")
-        yield Batch(tuple(tensors), run_index, count or None, cut, number)
-
-
 class Cluster:
     """A connected cluster; a context manager that closes it.
 
@@ -160,13 +101,12 @@ class Cluster:
         self._overview = Overview(self._engine, self.client)
         self._followers: list[Callable[[Status], object]] = []
         self._teller: asyncio.Task[None] | None = None
+        self._waiting = Waiting(self._engine)
+        self._do = self._waiting.do
         self._variables = VariablesThere(self._engine, self._do)
         self._queues = QueueHomes(self._engine, self._link)
         self._farewell = Farewell(self.client, self._client_closes)
-        self._placed: OrderedDict[tuple[int, bool, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
-        self._placing = threading.RLock()
-        self._closed = False
-        self._is_loss_told = False  # an error said that the cluster is lost
+        self._steps = Steps(self.client, self._engine, self._waiting, self._variables, self._queues)
 
     # -- what is there --------------------------------------------------------------------------------------
 
@@ -198,13 +138,13 @@ class Cluster:
     @property
     def dashboard_link(self) -> str:
         """Dask's dashboard, or an empty string where there is none."""
-        if self._closed or self.client.status != "running" or not self._where.dashboard:
+        if self._engine.is_closed or self.client.status != "running" or not self._where.dashboard:
             return ""
         return str(self.client.dashboard_link) if "dashboard" in self.client.scheduler_info()["services"] else ""
 
     def status(self) -> Status:
         """Tasks, servers, sizes and health, as text and as a card."""
-        if not self._closed and self._engine.lost is None:
+        if not self._engine.is_closed and self._engine.lost is None:
             self._variables.drop_gone()
             self._do("status", 2 * PATIENCE + 1, self._overview.ask)
         return self._status()
@@ -212,7 +152,7 @@ class Cluster:
     def _status(self) -> Status:
         """The same, of the last answers."""
         engine, address = self._engine, scheduler_address(self.client)
-        if self._closed or engine.lost is not None:
+        if self._engine.is_closed or engine.lost is not None:
             self._overview.forget()
         shards = f", {len(engine.shards)} shards" if len(engine.shards) > len(engine.servers) else ""
         encryption = "encrypted" if parse_address(address)[0] in ("tls", "wss") else "plain"
@@ -226,7 +166,7 @@ class Cluster:
             ("lanes of the servers", self._overview.lanes() or "nothing moved"),
             ("dashboard", self.dashboard_link or "off"),
         )  # fmt: skip
-        state = "closed" if self._closed else "lost" if engine.lost else "connected"
+        state = "closed" if self._engine.is_closed else "lost" if engine.lost else "connected"
         notes = tuple([engine.lost.message] if engine.lost else ())
         dead = sum(not member.is_there for member in engine.places.values())
         if dead and not engine.lost:
@@ -243,7 +183,7 @@ class Cluster:
         ...     cluster.follow(print)
         ...     tfnb.fit(train, {x: images})
         """
-        self._ensure_open()
+        self._waiting.ensure_open()
         self._followers.append(tell)
         if len(self._followers) == 1:
             self._link.post(self._begin_telling)
@@ -274,248 +214,28 @@ class Cluster:
 
     # -- running ----------------------------------------------------------------------------------------------
 
-    def run(
-        self, step: StepGraph, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0,
-        check: bool = False, see: See | None = None,
-    ) -> list[torch.Tensor | None]:  # fmt: skip
-        """One step on one task: the fetched values of ``step``; ``tensors`` in the order of its feeds.
+    def run(self, step: StepGraph, tensors: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor | None]:
+        """One step on one task, with its fetched values: `Steps.run`."""
+        return self._steps.run(step, tensors, **options)
 
-        check: raise NonFinite where the step would give, or write, numbers that are not finite. see: gets the fetched
-        values before anything is written; nothing is where it raises.
-        """
-        self._ensure_open()
-        placed = self._place(step, parallel=False, check=check)
-        self._variables.send(step.variables)
-        queues = self._queues.used(placed.queues)
-        try:
-            values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues, see)
-        except OutOfRange as error:
-            error.__cause__ = self._queues.cause(placed.queues)
-            raise
-        return _picked(placed.fetched, values[0])
+    def train(
+        self, step: StepGraph, source: Ahead | Iterable[Batch | None], **options: Any
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
+        """Train data-parallel over the compute tasks: `Steps.train`."""
+        return self._steps.train(step, source, **options)
 
-    def _step(
-        self,
-        step: StepGraph,
-        placed: Placed,
-        batch: Batch,
-        timeout: float | None,
-        what: str,
-        queues: Sequence[tuple[int, str]] = (),
-        see: See | None = None,
-    ) -> tuple[list[list[Any]], list[int], list[Any]]:
-        patience = None if timeout is None else timeout + 5
-        before = self._engine.step
-
-        def seen(values: list[list[Any]]) -> None:
-            _looks.set(True)  # of this thread: its context is a copy
-            if see is not None:
-                see(_picked(placed.fetched, values[0]))
-
-        looked = None if see is None else seen
-        try:
-            return self._do(what, patience, self._engine.single.run, placed, batch, timeout, queues, looked)
-        finally:
-            if self._engine.step != before:
-                self._variables.outdated(step)
+    def ahead(self, step: StepGraph, data: Ahead) -> Ahead | Iterator[Batch | None]:
+        """What `train` takes, made of arrays: `Steps.ahead`."""
+        return self._steps.ahead(step, data)
 
     def in_chunks(self, data: Any, timeout: float | None) -> Any:
         """Data for `ahead`: Dask collections are computed and kept on the workers, and never come here."""
         if not isinstance(data, Mapping):
             return data
-        self._ensure_open()
+        self._waiting.ensure_open()
         return in_chunks(self.client, data, timeout)
 
-    def ahead(self, step: StepGraph, data: Ahead) -> Ahead | Iterator[Batch | None]:
-        """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large."""
-        arrays = data.arrays
-        fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=True))
-        budgets = (member.info.get("budget") for member in self._engine.tasks)
-        room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
-        if fits and envelope.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
-            return data
-        return self._drawn(step, data)
-
-    def _drawn(self, step: StepGraph, data: Ahead) -> Iterator[Batch | None]:
-        """Batches that are made here."""
-        rows = Rows([read(self.client, array) for array in data.arrays], data.order)
-
-        def each() -> Iterator[tuple[Sequence[torch.Tensor], int] | None]:
-            for at in range(data.total):
-                if data.ends_pass(at):
-                    yield None
-                yield rows.batch(at), data.run(at)
-
-        return batches(step, each())
-
-    def train(
-        self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, mode: Mode | str = "sync",
-        timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
-        check: bool = False, see: See | None = None,
-    ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
-
-        sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. With
-        ``backup`` spare tasks a step is made of the first gradients that all servers have, and takes no later ones.
-        async: each task works on whole batches of its own. bounded: likewise, at most ``staleness`` steps ahead of the
-        slowest one. ``changes``: asked now and then for another mode to go on in. Tasks work ahead of what is yielded.
-        Close the generator (or
-        exhaust it): local storages then show the values of the last step, also after Ctrl-C. ``timeout``: seconds for
-        all of it. ``one_by_one``: why the notebook has to see every step before the next one begins; each is a group of
-        its own then. Asynchronous tasks end their steps in any order: a group has their numbers. ``check``: as of
-        `run`. ``see``, too: then each step is taken by one task.
-
-        Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
-        before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
-        for.
-        """
-        self._ensure_open()
-        how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
-        end = None if timeout is None else time.monotonic() + timeout
-        placed = self._place(step, parallel=see is None, check=check)
-        one_by_one = "a breakpoint is set" if see is not None else one_by_one
-        why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
-        if why and how != Mode():
-            warnings.warn(f"mode={how} takes one step after the other: {why}", stacklevel=user_level(None))
-        elif placed.why_whole and see is None:
-            text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
-            warnings.warn(text, stacklevel=user_level(None))
-        is_stepwise = why or not placed.writes
-        steps = (
-            self._stepwise(step, placed, source, end, see)
-            if is_stepwise
-            else self._looping(step, placed, source, how, changes, end, timeout)
-        )
-        is_shown = False
-        try:
-            try:
-                for group in steps:
-                    yield group
-                    if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
-                        self._variables.refresh()
-            finally:
-                steps.close()
-            self._show()
-            is_shown = True
-        finally:
-            if not is_shown and self._engine.lost is None:  # an error, or Ctrl-C at whatever instant, also in `_show`
-                self._show()
-
-    def _possible(self, mode: Mode) -> Mode:
-        """The mode, if there are the tasks that it needs."""
-        tasks = len(self.tasks)
-        if mode.name not in MODES:
-            raise Unimplemented(f"mode={mode.name!r}: this version trains with {' and '.join(map(repr, MODES))}")
-        if mode.backup >= tasks > 0:
-            raise InvalidArgument(
-                f"backup={mode.backup} leaves no task to wait for: the cluster has {tasks} compute "
-                f"task{'s' if tasks > 1 else ''}; {f'use at most {tasks - 1}, or ' if tasks > 1 else ''}connect more"
-            )
-        if tasks and (mode.replicas not in (0, tasks) or (mode.required > tasks and not mode.elastic)):
-            asked = f"n={mode.replicas}" if mode.replicas else f"m={mode.required}"
-            raise InvalidArgument(f"SyncReplicas asks for {asked} tasks, and the cluster has {tasks}: connect as many")
-        return mode
-
-    def _stepwise(
-        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], end: float | None,
-        see: See | None,
-    ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """Every step driven from here, for what no loop of a task can do by itself."""
-        ways = joins(step)
-        self._variables.send(step.variables)
-        if isinstance(source, Ahead):
-            source = self._drawn(step, source)
-        for batch in source:
-            if batch is None:
-                self._show()
-                yield STANDS
-                self._variables.send(step.variables)
-                continue
-            left = self._left(end)
-            self._variables.send(step.variables, thorough=False)
-            taken = batch if see is None else replace(batch, rows=None)
-            values, rows_of, after = self._step(step, placed, taken, left, "a training step", see=see)
-            parts = [_picked(placed.fetched, part) for part in values]
-            joined = [join(way, [part[i] for part in parts], rows_of) for i, way in enumerate(ways)]
-            for i, at in enumerate(placed.after_fetched):
-                if at is not None:
-                    joined[i] = after[at]
-            yield of_one(joined, batch.number)
-
-    def _left(self, end: float | None) -> float | None:
-        """Seconds until ``end``; raises DeadlineExceeded when it is past."""
-        left = None if end is None else end - time.monotonic()
-        if left is not None and left <= 0:
-            raise DeadlineExceeded(
-                f"training did not end in time; variables are at step {self._engine.step}", step=self._engine.step
-            )
-        return left
-
-    def _looping(
-        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], mode: Mode,
-        changes: Callable[[], Mode | None], end: float | None, timeout: float | None,
-    ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
-        engine, held, left = self._engine, self._variables.held, self._left(end)
-        self._variables.send(step.variables)
-        self._variables.outdated(step)
-        data, pieces = drawn_from(source, mode.name != "sync", engine.homes)
-        training: Training = self._do("starting to train", None, engine.train, placed, mode, joins(step), data, left)
-
-        def results(offers: list[Offer], drain: bool = False) -> Iterator[StepGroup]:
-            patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
-            new = changes()
-            how = None if new is None else self._possible(new)
-            for group in self._do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
-                yield group._replace(values=_picked(placed.fetched, group.values))
-
-        try:
-            while training.end is None:
-                self._variables.outdated(step)
-                self._variables.send(step.variables, thorough=False)
-                machine, offers = training.machine, []
-                for task in machine.takers:
-                    size = machine.sizes.next(pieces.left, machine.parts)
-                    piece = pieces.take(size, lambda: bool(held.written(step.variables, thorough=False)), task)
-                    offers += [Offer(piece, task)] if piece else []
-                    if pieces.held_back or pieces.stands or pieces.is_spent:
-                        break
-                if pieces.held_back or pieces.stands:  # held back: the user's iterator wrote a Variable
-                    yield from results(offers, drain=True)
-                    offers = []
-                    if pieces.stands and training.end is None:
-                        pieces.stands = False
-                        self._show()
-                        yield STANDS
-                        self._variables.send(step.variables)
-                        continue
-                    self._variables.send(step.variables, thorough=False)
-                yield from results(offers)
-            yield from results([])
-        finally:
-            if training.end is None and engine.lost is None:
-                self._do("ending the training", SETTLE, training.finish)
-        told = self._link.start(engine.training_error, training, timeout)
-        error = self._link.wait(told, SETTLE, "the end of the training")
-        if error is not None:
-            raise self._explained(error)
-
     # -- variables ----------------------------------------------------------------------------------------------
-
-    def _place(self, step: StepGraph, *, parallel: bool, check: bool = False) -> Placed:
-        """The plans of a step, with its variables on the servers."""
-        with self._placing:
-            self._variables.drop_gone()
-            known = self._placed.get((id(step), parallel, check))
-            if known is None or known[0]() is not step:
-                task = task_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
-                cut = split(step, self._variables.homes_of(step), parallel=parallel, task=task)
-                known = (weakref.ref(step), place(cut, check=check))
-                self._placed[id(step), parallel, check] = known
-                while len(self._placed) > KEPT:
-                    self._placed.popitem(last=False)
-            self._variables.adopt(step)
-            return known[1]
 
     def pull(self) -> int:
         """Refresh the local storages (the modules' parameters) from the servers; returns the step they show.
@@ -523,22 +243,14 @@ class Cluster:
         What was written here since the last pull is sent first. Where steps were taken since, the servers' values
         count, and a warning names the Variable.
         """
-        self._ensure_open()
+        self._waiting.ensure_open()
         self._variables.drop_gone()
         self._settle_writes()
         return self._variables.pull()
 
     def _settle_writes(self) -> None:
         self._engine.notes += map(gives_way, self._variables.sent_but_behind())
-        self._say_notes()
-
-    def _show(self) -> None:
-        """The end of a training: storages show its last step, but for what the user wrote here meanwhile."""
-        if self._engine.is_closing:  # another thread closes it, which brings the values home
-            return
-        self._ensure_open()
-        self._variables.drop_gone()
-        self._variables.pull(self._variables.sent_but_behind())
+        self._waiting.say_notes()
 
     def cut(
         self, variables: Iterable[Variable], queues: Iterable[Queue]
@@ -547,7 +259,7 @@ class Cluster:
 
         A Variable that no step here has used yet has its value in this process.
         """
-        self._ensure_open()
+        self._waiting.ensure_open()
         wanted = list(variables)
         there = [variable for variable in wanted if variable in self._variables.held]
         self._variables.send(variable for variable in there if variable.key not in self._variables.held.stale)
@@ -570,23 +282,12 @@ class Cluster:
         self, values: Mapping[Variable, torch.Tensor], held: Mapping[Queue, Held]
     ) -> Iterator[Callable[[], None]]:
         """A block in which a call lets Variables and queues be this, all or none; until then nothing is changed."""
-        self._ensure_open()
-        with self._placing:
+        self._waiting.ensure_open()
+        with self._steps.placing:
             at, own = self._sorted(held)
             bringing = brought(self._variables, values, held, at, own)
-            with bringing as become, self._turn("the restore changed nothing: it"):
+            with bringing as become, self._waiting.turn("the restore changed nothing: it"):
                 yield become
-
-    @contextmanager
-    def _turn(self, who: str) -> Iterator[None]:
-        """A block beside which no step computes, but those that wait for queues. The wait for it can be interrupted."""
-        turn, single = Turn(), self._engine.single
-        what = f"{who} waits for a run of another thread, which"
-        try:
-            self._link.wait(self._link.start(single.take, turn), STEP, what, self._say_notes)
-            yield
-        finally:
-            self._link.post(single.leave, turn)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -601,7 +302,7 @@ class Cluster:
         )
         error.details = {"pulled_step": step, "lost_steps": missing}
         self._variables.release()
-        self._placed.clear()
+        self._steps.forget()
         if connected.connected() is self:
             connected.notices.append(f"the cluster was lost: runs are here now, with the values of its step {step}")
         connected.disconnect(self)
@@ -612,10 +313,10 @@ class Cluster:
         With a server, the scheduler or the client lost the last pulled values stay, and a warning says of which step
         they are. A client that the user closes first brings the values home by itself.
         """
-        _ensure_no_look("close")
-        is_known = self._closed or self._is_loss_told
+        ensure_no_look("close")
+        is_known = self._engine.is_closed or self._waiting.is_loss_told
         try:
-            if self._engine.lost is None and not self._closed:
+            if self._engine.lost is None and not self._engine.is_closed:
                 self._engine.is_closing = True
                 self._do("close", timeout, self._leave, timeout)
         except Unavailable:
@@ -640,10 +341,10 @@ class Cluster:
 
     def _end(self) -> None:
         """Nothing is asked any more, whoever closed what."""
-        if self._closed:
+        if self._engine.is_closed:
             return
-        self._say_notes()
-        self._closed = self._engine.is_closed = True
+        self._waiting.say_notes()
+        self._engine.is_closed = True
         if self._teller is not None:
             self._link.post(self._teller.cancel)
         self._tell()
@@ -652,7 +353,7 @@ class Cluster:
         self._link.post(self._supervisor.cancel)
         connected.notices.clear()  # whoever closes it knows
         self._variables.release()
-        self._placed.clear()
+        self._steps.forget()
         connected.disconnect(self)
         for member in (*self._engine.tasks, *self._engine.servers):
             member.future.release()
@@ -668,54 +369,3 @@ class Cluster:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # -- waiting --------------------------------------------------------------------------------------------------
-
-    def _ensure_open(self) -> None:
-        if self._closed:
-            raise FailedPrecondition("this cluster is closed; tfnb.connect(...) makes another")
-        if self._engine.lost is not None:
-            raise self._explained(self._engine.lost)
-
-    def _do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""
-        _ensure_no_look(what)
-        self._say_notes()
-        try:
-            return self._link.wait(self._link.start(function, *args), timeout, what, self._say_notes)
-        except ParameterServerLost as error:
-            raise self._explained(error) from None
-        except TfnbError:
-            raise
-        except BaseException:
-            self._settle()
-            raise
-
-    def _say_notes(self) -> None:
-        with suppress(IndexError):  # none are left; other threads take some, too
-            while True:
-                warnings.warn(self._engine.notes.pop(0), stacklevel=user_level(None))
-
-    def _settle(self) -> None:
-        """End what is in progress, at a step boundary."""
-        self._link.wait(self._link.start(self._engine.settle, SETTLE), SETTLE + 1, "ending the step")
-
-    def _explained(self, error: TfnbError) -> TfnbError:
-        """A fresh exception of the same error, so that tracebacks do not pile up."""
-        self._is_loss_told = self._is_loss_told or self._engine.lost is not None
-        fresh = type(error)(error.message)
-        vars(fresh).update(vars(error))
-        fresh.__notes__, fresh.__cause__ = list(getattr(error, "__notes__", ())), error.__cause__
-        return fresh
-
-
-def _ensure_no_look(what: str) -> None:
-    if _looks.get():
-        raise FailedPrecondition(
-            f"the condition of a breakpoint asked the cluster for something ({what}), which waits for the condition: "
-            "read what it compares with before the run, or fetch it"
-        )
-
-
-def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
-    return [None if place is None or not values else values[place] for place in places]

@@ -1,0 +1,331 @@
+"""Steps on a cluster as the notebook asks for them: those of `run`, one by one, and those of a training."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from distributed import Client
+
+from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.engine.members import MODES, Ahead, Batch, Mode
+from tfnb.cluster.engine.sources import drawn_from
+from tfnb.cluster.engine.training import Training
+from tfnb.cluster.modes.joins import join, joins
+from tfnb.cluster.modes.leases import Offer
+from tfnb.cluster.notebook.collections import read
+from tfnb.cluster.notebook.queue_homes import QueueHomes
+from tfnb.cluster.notebook.variables_there import VariablesThere
+from tfnb.cluster.notebook.waiting import SETTLE, Waiting, begin_look
+from tfnb.cluster.tasks.programs import Placed, place
+from tfnb.cluster.wire import envelope
+from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange, Unimplemented
+from tfnb.passes import StepGraph
+from tfnb.placement.partition import split
+from tfnb.placement.requests import asked, task_of
+from tfnb.recording.marks.notes import user_level
+from tfnb.state.batch_order import Rows
+from tfnb.state.step_groups import StepGroup, of_one
+
+See = Callable[[Sequence[Any]], None]
+
+KEPT = 64  # placed programs
+STANDS = StepGroup(0, ())  # tells that tasks stand still
+AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
+
+
+def varying(step: StepGraph) -> list[bool]:
+    """Which feeds of a step have an axis 0 that varies."""
+    by_id = step.whole.contents.by_id
+    shapes = (by_id[value.node].outputs[value.index].shape for value in step.feeds)
+    return [bool(shape) and not isinstance(shape[0], int) for shape in shapes]
+
+
+def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int] | None]) -> Iterator[Batch | None]:
+    """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided.
+
+    A None, at which tasks stand still, stays one.
+    """
+    varies, numbers = varying(step), itertools.count()
+    for row in rows:
+        if row is None:
+            yield None
+            continue
+        (tensors, run_index), number = row, next(numbers)
+        lengths = {len(t) for t, free in zip(tensors, varies, strict=True) if free}
+        count = max(lengths, default=0)
+        cut = tuple(free and len(t) == count for t, free in zip(tensors, varies, strict=True))
+        if count == 0 and lengths:
+            raise InvalidArgument(f"batch {number} of the data (from 0) has no rows: leave it out")
+        yield Batch(tuple(tensors), run_index, count or None, cut, number)
+
+
+class Steps:
+    """Places steps on the tasks and servers, with the Variables that they need, and takes them."""
+
+    def __init__(
+        self, client: Client, engine: Engine, waiting: Waiting, variables: VariablesThere, queues: QueueHomes
+    ) -> None:
+        self._client, self._engine, self._waiting = client, engine, waiting
+        self._variables, self._queues = variables, queues
+        self._placed: OrderedDict[tuple[int, bool, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
+        self.placing = threading.RLock()  # while it is held Variables stay where they are
+
+    def forget(self) -> None:
+        """The cluster is no more."""
+        self._placed.clear()
+
+    def run(
+        self, step: StepGraph, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0,
+        check: bool = False, see: See | None = None,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """One step on one task: the fetched values of ``step``; ``tensors`` in the order of its feeds.
+
+        check: raise NonFinite where the step would give, or write, numbers that are not finite. see: gets the fetched
+        values before anything is written; nothing is where it raises.
+        """
+        self._waiting.ensure_open()
+        placed = self.place(step, parallel=False, check=check)
+        self._variables.send(step.variables)
+        queues = self._queues.used(placed.queues)
+        try:
+            values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues, see)
+        except OutOfRange as error:
+            error.__cause__ = self._queues.cause(placed.queues)
+            raise
+        return _picked(placed.fetched, values[0])
+
+    def _step(
+        self,
+        step: StepGraph,
+        placed: Placed,
+        batch: Batch,
+        timeout: float | None,
+        what: str,
+        queues: Sequence[tuple[int, str]] = (),
+        see: See | None = None,
+    ) -> tuple[list[list[Any]], list[int], list[Any]]:
+        patience = None if timeout is None else timeout + 5
+        before = self._engine.step
+
+        def seen(values: list[list[Any]]) -> None:
+            begin_look()
+            if see is not None:
+                see(_picked(placed.fetched, values[0]))
+
+        looked = None if see is None else seen
+        try:
+            return self._waiting.do(what, patience, self._engine.single.run, placed, batch, timeout, queues, looked)
+        finally:
+            if self._engine.step != before:
+                self._variables.outdated(step)
+
+    def ahead(self, step: StepGraph, data: Ahead) -> Ahead | Iterator[Batch | None]:
+        """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large."""
+        arrays = data.arrays
+        fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=True))
+        budgets = (member.info.get("budget") for member in self._engine.tasks)
+        room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
+        if fits and envelope.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
+            return data
+        return self._drawn(step, data)
+
+    def _drawn(self, step: StepGraph, data: Ahead) -> Iterator[Batch | None]:
+        """Batches that are made here."""
+        rows = Rows([read(self._client, array) for array in data.arrays], data.order)
+
+        def each() -> Iterator[tuple[Sequence[torch.Tensor], int] | None]:
+            for at in range(data.total):
+                if data.ends_pass(at):
+                    yield None
+                yield rows.batch(at), data.run(at)
+
+        return batches(step, each())
+
+    def train(
+        self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, mode: Mode | str = "sync",
+        timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
+        check: bool = False, see: See | None = None,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
+        """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
+
+        sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. With
+        ``backup`` spare tasks a step is made of the first gradients that all servers have, and takes no later ones.
+        async: each task works on whole batches of its own. bounded: likewise, at most ``staleness`` steps ahead of the
+        slowest one. ``changes``: asked now and then for another mode to go on in. Tasks work ahead of what is yielded.
+        Close the generator (or exhaust it): local storages then show the values of the last step, also after Ctrl-C.
+        ``timeout``: seconds for all of it. ``one_by_one``: why the notebook has to see every step before the next one
+        begins; each is a group of its own then. Asynchronous tasks end their steps in any order: a group has their
+        numbers. ``check``: as of `run`. ``see``, too: then each step is taken by one task.
+
+        Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
+        before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
+        for.
+        """
+        self._waiting.ensure_open()
+        how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
+        end = None if timeout is None else time.monotonic() + timeout
+        placed = self.place(step, parallel=see is None, check=check)
+        one_by_one = "a breakpoint is set" if see is not None else one_by_one
+        why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
+        if why and how != Mode():
+            warnings.warn(f"mode={how} takes one step after the other: {why}", stacklevel=user_level(None))
+        elif placed.why_whole and see is None:
+            text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
+            warnings.warn(text, stacklevel=user_level(None))
+        is_stepwise = why or not placed.writes
+        steps = (
+            self._stepwise(step, placed, source, end, see)
+            if is_stepwise
+            else self._looping(step, placed, source, how, changes, end, timeout)
+        )
+        is_shown = False
+        try:
+            try:
+                for group in steps:
+                    yield group
+                    if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
+                        self._variables.refresh()
+            finally:
+                steps.close()
+            self._show()
+            is_shown = True
+        finally:
+            if not is_shown and self._engine.lost is None:  # an error, or Ctrl-C at whatever instant, also in `_show`
+                self._show()
+
+    def _possible(self, mode: Mode) -> Mode:
+        """The mode, if there are the tasks that it needs."""
+        tasks = sum(member.is_there for member in self._engine.places.values())
+        if mode.name not in MODES:
+            raise Unimplemented(f"mode={mode.name!r}: this version trains with {' and '.join(map(repr, MODES))}")
+        if mode.backup >= tasks > 0:
+            raise InvalidArgument(
+                f"backup={mode.backup} leaves no task to wait for: the cluster has {tasks} compute "
+                f"task{'s' if tasks > 1 else ''}; {f'use at most {tasks - 1}, or ' if tasks > 1 else ''}connect more"
+            )
+        if tasks and (mode.replicas not in (0, tasks) or (mode.required > tasks and not mode.elastic)):
+            asked = f"n={mode.replicas}" if mode.replicas else f"m={mode.required}"
+            raise InvalidArgument(f"SyncReplicas asks for {asked} tasks, and the cluster has {tasks}: connect as many")
+        return mode
+
+    def _stepwise(
+        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], end: float | None,
+        see: See | None,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
+        """Every step driven from here, for what no loop of a task can do by itself."""
+        ways = joins(step)
+        self._variables.send(step.variables)
+        if isinstance(source, Ahead):
+            source = self._drawn(step, source)
+        for batch in source:
+            if batch is None:
+                self._show()
+                yield STANDS
+                self._variables.send(step.variables)
+                continue
+            left = self._left(end)
+            self._variables.send(step.variables, thorough=False)
+            taken = batch if see is None else replace(batch, rows=None)
+            values, rows_of, after = self._step(step, placed, taken, left, "a training step", see=see)
+            parts = [_picked(placed.fetched, part) for part in values]
+            joined = [join(way, [part[i] for part in parts], rows_of) for i, way in enumerate(ways)]
+            for i, at in enumerate(placed.after_fetched):
+                if at is not None:
+                    joined[i] = after[at]
+            yield of_one(joined, batch.number)
+
+    def _left(self, end: float | None) -> float | None:
+        """Seconds until ``end``; raises DeadlineExceeded when it is past."""
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded(
+                f"training did not end in time; variables are at step {self._engine.step}", step=self._engine.step
+            )
+        return left
+
+    def _looping(
+        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], mode: Mode,
+        changes: Callable[[], Mode | None], end: float | None, timeout: float | None,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
+        """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
+        engine, held, left = self._engine, self._variables.held, self._left(end)
+        self._variables.send(step.variables)
+        self._variables.outdated(step)
+        data, pieces = drawn_from(source, mode.name != "sync", engine.homes)
+        training: Training = self._waiting.do(
+            "starting to train", None, engine.train, placed, mode, joins(step), data, left
+        )
+
+        def results(offers: list[Offer], drain: bool = False) -> Iterator[StepGroup]:
+            patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
+            new = changes()
+            how = None if new is None else self._possible(new)
+            for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
+                yield group._replace(values=_picked(placed.fetched, group.values))
+
+        try:
+            while training.end is None:
+                self._variables.outdated(step)
+                self._variables.send(step.variables, thorough=False)
+                machine, offers = training.machine, []
+                for task in machine.takers:
+                    size = machine.sizes.next(pieces.left, machine.parts)
+                    piece = pieces.take(size, lambda: bool(held.written(step.variables, thorough=False)), task)
+                    offers += [Offer(piece, task)] if piece else []
+                    if pieces.held_back or pieces.stands or pieces.is_spent:
+                        break
+                if pieces.held_back or pieces.stands:  # held back: the user's iterator wrote a Variable
+                    yield from results(offers, drain=True)
+                    offers = []
+                    if pieces.stands and training.end is None:
+                        pieces.stands = False
+                        self._show()
+                        yield STANDS
+                        self._variables.send(step.variables)
+                        continue
+                    self._variables.send(step.variables, thorough=False)
+                yield from results(offers)
+            yield from results([])
+        finally:
+            if training.end is None and engine.lost is None:
+                self._waiting.do("ending the training", SETTLE, training.finish)
+        told = self._engine.link.start(engine.training_error, training, timeout)
+        error = self._engine.link.wait(told, SETTLE, "the end of the training")
+        if error is not None:
+            raise self._waiting.explained(error)
+
+    def place(self, step: StepGraph, *, parallel: bool, check: bool = False) -> Placed:
+        """The plans of a step, with its variables on the servers."""
+        with self.placing:
+            self._variables.drop_gone()
+            known = self._placed.get((id(step), parallel, check))
+            if known is None or known[0]() is not step:
+                task = task_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
+                cut = split(step, self._variables.homes_of(step), parallel=parallel, task=task)
+                known = (weakref.ref(step), place(cut, check=check))
+                self._placed[id(step), parallel, check] = known
+                while len(self._placed) > KEPT:
+                    self._placed.popitem(last=False)
+            self._variables.adopt(step)
+            return known[1]
+
+    def _show(self) -> None:
+        """The end of a training: storages show its last step, but for what the user wrote here meanwhile."""
+        if self._engine.is_closing:  # another thread closes it, which brings the values home
+            return
+        self._waiting.ensure_open()
+        self._variables.drop_gone()
+        self._variables.pull(self._variables.sent_but_behind())
+
+
+def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
+    return [None if place is None or not values else values[place] for place in places]

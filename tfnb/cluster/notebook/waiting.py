@@ -1,0 +1,92 @@
+"""How the notebook's threads wait for the event loop of a cluster, and what they are told meanwhile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.engine.single_steps import Turn
+from tfnb.errors import FailedPrecondition, ParameterServerLost, TfnbError
+from tfnb.graph.variable_locks import PATIENCE as STEP
+from tfnb.recording.marks.notes import user_level
+
+T = TypeVar("T")
+
+SETTLE = 15.0  # seconds that an interrupted step has to end
+_looks: ContextVar[bool] = ContextVar("looks", default=False)  # a step waits for this thread
+
+
+class Waiting:
+    """Lets the event loop do things, and waits for them: one thing at a time for each thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._link = engine, engine.link
+        self.is_loss_told = False  # an error said that the cluster is lost
+
+    def ensure_open(self) -> None:
+        """Raise where it is closed or lost."""
+        if self._engine.is_closed:
+            raise FailedPrecondition("this cluster is closed; tfnb.connect(...) makes another")
+        if self._engine.lost is not None:
+            raise self.explained(self._engine.lost)
+
+    def do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""
+        ensure_no_look(what)
+        self.say_notes()
+        try:
+            return self._link.wait(self._link.start(function, *args), timeout, what, self.say_notes)
+        except ParameterServerLost as error:
+            raise self.explained(error) from None
+        except TfnbError:
+            raise
+        except BaseException:
+            self._settle()
+            raise
+
+    def say_notes(self) -> None:
+        """Warn of what happened there."""
+        with suppress(IndexError):  # none are left; other threads take some, too
+            while True:
+                warnings.warn(self._engine.notes.pop(0), stacklevel=user_level(None))
+
+    def _settle(self) -> None:
+        """End what is in progress, at a step boundary."""
+        self._link.wait(self._link.start(self._engine.settle, SETTLE), SETTLE + 1, "ending the step")
+
+    def explained(self, error: TfnbError) -> TfnbError:
+        """A fresh exception of the same error, so that tracebacks do not pile up."""
+        self.is_loss_told = self.is_loss_told or self._engine.lost is not None
+        fresh = type(error)(error.message)
+        vars(fresh).update(vars(error))
+        fresh.__notes__, fresh.__cause__ = list(getattr(error, "__notes__", ())), error.__cause__
+        return fresh
+
+    @contextmanager
+    def turn(self, who: str) -> Iterator[None]:
+        """A block beside which no step computes, but those that wait for queues. The wait for it can be interrupted."""
+        turn, single = Turn(), self._engine.single
+        what = f"{who} waits for a run of another thread, which"
+        try:
+            self._link.wait(self._link.start(single.take, turn), STEP, what, self.say_notes)
+            yield
+        finally:
+            self._link.post(single.leave, turn)
+
+
+def begin_look() -> None:
+    """A step waits for this thread, which looks at its values. The thread's context is a copy."""
+    _looks.set(True)
+
+
+def ensure_no_look(what: str) -> None:
+    """Raise where a step waits for this thread: it would wait for itself."""
+    if _looks.get():
+        raise FailedPrecondition(
+            f"the condition of a breakpoint asked the cluster for something ({what}), which waits for the condition: "
+            "read what it compares with before the run, or fetch it"
+        )
