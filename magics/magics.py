@@ -241,10 +241,10 @@ class TfnbMagics(RunMagics):
         options = self._line_only(self.tfgrad, line, cell)
         if options.help or not options.loss:
             return self._help(self.tfgrad)
-        graph = self._graph(options.graph)
-        wanted = self._variables(graph, [*options.variables, *options.wrt])
+        graph = self._graph(options.graph, options.loss)
+        value, wanted = graph.value(options.loss), self._variables(graph, [*options.variables, *options.wrt])
         with self._line_recorded(graph, line), tfnb.recording.reopen(graph) as recorder:
-            loss = recorder.tensor(graph.value(options.loss))
+            loss = recorder.tensor(value)
             grads = dict(zip(wanted, tfnb.gradients(loss, list(wanted.values())), strict=True))
         self._draw(graph, None, options, silent=False)
         return self._out(options, {name: grad for name, grad in grads.items() if grad is not None})
@@ -293,7 +293,7 @@ class TfnbMagics(RunMagics):
         options = parsed(self.tfrun, line)
         if options.help or not options.fetches:
             return self._help(self.tfrun)
-        graph = self._graph(options.graph)
+        graph = self._graph(options.graph, *options.fetches)
         feeds = dict(map(self._feed, options.feed)) | self._assigned(graph, line, cell)
         fetches = options.fetches[0] if len(options.fetches) == 1 else {name: name for name in options.fetches}
         if options.steps is None:
@@ -325,7 +325,7 @@ class TfnbMagics(RunMagics):
         options = self._line_only(self.tfprof, line, cell)
         if options.help:
             return self._help(self.tfprof)
-        graph = self._graph(options.graph)
+        graph = self._graph(options.graph, *options.fetches)
         trace = tfnb.session.default_session(graph).trace
         if trace is None or not {graph.value(name).node for name in options.fetches} <= trace.fetched:
             what = " ".join(options.fetches)
@@ -364,8 +364,10 @@ class TfnbMagics(RunMagics):
         if cell is None:
             return {}
         names = compiled(self.shell, "tfrun", line, cell).names(full_tracebacks=self.full_tracebacks)
-        before = self.shell.user_ns
-        fed = {node.name: names.get(node.name) for node in graph.placeholders}
+        before, places = self.shell.user_ns, {node.id for node in graph.placeholders}
+        known = [node.name for node in graph.placeholders]
+        known += [name for name, value in graph.contents.aliases.items() if value.node in places]
+        fed = {name: names.get(name) for name in known}
         return {name: value for name, value in fed.items() if value is not None and value is not before.get(name)}
 
     # -- variables and files --------------------------------------------------------------------------------

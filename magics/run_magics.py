@@ -57,7 +57,7 @@ class RunMagics(SharedMagics):
         options = self._line_only(self.tfbreak, head, cell)
         if options.help:
             return self._help(self.tfbreak)
-        graph = self._graph(options.graph)
+        graph = self._graph(options.graph, *filter(None, [options.node]))
         points = tfnb.break_at(options.node, condition.strip() or None, graph=graph, off=options.off)
         return self._out(options, points)
 
@@ -114,7 +114,7 @@ class RunMagics(SharedMagics):
             raise UsageError("say what each step runs and what is compared: %%tfcompare FETCH -w LOSS")
         if bool(options.feed) == bool(options.data):
             raise UsageError("say what it trains on: -f NAME=EXPR of each placeholder, or --data EXPR")
-        graph, before = self._graph(options.graph), self.shell.user_ns
+        graph, before = self._graph(options.graph, options.fetch), self.shell.user_ns
         names = compiled(self.shell, "tfcompare", line, cell).names(full_tracebacks=self.full_tracebacks)
         modes = {
             name: value for name, value in names.items() if isinstance(value, dict) and before.get(name) is not value

@@ -31,11 +31,18 @@ class SharedMagics(Magics):
         super().__init__(shell=shell, **kwargs)
         self.watch = CellWatch(shell)
 
-    def _graph(self, name: str | None) -> Any:
+    def _graph(self, name: str | None, *nodes: str) -> Any:
+        """The graph of this name, else the latest; an error says which graph has these nodes where that one has not."""
         try:
-            return tfnb.graph(name)
+            graph = tfnb.graph(name)
         except tfnb.errors.NotFound as error:
             raise UsageError(str(error)) from None
+        for node in nodes:
+            having = [each for each, other in tfnb.graphs().items() if _has(other, node)]
+            if having and not _has(graph, node):
+                latest = "" if name else ", the latest,"
+                raise UsageError(f"graph {graph.name}{latest} has no node {node!r}; add -g {' or -g '.join(having)}")
+        return graph
 
     def _feed(self, words: list[str]) -> tuple[str, Any]:
         """The words after one -f, an expression with spaces among them."""
@@ -87,3 +94,11 @@ class SharedMagics(Magics):
     def svg(self, shown: Any) -> str | None:
         """The picture of one of tfnb's graphs, for where HTML is cleaned of it; none as for `html`."""
         return shown._repr_svg_() if self.repr == "html" else None
+
+
+def _has(graph: Any, name: str) -> bool:
+    try:
+        graph.value(name)
+    except tfnb.errors.NotFound:
+        return False
+    return True

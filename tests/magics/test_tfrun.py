@@ -34,6 +34,22 @@ def test_one_fetch_gives_its_value(net):
     assert torch.equal(value, net.names["model"].bias.detach().square().mean())
 
 
+@pytest.mark.parametrize("line", ["%tfrun loss", "%tfgrad loss", "%tfbreak loss if nan", "%tfprof loss"])
+def test_a_node_of_another_graph_is_said_with_that_graph(net, line):
+    net.ok("%%tfgraph other --no-show\nz = tfnb.placeholder(torch.ones(2)) * 2")
+    ran = net.run(line)
+    assert "graph other, the latest, has no node 'loss'; add -g net" in ran.out + ran.err + str(ran.error)
+    assert net.run("%tfrun nothing").error is not None
+
+
+def test_names_that_are_not_ascii_are_known_as_the_user_wrote_them(notebook):
+    notebook.ok("%%tfgraph größen --no-show\ngröße = tfnb.placeholder(torch.ones(3))\nñ = größe * 2\nx_ = größe + 1")
+    assert notebook.ok("%tfrun ñ -f größe=torch.ones(5)").result.tolist() == [2.0] * 5
+    assert notebook.ok("%%tfrun x_\ngröße = torch.ones(2)").result.tolist() == [2.0] * 2
+    notebook.ok("%%tfgraph größen --no-show\ngröße = tfnb.placeholder(torch.ones(3))\nñ = größe * 3")
+    assert notebook.ok("%tfrun ñ -f größe=torch.ones(5)").result.tolist() == [3.0] * 5
+
+
 def test_a_fed_expression_may_have_spaces_and_signs(net):
     value = net.ok("%tfrun y -f x=torch.tensor([[1.0, -2.0, 3.0], [-1.0, 0.5, -0.5]])").result
     assert torch.equal(value, net.names["model"](torch.tensor([[1.0, -2.0, 3.0], [-1.0, 0.5, -0.5]])).detach())

@@ -245,3 +245,16 @@ def test_what_a_package_asks_is_said_with_its_line(tmp_path: Path, monkeypatch: 
     assert any("(asked in asking_package.py line 6: return x + int(x.max()))" in note for note in graph.notes)
     with pytest.raises(BranchChanged, match=r"asked in asking_package.py line 4"):
         tfnb.run(y, {x: -torch.ones(3, 2)})
+
+
+def test_a_check_of_torch_is_said_with_the_option_that_leaves_it_out() -> None:
+    def draw(**options: bool) -> None:
+        with tfnb.record():
+            covariance = tfnb.placeholder(torch.eye(2), shape=(2, 2))
+            torch.distributions.MultivariateNormal(torch.zeros(2), covariance, **options)
+
+    with pytest.warns(UserWarning, match=r"asked by torch\.distributions\.constraints(.|\n)*validate_args=False"):
+        draw()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw(validate_args=False)

@@ -139,3 +139,45 @@ def test_tensors_without_elements() -> None:
         x = tfnb.placeholder(torch.randn(4, 3))
         y = torch.cat([x, *(each.reshape(0, 3) for each in nothing)]) + nothing[2].sum()
     assert torch.equal(tfnb.run(y, {x: torch.ones(2, 3)}), torch.ones(2, 3))
+
+
+X = torch.arange(16.0).view(8, 2)
+Batches = torch.utils.data.DataLoader
+
+
+def pairs(**options: Any) -> Batches[Any]:
+    return Batches(torch.utils.data.TensorDataset(X, X[:, 0]), **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4}, {"batch_size": 4, "shuffle": True}, {"batch_size": None}], ids=str
+)
+def test_a_batch_that_a_loader_makes_in_a_cell_is_data_of_outside(options: dict[str, Any]) -> None:
+    with tfnb.record() as graph:
+        rows, firsts = next(iter(pairs(**options)))
+        total = rows.sum() + firsts.sum()
+    assert {node.op for node in graph.nodes} <= {
+        "tfnb.constant", "aten.as_strided.default", "aten.sum.default", "aten.add.Tensor"
+    }  # fmt: skip
+    assert len(graph.notes) == 1 and "a batch of a DataLoader" in graph.notes[0] and "feeds=(x, y)" in graph.notes[0]
+    assert float(tfnb.run(total)) == float(total.sample) == float(rows.sum() + firsts.sum())
+    with tfnb.record() as graph:
+        rows, _ = next(iter(pairs(**options)))
+        tfnb.placeholder(rows, name="x").sum()
+    assert graph.notes == () and [node.op for node in graph.nodes] == ["tfnb.placeholder", "aten.sum.default"]
+
+
+def test_a_batch_of_recorded_tensors_follows_what_a_run_feeds() -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(X, shape=X.shape)
+        (rows,) = next(iter(Batches(torch.utils.data.TensorDataset(x * 2), batch_size=4)))
+        total = rows.sum()
+    assert graph.notes == () and float(tfnb.run(total, {x: 10 * X})) == float(20 * X[:4].sum())
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_loader_know_of_no_recording() -> None:
+    with tfnb.record() as graph:
+        rows, _ = next(iter(pairs(batch_size=4, num_workers=2)))
+        total = rows.sum()
+    assert len(graph.nodes) == 2 and float(tfnb.run(total)) == float(X[:4].sum())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+import torch.utils.data
 from torch.autograd import graph
 from torch.nn.utils import parametrize
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,6 +27,7 @@ from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
 from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import Followed
+from tfnb.recording.subgraphs.loader_batches import batch
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.recording import open_recording
 from tfnb.recording.values.tensor import Tensor
@@ -161,6 +163,8 @@ PATCHES = (
           "what checkpoint(use_reentrant=False) runs is computed again by the backward pass of a run"),
     Patch(_compiled_modules, ("__call__",), _call_compiled,
           "a compiled module is the module: a recording sees torch's calls, not what a compiler makes of them"),
+    Patch(_one(torch.utils.data.DataLoader), ("__iter__",), batch, "how a loader draws is no part of the graph"),
+    Patch(_one(torch.utils.data.dataloader._BaseDataLoaderIter), ("__next__",), batch, "and a batch is data"),
     Patch(_one(torch._utils), ("_rebuild_tensor",), _unrecorded, "what is read from a file is a plain tensor"),
     Patch(_one(torch.random), ("default_generator",), Followed,
           "seeds given inside are noted with their line, since recorded draws have streams of their own"),

@@ -197,6 +197,7 @@ def _unrolled(recorder: Recorder | None, items: Any, names: tuple[str, ...]) -> 
             yield each
     finally:
         if (made := len(recorder.new) - start) and count > 1:
+            recorder.tape.fixed.clear()  # what follows says more
             recorder.tape.notes.append(
                 f"{st.place}: this `for` over a DataLoader was unrolled: {count} batches are {made} nodes of the "
                 "graph, with these data in every run. Record one step, with a placeholder for each part of a batch, "

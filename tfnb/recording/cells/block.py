@@ -316,9 +316,9 @@ def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> tuple[dict[
         at = (value._feed or value.shown.value) if isinstance(value, Tensor) else value.value
         if at.node not in mine:
             continue
-        if at.index or at.node in done:
+        if at.index or at.node in done or clean(name) != name:  # nodes have names of ASCII
             aliases[name] = at
-        elif at.node not in recorder.tape.named:
+        if not at.index and at.node not in done and at.node not in recorder.tape.named:
             done.add(at.node)
             recorder.rename(at.node, clean(name))
     taken = {node.name for node in recorder.nodes}

@@ -27,7 +27,7 @@ from tfnb.graph.op_facts import Op, facts, op_name
 from tfnb.graph.variable import updated
 from tfnb.recording.dispatch.recorded_call import record_call
 from tfnb.recording.marks.held_interrupts import raise_held
-from tfnb.recording.marks.notes import asked_in, warn_of_branch, warn_of_written, written_by_hand
+from tfnb.recording.marks.notes import asked_in, fixed_batches, warn_of_branch, warn_of_written, written_by_hand
 from tfnb.recording.marks.scopes import Scopes, clean
 from tfnb.recording.overrides import higher_order
 from tfnb.recording.overrides.constructors import constructing, fixed
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
                 self._refresh(tensor)
         grouped = {v.node for node in self.new if node.op == "tfnb.group" for v in node.inputs}
         left = {v: at for v, at in self.tape.by_hand.items() if self._read_base(v).entry.value.node not in grouped}
-        self.tape.notes += written_by_hand(left)
+        self.tape.notes += [*fixed_batches(self.tape.fixed), *written_by_hand(left)]
         warn_of_written(self.tape.asked, self.new)
 
     def leave(self) -> None:

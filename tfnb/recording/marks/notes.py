@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,13 +98,18 @@ def _text(file: str, line: int) -> str:
 
 def user_level(stop: FrameType | None) -> int:
     """The stacklevel at which a warning of the caller points to the user's frame."""
+    return _nearest(stop)[1] - 1
+
+
+def _nearest(stop: FrameType | None) -> tuple[FrameType | None, int]:
+    """The frame outside of tfnb that led here, and how far up from the caller's caller it is."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame is not stop and level < 60:
         if not frame.f_code.co_filename.startswith(_HERE) and frame.f_globals.get("__name__") != "contextlib":
-            return level
+            break
         frame, level = frame.f_back, level + 1
-    return level
+    return frame, level
 
 
 # -- when Python decides, and at the end ------------------------------------------------------------------------
@@ -117,8 +123,19 @@ def warn_of_branch(source: Source | None, outcome: bool, stop: FrameType | None,
     warnings.warn(
         f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
         "that branch, and a run where it would go the other way raises BranchChanged "
-        f"({because or _BOTH}){asked_in(source, stop)}",
+        f"({because or _advice(stop)}){asked_in(source, stop)}",
         stacklevel=user_level(stop),
+    )
+
+
+def _advice(stop: FrameType | None) -> str:
+    """What to write where Python took a branch: by who asked, the user's code or that of an installed package."""
+    frame, _ = _nearest(stop)
+    if frame is None or f"{os.sep}site-packages{os.sep}" not in frame.f_code.co_filename:
+        return _BOTH
+    return (
+        f"it was asked by {frame.f_globals.get('__name__')}, and the code of installed packages is not staged: if it "
+        "is a check that an option leaves out, such as validate_args=False, take that option"
     )
 
 
@@ -136,6 +153,17 @@ def warn_of_written(asked: Mapping[Variable, Source | None], nodes: Sequence[Nod
                 "model once before recording it",
                 stacklevel=3,
             )
+
+
+def fixed_batches(at: Sequence[Source | None]) -> list[str]:
+    """A note that a batch of a DataLoader is the same in every run; none where no batch is used."""
+    if not at:
+        return []
+    return [
+        f"{f'{at[0].label} line {at[0].line}' if at[0] else 'recording'}: a batch of a DataLoader is used here, and is "
+        "the same in every run: make each part of it a placeholder, `x = tfnb.placeholder(batch[0])`, and go over the "
+        "data outside of the cell: `tfnb.fit(step, loader, feeds=(x, y))`"
+    ]
 
 
 def written_by_hand(left: Mapping[Variable, Source | None]) -> list[str]:

@@ -55,6 +55,8 @@ class Outside:
         return handle
 
     def _constant_of(self, tensor: torch.Tensor) -> Tensor:
+        if id(tensor) in self._rec.tape.batches:
+            self._rec.tape.fixed.append(self._rec.where())
         with _disable_current_modes():
             entry = self._rec.constant(self._captured(tensor))
         if entry.sample is not None and _storage(entry.sample) == _storage(tensor):

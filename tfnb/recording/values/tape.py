@@ -60,6 +60,7 @@ class State:
     memory: dict[int, tuple[torch.Tensor, Tensor]] = field(default_factory=dict)  # the first of them, by storage
     borrowed: dict[int, Entry] = field(default_factory=dict)  # constants that share memory with what was captured
     wanted: set[int] = field(default_factory=set)  # constants that the user asked for
+    batches: dict[int, torch.Tensor] = field(default_factory=dict)  # plain tensors that a DataLoader gave, by id
     # what is known of sizes and values
     guards: list[Guard] = field(default_factory=list)
     equalities: list[tuple[str, sympy.Eq, str]] = field(default_factory=list)
@@ -74,6 +75,7 @@ class State:
     derivatives: list[Derivative] = field(default_factory=list)
     by_hand: dict[Variable, Source | None] = field(default_factory=dict)  # written in place: where it was last
     asked: dict[Variable, Source | None] = field(default_factory=dict)  # taken as a Python number or truth: where
+    fixed: list[Source | None] = field(default_factory=list)  # where a batch of a DataLoader became a constant
 
     @property
     def said(self) -> tuple[str, ...]:
