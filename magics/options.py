@@ -52,6 +52,8 @@ def size(text: str) -> int:
 
 def existing(path: Path) -> Path:
     """A file that is there; raises UsageError."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name the file in it")
     if not path.is_file():
         raise UsageError(f"there is no file {path}: %tfsave {path} writes one")
     return path

@@ -77,7 +77,7 @@ class ProgressPanel:
     def table(self) -> str:
         """The metrics and their curves, as HTML."""
         return chart.table(
-            (name, number(value), chart.svg(name, [(int(p["step"]), p[name]) for p in self.curve]))
+            (name, number(value), chart.svg(name, [(int(p["step"]), p[name]) for p in self.curve if name in p]))
             for name, value in self.metrics.items()
         )
 

@@ -201,6 +201,15 @@ def test_random_bytes_are_corrupt(tmp_path_factory: pytest.TempPathFactory, data
         checkpoint.load(path)
 
 
+def test_files_of_other_programs_are_said_to_be_none_of_ours(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    (tmp_path / "notes.txt").write_text("what this folder holds, in words")
+    with pytest.raises(CheckpointCorrupt, match=r"no safetensors file; it looks like one of torch\.save"):
+        checkpoint.load(tmp_path / "model.pt")
+    with pytest.raises(CheckpointCorrupt, match="no safetensors file: it has 32 bytes and no header"):
+        checkpoint.load(tmp_path / "notes.txt")
+
+
 def test_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         checkpoint.load(tmp_path / "nothing")

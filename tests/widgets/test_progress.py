@@ -40,6 +40,12 @@ def test_a_value_that_is_not_finite_is_shown_but_not_drawn(value: float) -> None
     assert not re.search("points=.[^>]*(nan|inf)", panel.table())
 
 
+def test_a_metric_of_the_end_of_an_epoch_stands_beside_those_of_each_step() -> None:
+    panel = ProgressPanel(10, "run", stream=io.StringIO())
+    panel.update(2, {"loss": 1.0, "val_loss": 1.5}, curve=FALLING)
+    assert "val_loss" in panel.table() and "1.5" in panel.table() and panel.table().count("<polyline") == 1
+
+
 def test_names_are_text() -> None:
     panel = ProgressPanel(10, "<run>", stream=io.StringIO())
     panel.update(2, {"<script>": 2.0}, curve=[{"step": 1, "<script>": 1.0}, {"step": 2, "<script>": 2.0}])

@@ -112,7 +112,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], s
             metadata = file.metadata() or {}
             stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, ValueError) as error:  # ValueError: a header that is not text
-        raise CheckpointCorrupt(f"{path} is damaged or truncated: {error}") from error
+        raise CheckpointCorrupt(f"{path} is damaged or truncated: {error}") from None
     about = _checked(path, metadata, stored)
     whole = {key: torch.view_as_complex(t) if key in about["complex"] else t for key, t in stored.items()}
     return whole, about, metadata["digest"]
@@ -123,7 +123,14 @@ def _check_header_size(path: Path) -> None:
         start = file.read(8)
     size = int.from_bytes(start, "little")
     room = path.stat().st_size - 8
-    if len(start) < 8 or size > room:
+    if start.startswith(b"PK"):
+        raise CheckpointCorrupt(
+            f"{path} is no safetensors file; it looks like one of torch.save: model.load_state_dict(torch.load(path)) "
+            "gives it to the module, and so to a graph that was recorded with that"
+        )
+    if len(start) < 8 or (size > HEADER_CAP and size > room):
+        raise CheckpointCorrupt(f"{path} is no safetensors file: it has {room + 8} bytes and no header")
+    if size > room:
         raise CheckpointCorrupt(f"{path} is truncated: {room + 8} bytes, header says {size}")
     if size > HEADER_CAP:
         raise CheckpointCorrupt(f"{path} has a header of {size} bytes; at most {HEADER_CAP} are allowed")
