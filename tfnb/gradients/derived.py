@@ -25,7 +25,7 @@ from tfnb.graph.op_facts import unbind
 from tfnb.graph.ops import overload
 from tfnb.graph.setting import setting
 from tfnb.graph.spec import flows
-from tfnb.recording.dispatch.recorded_call import ABSENT
+from tfnb.recording.dispatch.recorded_call import absent
 from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.values.recording import Recording
 
@@ -85,7 +85,7 @@ class Derivation(TorchDispatchMode):
             return torch.tensor(args[0].conjugate())
         if func is self.op and self.is_first:
             self.is_first = False
-            return _grouped(func, [None if out.spec == ABSENT else StandIn(out) for out in self.outs])
+            return _grouped(func, [None if out.spec == absent(out.spec.device) else StandIn(out) for out in self.outs])
         args, kwargs = tree_map_only(StandIn, lambda x: x.recorded, (args, kwargs or {}))
         with setting(current.stack, open=self.open), self.recorder.on(), torch.set_grad_enabled(self.grad):
             found = func(*args, **kwargs)

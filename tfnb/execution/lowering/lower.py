@@ -173,8 +173,10 @@ class _Lowering:
         self.node_of.setdefault(at.name, node)
 
     def _constant(self, node: Node) -> None:
-        name = f"constant{node.id}"
-        self.root.register_buffer(name, node.attrs["value"], persistent=False)
+        name, value = f"constant{node.id}", node.attrs["value"]
+        if not node.outputs[0].is_on(value.device):  # it was read from a file
+            value = value.to(node.outputs[0].device)
+        self.root.register_buffer(name, value, persistent=False)
         self._set(Value(node.id), self.fx.get_attr(name), node)
         self.borrowed.add(Value(node.id))
 

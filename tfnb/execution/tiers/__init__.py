@@ -2,7 +2,6 @@
 
 `tiered` chooses, by `agreement`. `scalarize` (table: `scalar_ops`) writes code with Python's numbers, `native` makes a
 whole step one call, or each straight segment of it (`graph_split`), `compiled_loops` loops (`cpp`, `cpp_ops`).
-`fused` is a step for other devices, whose kernels inductor fused; `captured_steps` launches generated code or that
-whole (`cuda_graphs`). `operand_checks` and `decompositions` say
-what compilers get to see.
+`fused` is a step for other devices, whose kernels inductor fused (`fusing`); `captured_steps` launches generated code,
+or that, whole (`cuda_graphs`). `operand_checks` and `decompositions` say what compilers get to see.
 """

@@ -1,4 +1,4 @@
-"""CUDA graphs of torch: what `tfnb.execution.tiers.captured_steps` asks of a device. Has not been run on one.
+"""CUDA graphs of torch: what `tfnb.execution.tiers.captured_steps` asks of a device.
 
 NOTE (torch 2.13): ``torch.cuda.graph`` leaves its stream current where ending a capture fails, hence the plain calls.
 Only one capture may be under way in a process.
@@ -62,9 +62,15 @@ class CudaGraphs:
                 with suppress(RuntimeError):  # the capture is void, which ending it says once more
                     graph.capture_end()
                 graph.reset()
+                self._drawing_again(generators)
                 raise
             graph.capture_end()
         return outs, lambda: self._launch(graph)
+
+    def _drawing_again(self, generators: Sequence[torch.Generator]) -> None:
+        """NOTE (torch 2.11): after a capture that failed generators draw for a capture only, torch's own one too."""
+        for generator in (torch.cuda.default_generators[self.device.index], *generators):
+            generator.graphsafe_set_state(generator.clone_state())
 
     def after(self) -> None:
         """The current stream waits for the last launch, and what took its results there, if that was on another one."""

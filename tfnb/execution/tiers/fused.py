@@ -7,32 +7,24 @@ generated code (`tfnb.execution.tiers.captured_steps`). A package is torch's own
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import _inductor, fx
-from torch._dynamo.convert_frame import compile_lock
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import _inductor
 
-from tfnb.errors import Unimplemented
-from tfnb.execution.compiling.compiled_packages import REQUEST, PackageFolder, compiled
+from tfnb.execution.compiling.compiled_packages import PackageFolder, compiled
 from tfnb.execution.compiling.compiler_process import NOBODY, OverBudget
 from tfnb.execution.lowering.checked_calls import Drawing
 from tfnb.execution.lowering.control_flow_code import Loop
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.captured_steps import device_of
-from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.interface import Abandoned, Request, Unfit
-from tfnb.execution.tiers.native.exportable import FORMS, Given, obstacles, pure
+from tfnb.execution.tiers.native.exportable import Given, obstacles, pure
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
 from tfnb.execution.tiers.operand_checks import OperandChecks
 
 CODE = "step.bin"
-BUILD = f"{__name__}:build_in"
+BUILD = "tfnb.execution.tiers.fusing:build_in"
 
 
 class Fused:
@@ -66,28 +58,6 @@ def obstacle(program: Program) -> str | None:
             kind = "is a loop" if isinstance(node.target, Loop) else "draws"
             return f"{program.node_of[node.name].name} {kind}"
     return next(iter(obstacles(program).values()), None)
-
-
-def build_in(folder: Path) -> dict[str, Any]:
-    """Compile the request in the folder: what the compiler's process calls."""
-    request = NativeRequest.load(folder / REQUEST)
-    request.as_asked()
-    build(request.program().undonated(), request.operands, folder)
-    return {}
-
-
-def build(program: Program, operands: Sequence[Operand], folder: Path) -> None:
-    """Compile a program for operands that lie so; raises Unimplemented, or what torch raises."""
-    if len(program.feeds) + len(program.variables) != len(operands):
-        raise Unimplemented("the step was read back as another one")
-    step = fx.GraphModule(program.module, pure(program, OperandChecks())[0])
-    examples = [*(operand.empty() for operand in operands), *Given.of(program, operands).constants]
-    with compile_lock, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        table = {**decompositions(select_decomp_table()), **FORMS}
-        module = make_fx(step, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
-        made = _inductor.standalone_compile(module, examples, dynamic_shapes="from_example_inputs")
-        made.save(path=str(folder / CODE))
 
 
 def opened(package: PackageFolder, program: Program, operands: Sequence[Operand]) -> FusedStep:

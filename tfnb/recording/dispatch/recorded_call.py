@@ -31,7 +31,11 @@ from tfnb.recording.values.views import View
 
 aten = torch.ops.aten
 _SHAPES = OVERRIDES[Stage.SHAPE]
-ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
+
+
+def absent(device: str) -> Spec:
+    """What stands for an output that an op leaves out, as its mask says."""
+    return Spec(torch.bool, (0,), device)
 
 
 def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
@@ -53,7 +57,8 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
         with rec.on():
             return func(*args[:first], args[first].to(default), *args[first + 1 :], **kwargs)
     override = rec.override(func)
-    specs = tuple(ABSENT if f is None else rec.space.shapes.spec(f) for f in flat)
+    where = next(str(numbered(f.device)) for f in flat if f is not None)
+    specs = tuple(absent(where) if f is None else rec.space.shapes.spec(f) for f in flat)
     value = rec.tape.append(
         op_name(func), _leaf_name(rec, func), specs,
         inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs),
