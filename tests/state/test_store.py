@@ -104,11 +104,11 @@ def test_rows_of_a_large_value_are_written_in_place(monkeypatch: pytest.MonkeyPa
     store = Store()
     store.create({"table": torch.zeros(100), "small": torch.zeros(1)})
     assert store.get("table").untyped_storage().data_ptr() != store.get("small").untyped_storage().data_ptr()
-    write_row = store.open(["table"], rows=True)["table"]
+    write_row = store.open(["table"], rows=1)["table"]
     write_row[3] = 1.0
     store.publish()
     at, seen = store.get("table").data_ptr(), store.read(["table"])[0]
-    store.open(["table"], rows=True)["table"][3] = 2.0
+    store.open(["table"], rows=1)["table"][3] = 2.0
     store.publish()
     assert store.get("table").data_ptr() == at and store.spare_bytes == 0
     assert seen[3] == 1 and store.read(["table"])[0][3] == 2, "a reader has a copy"

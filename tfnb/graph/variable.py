@@ -8,6 +8,7 @@ trained graph is a trained module. While a cluster is connected the value lives 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, StepAborted
-from tfnb.graph import current, resources
+from tfnb.graph import current, lazy_memory, resources
 from tfnb.graph.held import CHANGES, Held, Watch
 from tfnb.graph.spec import Spec, flows, tensor_of
 from tfnb.graph.variable_locks import LOCKS, counter
@@ -46,8 +47,9 @@ class Variable:
     of `tfnb.container`. shared_name: every Variable of that name in a container is this one; raises InvalidArgument for
     another dtype or shape. lazy_init: no value until `initialize`, or until one is assigned; reading raises
     FailedPrecondition. With ``shape`` (and ``dtype``) a lazy initial value may be a function of Variables that are made
-    later. partitions: the number of pieces of rows that servers hold it in, or ``"auto"``, as many as there are servers
-    and pieces of 256 KB; partition_bytes: the most bytes of a piece. By default a piece has at most 64 MB. Here, and in
+    later, and a number is the value of every element: a large table of zeros takes memory only where rows are written.
+    partitions: the number of pieces of rows that servers hold it in, or ``"auto"``, as many as there are servers and
+    pieces of 256 KB; partition_bytes: the most bytes of a piece. By default a piece has at most 64 MB. Here, and in
     files, it is one. Where an update needs more than its own rows it is not divided.
 
     >>> v = Variable(torch.zeros(2), name="v")
@@ -77,7 +79,11 @@ class Variable:
             spec = initial_value.spec
         else:
             with _disable_current_modes():  # made in a recording, it is no part of that
-                owned = _initial(initial_value, None if lazy_init else name or "Variable").detach().clone()
+                if shape is not None and isinstance(initial_value, Real):
+                    owned = _filled(initial_value, shape, dtype or torch.get_default_dtype())
+                else:
+                    given = _initial(initial_value, None if lazy_init else name or "Variable").detach()
+                    owned = lazy_memory.clone(given)
             spec = Spec.of(owned)
         if (found := resources.shared(container, shared_name)) is not None:
             resources.ensure_same(found, f"a Variable {spec}")
@@ -226,8 +232,8 @@ class Variable:
         if self._start is _NONE:
             raise FailedPrecondition(f"variable {self.name} does not keep its initial value: assign one, or restore it")
         with _disable_current_modes():
-            value = _initial(self._start, self)
-            self.set(value.to(self.dtype) if isinstance(self._start, Real) else value)
+            is_number = isinstance(self._start, Real)
+            self.set(_filled(self._start, self.shape, self.dtype) if is_number else _initial(self._start, self))
 
     def _followed(self, held: Held) -> torch.Tensor:
         """What the module holds now; raises where that can be no value of this variable."""
@@ -302,7 +308,7 @@ class Variable:
                         self._gone = ""
                         resources.enter(self)
                 else:
-                    self.kept.copy_(value)
+                    lazy_memory.assign(self.kept, value)
             finally:
                 self.writes.value += 1
 
@@ -507,6 +513,14 @@ def _initial(value: Any, owner: Variable | str | None) -> torch.Tensor:
         return found.value() if isinstance(found, Variable) else tensor_of(current.plain(found), None, "a Variable")
     finally:
         _INITIALIZING.reset(token)
+
+
+def _filled(number: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A number for every element; large tables of zeros take no memory before they are written."""
+    if number == 0:
+        return lazy_memory.zeros(shape, dtype)
+    lazy_memory.ensure_room(math.prod(shape) * dtype.itemsize, "a Variable of one number")
+    return torch.full((*shape,), number, dtype=dtype)
 
 
 def _is_function(value: Any) -> bool:

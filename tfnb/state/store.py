@@ -7,11 +7,15 @@ slab, not a copy, and nothing changes what it reads. A write goes in three steps
 into, the caller writes, `Store.publish` makes them the current generation. While somebody reads the current generation,
 what is opened lies in another buffer; else it is the current one itself. The owner calls from one thread; readers may
 let go of what they read in any thread. The store has no lock.
+
+A table (`tfnb.graph.lazy_memory`), of which few rows were written, lies in a slab of its own, in private memory, and
+counts with the memory that it takes.
 """
 
 from __future__ import annotations
 
 import difflib
+import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +25,13 @@ import numpy as np
 import torch
 
 from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, ShapeError
-from tfnb.graph import Spec
+from tfnb.graph import Spec, lazy_memory
 from tfnb.state.shared_memory import Segment
 
 ALIGN = 64  # bytes
 GENERATIONS = 3  # buffers of one slab, at most
 LEAST = 64 << 10  # bytes of a slab in shared memory: what is smaller travels with the message
-LARGE = 64 << 20  # bytes: a value from here on has a slab of its own, and is written in place where rows of it change
+LARGE = lazy_memory.LARGE  # a value from here on has a slab of its own, and is written in place where rows of it change
 
 
 def memory(nbytes: int) -> torch.Tensor:
@@ -48,9 +52,10 @@ class _Generation:
     nobody here knew of its reading any more, sees that it has to read again.
     """
 
-    def __init__(self, nbytes: int, dtype: torch.dtype, is_shared: bool) -> None:
-        self.segment = _segment(nbytes) if is_shared else None
-        flat = self.segment.flat if self.segment is not None else memory(nbytes)
+    def __init__(self, nbytes: int, dtype: torch.dtype, is_shared: bool, is_lazy: bool = False) -> None:
+        self.segment = _segment(nbytes) if is_shared and not is_lazy else None
+        unset = lazy_memory.zeros((nbytes,), torch.uint8) if is_lazy else None
+        flat = self.segment.flat if self.segment is not None else memory(nbytes) if unset is None else unset
         self.flat = flat.view(dtype)
         self._reader: weakref.ref[Any] | None = None
 
@@ -104,15 +109,38 @@ class Slab:
             self.places[key] = _Place(end // dtype.itemsize, _size(value), value.shape, strides)
             end += _size(value) + -_size(value) % ALIGN
         self.nbytes = max(end, ALIGN)
-        self._is_table = False  # written in place, whoever reads it: readers get copies
+        self.is_lazy = any(map(lazy_memory.is_table, values.values()))  # takes memory where it was written only
+        self._is_table = self.is_lazy  # written in place, whoever reads it: readers get copies
         self._is_shared = is_shared
-        self._current = _Generation(self.nbytes, dtype, is_shared)
+        self._current = _Generation(self.nbytes, dtype, is_shared, self.is_lazy)
         self._next: _Generation | None = None  # opened for writing; it may be the current one
         self._spares: list[_Generation] = []
         self._tensors = {key: place.of(self._current.flat) for key, place in self.places.items()}
+        self._bytes = sum(place.nbytes for place in self.places.values())
+        self._measured = self._most = 0  # bytes that a lazy one took, and at most takes since
         with torch.no_grad():
             for key, value in values.items():
-                self.get(key).copy_(value)
+                lazy_memory.assign(self.get(key), value)
+        self._measure()
+
+    @property
+    def held(self) -> int:
+        """Bytes that its values take, at most: rows of a lazy one twice, because they are copied when all are read."""
+        return 2 * self._most if self.is_lazy else self._bytes
+
+    def _measure(self) -> None:
+        if self.is_lazy:
+            tables = (place.of(self._current.flat) for place in self.places.values())
+            self._measured = self._most = sum(map(lazy_memory.taken, tables))
+
+    def growth(self, rows: int) -> int:
+        """Bytes more that it takes, at most, when so many rows are written."""
+        if not self.is_lazy:
+            return 0
+        (place,) = self.places.values()
+        row, page = max(1, place.nbytes // max(1, place.shape[0])), mmap.PAGESIZE
+        pages = -(-row // page) + (row % page != 0 and page % row != 0)  # that hold one row, at most
+        return 2 * min(self.nbytes - self._most, rows * pages * page)
 
     @property
     def spare_bytes(self) -> int:
@@ -130,12 +158,18 @@ class Slab:
         """
         has_room = len(self._spares) < GENERATIONS - 1 or any(not spare.is_read for spare in self._spares)
         if self._is_table or self._next is self._current or not has_room:
+            if self.is_lazy:
+                return [lazy_memory.clone(self.get(key)) for key in keys]
             return [self.places[key].copied(self._current.flat) for key in keys]
         flat = self._current.read()
         return [self.places[key].of(flat) for key in keys]
 
-    def open(self, keys: Sequence[str], *, keep: bool, rows: bool) -> dict[str, torch.Tensor]:
+    def open(self, keys: Sequence[str], *, keep: bool, rows: int) -> dict[str, torch.Tensor]:
         """Tensors to write the next values of ``keys`` into; without ``keep`` all of each will be written."""
+        if self.is_lazy and rows:
+            if self._most > self._measured + max(LARGE, self._measured // 8):  # it takes a while to count them
+                self._measure()
+            self._most += self.growth(rows) // 2
         self._next = self._current
         if self._current.is_read:
             self._next = next((spare for spare in self._spares if not spare.is_read), None)
@@ -145,7 +179,7 @@ class Slab:
             self._next.open()
             if keep or len(keys) < len(self.places):
                 self._next.flat.copy_(self._current.flat)
-        self._is_table = self._is_table or (rows and self.nbytes >= LARGE)
+        self._is_table = self._is_table or (rows > 0 and self.nbytes >= LARGE)
         if self._next is self._current:
             self._current.open()
             return {key: self._tensors[key] for key in keys}
@@ -165,7 +199,8 @@ class Slab:
         self._next = None
 
     def release(self) -> None:
-        """Give up the generations that nobody needs."""
+        """Give up the generations that nobody needs, and look at what it takes."""
+        self._measure()
         self._spares = [spare for spare in self._spares if spare.is_read or spare is self._next]
 
 
@@ -186,10 +221,14 @@ class Store:
         if budget is not None and budget < 0:
             raise InvalidArgument(f"a budget is a number of bytes from 0, not {budget}")
         self.budget, self.is_shared = budget, is_shared
-        self.bytes = 0  # of all values
         self.opening = 0  # number of the last `open`: who opened before it has nothing open any more
         self._slabs: dict[str, Slab] = {}  # of each key
         self._open: list[Slab] = []
+
+    @property
+    def bytes(self) -> int:
+        """Of all values."""
+        return sum(slab.held for slab in self._of(self._slabs))
 
     @property
     def spare_bytes(self) -> int:
@@ -210,13 +249,16 @@ class Store:
         for key in values:
             if key in self._slabs:
                 raise AlreadyExists(f"{key} exists in the store as {Spec.of(self.get(key))}; assign to it, or drop it")
-        asked = sum(map(_size, values.values()))
+        asked = sum(map(_taken, values.values()))
         if self.budget is not None and self.bytes + asked > self.budget:
             names = ", ".join(values)
             raise ResourceExhausted(f"no room for {names}: asked {asked} bytes, used {self.bytes}, limit {self.budget}")
         for together in _grouped(values):
             self._slabs.update(dict.fromkeys(together, Slab(together, self.is_shared)))
-        self.bytes += asked
+
+    def is_table(self, key: str) -> bool:
+        """Whether a value takes memory where it was written only."""
+        return self._slab(key).is_lazy
 
     def get(self, key: str) -> torch.Tensor:
         """The current value itself, no copy: not to be written. Raises NotFound with the nearest keys."""
@@ -232,10 +274,10 @@ class Store:
             found.update(zip(some, slab.read(some), strict=True))
         return [found[key] for key in keys]
 
-    def open(self, keys: Sequence[str], *, keep: bool = True, rows: bool = False) -> dict[str, torch.Tensor]:
+    def open(self, keys: Sequence[str], *, keep: bool = True, rows: int = 0) -> dict[str, torch.Tensor]:
         """Tensors to write the next values of ``keys`` into; what was opened before is given up.
 
-        keep: they hold the current values. rows: only some rows will be written, and no large value is copied.
+        keep: they hold the current values. rows: only so many rows will be written, and no large value is copied.
         """
         self._close()
         self.opening += 1
@@ -244,6 +286,10 @@ class Store:
             self._open.append(slab)
             found |= slab.open([key for key in keys if self._slabs[key] is slab], keep=keep, rows=rows)
         return found
+
+    def growth(self, keys: Sequence[str], rows: int) -> int:
+        """Bytes more that these take, at most, when so many rows of each are written."""
+        return sum(slab.growth(rows) for slab in self._of(keys))
 
     def publish(self) -> None:
         """What was opened, and written meanwhile, is what readers get from now on."""
@@ -263,7 +309,7 @@ class Store:
         targets = self.open(list(values), keep=False)
         with torch.no_grad():
             for key, target in targets.items():
-                target.copy_(values[key])
+                lazy_memory.assign(target, values[key])
         self.publish()
 
     def drop(self, keys: Sequence[str]) -> None:
@@ -271,8 +317,7 @@ class Store:
         slabs = [self._slab(key) for key in keys]
         self._close()
         self.opening += 1
-        for key, slab in zip(keys, slabs, strict=True):
-            self.bytes -= slab.places[key].nbytes
+        for key in keys:
             del self._slabs[key]
         for slab in set(slabs):
             kept = {key: slab.get(key) for key in slab.places if self._slabs.get(key) is slab}
@@ -314,3 +359,8 @@ def _grouped(values: Mapping[str, torch.Tensor]) -> Iterator[Mapping[str, torch.
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _taken(tensor: torch.Tensor) -> int:
+    """Bytes that a copy takes."""
+    return lazy_memory.taken(tensor) if lazy_memory.is_table(tensor) else _size(tensor)

@@ -19,6 +19,7 @@ import torch
 
 from tfnb.errors import InvalidArgument
 from tfnb.gradients import IndexedSlices
+from tfnb.graph.lazy_memory import zeros_like
 from tfnb.kernels import borrowed  # noqa: F401  defines torch.ops.tfnb
 from tfnb.train.optimizer import Optimizer, Rate
 
@@ -125,7 +126,7 @@ class Rule(Optimizer):
         return tuple(name for name, _, needed in rows if all(self.settings[n] for n in needed.split("&") if n))
 
     def initial(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: _STARTS[name](w, self) if name in _STARTS else torch.zeros_like(w) for name in self.names(w)}
+        return {name: _STARTS[name](w, self) if name in _STARTS else zeros_like(w) for name in self.names(w)}
 
     def update(
         self, w: torch.Tensor, grad: torch.Tensor, slots: Mapping[str, torch.Tensor], lr: Rate

@@ -32,6 +32,8 @@ from tfnb.cluster.queues.contents_there import Brought, Contents, Copies
 from tfnb.cluster.queues.deadlocks import Deadlocks
 from tfnb.cluster.tasks.programs import Placed, Plan
 from tfnb.cluster.tasks.resident import NO_LOOP
+from tfnb.cluster.wire import tables
+from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, Unknown, raised
 from tfnb.cluster.wire.transport import ClientLink
 from tfnb.errors import (
@@ -46,6 +48,7 @@ from tfnb.errors import (
     TfnbError,
     WorkerLost,
 )  # fmt: skip
+from tfnb.graph import lazy_memory
 
 PULLS = 5  # tries to have values of one step
 REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
@@ -101,14 +104,14 @@ class Engine:
 
     async def create(self, shard: int, values: Mapping[str, torch.Tensor]) -> None:
         """Make variables on a shard."""
-        await self._mutate(shard, "create", {"keys": list(values)}, list(values.values()))
+        await self._mutate(shard, "create", *tables.written(values))
 
     async def assign(self, values: Mapping[int, Mapping[str, torch.Tensor]], written: Iterable[str]) -> None:
         """Write pieces of variables of some shards, with no step in between. ``written``: the keys of those."""
         async with self.single.turn:
             self.single.wrote(written)
             for shard, mine in values.items():
-                await self._mutate(shard, "assign", {"keys": list(mine)}, list(mine.values()))
+                await self._mutate(shard, "assign", *tables.written(mine))
 
     async def drop(self, gone: dict[int, list[str]]) -> None:
         """Forget variables, on the servers and on the tasks that have copies."""
@@ -130,7 +133,7 @@ class Engine:
 
         Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
         """
-        asks = [Ask(shard, "pull", {"keys": keys}) for shard, keys in wanted.items()]
+        asks = [Ask(shard, "pull", {"keys": keys, "tables": True}) for shard, keys in wanted.items()]
         async with AsyncExitStack() as copies:
             for _ in range(PULLS):
                 async with self.single.turn, AsyncExitStack() as holds:
@@ -147,11 +150,10 @@ class Engine:
                     "or the values took long; pull again when it has less to do, or after the training",
                     step=self.step,
                 )  # fmt: skip
-            values = {
-                key: tensor
-                for keys, answer in zip(wanted.values(), answers, strict=True)
-                for key, tensor in zip(keys, answer.tensors, strict=True)
-            }
+            values: dict[str, torch.Tensor] = {}
+            for answer in answers:
+                lazy_memory.ensure_room(size(answer.tensors), "what comes from a server")
+                values |= tables.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
             return values, step, await self.contents.fetched(held)
 
     async def refill(self, brought: Brought, written: Iterable[str]) -> None:

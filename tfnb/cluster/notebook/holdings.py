@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tfnb.graph import Variable
+from tfnb.graph import Variable, lazy_memory
 from tfnb.placement.placement import Piece
 from tfnb.placement.shards import nbytes
 
@@ -49,6 +49,9 @@ def _version(storage: torch.Tensor) -> int:
 
 
 def _bits(storage: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if lazy_memory.is_table(storage):
+        numbers, rows = lazy_memory.packed(storage.detach())
+        return numbers, *_bits(rows)
     flat = storage.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
     if flat.numel() <= COPIED:
         return (flat.clone(),)

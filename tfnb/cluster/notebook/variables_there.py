@@ -17,10 +17,10 @@ from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.notebook.holdings import Holdings
 from tfnb.cluster.queues.contents_there import Copies
 from tfnb.errors import Aborted, FailedPrecondition, TfnbError
-from tfnb.graph import Variable
+from tfnb.graph import Variable, lazy_memory
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
-from tfnb.placement.placement import Homes, Piece, joined, read_from
+from tfnb.placement.placement import Homes, Piece, read_from
 from tfnb.placement.shards import pack, together
 
 REFRESH = 2.0  # seconds between two pulls during a fit, at least
@@ -119,7 +119,7 @@ class VariablesThere:
         with torch.no_grad(), self.held.showing:
             for variable in variables:
                 if variable in self.held:  # else the cluster was closed meanwhile: its value is here
-                    variable.storage.copy_(values[variable.key])
+                    lazy_memory.assign(variable.storage, values[variable.key])
                     self.held.same(variable)
             self._pulled = (step, time.monotonic(), time.monotonic() - begin)
         return step
@@ -136,7 +136,7 @@ class VariablesThere:
         for shard, key in queues.values():
             asked.setdefault(shard, []).append(key)
         values, step, held = await self.engine.pull(wanted, asked)
-        return {variable.key: joined(homes[variable.key], values) for variable in variables}, step, held
+        return {variable.key: _joined(homes[variable.key], values) for variable in variables}, step, held
 
     def refresh(self) -> None:
         """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most.
@@ -203,6 +203,10 @@ def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[st
         for piece in homes[variable.key]:
             found.setdefault(piece.shard, {})[piece.key] = piece.of(value)
     return found
+
+
+def _joined(pieces: Sequence[Piece], values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return lazy_memory.joined([values[piece.key] for piece in read_from(tuple(pieces))])
 
 
 def gives_way(variable: Variable) -> str:

@@ -23,7 +23,7 @@ from tfnb.cluster.server.courses import HOLD, Course, Turn
 from tfnb.cluster.server.ledger import Ledger
 from tfnb.cluster.server.lines import Lines, Waiting
 from tfnb.cluster.server.objects import Objects
-from tfnb.cluster.wire import envelope
+from tfnb.cluster.wire import envelope, tables
 from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request, failed
 from tfnb.errors import (
     AlreadyExists,
@@ -78,8 +78,10 @@ class Values(Protocol):
 
     budget: int | None
 
-    bytes: int
     opening: int
+
+    @property
+    def bytes(self) -> int: ...
 
     @property
     def spare_bytes(self) -> int: ...
@@ -90,7 +92,11 @@ class Values(Protocol):
 
     def read(self, keys: Sequence[str]) -> list[torch.Tensor]: ...
 
-    def open(self, keys: Sequence[str], *, keep: bool = True, rows: bool = False) -> Mapping[str, torch.Tensor]: ...
+    def open(self, keys: Sequence[str], *, keep: bool = True, rows: int = 0) -> Mapping[str, torch.Tensor]: ...
+
+    def is_table(self, key: str) -> bool: ...
+
+    def growth(self, keys: Sequence[str], rows: int) -> int: ...
 
     def publish(self) -> None: ...
 
@@ -311,13 +317,13 @@ class Core:
 
     def _create(self, request: Request) -> Ok:
         keys = _keys(request)
-        _same_number(keys, request.tensors)
         for key in keys:
             if key in self.store:
                 raise AlreadyExists(f"{key} exists on this server")
         self._afford(_size(request.tensors))
+        values = _values(keys, request)
         with self._writing(keys):
-            self.store.create(dict(zip(keys, request.tensors, strict=True)))
+            self.store.create(values)
         return self._ack()
 
     def _drop(self, request: Request) -> Ok:
@@ -327,7 +333,8 @@ class Core:
         return self._ack()
 
     def _assign(self, request: Request) -> Ok:
-        write, keys = self._assignment(_keys(request), request.tensors)
+        values = _values(_keys(request), request)
+        write, keys = self._assignment(list(values), list(values.values()))
         with self._writing(keys):
             write()
         return self._ack()
@@ -360,6 +367,7 @@ class Core:
 
         With ``step`` it waits until so many rounds are committed, with ``staleness`` until the loop that reads is at
         most so many steps ahead of the slowest one. ``rows_of``: keys of which only rows are wanted: the tensors.
+        ``tables``: of large tables the rows that are not zero will do.
         """
         if "decided" in request.meta:
             self._decided(request)
@@ -407,8 +415,14 @@ class Core:
         since = request.meta.get("since") or [-1] * len(keys)
         _same_number(keys, since)
         versions = [self._version(key) for key in keys]
-        fresh = self.store.read([key for key, old, new in zip(keys, since, versions, strict=True) if old != new])
-        return Ok({**answer.meta, "versions": versions}, fresh)
+        fresh = [key for key, old, new in zip(keys, since, versions, strict=True) if old != new]
+        meta = {**answer.meta, "versions": versions}
+        if "tables" not in request.meta:
+            return Ok(meta, self.store.read(fresh))
+        dense = [key for key in fresh if not self.store.is_table(key)]
+        values = dict(zip(dense, self.store.read(dense), strict=True))
+        facts, tensors = tables.written({key: values[key] if key in values else self.store.get(key) for key in fresh})
+        return Ok({**meta, **facts}, tensors)
 
     @property
     def used(self) -> int:
@@ -533,7 +547,10 @@ class Core:
         feeds = [MERGES[kind]([part.tensors[i] for part in parts], weights) for i, kind in enumerate(program.kinds)]
         for key in program.reads:
             self._value(key)
-        opened = self.store.open(program.writes, rows="rows" in program.kinds)
+        rows = sum(len(feed) for feed, kind in zip(feeds, program.kinds, strict=True) if kind == "rows")
+        if rows:
+            self._afford(self.store.growth(program.writes, rows))
+        opened = self.store.open(program.writes, rows=max(rows, "rows" in program.kinds))
         storages = [opened[key] if key in opened else self.store.get(key) for key in program.reads]
         pending = program.compute(feeds, storages, first.run_index)
         return (lambda: program.commit(pending)), tuple(program.writes)
@@ -828,6 +845,10 @@ def _keys(request: Request, names: str = "keys") -> list[str]:
     if not isinstance(keys, list) or len(set(keys)) != len(keys):
         raise InvalidArgument(f"{names} is a list of different keys")
     return keys
+
+
+def _values(keys: Sequence[str], request: Request) -> dict[str, torch.Tensor]:
+    return tables.read(keys, request.meta.get("tables", {}), request.tensors)
 
 
 def _same_number(a: Sequence[Any], b: Sequence[Any]) -> None:

@@ -27,8 +27,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from distributed import get_worker
+from distributed.system import MEMORY_LIMIT
 
 from tfnb import __version__
 from tfnb.cluster.queues import queues_there
@@ -67,8 +69,8 @@ Answer = Ok | Failed | Refused
 SEND = 60.0  # seconds that a shard tries to reach another one
 TICK = 0.5  # seconds between looks at requests that wait inside of the core
 WAITING = 64  # steps that use queues at a time: each may wait for another one
-ROOM = 8 << 30  # bytes, where the worker has no memory limit
-SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a worker at 0.8
+SHARE = 0.6  # of a worker's memory limit that a server may fill
+MOST, LEAST = 0.8, 0.1  # of it that its process may; that a server may, whatever else is there. Dask ends it at 0.95
 
 
 def versions() -> dict[str, str]:
@@ -101,7 +103,7 @@ class Task:
         worker = get_worker()
         limit = worker.memory_manager.memory_limit
         self.name, self.worker = name, worker
-        self.budget = budget if budget is not None or not limit else int(SHARE * limit)
+        self.budget = budget if budget is not None else _budget(limit or MEMORY_LIMIT)
         self.incarnation = secrets.randbits(62)
         self.epoch = 0
         self.cores = Cores()  # of the shards that it holds
@@ -119,7 +121,7 @@ class Task:
         self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
         self.queues = Channels(self._loop, self._asking)
         self.reader = Reader(worker)
-        self.room = (self.budget or ROOM) // 2
+        self.room = self.budget // 2
         self.loops = Loops(self, self.plans)
         self.streams = Streams(self.link, worker.security)
         torch.set_num_threads(threads or worker.state.nthreads)
@@ -448,6 +450,12 @@ class Task:
             if not isinstance(outcome, Ok):
                 raise NotDone(_passed_on(outcome, peer, ask.shard))
         return [outcome for outcome in outcomes if isinstance(outcome, Ok)]
+
+
+def _budget(limit: int) -> int:
+    """Bytes of values that a server may hold, beside what its process takes before it holds any."""
+    taken = psutil.Process().memory_info().rss
+    return int(max(LEAST * limit, min(SHARE * limit, MOST * limit - taken)))
 
 
 def _collect(loop: asyncio.AbstractEventLoop, thread: threading.Thread | None) -> None:

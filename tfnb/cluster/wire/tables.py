@@ -1,0 +1,42 @@
+"""Values in messages: a large table of which few rows are not zero travels as these rows.
+
+Between a notebook and servers only; a task asks for rows. See `tfnb.graph.lazy_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument
+from tfnb.graph import lazy_memory
+
+
+def written(values: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Facts and tensors of a message. ``tables``: by key the lengths of those of which rows travel."""
+    tables: dict[str, int] = {}
+    tensors: list[torch.Tensor] = []
+    for key, value in values.items():
+        if lazy_memory.is_table(value):
+            tables[key] = len(value)
+            tensors += lazy_memory.packed(value)
+        else:
+            tensors.append(value)
+    return {"keys": list(values), "tables": tables}, tensors
+
+
+def read(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values of a message that `written` made. Raises InvalidArgument for one that it did not."""
+    if len(tensors) != len(keys) + sum(key in tables for key in keys):
+        raise InvalidArgument(f"{len(keys)} keys, {len(tables)} of tables, but {len(tensors)} tensors")
+    rest = iter(tensors)
+    return {key: _unpacked(next(rest), next(rest), int(tables[key])) if key in tables else next(rest) for key in keys}
+
+
+def _unpacked(numbers: torch.Tensor, rows: torch.Tensor, length: int) -> torch.Tensor:
+    fits = numbers.dtype == torch.int64 and numbers.dim() == 1 and rows.dim() > 0 and len(rows) == len(numbers)
+    if not fits or (len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < length):
+        raise InvalidArgument(f"rows of a table of {length} rows are {list(rows.shape)}, at {list(numbers.shape)}")
+    return lazy_memory.unpacked(numbers, rows, length)

@@ -1,0 +1,219 @@
+"""Large tables of which few rows are written: zeros that take memory only where somebody wrote, and their copies.
+
+A page of anonymous memory that nobody wrote is zero, and takes none. So a table of zeros may be larger than the
+memory of the machine. To copy it whole would take all of that: here only rows that are not zero are read, copied and
+sent. The system tells which pages were written (Linux); elsewhere all rows are looked at, which is slow but equal.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tfnb.errors import ResourceExhausted
+
+LARGE = 64 << 20  # bytes: a smaller value is copied whole
+CHUNK = 16 << 20  # bytes that are looked at together
+_PAGE = mmap.PAGESIZE
+_THERE = np.uint64(62)  # in a word of the page map: the first bit of "in memory", and of "swapped out"
+_made: set[int] = set()  # addresses that `zeros` gave, as long as somebody has them
+_MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros, each page of which takes memory once it is written.
+
+    >>> zeros((2, 3), torch.int64).sum()
+    tensor(0)
+    """
+    nbytes = max(1, math.prod(shape) * dtype.itemsize)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000 if _MAPS.exists() else 0)
+    memory = mmap.mmap(-1, nbytes, flags=flags)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # else one row that is written takes two megabytes
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    _made.add(whole.data_ptr())
+    weakref.finalize(memory, _made.discard, whole.data_ptr()).atexit = False
+    flat = whole[: math.prod(shape) * dtype.itemsize]
+    return flat.view(dtype).view(*shape)
+
+
+def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros beside a value: beside a table as lazy as this."""
+    return zeros(tensor.shape, tensor.dtype) if is_table(tensor) else torch.zeros_like(tensor)
+
+
+def is_table(tensor: torch.Tensor) -> bool:
+    """Whether it is to be copied by `clone`, and sent by `packed`: a large one that `zeros` made, or half empty."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes < LARGE or not _has_rows(tensor):
+        return False
+    return tensor.untyped_storage().data_ptr() in _made or committed(tensor) <= nbytes // 2
+
+
+def committed(tensor: torch.Tensor) -> int:
+    """Bytes of memory that a contiguous tensor takes, at most: pages that were only read are counted, too."""
+    nbytes = tensor.numel() * tensor.element_size()
+    pages = _written_pages(tensor.data_ptr(), nbytes)
+    return nbytes if pages is None else min(nbytes, int(pages.sum()) * _PAGE)
+
+
+def packed(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of the rows of a contiguous table that are not zero, bit by bit, and these rows.
+
+    >>> packed(torch.tensor([[0.0], [2.0], [0.0]]))
+    (tensor([1]), tensor([[2.]]))
+    """
+    found = _filled(table)
+    return found, table.index_select(0, found)
+
+
+def taken(table: torch.Tensor) -> int:
+    """Bytes of the pages of a contiguous table that hold other than zero: what was only read takes none.
+
+    >>> taken(torch.ones(1, 2)) == mmap.PAGESIZE, taken(torch.zeros(1, 2))
+    (True, 0)
+    """
+    row = table.numel() * table.element_size() // max(1, len(table))
+    if not row:
+        return 0
+    start = table.data_ptr() + _filled(table).numpy() * row
+    first, last = start // _PAGE, (start + row - 1) // _PAGE
+    return int((last - first + 1).sum() - (first[1:] == last[:-1]).sum()) * _PAGE
+
+
+def _filled(table: torch.Tensor) -> torch.Tensor:
+    """The numbers of the rows that are not zero."""
+    numbers = [at[_words(table.index_select(0, at)).any(1).bool()] for at in _chunks(_candidates(table), table)]
+    return torch.cat(numbers) if numbers else torch.zeros(0, dtype=torch.int64)
+
+
+def unpacked(numbers: torch.Tensor, rows: torch.Tensor, length: int) -> torch.Tensor:
+    """The table of `packed`.
+
+    >>> unpacked(torch.tensor([1]), torch.tensor([[2.0]]), 3).tolist()
+    [[0.0], [2.0], [0.0]]
+    """
+    return zeros((length, *rows.shape[1:]), rows.dtype).index_copy_(0, numbers, rows)
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows behind each other, in new memory unless there is one part."""
+    if len(parts) == 1:
+        return parts[0]
+    if not any(map(is_table, parts)):
+        return torch.cat([*parts])
+    whole, start = zeros((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype), 0
+    for part in parts:
+        assign(whole[start : start + len(part)], part)
+        start += len(part)
+    return whole
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, which takes no more memory than the tensor does. Raises ResourceExhausted where there is less."""
+    if tensor.numel() * tensor.element_size() < LARGE or tensor.device.type != "cpu":
+        return tensor.clone()
+    ensure_room(committed(tensor) if tensor.is_contiguous() else tensor.numel() * tensor.element_size(), "a copy")
+    return unpacked(*packed(tensor), len(tensor)) if is_table(tensor) else tensor.clone()
+
+
+def assign(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a whole value into a tensor of its shape; rows of a table that are zero in both are not touched."""
+    if not (is_table(value) and _has_rows(target)):
+        target.copy_(value)
+        return
+    for at in _chunks(_candidates(target), target):
+        target.index_copy_(0, at, value.index_select(0, at))
+    target.index_copy_(0, *packed(value))
+
+
+def ensure_room(nbytes: int, what: str) -> None:
+    """Raise ResourceExhausted where this machine has less memory than that: else the system would end a process."""
+    free = _free()
+    if free is not None and nbytes > free:
+        raise ResourceExhausted(
+            f"{what} takes {nbytes} bytes, and {free} are free on this machine: make it smaller, or start a table of "
+            "rows from zeros, tfnb.Variable(0.0, shape=...), which takes memory only where rows are written"
+        )
+
+
+def _free() -> int | None:
+    """Bytes that can be had without swapping, as Linux says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0 and tensor.is_contiguous() and tensor.device.type == "cpu" and len(tensor) > 0
+
+
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    """The bits of rows, in the largest words that fit."""
+    flat = rows.reshape(len(rows), -1).view(torch.uint8)
+    return next((flat.view(word) for word in (torch.int64, torch.int32) if flat.shape[1] % word.itemsize == 0), flat)
+
+
+def _chunks(numbers: torch.Tensor, table: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Row numbers, so many of them at a time that little memory is taken."""
+    row = max(1, table.numel() * table.element_size() // max(1, len(table)))
+    yield from numbers.split(max(1, CHUNK // row)) if len(numbers) else ()
+
+
+def _candidates(table: torch.Tensor) -> torch.Tensor:
+    """Numbers of the rows that may be other than zero."""
+    nbytes = table.numel() * table.element_size()
+    pages = _written_pages(table.data_ptr(), nbytes)
+    if pages is None or not nbytes or pages.all():
+        return torch.arange(len(table))
+    row, skew = nbytes // len(table), table.data_ptr() % _PAGE
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], pages, [False])).astype(np.int8)))
+    first = np.maximum(edges[::2] * _PAGE - skew, 0) // row
+    last = np.minimum(-(-(edges[1::2] * _PAGE - skew) // row), len(table))
+    first[1:] = np.maximum(first[1:], last[:-1])  # a row that lies in two runs of pages counts once
+    counts = np.maximum(last - first, 0)
+    starts = np.repeat(first - np.concatenate(([0], np.cumsum(counts)[:-1])), counts)
+    return torch.from_numpy(starts + np.arange(counts.sum()))
+
+
+def _written_pages(address: int, nbytes: int) -> np.ndarray | None:
+    """Of each page of a range of anonymous memory whether it is there; None where that cannot be told."""
+    first, last = address // _PAGE, -(-(address + nbytes) // _PAGE)
+    found: list[np.ndarray] = []
+    try:
+        if not _is_anonymous(first * _PAGE, last * _PAGE):
+            return None
+        with _PAGES.open("rb", buffering=0) as file:
+            file.seek(first * 8)
+            while left := last * 8 - file.tell():
+                raw = file.read(min(left, CHUNK))
+                if not raw:
+                    return None
+                found.append(np.frombuffer(raw, np.uint64) >> _THERE > 0)
+    except (OSError, ValueError):
+        return None
+    return np.concatenate(found) if found else None
+
+
+def _is_anonymous(start: int, stop: int) -> bool:
+    """Whether all of a range is private memory of no file."""
+    with _MAPS.open() as lines:
+        for line in lines:
+            span, access, _, _, inode, *_ = line.split(maxsplit=5)
+            begin, end = (int(part, 16) for part in span.split("-"))
+            if begin <= start < end:
+                if inode != "0" or "p" not in access:
+                    return False
+                start = end
+            if start >= stop:
+                return True
+    return False
