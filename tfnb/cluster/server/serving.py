@@ -43,9 +43,9 @@ STREAMED = frozenset({"push", "contribute", "pull"})  # what a direct stream car
 
 
 class Serving:
-    """Cores and their thread. ``carry``: called in the thread with what another server is to be told."""
+    """Cores and their thread. ``carry``: called in the thread with what other servers are to be told."""
 
-    def __init__(self, cores: Cores, carry: Callable[[Send], None], budget: int = envelope.BUDGET) -> None:
+    def __init__(self, cores: Cores, carry: Callable[[Sequence[Send]], None], budget: int = envelope.BUDGET) -> None:
         self._cores, self._carry, self._budget = cores, carry, budget
         self._tickets = itertools.count()
         self._replies: dict[int, Callable[[Answer], None]] = {}
@@ -192,11 +192,10 @@ class Serving:
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            match effect:
-                case Reply(ticket, answer):
-                    self._reply(ticket, answer)
-                case Send():
-                    self._carry(effect)
+            if isinstance(effect, Reply):
+                self._reply(effect.ticket, effect.answer)
+        if sends := [effect for effect in effects if isinstance(effect, Send)]:
+            self._carry(sends)
 
     def _reply(self, ticket: int, answer: Answer) -> None:
         reply = self._replies.pop(ticket, None)

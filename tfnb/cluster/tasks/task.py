@@ -227,18 +227,21 @@ class Task:
             return Refused("protocol", str(error))
         return Ok({"host": offer.host, "port": offer.port, "name": offer.name.hex(), "key": offer.key.hex()})
 
-    def _begin_send(self, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        self._sending.add(sending)
-        sending.add_done_callback(self._sending.discard)
+    def _begin_send(self, sends: Sequence[Send]) -> None:
+        asks = [Ask(send.shard, send.method, send.meta) for send in sends]
+        for peer, places in self._by_process(asks).items():
+            sending = asyncio.ensure_future(self._send(peer, [asks[place] for place in places]))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
 
-    async def _send(self, send: Send) -> None:
-        """Tell a shard of another process, again and again; the notebook notices where that one is lost."""
-        deadline, meta = time.monotonic() + SEND, {**send.meta, "shard": send.shard}
-        peer, op = self.shards[send.shard], self.link.op()
+    async def _send(self, peer: Peer, asks: Sequence[Ask]) -> None:
+        """Tell shards of another process, again and again; the notebook notices where that one is lost."""
+        deadline, left = time.monotonic() + SEND, asking.identified(asks, self.link)
         while time.monotonic() < deadline:
-            answer = await self.link.persist(peer, send.method, meta, epoch=self.epoch, op=op, deadline=deadline)
-            if not isinstance(answer, NotSent | Unknown):
+            answers = await asking.persisted(self.link, peer, left, epoch=self.epoch, deadline=deadline)
+            silent = [isinstance(answer, NotSent | Unknown) or asking.is_again(answer) for answer in answers]
+            left = [ask for ask, is_silent in zip(left, silent, strict=True) if is_silent]
+            if not left:
                 return
             await asyncio.sleep(TICK)
             self.link.confirm(peer.addr)
@@ -472,10 +475,10 @@ def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args:
         loop.call_soon_threadsafe(function, *args)
 
 
-def _call(method: weakref.WeakMethod[Callable[[Send], None]], send: Send) -> None:
+def _call(method: weakref.WeakMethod[Callable[[Sequence[Send]], None]], sends: Sequence[Send]) -> None:
     found = method()
     if found is not None:
-        found(send)
+        found(sends)
 
 
 def _set(answered: asyncio.Future[Answer], answer: Answer) -> None:
