@@ -59,12 +59,26 @@ def _efficient_backward(
     )[:3]
 
 
-# By device and torch.nn.attention.SDPBackend: flash, memory-efficient, cuDNN's, of which torch has no form that gives
-# the log-sum-exp of rows alone.
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return out, lse.flatten(2)
+
+
+def _cudnn_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = q.new_zeros((), dtype=torch.int64)  # of dropout, of which there is none
+    lengths = None, None, q.shape[2], k.shape[2]  # of sequences in one tensor
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        dy, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, *lengths, 0.0, causal, scale=scale
+    )
+
+
 _KERNELS: Mapping[tuple[str, int], Kernel] = {
     ("cpu", 1): (_on_cpu, _on_cpu_backward), ("cuda", 1): (_flash, _flash_backward),
-    ("cuda", 2): (_efficient, _efficient_backward), ("cuda", 3): (_efficient, _efficient_backward),
+    ("cuda", 2): (_efficient, _efficient_backward), ("cuda", 3): (_cudnn, _cudnn_backward),
 }  # fmt: skip
+"""By device and torch.nn.attention.SDPBackend: flash, memory-efficient, cuDNN's."""
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Kernel | None:

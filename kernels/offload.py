@@ -18,8 +18,8 @@ from tfnb.kernels.control import Function, Replay
 from tfnb.kernels.memory_budget import AT_ONCE, MemoryBudget
 from tfnb.kernels.spill_blocks import AWAY, HERE, SpillBlock, emptied
 
-BLOCK = 4 << 20  # bytes that the other thread copies at a time, about
-AHEAD = 2 * BLOCK  # bytes that come before they are needed
+BLOCKS = {True: 4 << 20, False: 64 << 20}  # bytes that the other thread copies at a time, about: of the CPU or not
+AHEAD = 2  # blocks that come before they are needed
 
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class RowStack:
     known.
     leaves: whether blocks may leave. consumers: how many loops take the rows. refuse: the error if there is no room.
     again: runs iterations again; None: blocks move out. state: bytes of the carried values. held: bytes of what is held
-    for iterations that are taken again.
+    for iterations that are taken again. on_cpu: whether the rows lie there.
     """
 
     budget: MemoryBudget
@@ -47,6 +47,7 @@ class RowStack:
     again: Replay | None = None
     state: int = 0
     held: int = 0
+    on_cpu: bool = True
     blocks: list[SpillBlock] = field(default_factory=list)
     count: int = 0  # of iterations, in blocks
     reverse: bool = False
@@ -76,9 +77,9 @@ class RowStack:
         fits = not iteration or (iterations is not None and iterations * iteration <= budget.free)
         if fits or self.again is None or self.state * 2 > span * iteration or not self._held():
             self.again, self.state, self.held = None, 0, 0
-            span = max(1, min(BLOCK // iteration, span)) if iteration else 1
+            span = max(1, min(BLOCKS[self.on_cpu] // iteration, span)) if iteration else 1
         self.span = self.few = span
-        if self.again is None and 0 < iteration <= AT_ONCE:
+        if self.again is None and self.on_cpu and 0 < iteration <= AT_ONCE:
             self.few = min(span, AT_ONCE // iteration)
         if self.leaves and iterations is not None and not fits:
             beyond = iterations * iteration + -(-iterations // span) * self.state - budget.free
@@ -294,7 +295,7 @@ class _Reading:
                     return
                 self.stack.come(block)
             ahead += block.bytes
-            if ahead > AHEAD:
+            if ahead > AHEAD * BLOCKS[self.stack.on_cpu]:
                 return
 
     def _close(self, block: SpillBlock) -> None:

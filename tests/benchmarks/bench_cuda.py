@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 from torch.nn import functional as F
 
 import tfnb
@@ -50,6 +51,7 @@ PATIENCE = 240.0  # seconds until code that compiles in the background is there
 TOLERANCE = {"strict": 2e-3, "tf32": 1e-2, "bf16": 5e-2}  # of losses, and of how far weights moved
 GRAPHS = "reduce-overhead"  # torch's name of CUDA graphs
 PEERS, OURS = ("eager", "compiled", "graphs"), ("off", "captured", "fused")
+WAYS = ("eager", "off", "captured", "fused", "compiled", "graphs")  # in this order, while there is time
 Data = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -62,9 +64,9 @@ class Cell:
     layout: str = "contiguous"
 
 
-STEPS = (Cell("step", "tf32"), Cell("step", "bf16"), Cell("step", "strict"))
+STEPS = (Cell("step", "bf16"), Cell("step", "tf32"), Cell("step", "strict"))
 LAST = Cell("step", "bf16", "channels_last")
-CELLS = (*STEPS, Cell("gradients", "tf32"), Cell("forward", "tf32"), LAST)
+CELLS = (LAST, *STEPS, Cell("gradients", "tf32"), Cell("forward", "tf32"))
 
 
 class Classifier(nn.Module):
@@ -102,7 +104,7 @@ def language() -> tuple[nn.Module, Data]:
 
 NETS: dict[str, tuple[Callable[[], tuple[nn.Module, Data]], tuple[Cell, ...]]] = {
     **{name: (lambda name=name: published(name), CELLS) for name in FULL},  # type: ignore[misc]
-    "resnet50": (residual, (*STEPS, LAST)),
+    "resnet50": (residual, (LAST, *STEPS)),
     "gpt2": (language, STEPS),
 }
 
@@ -258,6 +260,7 @@ class Network:
 
     def __init__(self, name: str, ways: list[str]) -> None:
         self.name, self.ways = name, ways
+        self.compiled: set[tuple[Cell, str]] = set()  # what was made in time
         self._nets: dict[tuple[bool, str], tuple[nn.Module, Data, dict[str, Any]]] = {}
 
     def net(self, cell: Cell) -> tuple[nn.Module, Data, dict[str, Any]]:
@@ -285,7 +288,7 @@ class Network:
         running: dict[str, Way] = {}
         for name in self.ways:
             row = found[name] = {}
-            if time.monotonic() > end:
+            if time.monotonic() > end and (cell, name) not in self.compiled:
                 row["fails"] = "no time was left to compile it"
                 continue
             try:
@@ -295,6 +298,7 @@ class Network:
                 else:
                     recorded = recorded or Recorded(net, data, cell)
                     way = recorded.way(name)
+                self.compiled.add((cell, name))
                 got = compared(way, start, parameters, CHECKED.get(self.name, 3))
                 row["begin s"] = time.perf_counter() - began
                 wanted = wanted or got
@@ -314,10 +318,10 @@ class Network:
                 parameter.copy_(value)
         return found, running
 
-    def measured(self, cell: Cell, rounds: int, end: float) -> dict[str, Any]:
-        """One cell: the ways take turns."""
+    def measured(self, cell: Cell, rounds: int) -> dict[str, Any]:
+        """One cell: the ways that were compiled take turns."""
         with computing(cell.precision):
-            found, running = self.made(cell, end)
+            found, running = self.made(cell, 0.0)
             steps = {way: max(1, round(BLOCK / min(block(run, 2) for _ in range(2)))) for way, run in running.items()}
             samples: dict[str, list[float]] = {way: [] for way in running}
             for _ in range(rounds):
@@ -332,7 +336,7 @@ class Network:
 def freed() -> None:
     """Give back what graphs and dropped steps hold."""
     gc.collect()
-    torch._inductor.cudagraph_trees.reset_cudagraph_trees()
+    reset_cudagraph_trees()
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -353,14 +357,18 @@ def process(name: str, ways: list[str], cells: list[Cell], options: Any, togethe
     print(f"{name} is compiled, {options.compiling - (end - time.monotonic()):.0f} s", flush=True)
     with suppress(BrokenBarrierError):
         barrier.wait(options.compiling + PATIENCE)
+    over = time.monotonic() + options.measuring
     for cell in cells:
         with lock:
+            if time.monotonic() > over:
+                break
             try:
-                row = network.measured(cell, options.rounds, time.monotonic() + PATIENCE)
+                row = network.measured(cell, options.rounds)
             except Exception as error:
                 row = {"fails": f"{type(error).__name__}: {error}"[:400]}
             freed()
             queue.put((name, cell, row))
+    queue.put((name, None, {}))
 
 
 def shown(name: str, cell: Cell, row: dict[str, Any]) -> str:
@@ -377,11 +385,12 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nets", nargs="+", default=list(NETS), metavar="NAME")
-    parser.add_argument("--ways", nargs="+", default=[*PEERS, *OURS], metavar="NAME")
+    parser.add_argument("--ways", nargs="+", default=[*WAYS], metavar="NAME")
     parser.add_argument("--modes", nargs="+", default=["forward", "gradients", "step"])
     parser.add_argument("--precisions", nargs="+", default=list(TOLERANCE))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compiling", type=float, default=600.0, help="seconds in which networks compile")
+    parser.add_argument("--measuring", type=float, default=3600.0, help="seconds in which cells begin to be measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -392,16 +401,20 @@ def main() -> None:
     for name in options.nets:
         cells = [c for c in NETS[name][1] if c.mode in options.modes and c.precision in options.precisions]
         task = (name, options.ways, cells, options, together, queue)
-        waiting.append((context.Process(target=process, args=task, daemon=False), len(cells)))
-        waiting[-1][0].start()
+        waiting.append(context.Process(target=process, args=task, daemon=False))
+        waiting[-1].start()
     facts = report.machine("cuda") | {"torch": torch.__version__, "cuda": torch.version.cuda, "rounds": options.rounds}
-    for _ in range(sum(count for _, count in waiting)):
+    left = len(waiting)
+    while left:
         name, cell, row = queue.get(timeout=900)
+        if cell is None:
+            left -= 1
+            continue
         found.setdefault(name, {})[f"{cell.mode} {cell.precision} {cell.layout}"] = row
         print(shown(name, cell, row), flush=True)
         (options.out / "cuda-steps.json").write_text(json.dumps(facts | {"rows": found}, indent=1) + "\n")
-    for running, _ in waiting:
-        running.join()
+    for running in waiting:
+        running.join(60)
 
 
 if __name__ == "__main__":

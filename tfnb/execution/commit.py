@@ -7,7 +7,7 @@ Whoever commits holds the locks of the Variables (`tfnb.graph.variable_locks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,8 @@ def _write(pending: Pending) -> None:
             for update in pending.updates:
                 update.kernel(update.rows, **update.settings)
             targets, values, numbers = _changed(pending.targets, pending.values)
-            if targets:
-                torch._foreach_copy_(targets, values)
+            for written, new in _alike(targets, values):
+                torch._foreach_copy_(written, new)
             for target, number in numbers:
                 target.fill_(number)
             if pending.queued is not None:
@@ -66,6 +66,20 @@ def _write(pending: Pending) -> None:
         finally:
             for variable in pending.variables:
                 variable.writes.value += 1
+
+
+def _alike(
+    targets: list[torch.Tensor], values: list[torch.Tensor]
+) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """All together; on a device those of each dtype, of which torch makes one kernel."""
+    if not targets or targets[0].is_cpu:
+        return [(targets, values)] if targets else []
+    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, value in zip(targets, values, strict=True):
+        written, new = kinds.setdefault((target.dtype, value.dtype, target.device), ([], []))
+        written.append(target)
+        new.append(value)
+    return kinds.values()
 
 
 def _changed(

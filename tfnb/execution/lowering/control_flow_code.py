@@ -148,6 +148,7 @@ class Loop:
                 taken,
                 _bytes(state),
                 _bytes(self._held(again, held)),
+                on_cpu=all(self.kinds[place][1] == "cpu" for place in places),
             )
             for place, shape, column in zip(places, shapes, stack.columns, strict=True):
                 column.results *= 2 if isinstance(shape, int) else 1

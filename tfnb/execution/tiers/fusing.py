@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import _inductor, fx
 from torch._dynamo.convert_frame import compile_lock
-from torch._inductor import lowering  # noqa: F401  torch 2.11 takes it for imported
+from torch._inductor import config, lowering  # noqa: F401  torch 2.11 takes the second for imported
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -38,7 +38,8 @@ def build(program: Program, operands: Sequence[Operand], folder: Path) -> None:
         raise Unimplemented("the step was read back as another one")
     step = fx.GraphModule(program.module, pure(program, OperandChecks())[0])
     examples = [*(operand.empty() for operand in operands), *Given.of(program, operands).constants]
-    with compile_lock, torch.no_grad(), warnings.catch_warnings():
+    alone = config.patch(compile_threads=1)  # it would start a process for each core, for all that it may compile
+    with compile_lock, torch.no_grad(), alone, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         table = {**decompositions(select_decomp_table()), **FORMS}
         module = make_fx(step, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
