@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import _inductor
 
 from tfnb.execution.compiling.compiled_packages import PackageFolder, compiled
@@ -37,9 +38,11 @@ class Fused:
         program = request.program.undonated()
         if (why := obstacle(program)) is not None:
             return why
-        wanted = NativeRequest.of(program, request.args)
+        wanted, device = NativeRequest.of(program, request.args), device_of(program)
+        model = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         try:
-            package = compiled(f"fused {wanted.key()}", wanted.save, BUILD, request.owner, urgent=request.urgent)
+            key = f"fused for {model} {wanted.key()}"
+            package = compiled(key, wanted.save, BUILD, request.owner, urgent=request.urgent)
         except OverBudget as error:
             raise Abandoned(f"{error} to compile") from None
         if isinstance(package, PackageFolder):
