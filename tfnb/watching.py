@@ -79,7 +79,6 @@ class Course:
         self.points: list[tuple[int, float]] = []
         self.histogram: Histogram | None = None
         self._said = "nothing yet"
-        self._stride = 1
 
     def add(self, step: int, tensor: torch.Tensor) -> None:
         """The value after a step."""

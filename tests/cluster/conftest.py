@@ -28,7 +28,7 @@ from torch import nn
 import tfnb
 from tfnb.cluster import connected
 from tfnb.cluster.driver import Cluster
-from tfnb.cluster.notebook.steps import batches
+from tfnb.cluster.notebook.steps_there import batches
 from tfnb.execution import Program, lower
 from tfnb.graph import resources
 from tfnb.state.queue_operations import QueueHandle

@@ -166,7 +166,7 @@ def test_watched_values_of_the_state_after_the_step(connect, problem):
         program.commit(pending)
     for v, value in zip(g.variables, start, strict=True):
         v.storage.copy_(value)
-    feeds = tfnb.cluster.notebook.steps.batches(program, [([data, labels], r) for r in range(3)])
+    feeds = tfnb.cluster.notebook.steps_there.batches(program, [([data, labels], r) for r in range(3)])
     from_cluster = one_by_one(connect(3), program, feeds)
     for (_, got), want in zip(from_cluster, expected, strict=True):
         for a, b in zip(got[1:], want, strict=True):

@@ -350,7 +350,7 @@ OWN = """
     import os, signal, sys, time
     import torch
     import tfnb
-    from tfnb.cluster.notebook.steps import batches
+    from tfnb.cluster.notebook.steps_there import batches
     from tfnb.execution import lower
 
     def main():

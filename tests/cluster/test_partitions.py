@@ -17,7 +17,7 @@ from tests.cluster.far_worker import Link, far_worker, needs_root
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster.driver import Cluster, connect
 from tfnb.cluster.engine.members import Mode
-from tfnb.cluster.notebook.steps import batches
+from tfnb.cluster.notebook.steps_there import batches
 from tfnb.errors import ParameterServerLost
 from tfnb.execution import lower
 

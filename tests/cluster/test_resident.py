@@ -96,7 +96,7 @@ def test_c52_an_array_fit_on_several_tasks_and_servers_within_rounding(connect, 
 def test_arrays_that_are_too_large_for_the_tasks_are_drawn_here(connect, monkeypatch):
     c = Counters()
     connect(2)
-    monkeypatch.setattr("tfnb.cluster.notebook.steps.AHEAD", 100)
+    monkeypatch.setattr("tfnb.cluster.notebook.steps_there.AHEAD", 100)
     monkeypatch.setattr("tfnb.cluster.engine.sources.MOST", 40)
     assert tfnb.fit(c.train, {c.x: ROWS}, steps=150, batch_size=4).steps == 150
     assert c.counts() == [150.0, 150.0]

@@ -25,7 +25,7 @@ from tests.cluster.test_cuts import Counters
 from tests.cluster.test_faults import Interrupter
 from tfnb.cluster.driver import Cluster, connect
 from tfnb.cluster.engine.members import Mode
-from tfnb.cluster.notebook.steps import batches as as_batches
+from tfnb.cluster.notebook.steps_there import batches as as_batches
 from tfnb.errors import DeadlineExceeded, ParameterServerLost, WorkerLost
 from tfnb.execution import lower
 

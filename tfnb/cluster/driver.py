@@ -27,7 +27,7 @@ from tfnb.cluster.notebook.collections import in_chunks
 from tfnb.cluster.notebook.overview import PATIENCE, Overview
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.restoring import brought
-from tfnb.cluster.notebook.steps import Steps, batches
+from tfnb.cluster.notebook.steps_there import Steps, batches
 from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, ensure_no_look
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address

@@ -112,12 +112,12 @@ class Rounds:
                 return self._begin(now)
             case "open" | "cutting" | "waiting", Offer(steps):
                 self.offered.append(steps)
-                return self._next(now)
+                return self._next()
             case "open" | "cutting" | "waiting", e.End():
                 self.is_ended = True
-                return self._next(now)
+                return self._next()
             case "open" | "cutting", Progress(task) if task in self.members:
-                return [*self._progress(event, now), *self._next(now)]
+                return [*self._progress(event, now), *self._next()]
             case "open", Broken(task, failure, is_fatal) if task in self.members:
                 self.missed += 1
                 return self._stop(failure if is_fatal or self.missed > RETRIES else None)
@@ -156,7 +156,7 @@ class Rounds:
         self.wanted = self.fixed or max(1, self.wanted, len(self.tasks) - self.spare)
         self.told.clear()
         self.known.clear()
-        return self._next(now)
+        return self._next()
 
     @property
     def _too_few(self) -> e.Cause:
@@ -168,7 +168,7 @@ class Rounds:
             "SyncReplicas(..., elastic=True) goes on with fewer",
         )  # fmt: skip
 
-    def _next(self, now: float) -> list[Instruction]:
+    def _next(self) -> list[Instruction]:
         given: list[Instruction] = []
         while self.state == "open" and len(self.out) < AHEAD and (queue := self.again or self.offered):
             steps = queue.popleft()
