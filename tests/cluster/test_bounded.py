@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.test_core import Add
-from tfnb.cluster.server.core import Arrived, Core, Reply
+from tfnb.cluster.server.core import Core
+from tfnb.cluster.server.effects import Arrived, Reply
 from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request
 from tfnb.state.store import Store
 
@@ -188,7 +189,7 @@ def test_c55_c56_reads_are_never_staler_than_asked_and_nobody_waits_for_the_dead
     assert not world.waiting
     for shard, core in world.cores.items():
         assert core.store.get("w").item() == world.values[shard]
-        assert not core.courses["t"].clocks
+        assert not core.trainings.courses["t"].clocks
 
 
 def test_a_loop_that_comes_later_begins_where_the_slowest_is():

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import tfnb.cluster.server.core as core_module
-from tfnb.cluster.server.core import Arrived, Core, mean
+from tfnb.cluster.server.core import Core
+from tfnb.cluster.server.effects import Arrived
 from tfnb.cluster.server.ledger import WINDOW, Ledger
+from tfnb.cluster.server.parts import mean
 from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request
 from tfnb.state.store import Store
 
@@ -69,7 +71,7 @@ class Server:
         return self("pull", keys=["w"]).tensors[0]
 
 
-SERVER = ("core", "courses", "ledger", "lines", "objects")
+SERVER = ("core", "courses", "effects", "ledger", "lines", "objects", "parts", "staged_rounds", "trainings")
 
 
 def test_c17_core_imports_neither_dask_nor_asyncio():
@@ -179,7 +181,7 @@ def test_commit_averages_exactly_the_named_workers_by_rows():
     assert server.commit(1, [0, 1]).meta["step"] == 1
     assert server.w.tolist() == [2, 2, 2]
     assert server.stage(1, 2, 5).reason == "stale"
-    assert server.core.rounds == {}
+    assert server.core.rounds.staged == {}
 
 
 def test_commit_is_idempotent_by_operation_and_by_round():

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import tfnb
-import tfnb.cluster.server.core as core_module
 from tests.cluster.conftest import stats
 from tests.quick import quick
 from tfnb.cluster.engine.training import Training
+from tfnb.cluster.server import trainings
 from tfnb.cluster.server.courses import HOLD
 from tfnb.cluster.wire.messages import Ask, NotSent, Ok
 from tfnb.errors import Aborted, DeadlineExceeded, NonFiniteGradient
@@ -133,7 +133,7 @@ def test_a_pull_notices_a_hold_that_ended_too_early(connect, monkeypatch):
 
 def set_hold(seconds):
     """On a worker: how long a hold lasts there."""
-    core_module.HOLD = seconds  # type: ignore[attr-defined]
+    trainings.HOLD = seconds  # type: ignore[attr-defined]
 
 
 def test_what_a_server_must_hear_is_told_again(connect):

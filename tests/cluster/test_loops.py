@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.cluster.test_core import Add
-from tfnb.cluster.server.core import Arrived, Core, Reply, Send
+from tfnb.cluster.server.core import Core
+from tfnb.cluster.server.effects import Arrived, Reply, Send
 from tfnb.cluster.tasks.computing import Computing
 from tfnb.cluster.tasks.data import Data, written
 from tfnb.cluster.tasks.programs import Push
@@ -186,7 +187,7 @@ def test_a_loop_that_waits_for_a_slower_one_stops_at_once(is_early):
         assert answer.meta["failure"] is None and answer.meta["over"]
         applied = {core.ledger.has(OpId("stream", 0)) for core in servers.cores.values()}
         assert applied == {bool(answer.meta["groups"])}, "told as it is"
-        clocks = [core.courses["t"].clocks for core in servers.cores.values()]
+        clocks = [core.trainings.courses["t"].clocks for core in servers.cores.values()]
         assert clocks == [{"slow": 0}, {"slow": 0}], "nobody waits for it"
 
     asyncio.run(play())

@@ -12,8 +12,10 @@ from tests.cluster.test_core import Add
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.leases import Broken, Give, Offer, Progress, Report
 from tfnb.cluster.modes.rounds import Cut, CutAt, Rounds
-from tfnb.cluster.server.core import Arrived, Core, Reply, Send, Tick, mean
+from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.cores import Cores
+from tfnb.cluster.server.effects import Arrived, Reply, Send, Tick
+from tfnb.cluster.server.parts import mean
 from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request
 from tfnb.state.store import Store
 
@@ -213,8 +215,8 @@ class World:
             if isinstance(event, Arrived):
                 self.record(event.request.method, event.request.meta, first.shard)
             effects = on(event, now)
-            if "t" in first.courses:
-                latest = first.courses["t"].latest
+            if "t" in first.trainings.courses:
+                latest = first.trainings.courses["t"].latest
                 self.written += [latest] if latest and latest not in self.written else []
             return effects
 

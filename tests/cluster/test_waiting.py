@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.cluster.test_core import Add
-from tfnb.cluster.server.core import Arrived, Core, Reply, Tick
+from tfnb.cluster.server.core import Core
+from tfnb.cluster.server.effects import Arrived, Reply, Tick
 from tfnb.cluster.server.lines import PATIENCE
 from tfnb.cluster.wire.messages import POLL, Failed, Ok, OpId, Refused, Request
 from tfnb.state.store import Store
@@ -97,7 +98,7 @@ def test_rounds_end_one_by_one_or_up_to_a_floor():
     assert host("stage", [torch.ones(3)], plan="add", round=2, worker=0).reason == "stale"
     assert isinstance(host("commit", round=1, workers=[0], floor=0), Ok)
     assert isinstance(host("commit", round=3, workers=[0], floor=3), Ok)
-    assert host.core.step == 2 and not host.core.over and not host.core.rounds
+    assert host.core.step == 2 and not host.core.rounds.over and not host.core.rounds.staged
 
 
 @pytest.mark.parametrize(

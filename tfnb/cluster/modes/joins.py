@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from tfnb.cluster.server.core import mean
+from tfnb.cluster.server.parts import mean
 from tfnb.graph import Dim, Spec, Value
 from tfnb.graph.spec import flows
 from tfnb.passes import StepGraph

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tfnb.cluster.server.core import GRADIENTS
+from tfnb.cluster.server.parts import GRADIENTS
 from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
 from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, TfnbError
 from tfnb.execution import Pending, Program

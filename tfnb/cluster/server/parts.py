@@ -1,0 +1,138 @@
+"""Parts of a step: what one worker pushes or stages, what computes with it, and how several become one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tfnb.cluster.wire.envelope import size
+from tfnb.cluster.wire.messages import Ok, Refused, Request
+from tfnb.errors import InvalidArgument, NonFiniteGradient, ShapeError
+from tfnb.execution.tracing.health import is_finite
+
+
+class ServerProgram(Protocol):
+    """A compiled server graph. ``kinds`` of its feeds say how the workers' become one: a row of MERGES."""
+
+    kinds: Sequence[str]
+    reads: Sequence[str]
+    writes: Sequence[str]
+
+    def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Any: ...
+
+    def commit(self, pending: Any) -> None: ...
+
+
+Compile = Callable[[Mapping[str, Any], Sequence[torch.Tensor]], ServerProgram]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker staged for a round: feeds of a program, or (``program`` None) new values of ``keys``."""
+
+    program: ServerProgram | None
+    keys: tuple[str, ...]
+    rows: float
+    run_index: int
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by this part."""
+        return size(self.tensors)
+
+
+class Shard(Protocol):
+    """What makes writes of parts, and lets them happen: `tfnb.cluster.server.core.Core`."""
+
+    shard: int
+    step: int
+
+    @property
+    def opening(self) -> int:
+        """Of the store: a write that was computed for another one is computed again."""
+
+    def part(self, request: Request) -> Part | Refused:
+        """What a request brings, checked."""
+
+    def prepared(self, parts: Sequence[Part]) -> tuple[Callable[[], None], tuple[str, ...]]:
+        """The write that applies parts as one update, fully computed; and the keys it writes."""
+
+    def writing(self, keys: Sequence[str]) -> AbstractContextManager[Any]:
+        """A block that writes these keys."""
+
+    def afford(self, asked: int) -> None:
+        """Raise ResourceExhausted where so many bytes are not there."""
+
+    def ack(self) -> Ok:
+        """The answer of what has none of its own."""
+
+    def with_values(self, answer: Ok, request: Request) -> Ok:
+        """The same, with the values that a request asks for."""
+
+
+def mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Weighted mean in the order given; one value is returned as it is, so that one worker is exact.
+
+    >>> mean([torch.tensor([1.0]), torch.tensor([4.0])], [2, 1])
+    tensor([2.])
+    """
+    if len(values) == 1:
+        return values[0]
+    for value in values:
+        if value.shape != values[0].shape or value.dtype != values[0].dtype:
+            raise ShapeError(f"workers pushed {spec(values[0])} and {spec(value)} for one gradient")
+    whole = sum(weights)
+    wide = torch.float32 if values[0].dtype in (torch.float16, torch.bfloat16) else values[0].dtype
+    total = values[0].to(wide) * (weights[0] / whole)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total.add_(value.to(wide), alpha=weight / whole)
+    return total.to(values[0].dtype)
+
+
+def weighted(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Entries of row-sparse gradients behind each other, which sum to their weighted mean.
+
+    >>> weighted([torch.tensor([[3.0]]), torch.tensor([[3.0], [6.0]])], [2, 1]).flatten()
+    tensor([2., 1., 2.])
+    """
+    if len(values) == 1:
+        return values[0]
+    whole = sum(weights)
+    return torch.cat([value * (weight / whole) for value, weight in zip(values, weights, strict=True)])
+
+
+MERGES: dict[str, Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]] = {
+    "grad": mean,
+    "rows": weighted,
+    "entries": lambda values, weights: values[0] if len(values) == 1 else torch.cat(list(values)),
+    "value": lambda values, weights: values[0],
+}
+
+
+GRADIENTS = ("grad", "rows")  # kinds that must be finite
+
+
+def check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise where a program cannot take these."""
+    same_number(program.kinds, tensors)
+    for kind, tensor in zip(program.kinds, tensors, strict=True):
+        if kind in GRADIENTS and not is_finite(tensor):
+            raise NonFiniteGradient(
+                f"a gradient {spec(tensor)} holds NaN or infinity; the step was dropped on every server"
+            )
+
+
+def same_number(a: Sequence[Any], b: Sequence[Any]) -> None:
+    """Raise where names and entries do not go together."""
+    if len(a) != len(b):
+        raise InvalidArgument(f"{len(a)} names, but {len(b)} entries")
+
+
+def spec(tensor: torch.Tensor) -> str:
+    """Dtype and shape, for errors."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

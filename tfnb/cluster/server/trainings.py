@@ -1,0 +1,233 @@
+"""Trainings on a shard: rounds that commit without the notebook, and the clocks of loops; see `courses`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfnb.cluster.server.courses import HOLD, Course, Turn
+from tfnb.cluster.server.effects import Send
+from tfnb.cluster.server.ledger import Ledger
+from tfnb.cluster.server.parts import Shard
+from tfnb.cluster.wire.messages import Ok, Refused, Request
+
+
+class Trainings:
+    """Those that are open on one shard."""
+
+    def __init__(self, shard: Shard, ledger: Ledger) -> None:
+        self._shard, self._ledger = shard, ledger
+        self.courses: dict[str, Course] = {}
+        self._sends: list[Send] = []
+        self.methods: dict[str, Callable[[Request], Ok | Refused]] = {
+            "open_training": self.begin, "end_training": self.end, "enter": self.enter, "depart": self.depart,
+            "choose": self.choose, "decided": self.decided, "cut": self.cut,
+        }  # fmt: skip
+        self.timed: dict[str, Callable[[Request, float], Ok | Refused | None]] = {
+            "contribute": self.contribute, "staged": self.staged, "hold": self.hold, "go": self.go,
+        }  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are staged."""
+        return sum(course.nbytes for course in self.courses.values())
+
+    def told(self) -> list[Send]:
+        """What other shards are to be told now."""
+        sends, self._sends = self._sends, []
+        return sends
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for course in self.courses.values():
+            self._commit_decided(course, now)
+
+    def given_up(self, request: Request) -> Refused | None:
+        """Why a request of a training, or of a loop of it, is not taken."""
+        training = request.meta.get("training")
+        if training is not None and training not in self.courses:
+            return Refused("stale", f"training {training} is over")
+        if "loop" in request.meta and request.method in ("push", "pull"):
+            loop = request.meta["loop"]
+            if loop not in self._course(request.meta).clocks:
+                return Refused("given-up", f"loop {loop} was given up")
+        return None
+
+    def is_ahead(self, meta: Mapping[str, Any]) -> bool:
+        """Whether a loop reads too far ahead of the slowest one."""
+        return "staleness" in meta and self._course(meta).lead(str(meta["loop"])) > int(meta["staleness"])
+
+    def ticked(self, meta: Mapping[str, Any]) -> int:
+        """A step of a loop was applied: how far it is ahead of the slowest one."""
+        course, loop = self._course(meta), str(meta["loop"])
+        course.tick(loop, int(meta["clock"]))
+        return course.lead(loop)
+
+    def enter(self, request: Request) -> Ok | Refused:
+        """A loop goes to work: where its clock stands."""
+        course, loop = self._course(request.meta), str(request.meta["loop"])
+        if loop in course.gone:
+            return Refused("given-up", f"loop {loop} was given up")
+        return Ok({"clock": course.enter(loop, int(request.meta["clock"]))})
+
+    def depart(self, request: Request) -> Ok:
+        """A loop stands still, or is given up (``gone``): what that one sends later is refused."""
+        course, loop = self._course(request.meta), str(request.meta["loop"])
+        course.leave(loop)
+        if "gone" in request.meta:
+            course.gone.add(loop)
+        return self._shard.ack()
+
+    def contribute(self, request: Request, now: float) -> Ok | Refused | None:
+        """Keep one worker's part; answered when its round is written, with the values of now and whether it counts."""
+        meta, course = request.meta, self._course(request.meta)
+        number, worker = int(meta["round"]), int(meta["worker"])
+        if number > course.latest:
+            if number <= course.floor:
+                return Refused("stale", f"round {number} is over; the last one was {course.floor}")
+            turn = course.turn(number)
+            if worker not in turn.parts and not turn.chosen and "absent" not in meta:
+                part = self._shard.part(request)
+                if isinstance(part, Refused):
+                    return part
+                self._shard.afford(part.nbytes)
+                turn.add(worker, part, tuple(map(int, meta["shards"])), int(meta["workers"]))
+                self._has_part(turn, worker, meta)
+                self._commit_decided(course, now)
+            if turn.error is not None:
+                raise turn.error
+            if number > course.latest:
+                return None
+        counts = {"latest": course.latest, "counts": course.counted.get(worker) == number}
+        return self._shard.with_values(Ok({**self._shard.ack().meta, **counts}), request)
+
+    def _has_part(self, turn: Turn, worker: int, meta: Mapping[str, Any]) -> None:
+        """A part is there: the first ones here make the round, or (``joint``) those whom the first shard chooses."""
+        first = turn.shards[0]
+        if "joint" not in meta:
+            if len(turn.parts) == turn.wanted:
+                self._make(turn, sorted(turn.parts), meta)
+        elif self._shard.shard == first:
+            self._held(turn, worker, first, meta)
+        else:
+            self._send(first, "staged", meta, by=self._shard.shard, worker=worker)
+
+    def _held(self, turn: Turn, worker: int, shard: int, meta: Mapping[str, Any]) -> None:
+        """On the first shard: a shard has the part of a worker. The first that are everywhere make the round."""
+        if chosen := turn.hold(worker, shard):
+            self._make(turn, chosen, meta)
+            for other in turn.shards[1:]:
+                self._send(other, "choose", meta, workers=chosen)
+
+    def choose(self, request: Request) -> Ok:
+        """The first shard has chosen the workers of a round."""
+        meta, course = request.meta, self._course(request.meta)
+        turn = course.turns.get(int(meta["round"]))
+        if turn is not None and not turn.chosen:
+            self._make(turn, list(map(int, meta["workers"])), meta)
+        return self._shard.ack()
+
+    def _make(self, turn: Turn, chosen: list[int], meta: Mapping[str, Any]) -> None:
+        """Compute the write of a round, and tell the first shard; that one lets the others write when all are ready.
+
+        An error is kept for those who contribute.
+        """
+        turn.chosen = tuple(chosen)
+        try:
+            self._compute(turn)
+        except Exception as error:
+            turn.error = error
+            return
+        first, *others = turn.shards
+        if self._shard.shard == first:
+            turn.ready.add(first)
+            decided = {"training": str(meta["training"]), "decided": int(meta["round"])}
+            turn.sends = [Send(other, "decided", decided) for other in others]
+        else:
+            self._send(first, "staged", meta, by=self._shard.shard)
+
+    def _send(self, to: int, method: str, meta: Mapping[str, Any], **more: Any) -> None:
+        """Tell another shard of the round that a request is of."""
+        about = {"training": str(meta["training"]), "round": int(meta["round"])}
+        self._sends.append(Send(to, method, about | more))
+
+    def _compute(self, turn: Turn) -> None:
+        """The write of a round, in the order of its workers."""
+        turn.write, turn.writes = self._shard.prepared([turn.parts[worker] for worker in turn.chosen])
+        turn.is_computed, turn.opening = True, self._shard.opening
+
+    def staged(self, request: Request, now: float) -> Ok:
+        """Another shard has the part of a worker, or has computed its write of a round."""
+        meta, course = request.meta, self._course(request.meta)
+        number, shard = int(meta["round"]), int(meta["by"])
+        if number > max(course.latest, course.floor):
+            turn = course.turn(number)
+            if "worker" in meta:
+                self._held(turn, int(meta["worker"]), shard, meta)
+            else:
+                turn.ready.add(shard)
+            self._commit_decided(course, now)
+        return self._shard.ack()
+
+    def _commit_decided(self, course: Course, now: float) -> None:
+        """On the first shard: write the round that all shards are ready for, unless it is held."""
+        number = min(course.turns, default=0)
+        if number and course.turns[number].is_decided and now >= course.held_until:
+            self._sends += course.turns[number].sends
+            self._write(course, number)
+
+    def hold(self, request: Request, now: float) -> Ok:
+        """On the first shard: commit nothing for a while; the last round that was decided."""
+        course = self._course(request.meta)
+        course.held_until = now + HOLD
+        return Ok({"latest": course.latest})
+
+    def go(self, request: Request, now: float) -> Ok:
+        """The end of a hold."""
+        course = self._course(request.meta)
+        course.held_until = 0.0
+        self._commit_decided(course, now)
+        return Ok({"latest": course.latest})
+
+    def cut(self, request: Request) -> Ok:
+        """Rounds up to ``upto`` that are not decided are over; the last one that was written."""
+        course = self._course(request.meta)
+        if "decided" in request.meta:
+            self.decided(request)
+        course.end(int(request.meta["upto"]))
+        return Ok({"latest": course.latest})
+
+    def begin(self, request: Request) -> Ok:
+        """A training begins."""
+        self.courses.setdefault(str(request.meta["training"]), Course())
+        return self._shard.ack()
+
+    def end(self, request: Request) -> Ok:
+        """A training is over: nothing that is sent for it counts, so the ledger need not know its clients."""
+        self.courses.pop(str(request.meta["training"]), None)
+        for client in request.meta["clients"]:
+            self._ledger.clients.pop(str(client), None)
+        return self._shard.ack()
+
+    def decided(self, request: Request) -> Ok:
+        """Write every round that the first shard has decided."""
+        course, decided = self._course(request.meta), int(request.meta["decided"])
+        for number in sorted(course.turns):
+            if number <= decided and course.turns[number].is_computed:
+                self._write(course, number)
+        return self._shard.ack()
+
+    def _write(self, course: Course, number: int) -> None:
+        turn = course.turns.pop(number)
+        if turn.write is None or turn.opening != self._shard.opening:  # somebody else wrote since it was computed
+            self._compute(turn)
+        assert turn.write is not None
+        with self._shard.writing(turn.writes):
+            turn.write()
+        self._shard.step += 1
+        course.latest = number
+        course.counted.update(dict.fromkeys(turn.chosen, number))
+
+    def _course(self, meta: Mapping[str, Any]) -> Course:
+        """The training that a request is of; what is sent for one that is not open was refused."""
+        return self.courses[str(meta["training"])]
