@@ -326,7 +326,7 @@ def _target(program: Program, node: fx.Node) -> Any:
 
 def _literal(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
     number = value.item() if value.numel() else 0
-    kind = {"dtype": value.dtype, "device": value.device}
+    kind: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
     return graph.call_function(torch.full, (list(value.shape), number), kind)
 
 
