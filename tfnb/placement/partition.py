@@ -15,7 +15,7 @@ What a fetch may need from after the update decides how a step runs: see `Split`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value, Variable
@@ -174,6 +174,19 @@ class _Cut:
     def _writes(self) -> tuple[int, ...]:
         return shards_of(self.state.final, self.homes)
 
+    def _apart(self) -> Iterator[str]:
+        """Variables, no buffers of modules, whose new value hangs on what is fed, and on no gradient."""
+        fed = set(self.feeds)
+        hangs: set[int] = set()
+        for node in self.state.nodes.values():
+            at = _gradient_of(node)
+            if any((v in fed or v.node in hangs) and i != at for i, v in enumerate(node.inputs)):
+                hangs.add(node.id)
+        for variable, value in self.state.final.items():
+            is_buffer = variable.held is not None and variable.held.is_buffer()
+            if (value in fed or value.node in hangs - self.gradient) and not is_buffer:
+                yield variable.name
+
     def _placed(self, nodes: Iterable[Node], targets: Mapping[int, Mapping[Variable, Value]]) -> Placement:
         """Where all of it is; ``nodes``: those of the task. Raises Undivided."""
         devices: dict[int, tuple[str, ...]] = {node.id: (TASK,) for node in nodes}
@@ -186,7 +199,9 @@ class _Cut:
             for value, kind in kinds.items():
                 changed = _changed_by(value, self.pruned.contents)
                 transfers.append(Transfer(value, shard, kind, rows.get(value), changed))
-        return Placement(devices, self.homes, tuple(transfers), self._writes, self.task, self._changed)
+        return Placement(
+            devices, self.homes, tuple(transfers), self._writes, self.task, self._changed, tuple(self._apart())
+        )
 
     def _server(self, placement: Placement, shard: int, targets: Mapping[Variable, Value]) -> Server:
         """The graph that computes and assigns the new values of one shard."""
@@ -248,9 +263,8 @@ class _Cut:
             if here and node is not None:
                 if node.id not in included:
                     included.add(node.id)
-                    grad = node.attrs.get("grad") if "update" in node.tags else None
-                    place = grad.input if isinstance(grad, Ref) else None
-                    stack.extend((v, i == place) for i, v in enumerate(node.inputs))
+                    at = _gradient_of(node)
+                    stack.extend((v, i == at) for i, v in enumerate(node.inputs))
                 continue
             kind = self._kind(value, is_gradient)
             if kind != "value" or value not in kinds:
@@ -358,6 +372,12 @@ def _same(sent: dict[Value, Rows | None], value: Value, rows: Rows | None, name:
     """Rows of a value are sent to a shard once; raises Undivided where it would need others, too."""
     if sent.setdefault(value, rows) != rows:
         raise Undivided(f"{name} needs other rows than another update of the same values")
+
+
+def _gradient_of(node: Node) -> int | None:
+    """The place of the gradient among the inputs of an update; None for other nodes."""
+    grad = node.attrs.get("grad") if "update" in node.tags else None
+    return grad.input if isinstance(grad, Ref) else None
 
 
 def _changed_by(value: Value, contents: Contents) -> str:

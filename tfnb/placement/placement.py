@@ -84,7 +84,7 @@ class Placement:
 
     ``devices``: of each node's id the places where it runs: TASK, and servers by `server`. ``writes``: shards that the
     step writes, ``changed``: keys of the Variables that it writes. ``task``: the number of the one that the graph asks
-    for, None where any will do.
+    for, None where any will do. ``apart``: names of Variables that it writes by what is fed, along no gradient.
     """
 
     devices: Mapping[int, tuple[str, ...]]
@@ -93,3 +93,4 @@ class Placement:
     writes: tuple[int, ...]
     task: int | None = None
     changed: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()

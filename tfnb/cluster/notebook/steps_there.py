@@ -182,6 +182,9 @@ class Steps:
             text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
+        tasks = sum(member.is_there for member in self._engine.places.values())
+        if not is_stepwise and tasks > 1 and placed.placement.apart:
+            warnings.warn(_apart(placed.placement.apart, how), stacklevel=user_level(None))
         steps = (
             self._stepwise(step, placed, source, end, see)
             if is_stepwise
@@ -329,3 +332,13 @@ class Steps:
 
 def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
     return [None if place is None or not values else values[place] for place in places]
+
+
+def _apart(names: Sequence[str], how: Mode) -> str:
+    """What is said where tasks that divide the rows write Variables along no gradient."""
+    kept = "takes what the first task makes of its rows" if how == Mode() else "may lose what one of several tasks adds"
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return (
+        f"the step writes {shown} itself, not along a gradient, and several tasks take steps together: with mode={how} "
+        f"it {kept}. tfnb.run(step, feeds) in a loop gives all rows of a step to one task"
+    )
