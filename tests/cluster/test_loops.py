@@ -15,8 +15,9 @@ from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.effects import Arrived, Reply, Send
 from tfnb.cluster.tasks.computing import Computing
 from tfnb.cluster.tasks.data import Data, written
+from tfnb.cluster.tasks.pieces import Given, Prefetch
 from tfnb.cluster.tasks.programs import Push
-from tfnb.cluster.tasks.resident import Given, Loop, Prefetch
+from tfnb.cluster.tasks.resident import Loop
 from tfnb.cluster.wire.asking import gathered
 from tfnb.cluster.wire.messages import NotDone, NotSent, Ok, OpId, Refused, Request
 from tfnb.cluster.wire.transport import read_outcome

@@ -22,8 +22,8 @@ from tfnb.cluster.engine.peers import LOOK, Settled
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
 from tfnb.cluster.queues.deadlocks import Use
+from tfnb.cluster.tasks.pieces import RANK
 from tfnb.cluster.tasks.programs import Placed, Plan
-from tfnb.cluster.tasks.resident import RANK
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, failed
 from tfnb.cluster.wire.transport import read_outcome
 from tfnb.errors import TfnbError

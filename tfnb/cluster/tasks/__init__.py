@@ -1,6 +1,6 @@
 """A task: the Dask actor on a worker.
 
 `task` is the actor, `computing` its threads, `programs` the plans it is sent and what they compile to. `rows_there`
-asks servers for the rows that a step needs. In `fit` a task runs `resident`, a loop of its own, on the arrays of
-`data`, whose chunks `reading` gets from the workers that hold them.
+asks servers for the rows that a step needs. In `fit` a task runs `resident`, a loop of its own over `pieces` of the
+training, on the arrays of `data`, whose chunks `reading` gets from the workers that hold them.
 """
