@@ -31,6 +31,11 @@ from tfnb.magics.sticky import Sticky
 from tfnb.magics.text_table import COLUMNS, Lines, Table, variable_row
 from tfnb.magics.watch import recorded_by, shadowed
 
+NOTHING = (
+    "this cell recorded nothing: it calls torch on no placeholder, Variable or module; x = tfnb.placeholder(sample) "
+    "makes data a part of the graph"
+)
+
 
 @magics_class
 class TfnbMagics(RunMagics):
@@ -98,8 +103,14 @@ class TfnbMagics(RunMagics):
             result = program.run(self.full_tracebacks, None if options.no_autograph else tfnb.control_flow.Cell)
         found = change(contents, graph, cell.owner)
         self.cells.ran(graph, cell, found)
-        self._draw(graph, program.label, options, silent=program.silent, found=found)
-        for note in (*graph.notes, *shadowed(graph, before, self.shell.user_ns), *found.lines()):
+        is_empty = not any(n.owner is not None and n.owner.key.startswith(cell.owner) for n in graph.nodes)
+        self._draw(graph, program.label, options, silent=program.silent or not graph.nodes, found=found)
+        for note in (
+            *([NOTHING] if is_empty else []),
+            *graph.notes,
+            *shadowed(graph, before, self.shell.user_ns),
+            *found.lines(),
+        ):
             self.watch.show({"text/plain": f"note: {note}"})
         if options.auto:
             self._refresh(graph)

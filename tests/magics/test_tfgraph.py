@@ -534,3 +534,11 @@ def test_operations_sessions_specs_and_queues_have_cards(notebook, name, words):
     notebook.ok("session, spec = tfnb.session.default_session(tfnb.graph('g')), loss.spec")
     html = notebook.shell.display_formatter.format(notebook.names[name])[0]["text/html"]
     assert html.startswith("<details>") and all(word in html for word in words) and "<b>" not in html, html
+
+
+def test_a_cell_that_records_nothing_says_so_and_draws_no_empty_graph(notebook):
+    ran = notebook.ok("%%tfgraph nothing\n# only a comment")
+    (shown,) = ran.shown
+    assert "this cell recorded nothing" in shown["text/plain"] and "tfnb.placeholder" in shown["text/plain"]
+    ran = notebook.ok("%%tfgraph nothing\nx = tfnb.placeholder(torch.ones(3))")
+    assert len(ran.shown) == 1 and "<svg" in ran.shown[0]["text/html"]

@@ -176,6 +176,11 @@ def _agreed(
     if not fits or not same_shape(recorder, a, b):
         kind = ShapeError if fits else InvalidArgument
         how = "" if a.dtype == b.dtype else ": let both give one dtype (a number as 0.0, not as 0)"
+        if fits and len(a.shape) == len(b.shape) and [*map(type, a.shape)] != [*map(type, b.shape)]:
+            how = (
+                ": take a size that varies from a tensor, as in torch.zeros(x.shape[0]), or fix it where it comes "
+                "from: tfnb.placeholder(sample, shape=...)"
+            )
         raise kind(
             f"{name} is {a} in one branch and {b} in the other{how}\n  {what}{recorder.tape.at()}", details=DISAGREE
         )
