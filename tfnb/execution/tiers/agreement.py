@@ -30,6 +30,7 @@ CLEAR = 0.8  # of the pairs of steps agree on which kind is faster
 MOST_TURNS = 40  # then what there is decides
 LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
 RELATIVE, ABSOLUTE = 1e-3, 1e-4  # what any value may differ by
+TF32 = 2.0**-10  # what numbers are rounded by
 ROUNDINGS = 4  # times what a rounding of each argument changes: code that rounds elsewhere may change so much more
 
 
@@ -108,9 +109,13 @@ def _ensure_close(found: Any, wanted: Any) -> None:
 
 
 def _epsilon(program: Program) -> float:
-    """The largest rounding among the dtypes of a step."""
-    dtypes = {spec.dtype for node in program.graph.nodes for spec in node.outputs}
-    return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    """The largest rounding among the dtypes of a step; on CUDA float32 may be rounded to TF32 in products."""
+    kinds = {(spec.dtype, spec.device) for node in program.graph.nodes for spec in node.outputs}
+    found = [torch.finfo(dtype).eps for dtype, _ in kinds if dtype.is_floating_point]
+    in_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    if in_tf32 and any(dtype is torch.float32 and device.startswith("cuda") for dtype, device in kinds):
+        found.append(TF32)
+    return max(found, default=0.0)
 
 
 def _rounded(args: Sequence[Any], epsilon: float) -> list[Any]:

@@ -7,6 +7,7 @@ Only one capture may be under way in a process.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,7 +26,8 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._side = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # those that lie in the pool
         self._last: torch.cuda.Stream | None = None  # of the last launch
 
     def generator(self) -> torch.Generator:
@@ -55,8 +57,10 @@ class CudaGraphs:
         with _one, no_interrupt(), uncollected(), torch.cuda.stream(self._side):
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()  # the pool takes nothing of what the allocator keeps for others
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            if not self._graphs:  # a pool whose last graph is gone takes no other one
+                self._pool = torch.cuda.graph_pool_handle()
             try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 outs = call()
             except BaseException:
                 with suppress(RuntimeError):  # the capture is void, which ending it says once more
@@ -65,6 +69,7 @@ class CudaGraphs:
                 self._drawing_again(generators)
                 raise
             graph.capture_end()
+        self._graphs.add(graph)
         return outs, lambda: self._launch(graph)
 
     def _drawing_again(self, generators: Sequence[torch.Generator]) -> None:
