@@ -15,7 +15,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format type shape bench bench-cluster bench-peers bench-ray notebooks coverage page cuda wheel doctor lab clean
+.PHONY: help demo test test-slow test-all lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -81,6 +81,10 @@ notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
 coverage: $(INSTALLED) ## every sample of every torch operator, then tests/coverage/COVERAGE.md
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m sweep tests/coverage
 	@$(BIN)/python -m tests.coverage.page
+
+bench-cuda: $(INSTALLED) ## steps on a CUDA device beside eager, torch.compile and its CUDA graphs; BENCH="--nets NAME ..."
+	$(BIN)/python -m tests.benchmarks.bench_cuda $(BENCH)
+	$(BIN)/python -m tests.benchmarks.bench_swap --device cuda --lengths 1000 2500
 
 cuda: $(INSTALLED) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m cuda tests
