@@ -3,6 +3,8 @@
 `python -m tests.benchmarks.cluster_bulk [--mb 100] [--steps 12]` starts two worker processes, checks first that both
 ways end with equal values, then takes steps by turns and prints medians in milliseconds and their ratio. A step: the
 task gets the weights, computes ``w * 0.5``, and the server subtracts a tenth of that. `bulk` is the same for callers.
+Then the steps of ``fit`` by shared memory and by sockets alone, beside what they need at least: the copies and the two
+passes over the values in one process, and a raw socket there and back between two processes.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +30,7 @@ from distributed.actor import Actor
 
 import tfnb
 from tfnb.cluster.members import deploy
+from tfnb.state import shared_memory
 
 TARGET = 1.2  # times the plain actors' time
 
@@ -143,6 +148,99 @@ class _Clock:
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
 
+def copies(count: int, steps: int) -> Row:
+    """In one process what a step on one host needs: a copy of the values, a pass that computes, and the update."""
+    w, mine, grad = torch.linspace(-1.0, 1.0, count), torch.empty(count), torch.empty(count)
+    clock = _Clock([os.getpid()])
+
+    def step() -> None:
+        mine.copy_(w)
+        torch.mul(mine, 0.5, out=grad)
+        w.sub_(grad, alpha=0.1)
+
+    step()
+    return Row(*map(statistics.median, zip(*(clock(step) for _ in range(steps)), strict=True)))
+
+
+def _echo(port: int, nbytes: int) -> None:
+    """The other end of a raw socket: gets so many bytes, and sends as many."""
+    buffer = memoryview(bytearray(nbytes))
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        while _filled(sock, buffer):
+            sock.sendall(buffer)
+
+
+def _filled(sock: socket.socket, buffer: memoryview) -> bool:
+    at = 0
+    while at < len(buffer):
+        got = sock.recv_into(buffer[at:])
+        if not got:
+            return False
+        at += got
+    return True
+
+
+def raw(nbytes: int, steps: int) -> Row:
+    """A raw socket: so many bytes there and back, into buffers that are there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = get_context("spawn").Process(target=_echo, args=(server.getsockname()[1], nbytes))
+        other.start()
+        sock, _ = server.accept()
+        buffer = memoryview(bytearray(nbytes))
+        clock = _Clock([os.getpid(), other.pid or 0])
+        with sock:
+
+            def step() -> None:
+                sock.sendall(buffer)
+                _filled(sock, buffer)
+
+            step()
+            rows = [clock(step) for _ in range(steps)]
+        other.join(10)
+    return Row(*map(statistics.median, zip(*rows, strict=True)))
+
+
+def _shared(is_on: bool) -> None:
+    """On a worker: whether values lie in shared memory from here on."""
+    shared_memory.is_on = is_on
+
+
+def lanes(megabytes: int = 100, steps: int = 12) -> Mapping[str, Row]:
+    """A step of async training by shared memory, and by sockets alone."""
+    found: dict[str, Row] = {}
+    few = max(4, steps // 2)
+    with _workers(own=True) as client:
+        client.run(torch.set_num_threads, 1)
+        clock = _Clock([*client.run(os.getpid).values(), os.getpid()])
+        for name, is_on in (("lane M", True), ("lane S", False)):
+            client.run(_shared, is_on)
+            with tfnb.connect(client, ps=1) as connected:
+                _, fit, w = ours(megabytes * 250_000)
+                rows = []
+                for _ in range(4):
+                    some, more = (clock(partial(fit, count, "async")) for count in (2, 2 + few))
+                    rows.append(Row(*((b - a) / few for a, b in zip(some, more, strict=True))))
+                expected = torch.linspace(-1.0, 1.0, megabytes * 250_000) * 0.95 ** (4 * (4 + few))
+                torch.testing.assert_close(w.value(), expected, rtol=1e-4, atol=1e-6)
+                print(f"{name}: {connected.status().facts[-2]}")
+            found[name] = Row(*map(statistics.median, zip(*rows, strict=True)))
+    return found
+
+
+def show_lanes(megabytes: int, steps: int) -> None:
+    """Print the lanes beside what they need at least; the baselines are taken before and after."""
+    nbytes = megabytes * 1_000_000
+    before = copies(nbytes // 4, steps), raw(nbytes, steps)
+    rows = dict(lanes(megabytes, steps))
+    after = copies(nbytes // 4, steps), raw(nbytes, steps)
+    for name, base, a, b in zip(("copies", "raw socket"), ("lane M", "lane S"), before, after, strict=True):
+        rows[name] = least = Row(*((x + y) / 2 for x, y in zip(a, b, strict=True)))
+        ratios = " / ".join(f"{x / y:.2f}" for x, y in zip(rows[base], least, strict=True))
+        ours_ms, least_ms = (" and ".join(f"{part:.0f}" for part in row) for row in (rows[base], least))
+        print(f"{base} {ours_ms} ms wall and processors, {name} {least_ms}: {ratios} (target 1.3)")
+    print(json.dumps({"bench": "cluster_bulk lanes", "load": os.getloadavg()[0], "rows": rows}))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -157,6 +255,7 @@ def main() -> None:
             ratios = " / ".join(f"{a / b:.2f}" for a, b in zip(row, rows["plain"], strict=True))
             print(f"{name:6} {row.wall:8.1f} wall {row.processors:8.1f} processors  {ratios} x plain actors")
         print(json.dumps({"bench": "cluster_bulk", "own": own, "target": TARGET, "rows": rows}))
+    show_lanes(options.mb, options.steps)
 
 
 if __name__ == "__main__":
