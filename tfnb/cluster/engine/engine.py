@@ -44,6 +44,7 @@ from tfnb.errors import (
     NonFinite,
     NonFiniteGradient,
     ParameterServerLost,
+    ResourceExhausted,
     SchedulerLost,
     TfnbError,
     WorkerLost,
@@ -104,7 +105,26 @@ class Engine:
 
     async def create(self, shard: int, values: Mapping[str, torch.Tensor]) -> None:
         """Make variables on a shard."""
-        await self._mutate(shard, "create", *tables.written(values))
+        facts, tensors = tables.written(values)
+        await self._ensure_room(shard, size(tensors))
+        await self._mutate(shard, "create", facts, tensors)
+
+    async def _ensure_room(self, shard: int, asked: int) -> None:
+        """Raise ResourceExhausted for so many bytes more than a server's process can take: Dask would end it.
+
+        They are there twice while they arrive. What is smaller the server refuses itself.
+        """
+        member = self.shards[shard]
+        room = member.info.get("room")
+        if room is None or asked < lazy_memory.LARGE:
+            return
+        stats = await self.insist_on([Ask(each, "stat") for each in member.shards])
+        used = sum(int(stat.meta[name]) for stat in stats for name in ("bytes", "spare", "staged"))
+        if used + 2 * asked > room:
+            raise ResourceExhausted(
+                f"bytes in the process of {self.name_of(shard)}: asked {asked}, twice while they arrive, used {used}, "
+                f"limit {room}: give its worker more memory, or divide the Variable over more servers"
+            )
 
     async def assign(self, values: Mapping[int, Mapping[str, torch.Tensor]], written: Iterable[str]) -> None:
         """Write pieces of variables of some shards, with no step in between. ``written``: the keys of those."""

@@ -71,7 +71,8 @@ SEND = 60.0  # seconds that a shard tries to reach another one
 TICK = 0.5  # seconds between looks at requests that wait inside of the core
 WAITING = 64  # steps that use queues at a time: each may wait for another one
 SHARE = 0.6  # of a worker's memory limit that a server may fill
-MOST, LEAST = 0.8, 0.1  # of it that its process may; that a server may, whatever else is there. Dask ends it at 0.95
+MOST, LEAST = 0.8, 0.1  # of it that its process may; that a server may, whatever else is there
+ENDS = 0.9  # of it: Dask ends a process at 0.95
 
 
 def versions() -> dict[str, str]:
@@ -105,6 +106,7 @@ class Task:
         limit = worker.memory_manager.memory_limit
         self.name, self.worker = name, worker
         self.budget = budget if budget is not None else _budget(limit or MEMORY_LIMIT)
+        self._room = int(ENDS * (limit or MEMORY_LIMIT)) - psutil.Process().memory_info().rss
         self.incarnation = secrets.randbits(62)
         self.epoch = 0
         self.cores = Cores()  # of the shards that it holds
@@ -178,6 +180,7 @@ class Task:
         _ignore_interrupts()
         return Ok({
             "incarnation": self.incarnation, "versions": versions(), "pid": os.getpid(), "budget": self.budget,
+            "room": self._room,
             "threads": torch.get_num_threads(), "devices": _devices(), "nanny": self.worker.nanny is not None,
             "client": self.link.client,
         })  # fmt: skip
