@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import signal
 import subprocess
@@ -96,6 +97,22 @@ def _settings() -> tuple[object, ...]:
     """What a worker does of what costs: a profile of Dask's tasks, and putting large messages together again."""
     profile = dask.config.get("distributed.worker.profile.enabled")
     return profile, distributed.comm.utils.OFFLOAD_THRESHOLD, distributed.comm.tcp.TCP.max_shard_size
+
+
+def _said(text: str) -> None:
+    try:
+        raise OSError("Stream is closed")
+    except OSError:
+        logging.getLogger("distributed.worker").exception(text)
+
+
+@pytest.mark.slow
+def test_a_heartbeat_while_a_cluster_closes_writes_nothing_into_the_notebook(
+    spawned: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with tfnb.connect(1) as cluster:
+        cluster.client.run(_said, "Failed to communicate with scheduler during heartbeat.")
+    assert "heartbeat" not in "".join(capfd.readouterr())
 
 
 def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_asked_for(spawned: None) -> None:

@@ -298,7 +298,8 @@ def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER
             cluster.__init__(  # type: ignore[misc]
                 n_workers=tasks + ps, threads_per_worker=started.threads or 1, processes=True, host="127.0.0.1",
                 memory_limit=started.memory or "auto", dashboard_address="127.0.0.1:0",
-                scheduler_kwargs={"dashboard": started.dashboard}, silence_logs=logging.ERROR,
+                scheduler_kwargs={"dashboard": started.dashboard},
+                silence_logs=logging.CRITICAL,  # a heartbeat while it closes is an error to Dask, of 40 lines
                 preload=["tfnb.cluster.tasks.task"], worker_class=_Starter,
             )  # fmt: skip
         return cluster
