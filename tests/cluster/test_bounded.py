@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cluster.test_core import Add
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.effects import Arrived, Reply
+from tfnb.cluster.server.core_events import Arrived, Reply
 from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request
 from tfnb.state.store import Store
 

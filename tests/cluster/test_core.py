@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import tfnb.cluster.server.core as core_module
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.effects import Arrived
+from tfnb.cluster.server.core_events import Arrived
 from tfnb.cluster.server.ledger import WINDOW, Ledger
 from tfnb.cluster.server.parts import mean
 from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request
@@ -71,7 +71,7 @@ class Server:
         return self("pull", keys=["w"]).tensors[0]
 
 
-SERVER = ("core", "courses", "effects", "ledger", "lines", "objects", "parts", "staged_rounds", "trainings")
+SERVER = ("core", "core_events", "courses", "ledger", "lines", "objects", "parts", "staged_rounds", "trainings")
 
 
 def test_c17_core_imports_neither_dask_nor_asyncio():

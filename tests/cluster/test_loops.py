@@ -12,7 +12,7 @@ import torch
 
 from tests.cluster.test_core import Add
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.effects import Arrived, Reply, Send
+from tfnb.cluster.server.core_events import Arrived, Reply, Send
 from tfnb.cluster.tasks.computing import Computing
 from tfnb.cluster.tasks.data import Data, written
 from tfnb.cluster.tasks.pieces import Given, Prefetch

@@ -13,8 +13,8 @@ from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.leases import Broken, Give, Offer, Progress, Report
 from tfnb.cluster.modes.rounds import Cut, CutAt, Rounds
 from tfnb.cluster.server.core import Core
+from tfnb.cluster.server.core_events import Arrived, Reply, Send, Tick
 from tfnb.cluster.server.cores import Cores
-from tfnb.cluster.server.effects import Arrived, Reply, Send, Tick
 from tfnb.cluster.server.parts import mean
 from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request
 from tfnb.state.store import Store

@@ -19,8 +19,8 @@ from tests.cluster.test_cuts import Counters, served
 from tests.cluster.test_faults import kill, train
 from tests.cluster.test_resident import ROWS
 from tfnb.cluster.server.core import Core
+from tfnb.cluster.server.core_events import Arrived, Reply
 from tfnb.cluster.server.cores import Cores
-from tfnb.cluster.server.effects import Arrived, Reply
 from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.wire import asking, envelope
 from tfnb.cluster.wire.messages import Ask, Failed, Ok, OpId, Peer, Refused, Request, Unknown

@@ -10,7 +10,7 @@ import torch
 
 from tests.cluster.test_core import Add
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.effects import Arrived, Reply, Tick
+from tfnb.cluster.server.core_events import Arrived, Reply, Tick
 from tfnb.cluster.server.lines import PATIENCE
 from tfnb.cluster.wire.messages import POLL, Failed, Ok, OpId, Refused, Request
 from tfnb.state.store import Store

@@ -15,7 +15,7 @@ import torch
 
 from tfnb.cluster.queues.queues_there import Ask, Channels, RemoteQueue
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.effects import Arrived, Reply, Tick
+from tfnb.cluster.server.core_events import Arrived, Reply, Tick
 from tfnb.cluster.wire.messages import Ok, OpId, Request
 from tfnb.graph.queue import Queue
 from tfnb.state.queue_machine import QueueMachine

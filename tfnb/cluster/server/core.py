@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tfnb.cluster.server.effects import Answer, Arrived, Effect, Event, Reply, Tick
+from tfnb.cluster.server.core_events import Answer, Arrived, Effect, Event, Reply, Tick
 from tfnb.cluster.server.ledger import Ledger
 from tfnb.cluster.server.lines import Lines, Waiting
 from tfnb.cluster.server.objects import Objects

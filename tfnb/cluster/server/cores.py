@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.effects import Arrived, Effect, Event, Reply, Send
+from tfnb.cluster.server.core_events import Arrived, Effect, Event, Reply, Send
 from tfnb.cluster.wire.messages import OpId, Request, aborted, failed
 
 UNHEARD = -1  # the ticket of what a shard is told by another one here: nobody waits for the answer

@@ -22,8 +22,8 @@ from functools import partial
 from distributed import Security
 
 from tfnb.cluster.server.core import Core
+from tfnb.cluster.server.core_events import Answer, Arrived, Effect, Reply, Send, Tick
 from tfnb.cluster.server.cores import Cores
-from tfnb.cluster.server.effects import Answer, Arrived, Effect, Reply, Send, Tick
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.asking import Answers, parts
 from tfnb.cluster.wire.encryption import encrypted, encryption

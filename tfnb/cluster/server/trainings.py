@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfnb.cluster.server.core_events import Send
 from tfnb.cluster.server.courses import HOLD, Course, Turn
-from tfnb.cluster.server.effects import Send
 from tfnb.cluster.server.ledger import Ledger
 from tfnb.cluster.server.parts import Shard
 from tfnb.cluster.wire.messages import Ok, Refused, Request

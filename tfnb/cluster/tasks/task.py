@@ -37,8 +37,8 @@ from tfnb.cluster.queues import queues_there
 from tfnb.cluster.queues.deadlocks import who_waits
 from tfnb.cluster.queues.queues_there import Channels, in_round
 from tfnb.cluster.server.core import PLANS, Core, fence
+from tfnb.cluster.server.core_events import Send
 from tfnb.cluster.server.cores import Cores
-from tfnb.cluster.server.effects import Send
 from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.tasks.computing import Computing, in_thread
 from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
