@@ -542,3 +542,15 @@ def test_a_cell_that_records_nothing_says_so_and_draws_no_empty_graph(notebook):
     assert "this cell recorded nothing" in shown["text/plain"] and "tfnb.placeholder" in shown["text/plain"]
     ran = notebook.ok("%%tfgraph nothing\nx = tfnb.placeholder(torch.ones(3))")
     assert len(ran.shown) == 1 and "<svg" in ran.shown[0]["text/html"]
+
+
+@pytest.mark.parametrize("name", ["loss", "train"])
+def test_what_is_no_more_in_the_graph_is_shown_as_that(notebook, name):
+    notebook.ok(
+        "%%tfgraph left --no-show\nw = nn.Parameter(torch.ones(3))\nloss = w.sum()\n"
+        "train = tfnb.train.SGD(0.1).minimize(loss)"
+    )
+    notebook.ok("%tfgraph left clear")
+    (shown,) = notebook.ok(f"display({name})").shown
+    assert "not in graph left any more" in shown["text/html"] and "cleared" in shown["text/html"]
+    assert notebook.names[name].graph is tfnb.graph("left") and repr(notebook.names[name])

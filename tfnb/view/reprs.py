@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tfnb.errors import StaleNode
 from tfnb.graph import Spec, Variable
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import dtype_name
@@ -34,7 +35,10 @@ def tensor_html(tensor: Any) -> str:
     sample = tensor.found_sample()
     badge = '<span style="background:#e8ecf2;color:#3d4d66;border-radius:8px;padding:0 7px">sample</span> '
     shown = badge + _glance(sample) if isinstance(sample, torch.Tensor) else ""
-    return _details(f"{tensor.name}  {tensor.spec}", tensor_facts(tensor), shown)
+    try:
+        return _details(f"{tensor.name}  {tensor.spec}", tensor_facts(tensor), shown)
+    except StaleNode as gone:
+        return _details(str(tensor.spec), [("graph", str(gone))], shown)
 
 
 def tensor_facts(tensor: Any) -> Facts:
@@ -58,7 +62,7 @@ def variable_facts(variable: Variable) -> Facts:
     here = variable.home is None
     found = [("bytes", _bytes(variable.spec)), ("home", "here" if here else str(variable.home))]
     found.append(("trainable", "yes" if variable.trainable else "no"))
-    return [*found, ("value", _numbers(variable.storage) if here else "not fetched: use .value()")]
+    return [*found, ("value", _numbers(variable.kept) if here else "not fetched: use .value()")]
 
 
 def checkpoint_html(checkpoint: Any) -> str:
@@ -89,7 +93,10 @@ def spec_facts(spec: Spec) -> Facts:
 
 def operation_html(operation: Any) -> str:
     """An Operation: what it runs, and where it was written."""
-    return _details(f"{operation.name}  {operation.node.op}", operation_facts(operation), "")
+    try:
+        return _details(f"{operation.name}  {operation.node.op}", operation_facts(operation), "")
+    except StaleNode as gone:
+        return _details("Operation", [("graph", str(gone))], "")
 
 
 def operation_facts(operation: Any) -> Facts:

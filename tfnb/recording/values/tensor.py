@@ -386,7 +386,10 @@ class Operation:
         run(self, feed_dict)
 
     def __repr__(self) -> str:
-        return f"<Operation {self.name}>"
+        try:
+            return f"<Operation {self.name}>"
+        except StaleNode as gone:
+            return f"<Operation: {gone}>"
 
 
 def _at() -> str:
