@@ -260,7 +260,7 @@ class Network:
 
     def __init__(self, name: str, ways: list[str]) -> None:
         self.name, self.ways = name, ways
-        self.compiled: set[tuple[Cell, str]] = set()  # what was made in time
+        self.known: dict[tuple[Cell, str], str] = {}  # what was made in time, or why it was not
         self._nets: dict[tuple[bool, str], tuple[nn.Module, Data, dict[str, Any]]] = {}
 
     def net(self, cell: Cell) -> tuple[nn.Module, Data, dict[str, Any]]:
@@ -288,8 +288,8 @@ class Network:
         running: dict[str, Way] = {}
         for name in self.ways:
             row = found[name] = {}
-            if time.monotonic() > end and (cell, name) not in self.compiled:
-                row["fails"] = "no time was left to compile it"
+            if time.monotonic() > end and (why := self.known.get((cell, name), "no time was left to compile it")):
+                row["fails"] = why
                 continue
             try:
                 began = time.perf_counter()
@@ -298,7 +298,6 @@ class Network:
                 else:
                     recorded = recorded or Recorded(net, data, cell)
                     way = recorded.way(name)
-                self.compiled.add((cell, name))
                 got = compared(way, start, parameters, CHECKED.get(self.name, 3))
                 row["begin s"] = time.perf_counter() - began
                 wanted = wanted or got
@@ -308,9 +307,14 @@ class Network:
                     continue
                 ready(way)
                 row["note"], row["peak"] = way.note, held(way)
+                if name == "fused" and not way.note.startswith("compiled"):
+                    row["fails"] = way.note
+                    continue
                 running[name] = way
             except Exception as error:
                 row["fails"] = f"{type(error).__name__}: {str(error).strip()[:400]}"
+            finally:
+                self.known[cell, name] = row.get("fails", "") or row.get("differs", "")
         if recorded is not None:
             found["predicted"] = recorded.predicted()
         with torch.no_grad():
