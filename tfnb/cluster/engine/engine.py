@@ -32,7 +32,7 @@ from tfnb.cluster.queues.contents_there import Brought, Contents, Copies
 from tfnb.cluster.queues.deadlocks import Deadlocks
 from tfnb.cluster.tasks.programs import Placed, Plan
 from tfnb.cluster.tasks.resident import NO_LOOP
-from tfnb.cluster.wire import tables
+from tfnb.cluster.wire import sparse_values
 from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, Unknown, raised
 from tfnb.cluster.wire.transport import ClientLink
@@ -105,7 +105,7 @@ class Engine:
 
     async def create(self, shard: int, values: Mapping[str, torch.Tensor]) -> None:
         """Make variables on a shard."""
-        facts, tensors = tables.written(values)
+        facts, tensors = sparse_values.written(values)
         await self._ensure_room(shard, size(tensors))
         await self._mutate(shard, "create", facts, tensors)
 
@@ -131,7 +131,7 @@ class Engine:
         async with self.single.turn:
             self.single.wrote(written)
             for shard, mine in values.items():
-                await self._mutate(shard, "assign", *tables.written(mine))
+                await self._mutate(shard, "assign", *sparse_values.written(mine))
 
     async def drop(self, gone: dict[int, list[str]]) -> None:
         """Forget variables, on the servers and on the tasks that have copies."""
@@ -173,7 +173,7 @@ class Engine:
             values: dict[str, torch.Tensor] = {}
             for answer in answers:
                 lazy_memory.ensure_room(size(answer.tensors), "what comes from a server")
-                values |= tables.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
+                values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
             return values, step, await self.contents.fetched(held)
 
     async def refill(self, brought: Brought, written: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ from tfnb.cluster.server.objects import Objects
 from tfnb.cluster.server.parts import MERGES, Compile, Part, ServerProgram, check_feeds, same_number, spec
 from tfnb.cluster.server.staged_rounds import StagedRounds
 from tfnb.cluster.server.trainings import Trainings
-from tfnb.cluster.wire import envelope, tables
+from tfnb.cluster.wire import envelope, sparse_values
 from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request, failed
 from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, ShapeError
 
@@ -299,7 +299,9 @@ class Core:
             return Ok(meta, self.store.read(fresh))
         dense = [key for key in fresh if not self.store.is_table(key)]
         values = dict(zip(dense, self.store.read(dense), strict=True))
-        facts, tensors = tables.written({key: values[key] if key in values else self.store.get(key) for key in fresh})
+        facts, tensors = sparse_values.written(
+            {key: values[key] if key in values else self.store.get(key) for key in fresh}
+        )
         return Ok({**meta, **facts}, tensors)
 
     @property
@@ -452,4 +454,4 @@ def _keys(request: Request, names: str = "keys") -> list[str]:
 
 
 def _values(keys: Sequence[str], request: Request) -> dict[str, torch.Tensor]:
-    return tables.read(keys, request.meta.get("tables", {}), request.tensors)
+    return sparse_values.read(keys, request.meta.get("tables", {}), request.tensors)
