@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 from torch.nn import functional as F
 
 import tfnb
@@ -338,9 +337,7 @@ class Network:
 
 
 def freed() -> None:
-    """Give back what graphs and dropped steps hold."""
-    gc.collect()
-    reset_cudagraph_trees()
+    """Give back what dropped steps hold; torch's graphs of compiled modules stay as long as these."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -329,7 +329,7 @@ def test_steps_that_are_compiled_are_launched_whole_and_say_so(optimizer: str) -
     assert [bool(re.search("]: compiled; .*launched whole", line)) for line in session.status()] == [True, True], (
         session.status()
     )
-    assert got == pytest.approx(stepped("off")[0], rel=1e-3)
+    assert got == pytest.approx(stepped("off")[0], rel=5e-3)  # TF32, which one of both may take
 
 
 def test_a_step_that_draws_is_not_compiled_and_says_so() -> None:

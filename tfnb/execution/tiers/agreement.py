@@ -112,7 +112,8 @@ def _epsilon(program: Program) -> float:
     """The largest rounding among the dtypes of a step; on CUDA float32 may be rounded to TF32 in products."""
     kinds = {(spec.dtype, spec.device) for node in program.graph.nodes for spec in node.outputs}
     found = [torch.finfo(dtype).eps for dtype, _ in kinds if dtype.is_floating_point]
-    in_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    folds = any("convolution" in node.op for node in program.graph.nodes)
+    in_tf32 = torch.backends.cuda.matmul.allow_tf32 or (folds and torch.backends.cudnn.allow_tf32)
     if in_tf32 and any(dtype is torch.float32 and device.startswith("cuda") for dtype, device in kinds):
         found.append(TF32)
     return max(found, default=0.0)

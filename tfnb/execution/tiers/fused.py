@@ -66,7 +66,8 @@ def obstacle(program: Program) -> str | None:
 def opened(package: PackageFolder, program: Program, operands: Sequence[Operand]) -> FusedStep:
     """The step of a package; one that cannot be loaded is dropped."""
     try:
-        code = _inductor.CompiledArtifact.load(path=str(package.folder / CODE))
+        with _inductor.config.patch(compile_threads=1):  # else loading starts a process for each core
+            code = _inductor.CompiledArtifact.load(path=str(package.folder / CODE))
     except Exception:
         package.drop()
         raise

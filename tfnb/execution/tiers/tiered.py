@@ -244,11 +244,11 @@ class Sizes:
     def compile(self, args: Sequence[Any]) -> None:
         """What the worker does: build, compare with generated code, and decide where that can be done at once."""
         start = time.perf_counter()
-        if (lacks := obstacle()) is not None:
-            return self.drop(lacks)
-        if sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor)) > room(self._device, MOST_COPIED):
-            return self.drop("compiled code is compared on copies, and there is no room for what the step reads")
         try:
+            if (lacks := obstacle()) is not None:
+                return self.drop(lacks)
+            if sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor)) > room(self._device, MOST_COPIED):
+                return self.drop("compiled code is compared on copies, and there is no room for what the step reads")
             with frozen():
                 tiers = (VARYING,) if self._varies else COMPILED if self._device.type == "cpu" else FUSED
                 found, why = first(tiers, Request(self.program, self._plain, args, self, self._mode == "now"))

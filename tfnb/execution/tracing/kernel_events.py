@@ -62,10 +62,11 @@ def kernels(found: Mapping[str, Any], began: int, events: tuple[Event, ...]) -> 
     for event in chosen:
         start = (round(1000 * float(event["ts"])) + base - began) * 1e-9
         place = bisect_right(starts, start) - 1
-        if place < 0 or start > events[place].end:  # of the moments between two nodes
+        on_device = event["cat"] in _ON_DEVICE
+        is_between = place < 0 or start > events[place].end  # a device may start a node's kernels after its time
+        if is_between and not (on_device and 0 <= place < len(events) - 1):
             continue
         around, args = events[place], event.get("args", {})
-        on_device = event["cat"] in _ON_DEVICE
         device = around.device if not on_device or ":" in around.device else f"{around.device}:{args.get('device', 0)}"
         thread = f"stream {args.get('stream', event['tid'])}" if on_device else "torch"
         end = start + 1e-6 * float(event["dur"])

@@ -16,18 +16,12 @@ aten = torch.ops.aten
 # -- batch norm ------------------------------------------------------------------------------------------------
 
 
-def _batch_norm(
-    n: Forward, dy: torch.Tensor, mean: Any, invstd: Any, train: bool, reserve: Any = None
-) -> dict[str, Any]:
-    """reserve: what the forward kernel keeps for its backward, of those that do."""
+def _batch_norm(n: Forward, dy: torch.Tensor, mean: Any, invstd: Any, train: bool) -> dict[str, Any]:
     x, w = n["input"], n["weight"]
     bias = n["bias"] is not None
     mask = [n.needs("input"), n.needs("weight"), n.needs("bias")]
     running = n.get("running_mean"), n.get("running_var")
-    if reserve is None:
-        found = aten.native_batch_norm_backward(dy, x, w, *running, mean, invstd, train, n["eps"], mask)
-    else:
-        found = aten.batch_norm_backward(dy, x, w, *running, mean, invstd, train, n["eps"], mask, reserve)
+    found = aten.native_batch_norm_backward(dy, x, w, *running, mean, invstd, train, n["eps"], mask)
     dx, dw, db = (d if wanted else None for d, wanted in zip(found, mask, strict=True))
     return {"input": dx} | ({} if w is None else {"weight": dw}) | ({"bias": db} if bias else {})
 
@@ -39,7 +33,7 @@ def _(n: Forward, dy: Any) -> Any:
 
 @rule(aten._batch_norm_with_update_functional.default, outputs=1, saves=True)
 def _(n: Forward, dy: Any) -> Any:
-    return _batch_norm(n, dy, n.outs[1], n.outs[2], True, n.outs[3])
+    return _batch_norm(n, dy, n.outs[1], n.outs[2], True)
 
 
 @rule(aten._batch_norm_no_update.default, aten._native_batch_norm_legit_no_training.default, outputs=1, saves=True)

@@ -35,10 +35,7 @@ def _batch_norm(
         return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)[0]
     count = _batches(rec.scopes.module)
     momentum = momentum if count is None else 1.0
-    if x.device.type == "cuda" and w is not None:  # cuDNN's kernels, where torch would take them
-        out, *_, new_mean, new_var = aten._batch_norm_with_update_functional(x, w, b, mean, var, momentum, eps)
-    else:
-        out, *_, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
+    out, _, _, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
     for stored, new in ((mean, new_mean), (var, new_var)):
         rebind(rec, stored, new if count is None else stored + (new - stored) / count)
     return out
