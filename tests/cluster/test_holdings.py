@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,9 +14,9 @@ import tfnb
 from tests.cluster.conftest import stats
 from tests.quick import quick
 from tests.recording.test_cells import Notebook
-from tfnb.cluster.notebook.holdings import Print
+from tfnb.cluster.notebook.holdings import Holdings, Print
 from tfnb.errors import FailedPrecondition
-from tfnb.graph import Variable
+from tfnb.graph import Variable, lazy_memory
 
 CELL = """
 import torch.nn as nn
@@ -179,3 +180,37 @@ def test_a_print_fits_what_it_was_taken_of_only(dtype, shape):
         assert not taken.seems(value) and not taken.fits(value)
     same = torch.full((3,), float("nan"))
     assert Print.of(same).fits(same), "a NaN is a value like others"
+
+
+def test_a_print_of_a_view_at_an_odd_place():
+    value = torch.zeros(40_001)[1:]
+    taken = Print.of(value)
+    assert taken.fits(value)
+    value[7] = 1
+    assert not taken.fits(value)
+
+
+@pytest.mark.parametrize("make", [torch.from_numpy, lambda zeros: lazy_memory.zeros(zeros.shape, torch.float32)])
+def test_to_read_a_large_table_is_not_to_write_it(make):
+    table = make(np.zeros((1 << 20, 32), dtype=np.float32))
+    table[5] = 1.0
+    taken = Print.of(table)
+    assert table.abs().sum() == 32 and taken.fits(table), "every page is there now"
+    for row in (6, 1 << 19):
+        table[row, 3] = -0.0
+        assert not taken.fits(table), "minus zero is a value"
+        table[row, 3] = 0.0
+        assert taken.fits(table)
+    table[5, :2] = torch.tensor([2.0, 3.0])
+    changed = Print.of(table)
+    table[5, :2] = torch.tensor([3.0, 2.0])
+    assert not taken.fits(table) and not changed.fits(table), "columns are summed, too"
+
+
+def test_a_parameter_that_was_read_is_not_behind():
+    parameter = nn.Parameter(torch.from_numpy(np.zeros((1 << 20, 32), dtype=np.float32)))
+    variable, holdings = Variable.of(parameter, name="table"), Holdings()
+    holdings.adopt(variable, ())
+    holdings.superseded(variable)
+    assert parameter.abs().max() == 0
+    assert holdings.written([variable], thorough=True) == []

@@ -74,6 +74,25 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return found, table.index_select(0, found)
 
 
+def sums(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a contiguous table of integers: rows whose sum is not zero, these sums, and that of all rows; all wrap around.
+
+    >>> sums(torch.tensor([[0, 0], [2, 3], [0, 0]]))
+    (tensor([1]), tensor([5]), tensor([2, 3]))
+    """
+    numbers, found, total = [], [], torch.zeros(table.shape[1:], dtype=table.dtype)
+    for at in _chunks(_candidates(table), table):
+        first, last = int(at[0]), int(at[-1]) + 1
+        rows = table[first:last] if last - first == len(at) else table.index_select(0, at)
+        each = rows.sum(1)
+        there = each != 0
+        numbers.append(at[there])
+        found.append(each[there])
+        total += rows.sum(0)
+    none = torch.zeros(0, dtype=torch.int64)
+    return torch.cat([none, *numbers]), torch.cat([none, *found]), total
+
+
 def taken(table: torch.Tensor) -> int:
     """Bytes of the pages of a contiguous table that hold other than zero: what was only read takes none.
 

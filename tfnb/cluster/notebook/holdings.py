@@ -49,14 +49,15 @@ def _version(storage: torch.Tensor) -> int:
 
 
 def _bits(storage: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if lazy_memory.is_table(storage):
-        numbers, rows = lazy_memory.packed(storage.detach())
-        return numbers, *_bits(rows)
+    """Of the same bits always the same, whichever pages of a large table are there: to read it is not to write it."""
     flat = storage.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
     if flat.numel() <= COPIED:
         return (flat.clone(),)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # words begin at such places only
     words = flat[: flat.numel() // _ROW * _ROW].view(torch.int64).view(-1, _ROW // 8)  # sums of them wrap around
-    return words.sum(0), words.sum(1), flat[words.numel() * 8 :].clone()
+    is_large = flat.numel() >= lazy_memory.LARGE and flat.device.type == "cpu"
+    found = lazy_memory.sums(words) if is_large else (words.sum(0), words.sum(1))
+    return *found, flat[words.numel() * 8 :].clone()
 
 
 class Holdings:
