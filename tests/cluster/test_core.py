@@ -17,7 +17,9 @@ from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived
 from tfnb.cluster.server.ledger import WINDOW, Ledger
 from tfnb.cluster.server.parts import mean
+from tfnb.cluster.wire import sparse_values
 from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request
+from tfnb.graph import lazy_memory
 from tfnb.state.store import Store
 
 
@@ -259,6 +261,33 @@ def test_what_is_brought_changes_nothing_before_it_is_decided_and_then_all_of_it
     for _ in range(2):  # the answer was lost
         assert server("refill", id="g", brought="c", void=[]).meta == {"void": []}
     assert server.w.tolist() == [1, 1, 1] and server.core.objects.nbytes == 0
+
+
+def far_apart(rows=1 << 20):
+    """A table of 64 MB each page of which holds one row that is not zero: these are 1 MB."""
+    table = lazy_memory.zeros((rows, 16), torch.float32)
+    table[::64] = 1.0
+    return sparse_values.written({"t": table})
+
+
+def test_c24_a_table_whose_rows_lie_apart_counts_their_pages_before_it_is_made():
+    facts, tensors = far_apart()
+    server = Server(budget=32 << 20)
+    refused = server("create", tensors, **facts)
+    assert refused.tag == "ResourceExhausted" and f"asked {64 << 20}" in refused.message
+    assert server.w.tolist() == [0, 0, 0] and server("stat").meta["bytes"] == 12
+    roomy = Server(budget=80 << 20)
+    assert isinstance(roomy("create", tensors, **facts), Ok)
+    assert roomy("stat").meta["bytes"] == 12 + (64 << 20)
+
+
+def test_c24_rows_of_a_table_beside_each_other_count_the_pages_that_they_share():
+    table = lazy_memory.zeros((1 << 20, 16), torch.float32)
+    table[: 1 << 15] = 1.0  # 2 MB
+    facts, tensors = sparse_values.written({"t": table})
+    server = Server(budget=6 << 20)
+    assert isinstance(server("create", tensors, **facts), Ok)
+    assert server("stat").meta["bytes"] == 12 + (4 << 20)
 
 
 def test_c24_over_budget_is_refused_and_the_core_lives():

@@ -99,10 +99,20 @@ def taken(table: torch.Tensor) -> int:
     >>> taken(torch.ones(1, 2)) == mmap.PAGESIZE, taken(torch.zeros(1, 2))
     (True, 0)
     """
-    row = table.numel() * table.element_size() // max(1, len(table))
+    return spread(_filled(table), table.numel() * table.element_size() // max(1, len(table)), table.data_ptr())
+
+
+def spread(numbers: torch.Tensor, row: int, address: int = 0) -> int:
+    """Bytes of the pages that rows with these numbers lie in: of each so many bytes, and the first at an address.
+
+    Numbers that do not rise may make it more.
+
+    >>> spread(torch.tensor([0, 1, 64]), 64) == 2 * mmap.PAGESIZE
+    True
+    """
     if not row:
         return 0
-    start = table.data_ptr() + _filled(table).numpy() * row
+    start = address + numbers.numpy() * row
     first, last = start // _PAGE, (start + row - 1) // _PAGE
     return int((last - first + 1).sum() - (first[1:] == last[:-1]).sum()) * _PAGE
 

@@ -125,8 +125,8 @@ class Slab:
 
     @property
     def held(self) -> int:
-        """Bytes that its values take, at most: rows of a lazy one twice, because they are copied when all are read."""
-        return 2 * self._most if self.is_lazy else self._bytes
+        """Bytes that its values take, at most."""
+        return _held(self._most, self._bytes) if self.is_lazy else self._bytes
 
     def _measure(self) -> None:
         if self.is_lazy:
@@ -134,13 +134,15 @@ class Slab:
             self._measured = self._most = sum(map(lazy_memory.taken, tables))
 
     def growth(self, rows: int) -> int:
-        """Bytes more that it takes, at most, when so many rows are written."""
-        if not self.is_lazy:
-            return 0
+        """Bytes more that it counts, at most, when so many rows are written."""
+        return _held(self._grown(rows), self._bytes) - self.held if self.is_lazy else 0
+
+    def _grown(self, rows: int) -> int:
+        """Bytes that a lazy one takes, at most, after so many rows were written."""
         (place,) = self.places.values()
         row, page = max(1, place.nbytes // max(1, place.shape[0])), mmap.PAGESIZE
         pages = -(-row // page) + (row % page != 0 and page % row != 0)  # that hold one row, at most
-        return 2 * min(self.nbytes - self._most, rows * pages * page)
+        return min(self.nbytes, self._most + rows * pages * page)
 
     @property
     def spare_bytes(self) -> int:
@@ -169,7 +171,7 @@ class Slab:
         if self.is_lazy and rows:
             if self._most > self._measured + max(LARGE, self._measured // 8):  # it takes a while to count them
                 self._measure()
-            self._most += self.growth(rows) // 2
+            self._most = self._grown(rows)
         self._next = self._current
         if self._current.is_read:
             self._next = next((spare for spare in self._spares if not spare.is_read), None)
@@ -244,12 +246,16 @@ class Store:
     def __len__(self) -> int:
         return len(self._slabs)
 
+    def asked(self, values: Mapping[str, torch.Tensor]) -> int:
+        """Bytes that these will count once they are created."""
+        return sum(_held(_taken(value), _size(value)) for value in values.values())
+
     def create(self, values: Mapping[str, torch.Tensor]) -> None:
         """Keep copies of ``values``; raises AlreadyExists, or ResourceExhausted before any memory is taken."""
         for key in values:
             if key in self._slabs:
                 raise AlreadyExists(f"{key} exists in the store as {Spec.of(self.get(key))}; assign to it, or drop it")
-        asked = sum(map(_taken, values.values()))
+        asked = self.asked(values)
         if self.budget is not None and self.bytes + asked > self.budget:
             names = ", ".join(values)
             raise ResourceExhausted(f"no room for {names}: asked {asked} bytes, used {self.bytes}, limit {self.budget}")
@@ -288,7 +294,7 @@ class Store:
         return found
 
     def growth(self, keys: Sequence[str], rows: int) -> int:
-        """Bytes more that these take, at most, when so many rows of each are written."""
+        """Bytes more that these count, at most, when so many rows of each are written."""
         return sum(slab.growth(rows) for slab in self._of(keys))
 
     def publish(self) -> None:
@@ -359,6 +365,14 @@ def _grouped(values: Mapping[str, torch.Tensor]) -> Iterator[Mapping[str, torch.
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _held(taken: int, whole: int) -> int:
+    """Bytes that a value counts which takes so many: rows of a table twice, since they are copied when all are read.
+
+    Never more than a value counts that is no table.
+    """
+    return min(2 * taken, whole)
 
 
 def _taken(tensor: torch.Tensor) -> int:

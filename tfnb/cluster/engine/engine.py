@@ -106,7 +106,7 @@ class Engine:
     async def create(self, shard: int, values: Mapping[str, torch.Tensor]) -> None:
         """Make variables on a shard."""
         facts, tensors = sparse_values.written(values)
-        await self._ensure_room(shard, size(tensors))
+        await self._ensure_room(shard, sparse_values.taking(facts["keys"], facts["tables"], tensors))
         await self._mutate(shard, "create", facts, tensors)
 
     async def _ensure_room(self, shard: int, asked: int) -> None:

@@ -46,6 +46,8 @@ class Values(Protocol):
     @property
     def spare_bytes(self) -> int: ...
 
+    def asked(self, values: Mapping[str, torch.Tensor]) -> int: ...
+
     def create(self, values: Mapping[str, torch.Tensor]) -> None: ...
 
     def get(self, key: str) -> torch.Tensor: ...
@@ -215,8 +217,9 @@ class Core:
         for key in keys:
             if key in self.store:
                 raise AlreadyExists(f"{key} exists on this server")
-        self.afford(envelope.size(request.tensors))
+        self.afford(sparse_values.taking(keys, request.meta.get("tables", {}), request.tensors))
         values = _values(keys, request)
+        self.afford(self.store.asked(values))
         with self.writing(keys):
             self.store.create(values)
         return self.ack()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfnb.cluster.wire.envelope import size
 from tfnb.errors import InvalidArgument
 from tfnb.graph import lazy_memory
 
@@ -29,14 +30,35 @@ def written(values: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[to
 
 def read(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The values of a message that `written` made. Raises InvalidArgument for one that it did not."""
+    found = _parts(keys, tables, tensors)
+    return {key: part if isinstance(part, torch.Tensor) else lazy_memory.unpacked(*part) for key, part in found.items()}
+
+
+def taking(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes that the values of a message take once they are read. Rows far apart take a page each, on their way not."""
+    total = 0
+    for part in _parts(keys, tables, tensors).values():
+        if isinstance(part, torch.Tensor):
+            total += size([part])
+        else:
+            numbers, rows, length = part
+            row = rows[0].numel() * rows.element_size() if len(rows) else 0
+            total += min(length * row, lazy_memory.spread(numbers, row))
+    return total
+
+
+def _parts(
+    keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor, int]]:
+    """Of each key its value, or of a table the numbers of rows, these rows, and how many there are in all."""
     if len(tensors) != len(keys) + sum(key in tables for key in keys):
         raise InvalidArgument(f"{len(keys)} keys, {len(tables)} of tables, but {len(tensors)} tensors")
     rest = iter(tensors)
-    return {key: _unpacked(next(rest), next(rest), int(tables[key])) if key in tables else next(rest) for key in keys}
+    return {key: _table(next(rest), next(rest), int(tables[key])) if key in tables else next(rest) for key in keys}
 
 
-def _unpacked(numbers: torch.Tensor, rows: torch.Tensor, length: int) -> torch.Tensor:
+def _table(numbers: torch.Tensor, rows: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     fits = numbers.dtype == torch.int64 and numbers.dim() == 1 and rows.dim() > 0 and len(rows) == len(numbers)
     if not fits or (len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < length):
         raise InvalidArgument(f"rows of a table of {length} rows are {list(rows.shape)}, at {list(numbers.shape)}")
-    return lazy_memory.unpacked(numbers, rows, length)
+    return numbers, rows, length
