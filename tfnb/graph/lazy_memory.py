@@ -81,9 +81,10 @@ def sums(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     (tensor([1]), tensor([5]), tensor([2, 3]))
     """
     numbers, found, total = [], [], torch.zeros(table.shape[1:], dtype=table.dtype)
-    for at in _chunks(_candidates(table), table):
-        first, last = int(at[0]), int(at[-1]) + 1
-        rows = table[first:last] if last - first == len(at) else table.index_select(0, at)
+    candidates = _candidates(table)
+    is_run = len(candidates) > 0 and int(candidates[-1] - candidates[0]) == len(candidates) - 1  # takes no copies
+    for at in [candidates] if is_run else _chunks(candidates, table):
+        rows = table[int(at[0]) : int(at[-1]) + 1] if is_run else table.index_select(0, at)
         each = rows.sum(1)
         there = each != 0
         numbers.append(at[there])
