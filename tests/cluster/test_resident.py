@@ -134,6 +134,17 @@ def test_a_variable_that_the_data_iterator_writes_counts_from_that_batch_on(conn
     assert w.value() == -(20 + 200 + 2000)
 
 
+@pytest.mark.parametrize("backup", [0, 1])
+def test_what_fit_says_of_sync_holds_with_backup_tasks_too(connect, backup):
+    w = tfnb.Variable(torch.zeros(()), name="w")
+    with tfnb.record(f"said {backup}"):
+        x = tfnb.placeholder(torch.ones(4), name="x")
+        train = w.assign_sub(x.mean())
+    connect(2)
+    with pytest.warns(UserWarning, match="the step writes w itself(.|\n)*what the first task makes of its rows"):
+        tfnb.fit(train, {x: torch.ones(8)}, batch_size=4, mode="sync", backup=backup)
+
+
 def test_a_run_and_a_fit_inside_of_a_fit(connect):
     """Also where one task is at a step of the one and waits for another task, which is at a step of the other."""
     outer, inner = Counters(), Counters()

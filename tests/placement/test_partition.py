@@ -367,14 +367,19 @@ def test_a_step_without_writes_has_no_servers():
 def test_variables_that_are_written_by_what_is_fed_along_no_gradient_are_named():
     seen = tfnb.Variable(torch.zeros(2), name="seen", trainable=False)
     steps = tfnb.Variable(torch.tensor(0.0), name="steps", trainable=False)
+    rate = tfnb.Variable(torch.tensor(0.0), name="rate", trainable=False)
+    halves = tfnb.Variable(torch.zeros(2), name="halves", trainable=False)
 
     def make(loss):
         count = F.one_hot(make.labels, 2).sum(0)
-        return tfnb.group(tfnb.train.SGD(0.1).minimize(loss), steps.assign_add(1.0), seen.assign_add(count.float()))
+        train = tfnb.train.SGD(0.1).minimize(loss)
+        told = (rate.assign(make.number), halves.assign(make.pair / 2))
+        return tfnb.group(train, steps.assign_add(1.0), *told, seen.assign_add(count.float()))
 
     layer, data, labels = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), torch.randn(6, 3), torch.arange(6) % 2
     with tfnb.record() as g:
         x, y = tfnb.placeholder(data), tfnb.placeholder(labels)
-        make.labels = y
+        make.labels, make.number = y, tfnb.placeholder(torch.tensor(0.5), name="number")
+        make.pair = tfnb.placeholder(torch.ones(2), shape=(2,), name="pair")
         train = make(F.cross_entropy(layer(x), y))
-    assert Parts(g, [train], [x, y], workers=2).split.placement.apart == ("seen",)
+    assert Parts(g, [train], [x, y, make.number, make.pair], workers=2).split.placement.apart == ("seen",)

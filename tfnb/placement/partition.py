@@ -175,8 +175,9 @@ class _Cut:
         return shards_of(self.state.final, self.homes)
 
     def _apart(self) -> Iterator[str]:
-        """Variables, no buffers of modules, whose new value hangs on what is fed, and on no gradient."""
-        fed = set(self.feeds)
+        """Variables, no buffers of modules, whose new value hangs on rows that are fed, and on no gradient."""
+        shapes = {value: self._spec(value).shape for value in self.feeds}
+        fed = {value for value, shape in shapes.items() if shape and not isinstance(shape[0], int)}  # the divided ones
         hangs: set[int] = set()
         for node in self.state.nodes.values():
             at = _gradient_of(node)

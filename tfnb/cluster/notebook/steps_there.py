@@ -336,7 +336,8 @@ def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
 
 def _apart(names: Sequence[str], how: Mode) -> str:
     """What is said where tasks that divide the rows write Variables along no gradient."""
-    kept = "takes what the first task makes of its rows" if how == Mode() else "may lose what one of several tasks adds"
+    is_joint = how.name == "sync"
+    kept = "takes what the first task makes of its rows" if is_joint else "may lose what one of several tasks adds"
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (
         f"the step writes {shown} itself, not along a gradient, and several tasks take steps together: with mode={how} "
