@@ -55,9 +55,11 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
             return
         groups, late = _prepared(rows, lr)
         for ws, grads, slots, rate in groups:
+            own = settings
             if isinstance(rate, tuple):
-                rate, settings[MOVING[kernel.__name__]] = rate
-            kernel(ws, grads, slots, rate, **settings)
+                rate, moving = rate
+                own = settings | {MOVING[kernel.__name__]: moving}
+            kernel(ws, grads, slots, rate, **own)
         for target, value in late:
             target.copy_(value)
 

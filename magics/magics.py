@@ -106,7 +106,7 @@ class TfnbMagics(RunMagics):
         is_empty = not any(n.owner is not None and n.owner.key.startswith(cell.owner) for n in graph.nodes)
         self._draw(graph, program.label, options, silent=program.silent or not graph.nodes, found=found)
         for note in (
-            *([NOTHING] if is_empty else []),
+            *([NOTHING] if is_empty and self.sticky.graph is None and not options.quiet else []),
             *graph.notes,
             *shadowed(graph, before, self.shell.user_ns),
             *found.lines(),

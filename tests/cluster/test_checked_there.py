@@ -14,7 +14,7 @@ import tfnb
 from tests.cluster.conftest import close_to
 from tests.cluster.test_queues_on_servers import fifo
 from tests.quick import quick
-from tfnb.errors import BreakpointReached, DeadlineExceeded, InvalidArgument, NonFinite
+from tfnb.errors import BreakpointReached, DeadlineExceeded, FailedPrecondition, InvalidArgument, NonFinite
 
 MODES = {"sync": {}, "async": {"mode": "async"}}
 TEXT = r"(?s)aten\.log.*made nan of finite numbers.*node .*loss = layer\(x\)\.log\(\)"
@@ -201,3 +201,22 @@ def test_what_a_stopped_step_took_is_in_its_queue_again(connect):
     assert q.size() == 1
     tfnb.break_at(doubled, off=True)
     assert tfnb.run(doubled) == 42
+
+
+def test_a_setting_that_changed_keeps_no_values_on_the_servers(connect, tmp_path):
+    layer, x = torch.nn.Linear(4, 3), torch.randn(12, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+    with tfnb.record() as graph:
+        fed = tfnb.placeholder(x)
+        step = tfnb.train.from_torch(optimizer).minimize(layer(fed).square().sum())
+    cluster, before = connect(1), layer.weight.detach().clone()
+    for _ in range(3):
+        tfnb.run(step, {fed: x})
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(FailedPrecondition, match=r"momentum was 0\.9, and is 0\.5 now"):
+        tfnb.run(step, {fed: x})
+    tfnb.Session(graph).save(tmp_path / "there.safetensors")
+    there = next(v for v in graph.variables if v.held is not None and v.spec.shape == (3, 4)).value()
+    cluster.close()
+    assert torch.equal(layer.weight, there) and not torch.equal(layer.weight, before)
+    assert all(str(variable.device) == "cpu" and variable.nbytes for variable in graph.variables)

@@ -211,6 +211,7 @@ def test_a_runner_that_is_over_goes_on_there_over_a_queue_that_is_empty_again(co
     assert [int(n) for n in bad] == [7], "it forgot why it was closed"
 
 
+@pytest.mark.filterwarnings("ignore:the step writes total itself")  # one element a step, so one task adds it
 def test_a_training_that_is_broken_off_there_gives_back_what_tasks_did_not_use(connect, tmp_path: Path) -> None:
     one = Summing()
     connect(2)

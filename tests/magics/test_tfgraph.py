@@ -542,6 +542,10 @@ def test_a_cell_that_records_nothing_says_so_and_draws_no_empty_graph(notebook):
     assert "this cell recorded nothing" in shown["text/plain"] and "tfnb.placeholder" in shown["text/plain"]
     ran = notebook.ok("%%tfgraph nothing\nx = tfnb.placeholder(torch.ones(3))")
     assert len(ran.shown) == 1 and "<svg" in ran.shown[0]["text/html"]
+    assert not notebook.ok("%%tfgraph other -q\n# only a comment").shown
+    notebook.ok("%tfgraph on other")
+    assert not notebook.ok("import os").shown, "an ordinary cell under %tfgraph on records nothing as a rule"
+    notebook.ok("%tfgraph off")
 
 
 @pytest.mark.parametrize("name", ["loss", "train"])

@@ -181,3 +181,26 @@ def test_the_workers_of_a_loader_know_of_no_recording() -> None:
         rows, _ = next(iter(pairs(batch_size=4, num_workers=2)))
         total = rows.sum()
     assert len(graph.nodes) == 2 and float(tfnb.run(total)) == float(X[:4].sum())
+
+
+class Flipped(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows with a number of chance, every other one turned."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        row = torch.rand(2) + i
+        return row.flip(0) if torch.rand(1) < 0.5 else row
+
+
+@pytest.mark.filterwarnings("ignore:.*Python took the")
+def test_each_batch_that_a_loader_makes_draws_numbers_of_its_own() -> None:
+    shuffled = torch.utils.data.DataLoader(torch.arange(64), batch_size=16, shuffle=True)
+    flipped = torch.utils.data.DataLoader(Flipped(), batch_size=3)
+    with tfnb.record() as graph:
+        batches = [next(iter(loader)) for loader in (shuffled, shuffled, flipped, flipped)]
+        drawn = torch.rand(2)
+    assert not any(isinstance(batch, tfnb.Tensor) for batch in batches) and len(graph.nodes) == 1
+    assert not torch.equal(batches[0], batches[1]) and not torch.equal(batches[2], batches[3])
+    assert not any(torch.equal(row - i, tfnb.run(drawn)) for i, row in enumerate(batches[2]))

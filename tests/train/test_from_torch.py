@@ -538,3 +538,26 @@ def test_hyperparameters_that_change_after_the_recording_are_not_passed_over(tmp
         step = train.from_torch(optimizer).minimize(layer(fed).sum())
     tfnb.run(step, {fed: x})
     assert not torch.equal(layer.weight, before)
+
+
+def test_a_cycled_momentum_is_that_of_its_own_optimizer() -> None:
+    x = torch.randn(3, 2, dtype=torch.float64)
+    nets = [[nn.Linear(2, 1).double() for _ in range(2)] for _ in range(2)]
+    for mine, theirs in zip(*nets, strict=True):
+        theirs.load_state_dict(mine.state_dict())
+    made = [[torch.optim.SGD(net.parameters(), 0.1, momentum) for net, momentum in zip(pair, (0.9, 0.95), strict=True)]
+            for pair in nets]  # fmt: skip
+    cycles = [torch.optim.lr_scheduler.OneCycleLR(pair[0], 0.1, total_steps=9) for pair in made]  # 0.95 at first
+    with tfnb.record():
+        fed = tfnb.placeholder(x)
+        steps = [train.from_torch(o).minimize(net(fed).square().sum()) for o, net in zip(made[0], nets[0], strict=True)]
+    for _ in range(6):
+        tfnb.run(steps, {fed: x})
+        for optimizer, net in zip(made[1], nets[1], strict=True):
+            optimizer.zero_grad()
+            net(x).square().sum().backward()
+            optimizer.step()
+        for mine, theirs in zip(*nets, strict=True):
+            assert_same(dict(mine.state_dict()), dict(theirs.state_dict()))
+        for cycle in cycles:
+            cycle.step()

@@ -272,7 +272,7 @@ class Variable:
     @property
     def nbytes(self) -> int:
         """Bytes of its value here."""
-        return self.storage.numel() * self.storage.element_size() if self.initialized else 0
+        return self.kept.numel() * self.kept.element_size() if self.initialized else 0
 
     def drop(self, why: str) -> None:
         """It has no value from here on, until one is stored; steps that use it end first."""
@@ -334,7 +334,7 @@ class Variable:
         """Where the value lives."""
         if self.home is not None:
             return str(self.home)
-        return str(self.storage.device) if self.initialized else self.spec.device
+        return str(self.kept.device) if self.initialized else self.spec.device
 
     def value(self, *, timeout: float | None = None) -> torch.Tensor:
         """A copy of the value, wherever it lives; inside a recording a number of outside, which `read` is not.

@@ -197,11 +197,14 @@ class FromTorch(Optimizer):
         if current.recording() is not None or recorded == now:
             return
         changed = ", ".join(f"{n} was {recorded.get(n)}, and is {now[n]} now" for n in now if recorded.get(n) != now[n])
+        cycled = any(recorded.get(n) != now[n] for n in ("momentum", "beta1") if n in now)
+        advice = (
+            ". OneCycleLR and CyclicLR set the momentum when they are made: make them with cycle_momentum=False, or, "
+            "of SGD, Adam, AdamW and RMSprop, above the cell that records the step, which then takes that of each run"
+        )
         raise FailedPrecondition(
             f"{self._label}: {changed} (group {number}): a recorded step has the numbers of its recording, all but the "
-            "learning rate. Record the step again. OneCycleLR and CyclicLR set the momentum when they are made: make "
-            "them above the cell that records the step, which then takes the momentum of each run, or with "
-            "cycle_momentum=False"
+            f"learning rate. Record the step again{advice if cycled else ''}"
         )
 
     def _slot(self, rule: Rule, parameter: torch.Tensor, name: str, stem: str) -> Variable:

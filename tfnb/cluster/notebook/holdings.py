@@ -92,7 +92,7 @@ class Holdings:
 
     def same(self, variable: Variable) -> None:
         """Its storage here shows what the server has."""
-        self._prints[variable.key] = Print.of(variable.storage)
+        self._prints[variable.key] = Print.of(variable.kept)
         self.stale.discard(variable.key)
 
     def superseded(self, variable: Variable) -> None:
@@ -120,7 +120,7 @@ class Holdings:
         seen = self._prints.get(variable.key)
         if seen is None or self._variables.get(variable.key) is not variable:
             return False
-        storage = variable.storage
+        storage = variable.kept
         return (thorough or not seen.seems(storage)) and not seen.fits(storage)
 
     def behind(self, written: Iterable[Variable]) -> list[Variable]:

@@ -94,7 +94,7 @@ class Steps:
         """
         self._waiting.ensure_open()
         placed = self.place(step, parallel=False, check=check)
-        self._variables.send(step.variables)
+        self._variables.send_for_step(step.variables)
         queues = self._queues.used(placed.queues)
         try:
             values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues, see)
@@ -226,17 +226,17 @@ class Steps:
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Every step driven from here, for what no loop of a task can do by itself."""
         ways = joins(step)
-        self._variables.send(step.variables)
+        self._variables.send_for_step(step.variables)
         if isinstance(source, Ahead):
             source = self._drawn(step, source)
         for batch in source:
             if batch is None:
                 self._show()
                 yield STANDS
-                self._variables.send(step.variables)
+                self._variables.send_for_step(step.variables)
                 continue
             left = self._left(end)
-            self._variables.send(step.variables, thorough=False)
+            self._variables.send_for_step(step.variables, thorough=False)
             taken = batch if see is None else replace(batch, rows=None)
             values, rows_of, after = self._step(step, placed, taken, left, "a training step", see=see)
             parts = [_picked(placed.fetched, part) for part in values]
@@ -261,7 +261,7 @@ class Steps:
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine, held, left = self._engine, self._variables.held, self._left(end)
-        self._variables.send(step.variables)
+        self._variables.send_for_step(step.variables)
         self._variables.outdated(step)
         data, pieces = drawn_from(source, mode.name != "sync", engine.homes)
         training: Training = self._waiting.do(
@@ -278,7 +278,7 @@ class Steps:
         try:
             while training.end is None:
                 self._variables.outdated(step)
-                self._variables.send(step.variables, thorough=False)
+                self._variables.send_for_step(step.variables, thorough=False)
                 machine, offers = training.machine, []
                 for task in machine.takers:
                     size = machine.sizes.next(pieces.left, machine.parts)
@@ -293,9 +293,9 @@ class Steps:
                         pieces.stands = False
                         self._show()
                         yield STANDS
-                        self._variables.send(step.variables)
+                        self._variables.send_for_step(step.variables)
                         continue
-                    self._variables.send(step.variables, thorough=False)
+                    self._variables.send_for_step(step.variables, thorough=False)
                 yield from results(offers)
             yield from results([])
         finally:

@@ -83,6 +83,13 @@ class VariablesThere:
         if gone:
             self.do("dropping variables", None, self.engine.drop, gone)
 
+    def send_for_step(self, variables: Sequence[Variable], *, thorough: bool = True) -> None:
+        """`send` before a step: raises also where no step may take a value that is looked up here."""
+        for variable in variables:
+            if variable.leads:
+                _ = variable.storage
+        self.send(variables, thorough=thorough)
+
     def send(self, variables: Iterable[Variable], *, thorough: bool = True) -> None:
         """What was written here by other means than a step goes to the servers; raises where that would lose steps."""
         written = self.held.written(variables, thorough=thorough)
@@ -119,7 +126,7 @@ class VariablesThere:
         with torch.no_grad(), self.held.showing:
             for variable in variables:
                 if variable in self.held:  # else the cluster was closed meanwhile: its value is here
-                    lazy_memory.assign(variable.storage, values[variable.key])
+                    lazy_memory.assign(variable.kept, values[variable.key])
                     self.held.same(variable)
             self._pulled = (step, time.monotonic(), time.monotonic() - begin)
         return step
@@ -199,7 +206,7 @@ def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[st
     """The values that these have here, in pieces, by shard."""
     found: dict[int, dict[str, torch.Tensor]] = {}
     for variable in variables:
-        value = variable.storage.cpu()
+        value = variable.kept.cpu()
         for piece in homes[variable.key]:
             found.setdefault(piece.shard, {})[piece.key] = piece.of(value)
     return found

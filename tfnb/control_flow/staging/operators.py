@@ -191,13 +191,14 @@ def _unrolled(recorder: Recorder | None, items: Any, names: tuple[str, ...]) -> 
         yield from items
         return
     st, start, count = Statement("for", recorder, names, tuple, lambda _: None), len(recorder.new), 0
+    fixed = len(recorder.tape.fixed)
     try:
         for each in items:
             count += 1
             yield each
     finally:
         if (made := len(recorder.new) - start) and count > 1:
-            recorder.tape.fixed.clear()  # what follows says more
+            del recorder.tape.fixed[fixed:]  # what follows says more
             recorder.tape.notes.append(
                 f"{st.place}: this `for` over a DataLoader was unrolled: {count} batches are {made} nodes of the "
                 "graph, with these data in every run. Record one step, with a placeholder for each part of a batch, "

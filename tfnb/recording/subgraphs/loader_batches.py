@@ -34,7 +34,9 @@ def batch(original: Callable[..., Any]) -> Any:
         if not _is_data(rec, start):
             return made
         plain = tree_map(lambda part: part.sample if isinstance(part, Tensor) else part, made)
+        drawn = rec.tape.streams
         undo()
+        rec.tape.streams = drawn  # the next batch draws other numbers
         return tree_map(lambda part: _remembered(rec, part), plain)
 
     return call
@@ -47,7 +49,7 @@ def _is_data(rec: Recording, start: int) -> bool:
     seen: set[int] = set()
     while waiting:
         node = known[waiting.pop()]
-        if node.op.startswith("tfnb.") and node.op != "tfnb.constant":
+        if node.op.startswith("tfnb.") and node.op not in ("tfnb.constant", "tfnb.guard"):
             return False
         seen.add(node.id)
         waiting += [value.node for value in node.inputs if value.node not in seen]
