@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -100,6 +101,54 @@ def test_a_variable_of_a_number_and_a_shape():
     small.assign(torch.ones(3))
     small.initialize()
     assert small.value().tolist() == [0.5] * 3
+
+
+def test_whatever_is_done_with_a_variable_takes_the_memory_of_its_rows():
+    before, two = rss(), torch.full((2, WIDTH), 2.0)
+    v = tfnb.Variable(0.0, shape=(HUGE, WIDTH), lazy_init=True, name="late")
+    v.initialize()
+    v.initialize()
+    v.scatter_update([7, HUGE - 1], two)
+    v.scatter_add([7, 7], two)
+    v.scatter_sub([9], two[:1])
+    v.scatter_mul([7], two[:1])
+    new = v.scatter_div([9], -two[:1])
+    seen = v.value()
+    for value in (new, seen, v.storage):
+        assert value.shape == (HUGE, WIDTH)
+        assert value[[6, 7, 9, HUGE - 1], 3].tolist() == [0, 12, 1, 2]
+    v.storage[7] = 0.0
+    assert seen[7, 0] == 12, "it is a copy"
+    mean = tfnb.train.ExponentialMovingAverage(0.9).average(v)
+    assert mean.value()[9].sum() == WIDTH and v.storage.data_ptr() != mean.storage.data_ptr()
+    with tfnb.record("late"):
+        out = v.read()[0].sum()
+    with tfnb.Session("late") as session:
+        session.run(out)
+        moment = session.state.moment().copy()
+    assert [value.shape for value in moment.values.values()] == [(HUGE, WIDTH)]
+    assert rss() - before < MOST
+
+
+def test_the_first_value_of_a_late_variable_is_its_own():
+    for value in (torch.ones(3, 4).T, torch.ones(4, 1).expand(4, 3), torch.ones(4, 3)):
+        late = tfnb.Variable(0.0, shape=(4, 3), lazy_init=True)
+        late.assign(value)
+        assert late.storage.is_contiguous() and late.storage.data_ptr() != value.data_ptr()
+        assert torch.equal(late.value(), value)
+    late = tfnb.Variable(0.0, shape=(2,), dtype=torch.complex64, lazy_init=True)
+    late.assign(torch.tensor([1j, 2]).conj())
+    assert not late.storage.is_conj() and late.value().tolist() == [-1j, 2]
+
+
+def test_the_value_of_a_large_parameter():
+    parameter = torch.nn.Parameter(torch.from_numpy(np.zeros((1 << 18, WIDTH), dtype=np.float32)))
+    with torch.no_grad():
+        parameter[5] = 1.0
+    variable = tfnb.Variable.of(parameter, name="p")
+    before = rss()
+    assert variable.value()[5].sum() == WIDTH and variable.scatter_add([5], torch.ones(1, WIDTH))[5, 0] == 2
+    assert parameter[5, 0] == 2 and not variable.value().requires_grad and rss() - before < MOST
 
 
 def test_what_does_not_fit_is_refused_with_its_bytes():

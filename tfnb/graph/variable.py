@@ -302,7 +302,7 @@ class Variable:
         with torch.no_grad(), LOCKS.write(self):
             try:
                 if not self.initialized:
-                    owned = torch.empty(self.shape, dtype=self.dtype, device=self.spec.device).copy_(value)
+                    owned = self._copied(value)
                     self._storage = lambda: owned
                     if self._gone:
                         self._gone = ""
@@ -311,6 +311,13 @@ class Variable:
                     lazy_memory.assign(self.kept, value)
             finally:
                 self.writes.value += 1
+
+    def _copied(self, value: torch.Tensor) -> torch.Tensor:
+        """A value in memory of its own: that of a table takes no more than its rows."""
+        plain = value.resolve_conj().resolve_neg()
+        if plain.is_contiguous() and self.spec.is_on(plain.device):
+            return lazy_memory.clone(plain)
+        return torch.empty(self.shape, dtype=self.dtype, device=self.spec.device).copy_(plain)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -350,7 +357,7 @@ class Variable:
             if self.home is not None:
                 return self.home.value(self)
             with LOCKS.read(self, timeout=timeout):  # not one that is half written
-                return self.kept.clone()
+                return lazy_memory.clone(self.kept)
 
     def set(self, value: torch.Tensor) -> None:
         """Write the value at once, wherever it lives; raises ShapeError for another shape."""
@@ -382,7 +389,13 @@ class Variable:
         with LOCKS.write(self) if self.home is None else nullcontext():
             old = operands[-1] if kind == "assign" else self.value()  # an uninitialised variable may be assigned
             try:
-                new = updated(old, kind, *operands)
+                if indices:
+                    own = (
+                        old if self.home is None else lazy_memory.clone(old)
+                    )  # what came from servers may be read-only
+                    new = _with_rows(own, kind, *operands)
+                else:
+                    new = updated(old, kind, *operands)
             except RuntimeError as error:
                 raise ShapeError(f"variable {self.name}, which is {self.spec}: {kind}: {error}") from error
             self.set(new)
@@ -525,6 +538,17 @@ def _filled(number: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tens
 
 def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, (torch.Tensor, Variable))
+
+
+def _with_rows(own: torch.Tensor, kind: str, indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`updated` in place: of a table only the rows that are written take memory."""
+    match kind:
+        case "scatter_update":
+            return own.index_copy_(0, indices, rows)
+        case "scatter_add" | "scatter_sub":
+            return own.index_add_(0, indices, rows, alpha=1 if kind == "scatter_add" else -1)
+    before = own.index_select(0, indices)
+    return own.index_copy_(0, indices, before * rows if kind == "scatter_mul" else before / rows)
 
 
 def updated(old: torch.Tensor, kind: str, *args: torch.Tensor) -> torch.Tensor:

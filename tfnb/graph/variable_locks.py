@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from tfnb.errors import Aborted, DeadlineExceeded
+from tfnb.graph import lazy_memory
 
 ITERATION = 0.05  # seconds; Python raises nothing in a thread that waits for longer
 PATIENCE = 60.0  # seconds
@@ -235,7 +236,7 @@ class Locks:
         """Copies of what these Variables hold here, all of one moment."""
         found = tuple(variables)
         with self.read(*found, timeout=timeout):
-            return Cut(versions(found), {variable: variable.kept.clone() for variable in found})
+            return Cut(versions(found), {variable: lazy_memory.clone(variable.kept) for variable in found})
 
 
 def versions(variables: Iterable[Stored]) -> dict[Any, int]:

@@ -15,7 +15,7 @@ import torch
 
 from tfnb.cluster.connected import connected
 from tfnb.errors import InvalidArgument
-from tfnb.graph import Graph, Variable
+from tfnb.graph import Graph, Variable, lazy_memory
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import queues_of
@@ -47,7 +47,7 @@ class Moment(NamedTuple):
 
     def copy(self) -> Moment:
         """The same in memory of its own."""
-        values = {label: value.clone() for label, value in self.values.items()}
+        values = {label: lazy_memory.clone(value) for label, value in self.values.items()}
         return self._replace(values=values, queues={label: one.copy() for label, one in self.queues.items()})
 
 

@@ -58,7 +58,7 @@ class ExponentialMovingAverage:
         if owner not in self._averages:
             with _disable_current_modes(), torch.no_grad():
                 name = f"{owner.name}/{type(self).__name__}"
-                self._averages[owner] = Variable(owner.storage.clone(), name=name, trainable=False)
+                self._averages[owner] = Variable(owner.storage.detach(), name=name, trainable=False)
         return self._averages[owner]
 
     def _keep(self, recorder: Recorder) -> Any:

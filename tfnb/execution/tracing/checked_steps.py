@@ -15,6 +15,7 @@ from tfnb.execution.tracing.live_memory import tensors
 from tfnb.execution.tracing.origins import not_finite
 from tfnb.execution.tracing.tracer import Tracer
 from tfnb.execution.tracing.value_health import ValueHealth
+from tfnb.graph import lazy_memory
 
 
 class Checked(Tracer):
@@ -38,19 +39,20 @@ class Checked(Tracer):
     def commit(self, pending: Pending) -> None:
         """Write everything, or nothing."""
         storages = [variable.storage for variable in self.program.writes]
-        before = [storage.clone() for storage in storages]
+        before = [lazy_memory.clone(storage) for storage in storages]
         self.program.commit(pending)
         try:
             ensure_finite(self.program, storages)
         except NonFinite:
             for storage, copy in zip(storages, before, strict=True):
-                storage.copy_(copy)
+                lazy_memory.assign(storage, copy)
             raise
 
 
 def try_update(program: Program, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run: int) -> None:
     """Raise NonFinite where an update would write NaN or infinite numbers; it is made on copies of ``storages``."""
-    copies = [s.clone() if v in program.writes else s for v, s in zip(program.variables, storages, strict=True)]
+    pairs = zip(program.variables, storages, strict=True)
+    copies = [lazy_memory.clone(storage) if variable in program.writes else storage for variable, storage in pairs]
     program.commit(program.compute(feeds, copies, run)[1])
     of = dict(zip(program.variables, copies, strict=True))
     ensure_finite(program, [of[variable] for variable in program.writes])
