@@ -111,8 +111,15 @@ NETS: dict[str, tuple[Callable[[], tuple[nn.Module, Data]], tuple[Cell, ...]]] =
 @contextmanager
 def computing(precision: str) -> Iterator[None]:
     """Products and convolutions in TF32, or not."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "strict"
-    yield
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [flag.allow_tf32 for flag in flags]
+    for flag in flags:
+        flag.allow_tf32 = precision != "strict"
+    try:
+        yield
+    finally:
+        for flag, was in zip(flags, before, strict=True):
+            flag.allow_tf32 = was
 
 
 def cast(precision: str) -> Any:
