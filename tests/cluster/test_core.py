@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import mmap
 import random
 from pathlib import Path
 
@@ -263,10 +264,11 @@ def test_what_is_brought_changes_nothing_before_it_is_decided_and_then_all_of_it
     assert server.w.tolist() == [1, 1, 1] and server.core.objects.nbytes == 0
 
 
-def far_apart(rows=1 << 20):
-    """A table of 64 MB each page of which holds one row that is not zero: these are 1 MB."""
-    table = lazy_memory.zeros((rows, 16), torch.float32)
-    table[::64] = 1.0
+def far_apart(step=64):
+    """A table of 64 MB, of which every so many rows are not zero: with 64 one in each page. 0: none."""
+    table = lazy_memory.zeros((1 << 20, 16), torch.float32)
+    if step:
+        table[::step] = 1.0
     return sparse_values.written({"t": table})
 
 
@@ -288,6 +290,51 @@ def test_c24_rows_of_a_table_beside_each_other_count_the_pages_that_they_share()
     server = Server(budget=6 << 20)
     assert isinstance(server("create", tensors, **facts), Ok)
     assert server("stat").meta["bytes"] == 12 + (4 << 20)
+
+
+class AddToTable(Add):
+    reads = writes = ("t",)
+
+
+def with_table(budget):
+    server = Server(budget=budget)
+    server.core.compile = lambda meta, tensors: AddToTable()
+    facts, tensors = far_apart(0)
+    assert isinstance(server("create", tensors, **facts), Ok)
+    server("register_shard", plan="table")
+    assert server("stat").meta["bytes"] == 12
+    return server
+
+
+def test_c24_a_table_that_is_written_densely_counts_as_a_whole_value():
+    ones = torch.ones(1 << 20, 16)
+    small, roomy = with_table(8 << 20), with_table(80 << 20)
+    assert small("assign", [ones], keys=["t"]).tag == "ResourceExhausted"
+    assert small("push", [torch.ones(1, 16)], plan="table").tag == "ResourceExhausted"
+    assert small.w.tolist() == [0, 0, 0] and small("stat").meta["bytes"] == 12
+    assert isinstance(roomy("assign", [ones], keys=["t"]), Ok)
+    assert roomy("stat").meta["bytes"] == 12 + (64 << 20)
+    roomy.core.store.release()
+    assert roomy("stat").meta["bytes"] == 12 + (64 << 20)
+    (seen,) = roomy("pull", keys=["t"], tables=True).tensors
+    del ones
+    assert isinstance(roomy("push", [torch.ones(1, 16)], plan="table"), Ok)
+    assert seen.unique().tolist() == [1] and roomy("pull", keys=["t"]).tensors[0].unique().tolist() == [2]
+
+
+def test_c24_values_of_a_table_that_are_given_up_or_sparse_count_what_they_take():
+    table = lazy_memory.zeros((1 << 20, 16), torch.float32)
+    table[5] = 1.0
+    facts, tensors = sparse_values.written({"t": table})
+    server = with_table(8 << 20)
+    for _ in range(3):
+        assert isinstance(server("assign", tensors, **facts), Ok)
+    assert server("stat").meta["bytes"] <= 12 + 2 * 3 * mmap.PAGESIZE
+    server.core.store.open(["t"])
+    assert server("stat").meta["bytes"] > 8 << 20
+    assert isinstance(server("assign", tensors, **facts), Ok)
+    assert server("stat").meta["bytes"] <= 12 + 2 * 4 * mmap.PAGESIZE
+    assert server.core.store.is_table("t")
 
 
 def test_c24_over_budget_is_refused_and_the_core_lives():

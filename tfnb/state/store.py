@@ -31,6 +31,7 @@ from tfnb.state.shared_memory import Segment
 ALIGN = 64  # bytes
 GENERATIONS = 3  # buffers of one slab, at most
 LEAST = 64 << 10  # bytes of a slab in shared memory: what is smaller travels with the message
+NONE: Mapping[str, torch.Tensor] = {}
 LARGE = lazy_memory.LARGE  # a value from here on has a slab of its own, and is written in place where rows of it change
 
 
@@ -118,6 +119,7 @@ class Slab:
         self._tensors = {key: place.of(self._current.flat) for key, place in self.places.items()}
         self._bytes = sum(place.nbytes for place in self.places.values())
         self._measured = self._most = 0  # bytes that a lazy one took, and at most takes since
+        self._before = 0  # those that it took at most before it was opened
         with torch.no_grad():
             for key, value in values.items():
                 lazy_memory.assign(self.get(key), value)
@@ -133,12 +135,16 @@ class Slab:
             tables = (place.of(self._current.flat) for place in self.places.values())
             self._measured = self._most = sum(map(lazy_memory.taken, tables))
 
-    def growth(self, rows: int) -> int:
-        """Bytes more that it counts, at most, when so many rows are written."""
-        return _held(self._grown(rows), self._bytes) - self.held if self.is_lazy else 0
+    def growth(self, rows: int, values: Sequence[torch.Tensor] = ()) -> int:
+        """Bytes more that it counts, at most, when so many rows are written, or these values; else it is all of it."""
+        return _held(self._grown(rows, values), self._bytes) - self.held if self.is_lazy else 0
 
-    def _grown(self, rows: int) -> int:
-        """Bytes that a lazy one takes, at most, after so many rows were written."""
+    def _grown(self, rows: int, values: Sequence[torch.Tensor]) -> int:
+        """Bytes that a lazy one takes, at most, after that."""
+        if values:
+            return min(self.nbytes, self._most + sum(map(_taken, values)))
+        if not rows:
+            return self.nbytes
         (place,) = self.places.values()
         row, page = max(1, place.nbytes // max(1, place.shape[0])), mmap.PAGESIZE
         pages = -(-row // page) + (row % page != 0 and page % row != 0)  # that hold one row, at most
@@ -166,12 +172,14 @@ class Slab:
         flat = self._current.read()
         return [self.places[key].of(flat) for key in keys]
 
-    def open(self, keys: Sequence[str], *, keep: bool, rows: int) -> dict[str, torch.Tensor]:
+    def open(
+        self, keys: Sequence[str], *, keep: bool, rows: int, values: Sequence[torch.Tensor] = ()
+    ) -> dict[str, torch.Tensor]:
         """Tensors to write the next values of ``keys`` into; without ``keep`` all of each will be written."""
-        if self.is_lazy and rows:
+        if self.is_lazy:
             if self._most > self._measured + max(LARGE, self._measured // 8):  # it takes a while to count them
                 self._measure()
-            self._most = self._grown(rows)
+            self._before, self._most = self._most, self._grown(rows, values)
         self._next = self._current
         if self._current.is_read:
             self._next = next((spare for spare in self._spares if not spare.is_read), None)
@@ -188,7 +196,9 @@ class Slab:
         return {key: self.places[key].of(self._next.flat) for key in keys}
 
     def publish(self) -> None:
-        """What was opened is the current generation."""
+        """What was opened is the current generation. A lazy one all of which was written is lazy no more."""
+        if self.is_lazy and self._next is not None and self._most == self.nbytes:
+            self.is_lazy = self._is_table = False
         if self._next is not None and self._next is not self._current:
             self._spares.remove(self._next)
             self._spares.append(self._current)
@@ -198,6 +208,8 @@ class Slab:
 
     def close(self) -> None:
         """What was opened is forgotten; nothing was written into it."""
+        if self._next is not None:
+            self._most = self._before
         self._next = None
 
     def release(self) -> None:
@@ -280,22 +292,26 @@ class Store:
             found.update(zip(some, slab.read(some), strict=True))
         return [found[key] for key in keys]
 
-    def open(self, keys: Sequence[str], *, keep: bool = True, rows: int = 0) -> dict[str, torch.Tensor]:
+    def open(
+        self, keys: Sequence[str], *, keep: bool = True, rows: int = 0, values: Mapping[str, torch.Tensor] = NONE
+    ) -> dict[str, torch.Tensor]:
         """Tensors to write the next values of ``keys`` into; what was opened before is given up.
 
         keep: they hold the current values. rows: only so many rows will be written, and no large value is copied.
+        values: those that will be written, where they are known.
         """
         self._close()
         self.opening += 1
         found: dict[str, torch.Tensor] = {}
         for slab in self._of(keys):
             self._open.append(slab)
-            found |= slab.open([key for key in keys if self._slabs[key] is slab], keep=keep, rows=rows)
+            mine = [key for key in keys if self._slabs[key] is slab]
+            found |= slab.open(mine, keep=keep, rows=rows, values=[values[key] for key in mine if key in values])
         return found
 
-    def growth(self, keys: Sequence[str], rows: int) -> int:
-        """Bytes more that these count, at most, when so many rows of each are written."""
-        return sum(slab.growth(rows) for slab in self._of(keys))
+    def growth(self, keys: Sequence[str], rows: int = 0, values: Mapping[str, torch.Tensor] = NONE) -> int:
+        """Bytes more that these count, at most, when so many rows of each are written, or such values."""
+        return sum(slab.growth(rows, [values[key] for key in slab.places if key in values]) for slab in self._of(keys))
 
     def publish(self) -> None:
         """What was opened, and written meanwhile, is what readers get from now on."""
@@ -312,7 +328,7 @@ class Store:
             held = self.get(key)
             if value.shape != held.shape or value.dtype != held.dtype:
                 raise ShapeError(f"cannot assign {Spec.of(value)} to {key}, which is {Spec.of(held)}")
-        targets = self.open(list(values), keep=False)
+        targets = self.open(list(values), keep=False, values=values)
         with torch.no_grad():
             for key, target in targets.items():
                 lazy_memory.assign(target, values[key])

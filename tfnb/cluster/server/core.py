@@ -54,11 +54,13 @@ class Values(Protocol):
 
     def read(self, keys: Sequence[str]) -> list[torch.Tensor]: ...
 
-    def open(self, keys: Sequence[str], *, keep: bool = True, rows: int = 0) -> Mapping[str, torch.Tensor]: ...
+    def open(
+        self, keys: Sequence[str], *, keep: bool = True, rows: int = 0, values: Mapping[str, torch.Tensor] = ...
+    ) -> Mapping[str, torch.Tensor]: ...
 
     def is_table(self, key: str) -> bool: ...
 
-    def growth(self, keys: Sequence[str], rows: int) -> int: ...
+    def growth(self, keys: Sequence[str], rows: int = 0, values: Mapping[str, torch.Tensor] = ...) -> int: ...
 
     def publish(self) -> None: ...
 
@@ -246,13 +248,14 @@ class Core:
             held = self._value(key)
             if held.shape != tensor.shape or held.dtype != tensor.dtype:
                 raise ShapeError(f"{key} is {spec(held)}, the new value is {spec(tensor)}")
-
-        return lambda: self.store.assign(dict(zip(keys, tensors, strict=True))), tuple(keys)
+        values = dict(zip(keys, tensors, strict=True))
+        self.afford(self.store.growth(list(keys), values=values))
+        return lambda: self.store.assign(values), tuple(keys)
 
     def _assigning(self, values: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """What writes these, checked; the memory that it takes is there."""
         write, keys = self._assignment(list(values), list(values.values()))
-        self.store.open(keys, keep=False)  # who writes opens it again, and finds this generation
+        self.store.open(keys, keep=False, values=values)  # who writes opens it again, and finds this generation
 
         def written() -> None:
             with self.writing(keys):
@@ -303,7 +306,7 @@ class Core:
         dense = [key for key in fresh if not self.store.is_table(key)]
         values = dict(zip(dense, self.store.read(dense), strict=True))
         facts, tensors = sparse_values.written(
-            {key: values[key] if key in values else self.store.get(key) for key in fresh}
+            {key: values[key] if key in values else self.store.get(key) for key in fresh}, self.store.is_table
         )
         return Ok({**meta, **facts}, tensors)
 
@@ -359,13 +362,20 @@ class Core:
         feeds = [MERGES[kind]([part.tensors[i] for part in parts], weights) for i, kind in enumerate(program.kinds)]
         for key in program.reads:
             self._value(key)
-        rows = sum(len(feed) for feed, kind in zip(feeds, program.kinds, strict=True) if kind == "rows")
-        if rows:
-            self.afford(self.store.growth(program.writes, rows))
-        opened = self.store.open(program.writes, rows=max(rows, "rows" in program.kinds))
+        rows = self._rows(program, feeds)
+        self.afford(self.store.growth(program.writes, rows))
+        opened = self.store.open(program.writes, rows=rows)
         storages = [opened[key] if key in opened else self.store.get(key) for key in program.reads]
         pending = program.compute(feeds, storages, first.run_index)
         return (lambda: program.commit(pending)), tuple(program.writes)
+
+    def _rows(self, program: ServerProgram, feeds: Sequence[torch.Tensor]) -> int:
+        """How many rows of each value a program writes at most; 0: all of them."""
+        if "rows" in program.kinds:
+            return max(1, sum(len(feed) for feed, kind in zip(feeds, program.kinds, strict=True) if kind == "rows"))
+        if not any(map(self.store.is_table, program.writes)):
+            return 0
+        return sum(feed.numel() for feed in feeds if feed.dtype in (torch.int32, torch.int64))  # numbers of rows
 
     def part(self, request: Request) -> Part | Refused:
         """What the request stages or pushes, checked."""

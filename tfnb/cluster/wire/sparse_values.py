@@ -5,7 +5,7 @@ Between a notebook and servers only; a task asks for rows. See `tfnb.graph.lazy_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,17 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph import lazy_memory
 
 
-def written(values: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Facts and tensors of a message. ``tables``: by key the lengths of those of which rows travel."""
+def written(
+    values: Mapping[str, torch.Tensor], is_table: Callable[[str], bool] | None = None
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Facts and tensors of a message. ``tables``: by key the lengths of those of which rows travel, in new memory.
+
+    is_table: whether rows of a key are to travel, where that is known; else it is looked up.
+    """
     tables: dict[str, int] = {}
     tensors: list[torch.Tensor] = []
     for key, value in values.items():
-        if lazy_memory.is_table(value):
+        if lazy_memory.is_table(value) if is_table is None else is_table(key):
             tables[key] = len(value)
             tensors += lazy_memory.packed(value)
         else:
