@@ -477,3 +477,17 @@ def test_interrupt_is_delivered_after_the_commit() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         reached.append(1)
     assert reached == [1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_session_behind_a_watch_saves_and_restores_the_same_run_numbers():
+    with tfnb.record("watched runs") as g:
+        x = tfnb.placeholder(torch.zeros(2), name="x")
+        y = x + torch.rand_like(x)
+    session = tfnb.Session(g)
+    session.run(y, {x: torch.zeros(2)})
+    twin = session._generated()
+    assert twin.runs is session.runs and twin.state.positions == session.state.positions
+    moment = session.state.moment()
+    first, _ = session.looked_at(y, {x: torch.zeros(2)}, {})
+    twin.state.go_back(moment)
+    assert torch.equal(session.run(y, {x: torch.zeros(2)}), first)

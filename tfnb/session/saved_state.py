@@ -21,12 +21,12 @@ from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import queues_of
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.interrupts import no_interrupt
+from tfnb.session.step_runner import StepRunner
 from tfnb.state import checkpoint, queue_contents
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_contents import Held
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
-from tfnb.state.run_numbers import RunNumbers
 from tfnb.state.source_puts import position_behind, standing
 from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
 
@@ -68,11 +68,12 @@ class Inputs:
 class SavedState:
     """What `Session.save` writes and `restore` puts back: Variables, queues, positions of sources and random streams.
 
-    The sessions of a graph share `Inputs`; ``runs`` and ``cluster``, if it has one of its own, are of one session.
+    The sessions of a graph share `Inputs`; ``steps``, which numbers its runs, and ``cluster``, if it has one of
+    its own, are of one session.
     """
 
-    def __init__(self, graph: Graph, runs: RunNumbers, cluster: Any) -> None:
-        self._graph, self._runs, self._cluster = graph, runs, cluster
+    def __init__(self, graph: Graph, steps: StepRunner, cluster: Any) -> None:
+        self._graph, self._steps, self._cluster = graph, steps, cluster
         self.inputs: Inputs = graph.attached.setdefault("inputs", Inputs())
 
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
@@ -181,7 +182,7 @@ class SavedState:
         marks = [one.marks for one in held.values()]
         inputs, training = self.inputs, self.inputs.training
         sources = inputs.positions | {name: position_behind(one, marks) for name, one in inputs.sources.items()}
-        trained, position, run = taken or Taken(inputs.trained, None, self._runs.next)
+        trained, position, run = taken or Taken(inputs.trained, None, self._steps.runs.next)
         is_read = training is not None and not isinstance(training.source, QueueElements | None)
         if position is not None and is_read:
             sources[training.source.name] = position  # type: ignore[union-attr]
@@ -192,7 +193,7 @@ class SavedState:
     def go_to(self, positions: Mapping[str, Any]) -> None:
         """Go on from where `positions` of this session, or of a file, says."""
         if streams := positions.get("streams"):
-            self._graph.seed, self._runs.next = streams["seed"], streams["runs"]
+            self._graph.seed, self._steps.runs.next = streams["seed"], streams["runs"]
         self.inputs.trained = positions.get("training", {}).get("steps", 0)
         self.inputs.positions |= positions.get("sources", {})
         for source in self.inputs.sources.values():
@@ -242,7 +243,7 @@ class SavedState:
     def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
         """A training stands still: its data and the random numbers go on behind the last step that counts."""
         with no_interrupt():
-            steps, position, self._runs.next = training.applied
+            steps, position, self._steps.runs.next = training.applied
             self.inputs.trained = 0 if is_over else steps
             if training.source is not None and position is not None and not is_over:
                 training.source.back_to(position)

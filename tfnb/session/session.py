@@ -123,7 +123,7 @@ class Session:
         self._cluster = cluster
         self._prepared: dict[Any, Prepared] = {}
         self._steps = StepRunner(self.graph.name)
-        self.state = SavedState(self.graph, self._steps.runs, cluster)
+        self.state = SavedState(self.graph, self._steps, cluster)
         self.trace: Trace | None = None  # what the last traced run did
         self._twin: Session | None = None  # for runs that a watch looks at: generated code
         self._is_twin = False
