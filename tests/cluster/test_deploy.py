@@ -17,6 +17,7 @@ import dask
 import distributed.comm.tcp
 import pytest
 import torch
+from distributed import Worker, WorkerPlugin
 
 import tfnb
 from tfnb.cluster.members import deploy
@@ -106,13 +107,27 @@ def _said(text: str) -> None:
         logging.getLogger("distributed.worker").exception(text)
 
 
+class SaysAtItsEnd(WorkerPlugin):
+    """Logs an error in each worker that closes, as a heartbeat does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def teardown(self, worker: Worker) -> None:
+        _said("Failed to communicate with scheduler during heartbeat.")
+        (self.folder / str(os.getpid())).touch()
+
+
 @pytest.mark.slow
-def test_a_heartbeat_while_a_cluster_closes_writes_nothing_into_the_notebook(
-    spawned: None, capfd: pytest.CaptureFixture[str]
+def test_errors_of_workers_are_shown_but_not_those_while_the_cluster_closes(
+    spawned: None, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with tfnb.connect(1) as cluster:
-        cluster.client.run(_said, "Failed to communicate with scheduler during heartbeat.")
-    assert "heartbeat" not in "".join(capfd.readouterr())
+        cluster.client.run(_said, "An error that counts.")
+        cluster.client.register_plugin(SaysAtItsEnd(tmp_path))
+    out = "".join(capfd.readouterr())
+    assert len(list(tmp_path.iterdir())) == 2, "one task and one server"
+    assert out.count("An error that counts.") == 2 and "heartbeat" not in out
 
 
 def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_asked_for(spawned: None) -> None:

@@ -47,6 +47,7 @@ T = TypeVar("T")
 EPOCH = 1
 SAID_AFTER = 2.0  # seconds
 LOOK = 0.5  # seconds between two looks at who is there
+HUSH = 2.0  # seconds
 _BEFORE = "distributed.nanny.pre-spawn-environ.DASK_DISTRIBUTED__COMM__"  # Dask reads these when it is imported
 SETTINGS = {
     f"{_BEFORE}OFFLOAD": "False", f"{_BEFORE}SHARD": "512MiB",  # a large message is not put together again
@@ -245,10 +246,21 @@ def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: An
     return Place(client, [partial(_closed, client)])
 
 
-def _closed(client: Client) -> None:
-    """Close a client of our own; Dask logs a traceback where it was looking for a scheduler that is gone."""
+def _closed(ours: Client | LocalCluster) -> None:
+    """Close what is our own; Dask logs a traceback where it was looking for a scheduler that is gone."""
     with silence_logging_cmgr(logging.CRITICAL):
-        client.close()
+        ours.close()
+
+
+def _hushed(client: Client) -> None:
+    """Workers of ours that close log no errors any more: a heartbeat is one to Dask then, of 40 lines."""
+    if client.status != "running":
+        return
+    level = logging.getLogger("distributed").setLevel
+    try:
+        client.sync(client._run, level, logging.CRITICAL, on_error="ignore", callback_timeout=HUSH)
+    except Exception:  # a worker that does not answer is closed all the same
+        logging.getLogger(__name__).debug("workers were not told that they close", exc_info=True)
 
 
 def _opened(make: Callable[[], T], timeout: float, what: str, every: Callable[[], None] | None = None) -> T:
@@ -299,7 +311,7 @@ def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER
                 n_workers=tasks + ps, threads_per_worker=started.threads or 1, processes=True, host="127.0.0.1",
                 memory_limit=started.memory or "auto", dashboard_address="127.0.0.1:0",
                 scheduler_kwargs={"dashboard": started.dashboard},
-                silence_logs=logging.CRITICAL,  # a heartbeat while it closes is an error to Dask, of 40 lines
+                silence_logs=logging.ERROR,
                 preload=["tfnb.cluster.tasks.task"], worker_class=_Starter,
             )  # fmt: skip
         return cluster
@@ -318,7 +330,7 @@ def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER
     except BaseException:
         _quietly(cluster)
         raise
-    place.closers.insert(0, cluster.close)
+    place.closers = [partial(_closed, cluster), *place.closers, partial(_hushed, place.client)]
     place.ps, place.workers, place.dashboard, place.progress = ps, tasks + ps, started.dashboard, progress
     place.is_ours = True
     return place
