@@ -337,6 +337,61 @@ def test_c24_values_of_a_table_that_are_given_up_or_sparse_count_what_they_take(
     assert server.core.store.is_table("t")
 
 
+class AddRows(AddToTable):
+    kinds = ("rows",)
+
+    def commit(self, pending):
+        pending[0][: len(pending[1])] += pending[1]
+
+
+def with_rows(budget):
+    server = with_table(budget)
+    server.core.compile = lambda meta, tensors: AddRows()
+    server("register_shard", plan="rows")
+    return server
+
+
+def test_a_push_that_was_applied_is_acknowledged_with_its_values_where_memory_is_short(monkeypatch):
+    server = with_rows(80 << 20)
+    monkeypatch.setattr(lazy_memory, "_free", lambda: 0)
+    op = OpId("other", 1)
+    for _ in range(2):
+        answer = server("push", [torch.ones(3, 16)], plan="rows", reads=["t"], op=op)
+        assert isinstance(answer, Ok) and answer.tensors[0].sum() == 48
+
+
+def test_c21_a_pulled_table_never_changes_whatever_is_known_of_its_memory(monkeypatch):
+    server = with_rows(200 << 20)
+    server("push", [torch.ones((1 << 19) + 99, 16)], plan="rows")  # more than half of it
+    monkeypatch.setattr(lazy_memory, "_made", {})
+    seen = server("pull", keys=["t"], tables=True).tensors[-1]
+    server("push", [torch.ones(3, 16)], plan="rows")
+    assert seen.unique().tolist() in ([1], [0, 1])
+
+
+def test_what_a_table_takes_is_looked_at_once_for_what_was_written(monkeypatch):
+    looks, look = [], lazy_memory.taken
+    monkeypatch.setattr(lazy_memory, "taken", lambda table: looks.append(1) or look(table))
+    server = with_rows(1 << 20)
+    server("push", [torch.ones(64, 16)], plan="rows")
+    looks.clear()
+    for _ in range(5):
+        assert server("push", [torch.ones(1 << 18, 16)], plan="rows").tag == "ResourceExhausted"
+    assert len(looks) == 1
+    for _ in range(20):  # the same page again and again: room that was counted too high is had again
+        assert isinstance(server("push", [torch.ones(32, 16)], plan="rows"), Ok)
+    assert 1 < len(looks) < 20
+
+
+def test_c24_what_is_written_counts_though_others_looked_for_room_before_it_was():
+    server = with_rows(80 << 20)
+    assert isinstance(server("stage", [torch.ones(640, 16)], plan="rows", round=1, worker=0), Ok)
+    assert isinstance(server("prepare", round=1, workers=[0]), Ok)
+    server.core.store.release()
+    assert isinstance(server.commit(1, [0]), Ok)
+    assert server("stat").meta["bytes"] >= 12 + 2 * 640 * 64
+
+
 def test_c24_over_budget_is_refused_and_the_core_lives():
     server = Server(budget=30)
     assert server("create", [torch.zeros(100)], keys=["big"]).tag == "ResourceExhausted"

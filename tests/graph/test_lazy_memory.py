@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import psutil
 import pytest
@@ -181,3 +183,12 @@ def test_rows_that_are_written_count():
         store.publish()
         assert store.bytes >= (start + 20_000) * WIDTH * 4
     assert store.bytes <= 3 * 200_000 * WIDTH * 4 + 4 * lazy_memory.LARGE
+
+
+def test_the_end_of_a_table_leaves_one_alone_that_has_its_address_by_then():
+    old, new = (lazy_memory.zeros((1, lazy_memory.LARGE), torch.uint8) for _ in range(2))
+    address = old.data_ptr()
+    lazy_memory._made[address] = lazy_memory._made[new.data_ptr()]  # as where other threads make tables
+    del old
+    gc.collect()
+    assert address in lazy_memory._made

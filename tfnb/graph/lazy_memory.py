@@ -22,7 +22,7 @@ LARGE = 64 << 20  # bytes: a smaller value is copied whole
 CHUNK = 16 << 20  # bytes that are looked at together
 _PAGE = mmap.PAGESIZE
 _THERE = np.uint64(62)  # in a word of the page map: the first bit of "in memory", and of "swapped out"
-_made: set[int] = set()  # addresses that `zeros` gave, as long as somebody has them
+_made: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # of `zeros`, by address
 _MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
 
 
@@ -38,8 +38,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # else one row that is written takes two megabytes
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    _made.add(whole.data_ptr())
-    weakref.finalize(memory, _made.discard, whole.data_ptr()).atexit = False
+    _made[whole.data_ptr()] = memory  # its end leaves a later one alone that has got the address by then
     flat = whole[: math.prod(shape) * dtype.itemsize]
     return flat.view(dtype).view(*shape)
 
@@ -54,7 +53,7 @@ def is_table(tensor: torch.Tensor) -> bool:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes < LARGE or not _has_rows(tensor):
         return False
-    return tensor.untyped_storage().data_ptr() in _made or committed(tensor) <= nbytes // 2
+    return _made.get(tensor.untyped_storage().data_ptr()) is not None or committed(tensor) <= nbytes // 2
 
 
 def committed(tensor: torch.Tensor) -> int:
@@ -151,7 +150,17 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() * tensor.element_size() < LARGE or tensor.device.type != "cpu":
         return tensor.clone()
     ensure_room(committed(tensor) if tensor.is_contiguous() else tensor.numel() * tensor.element_size(), "a copy")
-    return unpacked(*packed(tensor), len(tensor)) if is_table(tensor) else tensor.clone()
+    return copied(tensor) if is_table(tensor) else tensor.clone()
+
+
+def copied(table: torch.Tensor) -> torch.Tensor:
+    """A copy of a table, for those who have seen to the room.
+
+    >>> copied(torch.tensor([[0.0], [2.0]]))
+    tensor([[0.],
+            [2.]])
+    """
+    return unpacked(*packed(table), len(table))
 
 
 def assign(target: torch.Tensor, value: torch.Tensor) -> None:

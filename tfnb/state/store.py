@@ -119,7 +119,7 @@ class Slab:
         self._tensors = {key: place.of(self._current.flat) for key, place in self.places.items()}
         self._bytes = sum(place.nbytes for place in self.places.values())
         self._measured = self._most = 0  # bytes that a lazy one took, and at most takes since
-        self._before = 0  # those that it took at most before it was opened
+        self._before = self._growing = 0  # those before it was opened, and more since
         with torch.no_grad():
             for key, value in values.items():
                 lazy_memory.assign(self.get(key), value)
@@ -133,22 +133,23 @@ class Slab:
     def _measure(self) -> None:
         if self.is_lazy:
             tables = (place.of(self._current.flat) for place in self.places.values())
-            self._measured = self._most = sum(map(lazy_memory.taken, tables))
+            self._measured = self._most = min(self.nbytes, sum(map(lazy_memory.taken, tables)))
 
     def growth(self, rows: int, values: Sequence[torch.Tensor] = ()) -> int:
         """Bytes more that it counts, at most, when so many rows are written, or these values; else it is all of it."""
         return _held(self._grown(rows, values), self._bytes) - self.held if self.is_lazy else 0
 
     def _grown(self, rows: int, values: Sequence[torch.Tensor]) -> int:
-        """Bytes that a lazy one takes, at most, after that."""
+        """Bytes that a lazy one takes, at most, after that; what is open is given up."""
+        most = self._most if self._next is None else self._before
         if values:
-            return min(self.nbytes, self._most + sum(map(_taken, values)))
+            return min(self.nbytes, most + sum(map(_taken, values)))
         if not rows:
             return self.nbytes
         (place,) = self.places.values()
         row, page = max(1, place.nbytes // max(1, place.shape[0])), mmap.PAGESIZE
         pages = -(-row // page) + (row % page != 0 and page % row != 0)  # that hold one row, at most
-        return min(self.nbytes, self._most + rows * pages * page)
+        return min(self.nbytes, most + rows * pages * page)
 
     @property
     def spare_bytes(self) -> int:
@@ -167,7 +168,7 @@ class Slab:
         has_room = len(self._spares) < GENERATIONS - 1 or any(not spare.is_read for spare in self._spares)
         if self._is_table or self._next is self._current or not has_room:
             if self.is_lazy:
-                return [lazy_memory.clone(self.get(key)) for key in keys]
+                return [lazy_memory.copied(self.get(key)) for key in keys]  # room for it was counted
             return [self.places[key].copied(self._current.flat) for key in keys]
         flat = self._current.read()
         return [self.places[key].of(flat) for key in keys]
@@ -180,6 +181,7 @@ class Slab:
             if self._most > self._measured + max(LARGE, self._measured // 8):  # it takes a while to count them
                 self._measure()
             self._before, self._most = self._most, self._grown(rows, values)
+            self._growing = self._most - self._before
         self._next = self._current
         if self._current.is_read:
             self._next = next((spare for spare in self._spares if not spare.is_read), None)
@@ -197,8 +199,9 @@ class Slab:
 
     def publish(self) -> None:
         """What was opened is the current generation. A lazy one all of which was written is lazy no more."""
-        if self.is_lazy and self._next is not None and self._most == self.nbytes:
-            self.is_lazy = self._is_table = False
+        if self.is_lazy and self._next is not None:
+            self._most = min(self.nbytes, self._before + self._growing)  # `release` may have looked in between
+            self.is_lazy = self._is_table = self._most < self.nbytes
         if self._next is not None and self._next is not self._current:
             self._spares.remove(self._next)
             self._spares.append(self._current)
@@ -213,8 +216,10 @@ class Slab:
         self._next = None
 
     def release(self) -> None:
-        """Give up the generations that nobody needs, and look at what it takes."""
-        self._measure()
+        """Give up the generations that nobody needs, and look at what it takes, if more was written since then."""
+        if self.is_lazy and self._most > self._measured:
+            self._measure()
+            self._before = self._most
         self._spares = [spare for spare in self._spares if spare.is_read or spare is self._next]
 
 

@@ -249,7 +249,7 @@ class Core:
             if held.shape != tensor.shape or held.dtype != tensor.dtype:
                 raise ShapeError(f"{key} is {spec(held)}, the new value is {spec(tensor)}")
         values = dict(zip(keys, tensors, strict=True))
-        self.afford(self.store.growth(list(keys), values=values))
+        self.afford(lambda: self.store.growth(list(keys), values=values))
         return lambda: self.store.assign(values), tuple(keys)
 
     def _assigning(self, values: Mapping[str, torch.Tensor]) -> Callable[[], None]:
@@ -363,7 +363,7 @@ class Core:
         for key in program.reads:
             self._value(key)
         rows = self._rows(program, feeds)
-        self.afford(self.store.growth(program.writes, rows))
+        self.afford(lambda: self.store.growth(program.writes, rows))
         opened = self.store.open(program.writes, rows=rows)
         storages = [opened[key] if key in opened else self.store.get(key) for key in program.reads]
         pending = program.compute(feeds, storages, first.run_index)
@@ -421,16 +421,21 @@ class Core:
             raise NotFound(f"this server holds no variable {key}")
         return found
 
-    def afford(self, asked: int) -> None:
-        """Bytes of a parameter server, which may hold several shards."""
+    def afford(self, asked: int | Callable[[], int]) -> None:
+        """Bytes of a parameter server, which may hold several shards; asked again after a look at what there is."""
         budget = self.store.budget
-        if budget is None or sum(core.used for core in self.beside) + asked <= budget:
+        if budget is None or self._used_with(asked)[0] <= budget:
             return
         for core in self.beside:
             core.store.release()  # room for another generation can be had again
-        used = sum(core.used for core in self.beside)
-        if used + asked > budget:
-            raise ResourceExhausted(f"bytes on this parameter server: asked {asked}, used {used}, limit {budget}")
+        used, more = self._used_with(asked)
+        if used > budget:
+            raise ResourceExhausted(f"bytes on this parameter server: asked {more}, used {used - more}, limit {budget}")
+
+    def _used_with(self, asked: int | Callable[[], int]) -> tuple[int, int]:
+        """Bytes of this process with those asked for, and the latter."""
+        more = asked if isinstance(asked, int) else asked()
+        return sum(core.used for core in self.beside) + more, more
 
     @contextmanager
     def writing(self, keys: Iterable[str]) -> Any:
