@@ -363,6 +363,7 @@ def test_a_push_that_was_applied_is_acknowledged_with_its_values_where_memory_is
 def test_c21_a_pulled_table_never_changes_whatever_is_known_of_its_memory(monkeypatch):
     server = with_rows(200 << 20)
     server("push", [torch.ones((1 << 19) + 99, 16)], plan="rows")  # more than half of it
+    assert server.core.store.is_table("t"), "rows never make it an ordinary value"
     monkeypatch.setattr(lazy_memory, "_made", {})
     seen = server("pull", keys=["t"], tables=True).tensors[-1]
     server("push", [torch.ones(3, 16)], plan="rows")

@@ -120,6 +120,7 @@ class Slab:
         self._bytes = sum(place.nbytes for place in self.places.values())
         self._measured = self._most = 0  # bytes that a lazy one took, and at most takes since
         self._before = self._growing = 0  # those before it was opened, and more since
+        self._is_whole = False  # whether it was opened to be written densely
         with torch.no_grad():
             for key, value in values.items():
                 lazy_memory.assign(self.get(key), value)
@@ -182,6 +183,7 @@ class Slab:
                 self._measure()
             self._before, self._most = self._most, self._grown(rows, values)
             self._growing = self._most - self._before
+            self._is_whole = not rows and not any(map(lazy_memory.is_table, values))
         self._next = self._current
         if self._current.is_read:
             self._next = next((spare for spare in self._spares if not spare.is_read), None)
@@ -201,7 +203,7 @@ class Slab:
         """What was opened is the current generation. A lazy one all of which was written is lazy no more."""
         if self.is_lazy and self._next is not None:
             self._most = min(self.nbytes, self._before + self._growing)  # `release` may have looked in between
-            self.is_lazy = self._is_table = self._most < self.nbytes
+            self.is_lazy = self._is_table = not self._is_whole
         if self._next is not None and self._next is not self._current:
             self._spares.remove(self._next)
             self._spares.append(self._current)
