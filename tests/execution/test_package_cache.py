@@ -175,7 +175,13 @@ def test_a_package_is_of_the_sources_that_shape_it(tmp_path: Path) -> None:
     )
     shaping = ["kernels/formulas.py", "errors.py", "graph/op_facts.py", "execution/lowering/lower.py",
                "execution/tiers/native/call.h", "recording/values/views.py"]  # fmt: skip
-    others = ["session/session.py", "cluster/core.py", "gradients/walker.py", "view/dot.py", "recording/cells/block.py"]
+    others = [
+        "session/session.py",
+        "cluster/server/core.py",
+        "gradients/walker.py",
+        "view/dot.py",
+        "recording/cells/block.py",
+    ]
     ended = subprocess.run([sys.executable, "-P", "-c", program, *shaping, *others], capture_output=True, text=True,
                            timeout=200, cwd=tmp_path)  # fmt: skip
     wanted = [f"{path} {path in shaping}" for path in (*shaping, *others)]

@@ -120,7 +120,7 @@ class Tiers:
         if self._own < MOST or (is_single and self._own == MOST):  # the size one is a number of its own for torch
             self._own += 1
             found = Sizes(self.program, self._generated, self.mode, self._captures)
-        elif is_single or not self._axes or device_of(self.program).type != "cpu":
+        elif is_single or not self._axes or self._captures is not None or device_of(self.program).type != "cpu":
             return Sizes(self.program, self._generated, "off", self._captures)
         elif self._varying is not None:
             return self._varying
