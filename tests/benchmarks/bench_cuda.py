@@ -29,12 +29,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import tfnb
 from tests.benchmarks import report
 from tests.benchmarks.peers.programs import SHAPES, image
-from tests.benchmarks.peers.torch_ops import Net
+from tests.benchmarks.peers.torch_ops import Classified, Net
 from tests.benchmarks.rows import FULL
 from tests.models.sequence import GPT
 from tests.models.vision import resnet50
@@ -68,17 +67,6 @@ LAST = Cell("step", "bf16", "channels_last")
 CELLS = (LAST, *STEPS, Cell("gradients", "tf32"), Cell("forward", "tf32"))
 
 
-class Classifier(nn.Module):
-    """A model and the loss of its logits; images may lie with channels last."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.model(x).flatten(0, -2), labels.flatten())
-
-
 def published(name: str) -> tuple[nn.Module, Data]:
     """A network of OSDI table 1 with its batch; weights are normal and scaled, as ReLU layers like them."""
     net = Net(name, {"batch": FULL[name]})
@@ -93,12 +81,12 @@ def published(name: str) -> tuple[nn.Module, Data]:
 
 def residual() -> tuple[nn.Module, Data]:
     """ResNet-50, 64 images."""
-    return Classifier(resnet50()), (0.1 * torch.randn(64, 3, 224, 224), torch.randint(1000, (64,)))
+    return Classified(resnet50()), (0.1 * torch.randn(64, 3, 224, 224), torch.randint(1000, (64,)))
 
 
 def language() -> tuple[nn.Module, Data]:
     """GPT-2's smallest, four texts of 1,024 tokens."""
-    return Classifier(GPT()), (torch.randint(50257, (4, 1024)), torch.randint(50257, (4, 1024)))
+    return Classified(GPT()), (torch.randint(50257, (4, 1024)), torch.randint(50257, (4, 1024)))
 
 
 NETS: dict[str, tuple[Callable[[], tuple[nn.Module, Data]], tuple[Cell, ...]]] = {
