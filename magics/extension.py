@@ -34,7 +34,8 @@ SHOWN = (
 
 PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too
 
-SHORT = (TfnbError, KeyboardInterrupt)  # what is shown without frames of tfnb
+# What is shown without frames of tfnb. OSError: a file that the user named, a connection.
+SHORT = (TfnbError, KeyboardInterrupt, OSError)
 
 _loaded: dict[int, TfnbMagics] = {}
 _named: dict[int, Callable[[], None]] = {}  # what takes back that cells have names in messages

@@ -349,10 +349,12 @@ def test_other_versions_on_the_workers_are_shown_as_a_table(dask, monkeypatch):
     assert connected.connected() is None
 
 
-def test_an_address_where_nothing_listens(problem):
+def test_an_address_where_nothing_listens(problem, capsys):
     begin = time.monotonic()
-    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9 within [0-9.]+ s"):
-        tfnb.connect("tcp://127.0.0.1:9", timeout=2)
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9 within [0-9.]+ s .*: ConnectionRefusedError") as error:
+        tfnb.connect("tcp://127.0.0.1:9", timeout=3)
+    assert error.value.__suppress_context__, "one error, not a chain of Dask's"
+    assert "connect: nobody answers at tcp://127.0.0.1:9 yet" in capsys.readouterr().out
     assert time.monotonic() - begin < 100
     assert connected.connected() is None
     p = problem()

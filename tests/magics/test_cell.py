@@ -88,6 +88,14 @@ def test_error_of_a_plain_cell_has_no_inner_frames(cells):
     assert "no graph named 'other'" in ran.out
 
 
+def test_a_file_that_is_not_there_has_no_inner_frames(cells):
+    cells.ok("%%tfgraph g\nx = tfnb.placeholder(torch.ones(2, 3))")
+    number = cells.count
+    ran = cells.run("tfnb.Session(tfnb.graph('g')).restore('nothing.safetensors')")
+    assert isinstance(ran.error, FileNotFoundError)
+    assert ran.frames == [f"Cell In[{number}], line 1"]
+
+
 def test_function_of_a_graph_cell_that_fails_later_shows_its_source(cells):
     number = cells.count
     cells.ok("%%tfgraph g\n\ndef half(n):\n    return 1 / n\nhalf(2)")

@@ -74,7 +74,11 @@ class Progress:
     def found(self, kind: str, up: Sequence[str], total: int) -> None:
         """So many of ``total`` are up."""
         names = f": {', '.join(up)}" if up else ""
-        self._found = f"{len(up)} of {total} {kind} are up{names}"
+        self.at(f"{len(up)} of {total} {kind} are up{names}")
+
+    def at(self, text: str) -> None:
+        """What connecting has come to."""
+        self._found = text
 
     def say(self) -> None:
         """Print what was found, if it is news."""
@@ -234,16 +238,22 @@ def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: An
             raise
         return client
 
-    begin = time.monotonic()
+    begin, progress = time.monotonic(), Progress()
+    progress.at(f"nobody answers at {name} yet; it is tried for {timeout:g} s, and Ctrl-C gives up")
     try:
-        client = _opened(make, timeout + 5, f"connecting to {name}")
+        client = _opened(make, timeout + 5, f"connecting to {name}", progress.say)
     except (OSError, TimeoutError) as error:
-        spent = time.monotonic() - begin
+        spent, why = time.monotonic() - begin, error.__cause__ or error
         raise Unavailable(
-            f"no Dask scheduler answered at {name} within {spent:.1f} s (timeout {timeout:g} s). "
+            f"no Dask scheduler answered at {name} within {spent:.1f} s (timeout {timeout:g} s): {_last(why)}. "
             "Is it running, and is the port right? The notebook goes on without a cluster"
-        ) from error
+        ) from None
     return Place(client, [partial(_closed, client)])
+
+
+def _last(error: BaseException) -> str:
+    """The end of a chain of errors in Dask's words: ``ConnectionRefusedError: [Errno 111] Connection refused``."""
+    return str(error).removeprefix("in ").rpartition(">: ")[2] or type(error).__name__
 
 
 def _closed(ours: Client | LocalCluster) -> None:
