@@ -149,7 +149,11 @@ class _Clock:
 
 
 def copies(count: int, steps: int) -> Row:
-    """In one process what a step on one host needs: a copy of the values, a pass that computes, and the update."""
+    """In one process what a step on one host needs: a copy of the values, a pass that computes, and the update.
+
+    By one thread, as each process of the cluster has one.
+    """
+    torch.set_num_threads(1)
     w, mine, grad = torch.linspace(-1.0, 1.0, count), torch.empty(count), torch.empty(count)
     clock = _Clock([os.getpid()])
 
@@ -208,7 +212,7 @@ def _shared(is_on: bool) -> None:
 def lanes(megabytes: int = 100, steps: int = 12) -> Mapping[str, Row]:
     """A step of async training by shared memory, and by sockets alone."""
     found: dict[str, Row] = {}
-    few = max(4, steps // 2)
+    few = max(4, 2 * steps)
     with _workers(own=True) as client:
         client.run(torch.set_num_threads, 1)
         clock = _Clock([*client.run(os.getpid).values(), os.getpid()])

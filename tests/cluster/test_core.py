@@ -244,7 +244,9 @@ def test_a_non_finite_gradient_is_rejected(value):
     server = Server()
     assert server.push(value).tag == "NonFiniteGradient"
     assert server.stage(1, 0, value).tag == "NonFiniteGradient"
+    assert server.push(value, finite=False).tag == "NonFiniteGradient"
     assert server.w.tolist() == [0, 0, 0]
+    assert isinstance(server.push(value, finite=True), Ok), "a task that says so has looked at it: nobody does twice"
 
 
 def test_what_is_brought_changes_nothing_before_it_is_decided_and_then_all_of_it():

@@ -123,6 +123,32 @@ def test_every_dtype_is_lent_bitwise_in_both_directions(ends, dtype):
     assert found[1] == 1.0 and found[2].shape == (0, 3)
 
 
+def test_memory_of_older_copies_is_used_again_when_nobody_holds_them(ends):
+    task, server = ends
+    store = Store(is_shared=True)
+    store.create({"v": torch.zeros(COUNT), "w": torch.zeros(2 * COUNT)})
+
+    def pulled(names):
+        message = envelope.encode({}, store.read(names), lend=server.lend)
+        _, tensors = envelope.decode(message, borrow=task.borrow)
+        task.read(), server.sent()
+        return tensors
+
+    held, places = [], set()
+    for step in range(20):
+        store.assign({"v": torch.full((COUNT,), float(step))})
+        (value,) = pulled(["v"])
+        places.add(value.data_ptr())
+        if step in (3, 7):
+            held.append((step, value[5:], value.numpy()[:5]))  # what is left of it are views
+    del value
+    assert len(places) <= 5, "two take turns; two more are held, and one has just been let go"
+    assert all(view.eq(step).all() and (array == step).all() for step, view, array in held)
+    for _ in range(4):
+        pulled(["w"])
+    assert sum(copy.flat.numel() for copy, _ in task._copies) <= 2 * 8 * COUNT, "memory that nobody needs is given up"
+
+
 def test_what_cannot_travel_is_refused_before_anything_is_lent(ends):
     task, _ = ends
     for tensors in ([torch.eye(300).to_sparse(), torch.ones(COUNT)], [torch.ones(COUNT), torch.eye(300).to_sparse()]):

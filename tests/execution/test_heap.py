@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +92,30 @@ def test_freed_blocks_are_taken_again_without_page_faults() -> None:
 def test_a_limit_of_the_environment_stays() -> None:
     is_kept, _, here, _ = faults(MALLOC_MMAP_THRESHOLD_="131072")
     assert is_kept == "False" and int(here) > 10_000
+
+
+HUGE = """
+import resource
+import tfnb.cluster.tasks.task
+from tfnb.execution.heap import set_limits
+import torch
+
+set_limits()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    torch.ones(16 << 20)  # 64 MB, which the heap does not keep
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
+"""
+
+
+def test_blocks_that_are_new_in_each_step_lie_on_huge_pages() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("this system has no huge pages")
+    counts = []
+    for value in ("1", "0"):
+        environ = {name: text for name, text in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+        environ |= {} if value == "1" else {"THP_MEM_ALLOC_ENABLE": value}
+        run = subprocess.run([sys.executable, "-c", HUGE], env=environ, capture_output=True, text=True, timeout=300)
+        counts.append(int(run.stdout))
+    assert counts[0] < counts[1] / 2, "and one who says no in the environment has small ones"

@@ -46,24 +46,12 @@ def memory(nbytes: int) -> torch.Tensor:
     return raw[start : start + nbytes]
 
 
-class _Generation:
-    """One buffer of a slab, and who reads it; in shared memory where that is wanted and there is some.
+class Watched:
+    """Bytes, and whether somebody holds a tensor of them."""
 
-    The word of its segment counts how often it was opened for writing: another process that copied it meanwhile, though
-    nobody here knew of its reading any more, sees that it has to read again.
-    """
-
-    def __init__(self, nbytes: int, dtype: torch.dtype, is_shared: bool, is_lazy: bool = False) -> None:
-        self.segment = _segment(nbytes) if is_shared and not is_lazy else None
-        unset = lazy_memory.zeros((nbytes,), torch.uint8) if is_lazy else None
-        flat = self.segment.flat if self.segment is not None else memory(nbytes) if unset is None else unset
-        self.flat = flat.view(dtype)
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
         self._reader: weakref.ref[Any] | None = None
-
-    def open(self) -> None:
-        """It will be written."""
-        if self.segment is not None:
-            self.segment.word += 1
 
     @property
     def is_read(self) -> bool:
@@ -77,6 +65,25 @@ class _Generation:
             array = self.flat.view(torch.uint8).numpy()
             self._reader = weakref.ref(array)
         return torch.from_numpy(array).view(self.flat.dtype)  # its storage, and that of its views, holds the array
+
+
+class _Generation(Watched):
+    """One buffer of a slab, and who reads it; in shared memory where that is wanted and there is some.
+
+    The word of its segment counts how often it was opened for writing: another process that copied it meanwhile, though
+    nobody here knew of its reading any more, sees that it has to read again.
+    """
+
+    def __init__(self, nbytes: int, dtype: torch.dtype, is_shared: bool, is_lazy: bool = False) -> None:
+        self.segment = _segment(nbytes) if is_shared and not is_lazy else None
+        unset = lazy_memory.zeros((nbytes,), torch.uint8) if is_lazy else None
+        flat = self.segment.flat if self.segment is not None else memory(nbytes) if unset is None else unset
+        super().__init__(flat.view(dtype))
+
+    def open(self) -> None:
+        """It will be written."""
+        if self.segment is not None:
+            self.segment.word += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,7 +388,7 @@ class Core:
             program = self._program(str(plan))
             if program is None:
                 return Refused("unknown-plan", str(plan))
-            check_feeds(program, tensors)
+            check_feeds(program, tensors, are_finite=bool(meta.get("finite")))
         return Part(program, keys, float(meta.get("rows", 1)), int(meta.get("run_index", 0)), tensors)
 
     # -- shared -----------------------------------------------------------------------------------------------

@@ -117,11 +117,11 @@ MERGES: dict[str, Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tens
 GRADIENTS = ("grad", "rows")  # kinds that must be finite
 
 
-def check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise where a program cannot take these."""
+def check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor], *, are_finite: bool = False) -> None:
+    """Raise where a program cannot take these. are_finite: who sent them has looked at that."""
     same_number(program.kinds, tensors)
     for kind, tensor in zip(program.kinds, tensors, strict=True):
-        if kind in GRADIENTS and not is_finite(tensor):
+        if kind in GRADIENTS and not are_finite and not is_finite(tensor):
             raise NonFiniteGradient(
                 f"a gradient {spec(tensor)} holds NaN or infinity; the step was dropped on every server"
             )

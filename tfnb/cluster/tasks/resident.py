@@ -371,7 +371,9 @@ class Loop:
                 continue
             push = pushes.get(shard)
             meta = {**about, **self._known(shard, "reads")}
-            meta |= {"absent": True} if push is None else {"plan": push.plan, "keys": list(push.keys)}
+            meta |= {"absent": True} if push is None else {
+                "plan": push.plan, "keys": list(push.keys), "finite": True,  # the program has looked at them
+            }  # fmt: skip
             asks.append(Ask(shard, method, meta, push.tensors if push else (), op))
         return asks
 

@@ -19,9 +19,10 @@ import torch
 from tfnb.cluster.wire.envelope import ALIGN, Borrow, Loan, size
 from tfnb.errors import ProtocolError
 from tfnb.state.shared_memory import Mapped, Maps, Segment, located
-from tfnb.state.store import memory
+from tfnb.state.store import Watched, memory
 
 REGIONS = 4  # of one stream; what finds no place is sent
+ANSWERS = 3  # that lend something, until memory that none of them was copied to is given up
 FREE, HELD = 0, 1  # words of a region
 
 
@@ -32,6 +33,8 @@ class TaskLoans:
         self._read = Segment(ALIGN)  # its word: how many answers were read
         self._regions: list[Segment] = []
         self._maps = Maps()
+        self._copies: list[tuple[Watched, int]] = []  # memory for values, and the answer that it was used for last
+        self._answer, self._has_borrowed = 0, False
 
     @property
     def name(self) -> str:
@@ -75,14 +78,25 @@ class TaskLoans:
         """A copy of a value. Raises OSError where it is not there, or was written meanwhile."""
         name, start, word = loan
         memory_of = self._maps.get(name)
-        copy = memory(nbytes).copy_(_within(memory_of.flat, start, nbytes))
+        copy = self._room_for(nbytes).copy_(_within(memory_of.flat, start, nbytes))
         if memory_of.word != word:
             raise OSError("a value was written while it was copied")
         return copy
 
+    def _room_for(self, nbytes: int) -> torch.Tensor:
+        """Memory for a value: that of an older one, if nobody holds it any more, so that no page is new."""
+        fits = (one for one, _ in self._copies if one.flat.numel() == nbytes and not one.is_read)
+        found = next(fits, None) or Watched(memory(nbytes))
+        self._copies = [entry for entry in self._copies if entry[0] is not found] + [(found, self._answer)]
+        self._has_borrowed = True
+        return found.read()
+
     def read(self) -> None:
         """An answer was read whole; the server may write what it lent."""
         self._read.word += 1
+        if self._has_borrowed:
+            self._copies = [entry for entry in self._copies if entry[1] > self._answer - ANSWERS]
+            self._answer, self._has_borrowed = self._answer + 1, False
 
 
 class ServerLoans:
