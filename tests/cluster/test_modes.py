@@ -143,7 +143,7 @@ def test_c62_a_callback_changes_the_mode_in_mid_training_and_no_step_is_lost_or_
             if progress.step % 70 == 0:
                 seen.append((cluster.pull(), *c.counts()))
 
-    steps = 1600  # a callback hears of them a quarter of a second's at a time
+    steps = 1600  # a callback hears of them half a second's at a time
     late = {at * 10: how for at, how in CHANGES.items()}
     done = tfnb.fit(c.train, {c.x: ROWS}, steps=steps, batch_size=4, callbacks=[Pulls(late)])
     assert done.steps == cluster.step == steps and c.counts() == [steps] * 2 and counts(cluster) == {steps}

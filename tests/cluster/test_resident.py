@@ -115,6 +115,24 @@ def test_s158_one_request_for_each_server_and_step(connect, mode):
         assert last - first <= 200 * (per_step + between_servers) + 100
 
 
+def test_a_notebook_asks_each_task_a_few_times_a_second_and_pings_only_who_is_silent(connect):
+    w = tfnb.Variable(torch.zeros(()), name="w")
+    with tfnb.record("slow"):
+        x = tfnb.placeholder(torch.ones(2), name="x")
+        square = x.mean() + torch.zeros(900, 900)
+        for _ in range(3):
+            square = square @ square / 900
+        train = tfnb.train.SGD(0.1).minimize(w.read() * square.mean())
+    cluster = connect(2)
+    tfnb.fit(train, {x: ROWS}, steps=5, batch_size=2, mode="async")
+    calls, begin = cluster._engine.link.latencies, time.monotonic()
+    calls.clear()
+    tfnb.fit(train, {x: ROWS}, steps=60, batch_size=2, mode="async")
+    passed = time.monotonic() - begin
+    assert len(calls["watch"]) <= 2 * (4.5 * passed + 4)
+    assert len(calls["ping"]) <= len(cluster.servers) * (passed + 1), "tasks answer all the time; servers are asked"
+
+
 def test_a_variable_that_the_data_iterator_writes_counts_from_that_batch_on(connect):
     w = tfnb.Variable(torch.zeros((), dtype=torch.float64), name="w")
     rate = tfnb.Variable(torch.ones((), dtype=torch.float64), name="rate", trainable=False)

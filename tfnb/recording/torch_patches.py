@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import Unsupported
 from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
-from tfnb.recording.overrides.loader_batches import batch
 from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import Followed
+from tfnb.recording.subgraphs.loader_batches import batch
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.recording import open_recording
 from tfnb.recording.values.tensor import Tensor

@@ -172,8 +172,8 @@ class Peers:
         return False
 
     async def watch(self, queue: asyncio.Queue[p.Event]) -> None:
-        """Report deaths and the time; ping everybody once the work takes long."""
-        begin = pinged = time.monotonic()
+        """Report deaths and the time; once the work takes long, ping those who have not been heard of lately."""
+        begin, pinged = time.monotonic(), dict[Member, float]()
         pings: dict[Member, asyncio.Task[bool]] = {}
         seen = {member for member in (*self.tasks, *self.servers) if not member.alive}
         try:
@@ -192,11 +192,11 @@ class Peers:
                         for shard in member.shards:
                             queue.put_nowait(e.ShardLost(shard))
                 queue.put_nowait(e.Tick())
-                if now - begin > PATIENCE and now - pinged > PATIENCE:
-                    pinged = now
-                    for member in {*self.tasks, *self.servers} - seen:
-                        if member not in pings or pings[member].done():
-                            pings[member] = asyncio.create_task(self.verify(member))
+                for member in {*self.tasks, *self.servers} - seen if now - begin > PATIENCE else ():
+                    last = max(pinged.get(member, 0.0), self.link.heard.get(member.peer.addr, 0.0))
+                    if now - last > PATIENCE and (member not in pings or pings[member].done()):
+                        pinged[member] = now
+                        pings[member] = asyncio.create_task(self.verify(member))
         finally:
             for ping in pings.values():
                 ping.cancel()

@@ -1,8 +1,8 @@
 """The loop that a task runs by itself while a `fit` trains: one message to each server and step, no notebook.
 
-The notebook lends pieces of training ahead of need and asks a few times a second what was done; everything it is told
-counts from the first step of the loop, so that a repeated answer means the same. The loop ends by itself at the first
-call or kernel that fails; the notebook then decides.
+The notebook lends pieces of training ahead of need, and asks what was done twice a second and when a piece ends;
+everything it is told counts from the first step of the loop, so that a repeated answer means the same. The loop ends by
+itself at the first call or kernel that fails; the notebook then decides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from tfnb.cluster.wire.transport import outcome_header
 from tfnb.errors import Cancelled
 from tfnb.state.batch_order import Order
 
-QUARTER = 0.25  # seconds between two answers to a notebook that watches
+HALF = 0.5  # seconds between two answers to a notebook that watches
+QUARTER = 0.25  # seconds until one that wants the loop to stand hears that it does not yet
 WHILE = 0.05  # seconds of steps for which the compute thread goes on by itself
 SPAN = 64  # steps whose watched values are stacked together
 DEADLINE = 600.0  # seconds for the calls of one step
@@ -153,11 +154,11 @@ class Loop:
             self._changed.set()
 
     async def watch(self, seen: int) -> Ok:
-        """What was done, as soon as there is something to decide, and every quarter of a second."""
+        """What was done, as soon as there is something to decide, and every half a second."""
         self._confirm(seen)
         if not self._work.done():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), QUARTER)
+                await asyncio.wait_for(self._news.wait(), HALF)
         self._news.clear()
         return self.report(seen)
 
