@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,7 @@ ONLY_IN = {
 }
 
 
+@cache
 def sources() -> list[Path]:
     """Every Python file of the package."""
     folders = ("tfnb", "kernels", "magics", "widgets")
@@ -123,7 +125,14 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
 
 
-def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> list[tuple[str, int, bool]]:
     """(module, line, whether inside a function) of each import that runs."""
 
     def walk(node: ast.AST, late: bool) -> Iterator[tuple[str, int, bool]]:
@@ -139,7 +148,7 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
             else:
                 yield from walk(child, late or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
-    return walk(ast.parse(path.read_text()), False)
+    return list(walk(parsed(path), False))
 
 
 def reachable(name: str) -> set[str]:
@@ -150,11 +159,11 @@ def reachable(name: str) -> set[str]:
     return below
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    here = room(module_of(path))
+@pytest.mark.parametrize("here", BELOW)
+def test_imports_point_down(here: str) -> None:
     allowed = reachable(here)
-    for module, line, late in imports(path):
+    found = [(path, row) for path in sources() if room(module_of(path)) == here for row in imports(path)]
+    for path, (module, line, late) in found:
         name = str(path.relative_to(ROOT))
         top = module.split(".")[0]
         listed = late and any(file == name and f"{module}.".startswith(f"{target}.") for file, target in LATE)
@@ -167,12 +176,13 @@ def test_imports_point_down(path: Path) -> None:
             assert target in allowed, f"{name}:{line}: {here} may not import {module}"
 
 
-@pytest.mark.parametrize("path", [path for path in sources() if floor(module_of(path))], ids=lambda path: path.stem)
-def test_imports_inside_of_a_room_point_down(path: Path) -> None:
-    here = module_of(path)
-    floors = FLOORS[room(here)].split()
-    for module, line, late in imports(path):
-        if late or room(module) != room(here) or not module.startswith("tfnb."):
+@pytest.mark.parametrize("name", FLOORS)
+def test_imports_inside_of_a_room_point_down(name: str) -> None:
+    floors = FLOORS[name].split()
+    inside = [path for path in sources() if room(module_of(path)) == name and floor(module_of(path))]
+    for path, (module, line, late) in [(path, row) for path in inside for row in imports(path)]:
+        here = module_of(path)
+        if late or room(module) != name or not module.startswith("tfnb."):
             continue
         target = floor(module)
         where = f"{path.relative_to(ROOT)}:{line} imports {module}"
@@ -206,7 +216,7 @@ SHOWS = {"view", "session", "interop"}  # rooms that reprs, `.eval` and `to_modu
 
 def imported(path: Path) -> Iterator[str]:
     """The modules that a file imports, also by ``from folder import module``."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom):
             yield str(node.module)
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -242,7 +252,7 @@ GUIDED = ("tfnb.recording.", "tfnb.execution.", "tfnb.eager.", "tfnb.passes.", "
     "folder", sorted({path.parent for path in sources() if module_of(path).startswith(GUIDED)}), ids=str
 )
 def test_the_guide_of_a_folder_names_every_module(folder: Path) -> None:
-    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    text = ast.get_docstring(parsed(folder / "__init__.py")) or ""
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert len(modules) <= 20, "a folder of this size wants floors"
     assert modules <= set(re.findall(r"`(\w+)`", text)), "the guide says where everything is"

@@ -188,7 +188,7 @@ for trial in range(int(sys.argv[2])):
 """
 
 
-@pytest.mark.parametrize("trials", [12, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [12, pytest.param(100, marks=pytest.mark.slow)])
 def test_interrupts_at_random_instants_neither_lose_nor_double_a_batch(trials):
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, "1", str(trials)], capture_output=True, text=True, timeout=500,

@@ -296,7 +296,7 @@ def test_c12_a_task_that_is_killed_while_it_lends_costs_and_doubles_no_step(conn
     soon(lambda: sum(dask.run(mapped).values()) == 0, "nothing is left")
 
 
-READS = int(os.environ.get("TFNB_READS", "200"))  # 1,000 of 100 MB take minutes on each lane
+READS = int(os.environ.get("TFNB_READS", "80"))  # 1,000 of 100 MB take minutes on each lane
 
 
 @pytest.mark.slow

@@ -24,12 +24,12 @@ from tfnb.execution import lower
 pytestmark = [pytest.mark.slow, needs_root, pytest.mark.filterwarnings("ignore:.* was lost", "ignore:task")]
 
 LATE = 40.0  # seconds that no step may end for: 5 on a quiet machine
-STEPS = 3000
+STEPS = 2000
 SYNC, ASYNC = Mode(), Mode("async")
 
 
 def flap(link: Link) -> None:
-    for _ in range(5):
+    for _ in range(3):
         link.cut()
         time.sleep(1.0)
         link.heal()
@@ -38,7 +38,7 @@ def flap(link: Link) -> None:
 
 def is_bad(link: Link) -> None:
     link.delay, link.loss = 0.2, 0.02
-    time.sleep(10.0)
+    time.sleep(6.0)
     link.delay = link.loss = 0.0
 
 

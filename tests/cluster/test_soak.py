@@ -30,7 +30,7 @@ from tfnb.errors import DeadlineExceeded, ParameterServerLost, WorkerLost
 from tfnb.execution import lower
 
 SEED = int(os.environ.get("TFNB_SOAK_SEED", "16"))
-SECONDS = float(os.environ.get("TFNB_SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("TFNB_SOAK_SECONDS", "30"))
 DEADLINE, GRACE = 60.0, 60.0  # of one training; what a busy machine takes to say that it is over
 MODES = [Mode(), Mode(backup=1), Mode("async"), Mode("bounded", staleness=1), Mode(required=1, joint=False)]
 FAULTS = ["none", "none", "kill", "stop", "both", "interrupt", "server"]

@@ -323,7 +323,7 @@ def test_random_programs_equal_python(parts: list[str], is_early: bool) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(programs, st.booleans())
 def test_many_random_programs_equal_python(parts: list[str], is_early: bool) -> None:
     equals_python(parts, is_early)

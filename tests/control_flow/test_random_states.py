@@ -96,12 +96,12 @@ class Pair:
         return self.session.run(wanted, feeds)
 
 
-def check(seed: int, **options: Any) -> None:
+def check(seed: int, feeds: Any = FEEDS, **options: Any) -> None:
     rng = random.Random(seed)
     pair = Pair(seed, **{"executor": rng.choice(["auto", "dataflow"]), "compile": "off", **options})
     if pair.of_sample is None or any("took the sample" in note for note in pair.graph.notes):
         return
-    for fed, iterations in FEEDS:
+    for fed, iterations in feeds:
         before, expected = pair.state(), pair.python(fed, iterations)
         try:
             *got, _ = pair.run(seed, fed, iterations)
@@ -123,11 +123,11 @@ def test_random_functions_with_state_give_what_python_gives(seed: int) -> None:
 
 @pytest.mark.slow
 def test_many_random_functions_with_state_give_what_python_gives() -> None:
-    for seed in range(max(40, PROGRAMS)):
+    for seed in range(max(16, PROGRAMS)):
         check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(max(2, PROGRAMS // 100)))  # each compiles for minutes
+@pytest.mark.parametrize("seed", (7, 18, 21, *range(PROGRAMS // 100)))  # short ones: long ones compile for minutes
 def test_compiled_random_functions_with_state_give_what_python_gives(seed: int) -> None:
-    check(seed, executor="auto", compile="now")
+    check(seed, FEEDS[:2], executor="auto", compile="now")

@@ -138,7 +138,7 @@ def test_random_functions_write_what_python_writes(seed: int, writes: bool) -> N
 
 @pytest.mark.slow
 def test_many_random_functions_write_what_python_writes() -> None:
-    kinds = [check(seed) for seed in range(3, max(40, PROGRAMS))]
+    kinds = [check(seed) for seed in range(3, max(20, PROGRAMS))]
     assert kinds.count("staged") > len(kinds) // 4  # and are in the graph
     print({kind: kinds.count(kind) for kind in sorted(set(kinds))})  # noqa: T201  the share that is refused
     assert kinds.count("refused") < len(kinds) // 2
@@ -146,5 +146,5 @@ def test_many_random_functions_write_what_python_writes() -> None:
 
 @pytest.mark.slow
 def test_many_random_functions_give_what_python_gives() -> None:
-    kinds = [check(seed, writes=False) for seed in range(3, max(40, PROGRAMS))]
+    kinds = [check(seed, writes=False) for seed in range(3, max(20, PROGRAMS))]
     assert kinds.count("staged") > len(kinds) // 3

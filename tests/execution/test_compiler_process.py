@@ -305,7 +305,7 @@ def test_a_cache_that_is_removed_is_made_again(
 @pytest.mark.slow
 def test_a_script_that_ends_while_it_compiles_leaves_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "TFNB_CACHE_DIR": str(tmp_path), "TFNB_COMPILE": "auto"}
-    for delay in (0.0, 0.0, 0.01, 0.02, 0.05, 1.0):
+    for delay in (0.0, 0.02, 1.0):
         ended = subprocess.run(
             [sys.executable, "-c", f"DELAY = {delay}\n{ENDING}"], capture_output=True, text=True, timeout=120,
             env=environment,

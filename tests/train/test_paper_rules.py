@@ -123,7 +123,7 @@ def test_each_step_is_that_of_torch_or_of_the_paper(name: str, data: st.DataObje
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_many_hyperparameters(name: str, data: st.DataObject) -> None:
     make, torch_make, options = RULES[name]
