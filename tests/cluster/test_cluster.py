@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("tasks", quick(1, [2, 1, 3]))
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick(1, OPTIMIZERS))
 def test_c52_c79_sync_equals_the_local_run(connect, problem, name, tasks):
     p = problem(OPTIMIZERS[name]())
     states, losses = p.local(8, last=5)
@@ -217,20 +217,6 @@ def test_breaking_out_of_training_brings_the_values_home(connect, problem):
         if mode == "sync":
             assert close_to(p.values(), states[cluster.step])
         cluster.close()
-
-
-def test_fit_goes_to_the_cluster_and_equals_the_local_fit(connect, problem):
-    p = problem()
-    x, y = p.feeds
-    here = tfnb.fit(p.train, {x: p.data, y: p.labels}, epochs=2, batch_size=13, watch=[p.loss], seed=3)
-    expected = p.values()
-    p.reset()
-    cluster = connect(3)
-    there = tfnb.fit(p.train, {x: p.data, y: p.labels}, epochs=2, batch_size=13, watch=[p.loss], seed=3)
-    assert there.steps == here.steps == cluster.step == 10
-    assert close_to(p.values(), expected)
-    for mine, theirs in zip(there.history, here.history, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-6)
 
 
 def test_two_threads_run_on_one_cluster(connect, problem):

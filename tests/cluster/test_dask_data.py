@@ -35,7 +35,7 @@ def array(tensor, *chunks):
     return da.from_array(tensor.numpy(), chunks=chunks)
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("shuffle", quick(1, [True, False]))
 @pytest.mark.parametrize("tasks", quick(1, [2, 1]))
 def test_a_sync_fit_on_dask_arrays_is_bitwise_that_on_tensors(connect, problem, tasks, shuffle):
     p = problem()

@@ -130,6 +130,7 @@ def test_errors_of_workers_are_shown_but_not_those_while_the_cluster_closes(
     assert out.count("An error that counts.") == 2 and "heartbeat" not in out
 
 
+@pytest.mark.slow
 def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_asked_for(spawned: None) -> None:
     has_bokeh = find_spec("bokeh") is not None
     with tfnb.connect(1, threads=2, memory="900MB", dashboard=has_bokeh) as cluster:

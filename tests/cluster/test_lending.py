@@ -18,6 +18,7 @@ from tests.cluster.conftest import workers
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_streams import ROWS, SECONDS, Server, call, collect, exchanged, soon
 from tests.cluster.test_wire import DTYPES
+from tests.quick import quick
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.lending import FREE, HELD, ServerLoans, TaskLoans
 from tfnb.cluster.wire.messages import Ok
@@ -244,7 +245,7 @@ def only(dask):
     set_lane("M")
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
 def test_a_fit_is_bitwise_the_same_on_every_lane_and_no_segment_is_left(connect, problem, dask, only, mode):
     p = problem(hidden=3000)  # its weights have 96 kB
     x, y = p.feeds

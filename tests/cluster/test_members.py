@@ -95,7 +95,7 @@ def test_c60_a_killed_task_is_back_in_mid_training_and_no_step_is_lost_or_double
     assert "joined at step" in str(cluster.status()) and "are lost" not in str(cluster.status())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(1, MODES))
 def test_training_waits_for_the_only_task_to_come_back(connect, mode):
     if mode == "backup":
         pytest.skip("one task has no spare one")

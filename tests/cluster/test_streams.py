@@ -22,6 +22,7 @@ from distributed import Client, LocalCluster, Security
 import tfnb
 from tests.cluster.conftest import stop, workers
 from tests.cluster.test_cuts import Counters
+from tests.quick import quick
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.encryption import encryption
 from tfnb.cluster.wire.messages import Ask, NotSent, Ok, Unknown
@@ -345,7 +346,7 @@ def test_streams_that_break_while_a_fit_trains_cost_and_double_no_step(connect, 
     assert c.counts() == [200.0, 200.0]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", quick(1, ["async", "sync"]))
 def test_a_fit_is_the_same_with_streams_and_without_them(connect, problem, dask, mode):
     p = problem()
     x, y = p.feeds

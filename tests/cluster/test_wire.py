@@ -308,7 +308,7 @@ def change(source, value):
         value[key] = copy.deepcopy(source.choice(VALUES))
 
 
-@settings(max_examples=2000)
+@settings(max_examples=400)
 @given(st.randoms(use_true_random=True))
 def test_mutated_messages_decode_or_cost_an_error_of_the_wire(source):
     first, *frames = source.choice(VALID)
