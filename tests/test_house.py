@@ -108,6 +108,7 @@ def test_checkout_that_is_not_installed_says_what_to_do(tmp_path: Path) -> None:
     assert last.startswith("ImportError: this checkout of tfnb") and "`make demo` or `pip install -e .`" in last
 
 
+@pytest.mark.slow
 def test_no_file_is_loaded_under_two_names() -> None:
     """In a process of its own: other packages look for optional ones of the names of our outer folders."""
     program = (

@@ -162,7 +162,7 @@ def reachable(name: str) -> set[str]:
 @pytest.mark.parametrize("here", BELOW)
 def test_imports_point_down(here: str) -> None:
     allowed = reachable(here)
-    found = [(path, row) for path in sources() if room(module_of(path)) == here for row in imports(path)]
+    found = ((file, row) for file in sources() if room(module_of(file)) == here for row in imports(file))
     for path, (module, line, late) in found:
         name = str(path.relative_to(ROOT))
         top = module.split(".")[0]
@@ -180,7 +180,7 @@ def test_imports_point_down(here: str) -> None:
 def test_imports_inside_of_a_room_point_down(name: str) -> None:
     floors = FLOORS[name].split()
     inside = [path for path in sources() if room(module_of(path)) == name and floor(module_of(path))]
-    for path, (module, line, late) in [(path, row) for path in inside for row in imports(path)]:
+    for path, (module, line, late) in ((file, row) for file in inside for row in imports(file)):
         here = module_of(path)
         if late or room(module) != name or not module.startswith("tfnb."):
             continue

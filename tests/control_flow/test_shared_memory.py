@@ -216,7 +216,13 @@ FED = [torch.linspace(-1, 2, 3 * n).reshape(n, 3) for n in (3, 1, 2, 5)]
 
 
 @pytest.mark.filterwarnings("ignore:.*became the constant", "ignore:.*Python took the")
-@pytest.mark.parametrize(("name", "body"), blocks(REFUSED), ids=[name for name, _ in blocks(REFUSED)])
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        pytest.param(*block, id=block[0], marks=[pytest.mark.slow] * (n % 3 > 0))
+        for n, block in enumerate(blocks(REFUSED))
+    ],
+)
 def test_a_write_that_another_name_may_see_is_an_error(name: str, body: str) -> None:
     net = nn.Module()
     net.register_buffer("seen", torch.tensor(0.5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -112,7 +113,7 @@ def _varying(info: Any, whole: bool) -> Cases:
     if bool(cases) is not expected:
         yield "varying", f"{len(cases)} samples have rows that may vary"
     for case in checks.spread(cases, VARYING) if expected else ():
-        yield "varying", axes.varies(case)
+        yield "varying", axes.varies(case if whole else replace(case, others=case.others[::2]))
 
 
 def batched(info: Any) -> Iterator[axes.Case]:

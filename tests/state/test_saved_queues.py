@@ -782,7 +782,7 @@ def test_a_training_that_is_broken_off_gives_back_what_no_step_counts_of(tmp_pat
 @pytest.mark.parametrize("is_fed", [False, True], ids=["all there", "fed meanwhile"])
 def test_a_training_of_another_thread_has_each_element_once_in_each_file(is_fed: bool) -> None:
     """An element is in the queue, or a step counts of it, whenever another thread asks."""
-    one, count, moments = Summing(), 900, []
+    one, count, moments = Summing(), 300, []
     session = tfnb.session.default_session(one.graph)
     session.reads(one.queue)
     numbers = torch.arange(1, count + 1)
