@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from tfnb.graph import resources
 from tfnb.state.queue_operations import QueueHandle
 
 WORKERS = 4
+LASTING = weakref.WeakSet[QueueHandle]()  # queues that no collection frees: each looks at all that is imported
 distributed.comm.core.random = random.Random()  # its retries would move Python's numbers, which hypothesis watches
 
 
@@ -105,8 +107,9 @@ def workers(client: Client, least: int) -> int:
 def connect(dask: Client) -> Iterator[Callable[..., Cluster]]:
     """``connect(tasks)``: that many compute tasks; all other workers, at least one, are servers."""
     made: list[Cluster] = []
-    if resources.all_of(QueueHandle):
+    if not LASTING.issuperset(resources.all_of(QueueHandle)):
         gc.collect()  # queues of earlier tests would go to these servers, too
+        LASTING.update(resources.all_of(QueueHandle))
 
     def connect(tasks: int = 3) -> Cluster:
         made.append(tfnb.connect(dask, ps=workers(dask, WORKERS) - tasks, timeout=180))
