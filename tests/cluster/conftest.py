@@ -64,7 +64,7 @@ def worker_processes(count: int) -> Iterator[Client]:
         "distributed.worker.multiprocessing-method": "forkserver",
     }
     with (
-        dask_config.set(settings), _imported("distributed", "tfnb.cluster.tasks.task"),
+        dask_config.set(settings), _imported("distributed", "tfnb.cluster.tasks.task", "tests.cluster.settled"),
         LocalCluster(
             n_workers=count, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
             preload=["tfnb.cluster.tasks.task"], silence_logs=50,
