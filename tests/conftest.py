@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -38,6 +39,7 @@ hypothesis.settings.load_profile("long" if os.environ.get("TFNB_FUZZ") else "sho
 
 def pytest_configure() -> None:
     """Ctrl-C works, also where the parent ignores it (nohup, some CI); processes side by side share the cores."""
+    gc.disable()  # what is imported stays
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start inherit no "ignored"
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -57,6 +59,13 @@ class Scheduling(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     """Has its way before ``--dist``."""
     return Scheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected; what was imported counts as old."""
+    gc.freeze()
+    gc.unfreeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
