@@ -48,7 +48,7 @@ def test_random_presses_end_what_they_come_into() -> None:
 
 @pytest.mark.slow
 def test_many_random_presses() -> None:
-    command = [sys.executable, "-m", "tests.recording.presses", "450", "1"]
+    command = [sys.executable, "-m", "tests.recording.presses", "200", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
