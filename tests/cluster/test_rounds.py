@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 from hypothesis import given, settings
@@ -470,3 +471,44 @@ def test_c53_c54_rounds_are_written_once_on_all_servers_or_on_none(data):  # noq
     if world.end[0].cause is None:
         assert len(world.reported) == total
     assert all(not core.staged for core in world.cores.values()), "nothing is left staged"
+
+
+def contributed(workers, shards=8):
+    """A process of so many shards whose workers contribute to a round: the calls of Python that it took."""
+    cores, calls = Cores(), 0
+    for shard in range(shards):
+        core = Core(Store(budget=1 << 30), lambda meta, tensors: Add(), epoch=1, incarnation=7, shard=shard)
+        core.store.create({"w": torch.zeros(3)})
+        core.versions["w"] = 0
+        cores.add(core)
+
+    def told(worker, method, meta, tensors=()):
+        events = [
+            (s, Arrived(worker, Request(method, OpId(f"w{worker}", s), 1, 7, meta, tensors))) for s in range(shards)
+        ]
+        return [effect for effect in cores.on(events, 0.0) if isinstance(effect, Reply)]
+
+    def counted(frame, event, arg):
+        nonlocal calls
+        calls += event == "call"
+
+    told(-2, "register_shard", {"plan": "add"})
+    told(-2, "open_training", {"training": "t"})
+    about = {"training": "t", "round": 1, "workers": workers, "shards": list(range(shards)), "plan": "add"}
+    replies = []
+    sys.setprofile(counted)
+    try:
+        for worker in range(workers):
+            replies += told(worker, "contribute", {**about, "worker": worker, "reads": ["w"]}, [torch.ones(3)])
+    finally:
+        sys.setprofile(None)
+    assert all(
+        isinstance(reply.answer, Ok) and torch.allclose(reply.answer.tensors[0], torch.ones(3)) for reply in replies
+    )
+    assert sorted(reply.ticket for reply in replies) == sorted([*range(workers)] * shards)
+    return calls
+
+
+def test_a_round_of_many_workers_costs_each_of_them_the_same():
+    few, many = (contributed(workers) for workers in (20, 80))
+    assert many < 4.4 * few, "not as the square of their number"

@@ -50,7 +50,7 @@ class Host:
 def test_a_pull_of_a_later_step_waits_for_the_commit():
     host = Host()
     late = [host.send("pull", keys=["w"], step=step) for step in (2, 1)]
-    assert not set(late) & set(host.answers) and host.core.lines.names == ["step:2", "step:1"]
+    assert not set(late) & set(host.answers) and host.core.lines.names(with_turns=True) == ["step:2", "step:1"]
     for step in (1, 2):
         host("stage", [torch.ones(3)], plan="add", round=step, worker=0)
         host("commit", round=step, workers=[0])
@@ -109,3 +109,38 @@ def test_bad_requests_are_typed_errors_and_wait_for_nothing(method, meta, tag):
     host = Host()
     assert host(method, **meta).tag == tag
     assert len(host.core.lines) == 0
+
+
+def test_a_contribution_that_is_asked_for_again_after_its_round_is_answered_then():
+    host = Host()
+    host("open_training", training="t")
+    about = {"training": "t", "round": 1, "workers": 2, "shards": [0], "plan": "add", "reads": ["w"]}
+    op = OpId("first", 1)
+    first = host.send("contribute", [torch.ones(3)], op, worker=0, **about)
+    host.pass_time(POLL + 1)
+    assert host.answers[first] == Refused("again", "it waits still")
+    assert isinstance(host("contribute", [torch.full((3,), 3.0)], worker=1, **about), Ok), "the round is whole"
+    again = host("contribute", [torch.ones(3)], op, worker=0, **about)
+    assert again.meta["counts"] and again.tensors[0].tolist() == [2, 2, 2]
+    assert host.core.lines.names(with_turns=True) == []
+
+
+@pytest.mark.parametrize("how", ["cut", "end_training", "fail", "fence"])
+def test_contributions_that_wait_hear_when_their_round_will_not_be(how):
+    host = Host("compute" if how == "fail" else "")
+    host("open_training", training="t")
+    about = {"training": "t", "round": 1, "workers": 3, "shards": [0], "plan": "add", "reads": ["w"]}
+    waiting = [host.send("contribute", [torch.ones(3)], OpId(str(w), 1), worker=w, **about) for w in range(2)]
+    assert not set(waiting) & set(host.answers)
+    match how:
+        case "cut":
+            host("cut", training="t", upto=1)
+        case "end_training":
+            host("end_training", training="t", clients=[])
+        case "fail":
+            assert isinstance(host("contribute", [torch.ones(3)], worker=2, **about), Failed)
+        case "fence":
+            host.core.epoch = 2
+            host.pass_time(0.1)
+    kind = Failed if how == "fail" else Refused
+    assert all(isinstance(host.answers.get(ticket), kind) for ticket in waiting)

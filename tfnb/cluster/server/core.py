@@ -21,7 +21,7 @@ import torch
 
 from tfnb.cluster.server.core_events import Answer, Arrived, Effect, Event, Reply, Tick
 from tfnb.cluster.server.ledger import Ledger
-from tfnb.cluster.server.lines import Lines, Waiting
+from tfnb.cluster.server.lines import TURN, Lines, Waiting
 from tfnb.cluster.server.objects import Objects
 from tfnb.cluster.server.parts import MERGES, Compile, Part, ServerProgram, check_feeds, same_number, spec
 from tfnb.cluster.server.staged_rounds import StagedRounds
@@ -101,6 +101,7 @@ class Core:
             **self.objects.methods, **self.trainings.timed,
         }  # fmt: skip
         self._effects: list[Effect] = []  # beside the answer to the request in progress
+        self._seen: tuple[int, ...] = ()  # what contributions that wait were looked at for
 
     MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit", "enter", "depart"})
     METHODS = MUTATIONS | Objects.METHODS | {
@@ -126,7 +127,7 @@ class Core:
     def _arrived(self, ticket: int, request: Request, now: float) -> list[Effect]:
         """Answer a request, or let it stand in its line."""
         if request.op in self.lines and self._refused(request) is None:
-            before = self.lines.renew(request.op, ticket, now)
+            before, self._seen = self.lines.renew(request.op, ticket, now), ()  # it may be due by now
             return [] if before is None else [Reply(before, Refused("again", "it was asked again"))]
         line = self._line(request)
         answer = None if self.lines.has(line) else self._answer(request, now)
@@ -144,18 +145,21 @@ class Core:
         if request.method == "pull" and "staleness" in request.meta:
             return "clock:{training}:{loop}".format_map(request.meta)
         if request.method == "contribute":  # nobody stands before anybody
-            return "turn:{training}:{round}:{worker}".format_map(request.meta)
+            return (TURN + "{training}:{round}:{worker}").format_map(request.meta)
         return self.objects.line(request)
 
     def _proceed(self, now: float) -> list[Effect]:
-        """Answer those at the heads of their lines that need not wait any more, until nobody proceeds."""
+        """Answer those at the heads of their lines that need not wait any more, until nobody proceeds.
+
+        Contributions wait for their round. They are looked at when one was decided, not as each of them comes.
+        """
         effects: list[Effect] = []
         if self.poisoned is not None:
             return [Reply(ticket, Refused("poisoned", self.poisoned)) for ticket in self.lines.all()]
         proceeds = True
-        while proceeds:
-            proceeds = False
-            for line in self.lines.names:
+        while proceeds or self._seen != self._decided:
+            is_decided, self._seen, proceeds = self._seen != self._decided, self._decided, False
+            for line in self.lines.names(with_turns=is_decided):
                 while (head := self.lines.head(line)) is not None:
                     answer = self._answer(head.request, now)
                     if answer is None:
@@ -165,6 +169,11 @@ class Core:
                     effects.append(Reply(head.ticket, answer))
                     proceeds = True
         return effects
+
+    @property
+    def _decided(self) -> tuple[int, ...]:
+        """What a contribution waits for changes with this."""
+        return self.trainings.decisions, self.epoch, self.incarnation
 
     def _refused(self, request: Request) -> Refused | None:
         """Why it is not for this core as it is."""

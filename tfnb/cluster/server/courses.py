@@ -41,15 +41,12 @@ class Turn:
     is_computed: bool = False
     sends: list[Any] = field(default_factory=list)  # to the other shards, when it is written
     ready: set[int] = field(default_factory=set)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts.values())
+    nbytes: int = 0  # of all parts
 
     def add(self, worker: int, part: Any, shards: tuple[int, ...], wanted: int) -> None:
-        """The part of one worker."""
+        """The part of one worker, who had none."""
         self.parts[worker], self.shards, self.wanted = part, shards, wanted
+        self.nbytes += part.nbytes
 
     def hold(self, worker: int, shard: int) -> list[int]:
         """A shard has the part of a worker; the workers of the round, where that one makes their number whole."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tfnb.cluster.wire.messages import POLL, OpId, Request
 
 PATIENCE = 30.0  # seconds that a place is kept for a caller
+TURN = "turn:"  # how the line of a contribution to a round begins
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._lines: dict[str, OrderedDict[OpId, Waiting]] = {}
+        self._turns: dict[str, OrderedDict[OpId, Waiting]] = {}  # those of contributions
         self._of: dict[OpId, Waiting] = {}
 
     def __len__(self) -> int:
@@ -43,22 +45,25 @@ class Lines:
     def __contains__(self, op: OpId) -> bool:
         return op in self._of
 
-    @property
-    def names(self) -> list[str]:
-        """Lines in which somebody stands."""
-        return list(self._lines)
+    def names(self, *, with_turns: bool) -> list[str]:
+        """Lines in which somebody stands; with or without those of contributions, of which there may be many."""
+        return [*self._lines, *self._turns] if with_turns else list(self._lines)
+
+    def _with(self, line: str) -> dict[str, OrderedDict[OpId, Waiting]]:
+        return self._turns if line.startswith(TURN) else self._lines
 
     def has(self, line: str) -> bool:
         """Whether somebody stands in a line."""
-        return line in self._lines
+        return line in self._with(line)
 
     def head(self, line: str) -> Waiting | None:
         """Who is next of those whose call is open: who is between two calls is given nothing, and keeps the place."""
-        return next((waiting for waiting in self._lines.get(line, {}).values() if waiting.ticket is not None), None)
+        here = self._with(line).get(line, OrderedDict())
+        return next((waiting for waiting in here.values() if waiting.ticket is not None), None)
 
     def join(self, waiting: Waiting) -> None:
         """Stand at the end of a line."""
-        self._lines.setdefault(waiting.line, OrderedDict())[waiting.request.op] = waiting
+        self._with(waiting.line).setdefault(waiting.line, OrderedDict())[waiting.request.op] = waiting
         self._of[waiting.request.op] = waiting
 
     def renew(self, op: OpId, ticket: int, now: float) -> int | None:
@@ -70,10 +75,10 @@ class Lines:
     def leave(self, op: OpId) -> None:
         """Out of the line."""
         waiting = self._of.pop(op)
-        line = self._lines[waiting.line]
-        del line[op]
-        if not line:
-            del self._lines[waiting.line]
+        lines = self._with(waiting.line)
+        del lines[waiting.line][op]
+        if not lines[waiting.line]:
+            del lines[waiting.line]
 
     def polled(self, now: float) -> list[int]:
         """Tickets of calls that have waited long enough; their requests stay. Who did not come back has left."""
@@ -98,5 +103,6 @@ class Lines:
         """Nobody waits any more; the open tickets."""
         found = [waiting.ticket for waiting in self._of.values() if waiting.ticket is not None]
         self._lines.clear()
+        self._turns.clear()
         self._of.clear()
         return found

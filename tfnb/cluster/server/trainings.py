@@ -19,6 +19,7 @@ class Trainings:
         self._shard, self._ledger = shard, ledger
         self.courses: dict[str, Course] = {}
         self._sends: list[Send] = []
+        self.decisions = 0  # how often something happened that a contribution may wait for
         self.methods: dict[str, Callable[[Request], Ok | Refused]] = {
             "open_training": self.begin, "end_training": self.end, "enter": self.enter, "depart": self.depart,
             "choose": self.choose, "decided": self.decided, "cut": self.cut,
@@ -137,6 +138,7 @@ class Trainings:
             self._compute(turn)
         except Exception as error:
             turn.error = error
+            self.decisions += 1
             return
         first, *others = turn.shards
         if self._shard.shard == first:
@@ -195,6 +197,7 @@ class Trainings:
         if "decided" in request.meta:
             self.decided(request)
         course.end(int(request.meta["upto"]))
+        self.decisions += 1
         return Ok({"latest": course.latest})
 
     def begin(self, request: Request) -> Ok:
@@ -205,6 +208,7 @@ class Trainings:
     def end(self, request: Request) -> Ok:
         """A training is over: nothing that is sent for it counts, so the ledger need not know its clients."""
         self.courses.pop(str(request.meta["training"]), None)
+        self.decisions += 1
         for client in request.meta["clients"]:
             self._ledger.clients.pop(str(client), None)
         return self._shard.ack()
@@ -226,6 +230,7 @@ class Trainings:
             turn.write()
         self._shard.step += 1
         course.latest = number
+        self.decisions += 1
         course.counted.update(dict.fromkeys(turn.chosen, number))
 
     def _course(self, meta: Mapping[str, Any]) -> Course:
