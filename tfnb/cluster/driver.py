@@ -19,8 +19,9 @@ import torch
 from tfnb.cluster import connected
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import Ahead, Batch
-from tfnb.cluster.members.deploy import EPOCH, Place, Started, find, start
+from tfnb.cluster.members.deploy import Place, Started, find, start
 from tfnb.cluster.members.farewell import Farewell
+from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.members.supervisor import LOOK, Supervisor
 from tfnb.cluster.notebook.card import Status
 from tfnb.cluster.notebook.collections import in_chunks
@@ -92,11 +93,13 @@ class Cluster:
         self.client = where.client
         self._link = ClientLink(self.client)
         progress = where.progress
-        handle = self._link.start(start, self.client, self._link, where.ps, where.workers, timeout, progress)
+        self._registered = Registered(self.client)
+        given = self.client, self._link, self._registered, where.ps, where.workers, timeout, progress
+        handle = self._link.start(start, *given)
         tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks", progress.say)
-        self._engine = Engine(self._link, tasks, servers, EPOCH)
+        self._engine = Engine(self._link, tasks, servers, self._registered.epoch)
         self._engine.on_lost = self._lost
-        self._supervisor = Supervisor(self.client, self._engine)
+        self._supervisor = Supervisor(self.client, self._engine, self._registered)
         self._link.wait(self._link.start(self._supervisor.start), timeout, "watching the workers")
         self._overview = Overview(self._engine, self.client)
         self._followers: list[Callable[[Status], object]] = []
@@ -161,7 +164,7 @@ class Cluster:
             ("compute tasks", str(len(self.tasks))), ("parameter servers", f"{len(self.servers)}{shards}"),
             ("variables on servers", str(len(self._variables.held))), ("step", str(engine.step)),
             ("local values are of step", str(self.pulled_step)), ("epoch", str(engine.epoch)),
-            ("members", f"read from the scheduler every {LOOK:g} s"),
+            ("members", str(self._registered)),
             ("restarts left", f"{engine.restarts.left(time.monotonic())} of {engine.restarts.most}"),
             ("lanes of the servers", self._overview.lanes() or "nothing moved"),
             ("dashboard", self.dashboard_link or "off"),
@@ -351,6 +354,9 @@ class Cluster:
         self._farewell.cancel()
         self._queues.end()
         self._link.post(self._supervisor.cancel)
+        if not self._where.closers:  # else the client goes, and with it the entry
+            with suppress(TfnbError):
+                self._link.start(self._registered.close)
         connected.notices.clear()  # whoever closes it knows
         self._variables.release()
         self._steps.forget()

@@ -569,6 +569,10 @@ class Engine:
         what = "Dask client was closed" if is_closed else "Dask scheduler was lost"
         return self._lose(SchedulerLost(f"the {what} at step {self.step}"))
 
+    def lose_entry(self, error: TfnbError) -> None:
+        """The scheduler's registry does not have this cluster as it should."""
+        self._lose(error)
+
     def _server_error(self, shard: int) -> ParameterServerLost:
         member, count = self.shards[shard], len(self.servers)
         why = member.info.get("poisoned", "was lost")

@@ -29,6 +29,7 @@ from distributed import Client, KilledWorker, LocalCluster, Nanny, Security, def
 from distributed.utils import silence_logging_cmgr
 
 from tfnb.cluster.engine.members import Member
+from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.tasks.task import TaskActor, versions
 from tfnb.cluster.wire.messages import Failed, Ok, Outcome, Peer, raised
 from tfnb.cluster.wire.transport import ClientLink, Handle, is_local, parse_address, scheduler_address, wait
@@ -44,7 +45,6 @@ from tfnb.recording.marks.while_recording import Shared, swapped
 
 T = TypeVar("T")
 
-EPOCH = 1
 SAID_AFTER = 2.0  # seconds
 LOOK = 0.5  # seconds between two looks at who is there
 HUSH = 2.0  # seconds
@@ -509,12 +509,14 @@ async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer
     return Peer(addr, key, int(meta["incarnation"])), dict(meta)
 
 
-async def configure(link: ClientLink, members: Sequence[Member], servers: Sequence[Member], end: float) -> None:
+async def configure(
+    link: ClientLink, members: Sequence[Member], servers: Sequence[Member], epoch: int, end: float
+) -> None:  # fmt: skip
     """Tell every task the epoch, and who holds which shards."""
     peers = {shard: list(server.peer) for server in servers for shard in server.shards}
     for member in members:
-        meta = {"epoch": EPOCH, "shards": [peers[shard] for shard in sorted(peers)], "holds": list(member.shards)}
-        _ok(await link.persist(member.peer, "configure", meta, epoch=EPOCH, deadline=end), member.name)
+        meta = {"epoch": epoch, "shards": [peers[shard] for shard in sorted(peers)], "holds": list(member.shards)}
+        _ok(await link.persist(member.peer, "configure", meta, epoch=epoch, deadline=end), member.name)
 
 
 def _ok(answer: Outcome, who: str) -> Ok:
@@ -530,22 +532,31 @@ class WorkerGone(Unavailable):
 
 
 async def start(
-    client: Client, link: ClientLink, ps: int | None, workers: int, timeout: float, progress: Progress
-) -> tuple[list[Member], list[Member], str]:
-    """Tasks and servers on the workers of a cluster, and the route to them."""
+    client: Client, link: ClientLink, registered: Registered, ps: int | None, workers: int, timeout: float,
+    progress: Progress,
+) -> tuple[list[Member], list[Member], str]:  # fmt: skip
+    """Tasks and servers on the workers of a cluster, and the route to them; all of them in the registry."""
     end = time.monotonic() + timeout
-    while True:
-        addrs = list(await workers_of(client, workers, end - time.monotonic(), progress))
-        try:
-            return await _start_on(client, link, addrs, roles(len(addrs), ps), end, progress)
-        except WorkerGone:
-            if time.monotonic() > end:
-                raise
-            await asyncio.sleep(0.1)
+    await registered.open()
+    try:
+        while True:
+            addrs = list(await workers_of(client, workers, end - time.monotonic(), progress))
+            try:
+                found = await _start_on(client, link, addrs, roles(len(addrs), ps), registered.epoch, end, progress)
+                break
+            except WorkerGone:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(0.1)
+        await registered.publish((*found[0], *found[1]))
+    except BaseException:
+        await registered.close()
+        raise
+    return found
 
 
 async def joined(
-    client: Client, link: ClientLink, name: str, addr: str, servers: Sequence[Member], end: float
+    client: Client, link: ClientLink, name: str, addr: str, servers: Sequence[Member], epoch: int, end: float
 ) -> Member:  # fmt: skip
     """A task on a worker that came later; raises WorkerGone, or another TfnbError where the worker cannot be used."""
     await _ensure_tfnb(client, addr, end)
@@ -554,7 +565,7 @@ async def joined(
         await started(client, {name: future}, {name: addr}, end, Progress())
         peer, info = await greet(link, addr, str(future.key), end)
         member = Member(name, peer, future, info)
-        await configure(link, [member], servers, end)
+        await configure(link, [member], servers, epoch, end)
     except BaseException:
         future.release()
         raise
@@ -574,7 +585,7 @@ async def _ensure_tfnb(client: Client, addr: str, end: float) -> None:
 
 
 async def _start_on(
-    client: Client, link: ClientLink, addrs: Sequence[str], who: Roles, end: float, progress: Progress
+    client: Client, link: ClientLink, addrs: Sequence[str], who: Roles, epoch: int, end: float, progress: Progress
 ) -> tuple[list[Member], list[Member], str]:
     first = len(addrs) - who.tasks  # servers are the oldest workers: Dask's `scale` ends the youngest
     names = {a: f"ps:{i}" if i < first else f"task:{i - first}" for i, a in enumerate(addrs)}
@@ -592,5 +603,5 @@ async def _start_on(
     for place, server in enumerate(servers):
         server.shards = who.held(place)
     tasks = [m for m in members if m.name.startswith("task:")]
-    await configure(link, members, servers, end)
+    await configure(link, members, servers, epoch, end)
     return tasks, servers, route

@@ -1,7 +1,8 @@
 """Sees which workers the Dask cluster has, and makes a task on each one that comes while a notebook is connected.
 
-The scheduler's list of workers is read twice a second, and more often while a lost task has no successor: that needs no
-plugin, which a scheduler without tfnb would refuse, and no event can be missed.
+The scheduler's registry says at once that a worker came or left. The list of workers is read then, and twice a second
+without a word from it, so that no event can be missed and a scheduler that blocks plugins will do; more often while a
+lost task has no successor. What changed is in the registry before it takes part.
 A worker that comes is a compute task, in the place of one that was lost if there is one. A worker with another version,
 or without tfnb, is refused in one line, and training goes on without it. A task that was found dead because it did not
 answer, and whose worker lives, is told to end its process as soon as it hears: its nanny starts another one.
@@ -21,18 +22,22 @@ from distributed import Client
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.deploy import LOOK, WorkerGone, identities, joined
+from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.wire.messages import Refused
-from tfnb.errors import VersionMismatch
+from tfnb.errors import Fenced, VersionMismatch
 
 STARTS_WITHIN = 60.0  # seconds that a worker has for its task
-SOON = 0.1  # seconds between two looks while the successor of a lost task is awaited
+SOON = 0.1  # seconds between two looks while the successor of a lost task is awaited, or a worker that was announced
+ANNOUNCED = 2.0  # seconds that such a worker has to be running
 
 
 class Supervisor:
     """Watches the workers of a cluster while it is connected."""
 
-    def __init__(self, client: Client, engine: Engine) -> None:
-        self._client, self._engine = client, engine
+    def __init__(self, client: Client, engine: Engine, registered: Registered) -> None:
+        self._client, self._engine, self._registered = client, engine, registered
+        self._news = asyncio.Event()  # of the registry
+        self._heard = 0.0  # when it came
         self._refused: set[str] = set()  # addresses of workers, while they are there
         self._gone: set[Member] = set()  # whose leaving was said
         self._ending: dict[Member, asyncio.Task[None]] = {}  # lost tasks whose workers live
@@ -41,6 +46,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Look from now on."""
+        self._registered.heed(self._news.set)
         self._watch = asyncio.create_task(self._watched())
 
     def cancel(self) -> None:
@@ -49,19 +55,28 @@ class Supervisor:
             if work is not None:
                 work.cancel()
 
+    async def _sleep(self) -> None:
+        """Until there is news, or it is time to look."""
+        is_soon = self._engine.comes or time.monotonic() < self._heard + ANNOUNCED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SOON if is_soon else LOOK):
+                await self._news.wait()
+                self._news.clear()
+                self._heard = time.monotonic()
+
     async def _watched(self) -> None:
         while self._engine.lost is None:
-            await asyncio.sleep(SOON if self._engine.comes else LOOK)
+            await self._sleep()
             if self._client.status != "running":
                 self._engine.lose_scheduler()
                 return
-            with suppress(OSError, TimeoutError, RuntimeError):  # the next look says what it was
+            with suppress(OSError, TimeoutError, RuntimeError, Fenced):  # the next look says what it was
                 found = await identities(self._client)
-                self._say_who_left()
+                await self._say_who_left()
                 self._end_the_lost()
                 self._look(found)
 
-    def _say_who_left(self) -> None:
+    async def _say_who_left(self) -> None:
         engine, left = self._engine, list[Member]()
         for member in engine.places.values():
             if not member.is_there and member not in self._gone:
@@ -72,6 +87,17 @@ class Supervisor:
         if left:
             names = ", ".join(f"{member.name} ({member.peer.addr})" for member in left)
             engine.say(f"{names} left at step {engine.step}: {self._width()}")
+            await self._publish()
+
+    async def _publish(self, *more: Member) -> None:
+        """See that the registry has who is there; the cluster ends where that is not for this notebook to say."""
+        engine = self._engine
+        there = [m for m in (*engine.servers, *engine.places.values(), *more) if m.is_there]
+        try:
+            await self._registered.publish(there)
+        except Fenced as error:
+            engine.lose_entry(error)
+            raise
 
     def _width(self) -> str:
         """``3 compute tasks``."""
@@ -118,7 +144,8 @@ class Supervisor:
         """Make a task on a worker, and let it take part."""
         engine, end = self._engine, time.monotonic() + STARTS_WITHIN
         try:
-            member = await joined(self._client, engine.link, name, addr, engine.servers, end)
+            member = await joined(self._client, engine.link, name, addr, engine.servers, engine.epoch, end)
+            await self._publish(member)
         except WorkerGone:
             pass  # it is new again when it is back
         except Exception as error:  # also Dask's own: this worker is not used, and training goes on

@@ -1,0 +1,87 @@
+"""A cluster's entry in the scheduler's registry, as its notebook sees it. Dask glue, in the client's event loop.
+
+Without a registry, because a scheduler blocks plugins, all goes on: the epoch is 1, and who comes is seen by looking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from distributed import Client
+from distributed.protocol.pickle import dumps
+
+from tfnb.cluster.engine.members import Member
+from tfnb.cluster.members.registry import TOPIC, Registry
+from tfnb.errors import Fenced
+
+PATIENCE = 10.0  # seconds that the scheduler has for an answer
+
+
+class Registered:
+    """The entry of one cluster. ``without``: why there is none, in a line."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.cluster = uuid.uuid4().hex[:8]
+        self.epoch, self.revision, self.others = 1, 0, 0
+        self.without = ""
+        self._writing = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Enter the cluster: from here on its epoch is known."""
+        send = self._client.scheduler.register_scheduler_plugin  # type: ignore[union-attr]
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await send(plugin=dumps(Registry()), name=Registry.name, idempotent=True)
+            self._read(await self._ask("open", client=self._client.id))
+        except Exception as error:  # of any kind: it runs there, in whatever version of tfnb that is
+            self.without = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def heed(self, heard: Callable[[], object]) -> None:
+        """Call ``heard`` when a worker comes or leaves."""
+        if not self.without:
+            self._client.subscribe_topic(TOPIC, lambda event: heard())
+
+    async def publish(self, members: Iterable[Member]) -> None:
+        """Let these be the cluster's tasks. Raises Fenced where the entry is gone, or somebody else's."""
+        if self.without:
+            return
+        tasks = {m.name: (m.peer.addr, m.peer.key, m.peer.incarnation, m.shards) for m in members}
+        async with self._writing:
+            for _ in range(2):  # an answer that was lost may have been written
+                entry = await self._ask("write", revision=self.revision, tasks=tasks)
+                if entry is None or entry["epoch"] != self.epoch:
+                    break
+                self._read(entry)
+                if entry["is_written"] or entry["tasks"] == tasks:
+                    return
+        raise Fenced(
+            f"cluster {self.cluster} is not this notebook's any more in the scheduler's registry: connect again"
+        )
+
+    async def close(self) -> None:
+        """Forget the entry; the scheduler does so by itself where the client is gone."""
+        if not self.without:
+            with suppress(Exception):  # then it is gone, too
+                self._client.unsubscribe_topic(TOPIC)
+                await self._ask("close")
+
+    def __str__(self) -> str:
+        if self.without:
+            return f"looked for, since the scheduler keeps no registry ({self.without})"
+        others = f"; {self.others} more tfnb cluster{'s' * (self.others > 1)} there" if self.others else ""
+        return f"told by the scheduler's registry: cluster {self.cluster}, revision {self.revision}{others}"
+
+    def _read(self, entry: dict[str, Any]) -> None:
+        self.epoch, self.revision = int(entry["epoch"]), int(entry["revision"])
+
+    async def _ask(self, method: str, **arguments: Any) -> Any:
+        call = self._client.scheduler.tfnb_registry  # type: ignore[union-attr]
+        async with asyncio.timeout(PATIENCE):
+            answer = await call(method=method, cluster=self.cluster, **arguments)
+        self.others = int(answer["clusters"]) - 1
+        return answer["entry"]

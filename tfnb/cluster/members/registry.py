@@ -1,0 +1,98 @@
+"""Which tfnb clusters live on a Dask scheduler: a table, and the scheduler plugin that keeps it.
+
+Each cluster has an epoch, which no other one of this scheduler ever has, and a revision: who writes says which one it
+read, and is refused where somebody wrote since. The plugin tells every notebook at once that a worker came or left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+TOPIC = "tfnb-members"  # of Dask's events
+
+
+class Table:
+    """Clusters by id: who made it, its epoch, its revision, and of each task address, key, incarnation, shards.
+
+    >>> table = Table()
+    >>> table.open("a", "client-1")["epoch"], table.open("b", "client-2")["epoch"]
+    (1, 2)
+    >>> table.write("a", 0, {"task:0": ["tcp://h:1", "k", 7, []]})["revision"]
+    1
+    >>> table.write("a", 0, {})["is_written"], table.read("a")["tasks"]["task:0"][2]
+    (False, 7)
+    >>> table.leave("client-1"), table.read("a"), list(table.clusters)
+    (['a'], None, ['b'])
+    """
+
+    def __init__(self) -> None:
+        self.clusters: dict[str, dict[str, Any]] = {}
+        self.epochs = 0  # given so far
+
+    def open(self, cluster: str, client: str) -> dict[str, Any]:
+        """Enter a cluster; asked again, for an answer that was lost, it is the same entry."""
+        if cluster not in self.clusters:
+            self.epochs += 1
+            self.clusters[cluster] = {"client": client, "epoch": self.epochs, "revision": 0, "tasks": {}}
+        return self.clusters[cluster]
+
+    def read(self, cluster: str) -> dict[str, Any] | None:
+        """The entry of a cluster, None where there is none."""
+        return self.clusters.get(cluster)
+
+    def write(self, cluster: str, revision: int, tasks: dict[str, Any]) -> dict[str, Any] | None:
+        """Let these be its tasks, unless it has another revision: the entry then, None where there is none."""
+        entry = self.clusters.get(cluster)
+        if entry is None:
+            return None
+        if is_written := entry["revision"] == revision:
+            self.clusters[cluster] = entry = {**entry, "revision": revision + 1, "tasks": tasks}
+        return {**entry, "is_written": is_written}
+
+    def close(self, cluster: str) -> None:
+        """Forget a cluster; harmless if repeated."""
+        self.clusters.pop(cluster, None)
+
+    def leave(self, client: str) -> list[str]:
+        """Forget the clusters of a client that is gone."""
+        gone = [cluster for cluster, entry in self.clusters.items() if entry["client"] == client]
+        for cluster in gone:
+            del self.clusters[cluster]
+        return gone
+
+
+class Registry(SchedulerPlugin):
+    """The table on a scheduler: ``scheduler.tfnb_registry(method=, ...)`` calls its methods."""
+
+    name = "tfnb-registry-1"  # of what it answers: another version has another table
+    idempotent = True
+
+    async def start(self, scheduler: Any) -> None:
+        """Called by Dask."""
+        self.table, self.scheduler = Table(), scheduler
+        scheduler.handlers["tfnb_registry"] = self.answer
+
+    async def answer(self, method: str, **arguments: Any) -> Any:
+        """What a client asks; a count of clusters goes with each answer."""
+        if method not in ("open", "read", "write", "close"):
+            raise ValueError(f"the registry has no method {method[:40]!r}")
+        found = getattr(self.table, method)(**arguments)
+        return {"entry": found, "clusters": len(self.table.clusters)}
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        """Called by Dask."""
+        self._tell(worker)
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        """Called by Dask."""
+        self._tell(worker)
+
+    def remove_client(self, scheduler: Any, client: str) -> None:
+        """Called by Dask."""
+        self.table.leave(client)
+
+    def _tell(self, worker: str) -> None:
+        if self.table.clusters:
+            self.scheduler.log_event(TOPIC, {"worker": worker})
