@@ -147,6 +147,10 @@ def _compiled_modules() -> list[Any]:
     return [torch._dynamo.eval_frame.OptimizedModule]  # which the first Symbols imported
 
 
+def _loaders() -> list[Any]:
+    return [torch.utils.data.DataLoader, torch.utils.data.dataloader._BaseDataLoaderIter]
+
+
 def _one(owner: Any) -> Callable[[], list[Any]]:
     return lambda: [owner]
 
@@ -163,8 +167,7 @@ PATCHES = (
           "what checkpoint(use_reentrant=False) runs is computed again by the backward pass of a run"),
     Patch(_compiled_modules, ("__call__",), _call_compiled,
           "a compiled module is the module: a recording sees torch's calls, not what a compiler makes of them"),
-    Patch(_one(torch.utils.data.DataLoader), ("__iter__",), batch, "how a loader draws is no part of the graph"),
-    Patch(_one(torch.utils.data.dataloader._BaseDataLoaderIter), ("__next__",), batch, "and a batch is data"),
+    Patch(_loaders, ("__iter__", "__next__"), batch, "how a loader draws is no part of the graph, and a batch is data"),
     Patch(_one(torch._utils), ("_rebuild_tensor",), _unrecorded, "what is read from a file is a plain tensor"),
     Patch(_one(torch.random), ("default_generator",), Followed,
           "seeds given inside are noted with their line, since recorded draws have streams of their own"),
@@ -181,10 +184,11 @@ PATCHES = (
 @contextmanager
 def _made() -> Iterator[None]:
     changes = [
-        (owner, name, patch.make(getattr(owner, name, None)))
+        (owner, name, patch.make(getattr(owner, name)))
         for patch in PATCHES
         for owner in patch.owners()
         for name in patch.names
+        if hasattr(owner, name)
     ]
     with swapped(*changes), torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False):
         yield
