@@ -138,6 +138,11 @@ def nobody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfnb.cluster.engine.engine.REPLACED_WITHIN", 0.0)
 
 
+def epoch() -> int:
+    """Of the connected cluster."""
+    return int(connected.connected()._engine.epoch)  # type: ignore[attr-defined, union-attr]
+
+
 def stats(cluster: Cluster) -> list[dict[str, Any]]:
     """What each server says of itself."""
     return list(cluster._do("stat", 60, cluster._engine.stats, 60.0).values())

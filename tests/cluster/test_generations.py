@@ -8,7 +8,7 @@ import time
 import torch
 
 import tfnb
-from tests.cluster.conftest import stats
+from tests.cluster.conftest import epoch, stats
 
 COUNT = 3_000_000  # 12 MB: sending it takes longer than writing it
 
@@ -25,7 +25,7 @@ def test_c21_no_read_is_torn_while_updates_are_written(connect):
     link, peer = cluster._link, cluster._engine.servers[piece.shard].peer
 
     async def ask(method, **meta):
-        return await link.persist(peer, method, meta, epoch=1, deadline=time.monotonic() + 60)
+        return await link.persist(peer, method, meta, epoch=epoch(), deadline=time.monotonic() + 60)
 
     async def read_and_write():
         """Updates one after the other, as a task sends them, and four readers all the time."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.cluster.conftest import workers
+from tests.cluster.conftest import epoch, workers
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_streams import ROWS, SECONDS, Server, call, collect, exchanged, soon
 from tests.cluster.test_wire import DTYPES
@@ -313,7 +313,7 @@ def test_c21_no_read_of_100_mb_under_writes_is_torn(connect, only, lane):
         meta, op = {"keys": ["big"]}, server.link.op()
         if lane == "D":
             return server.ask(method, meta, list(tensors), op=op)
-        about = {"epoch": 1, "op": op, "seconds": SECONDS, "budget": envelope.BUDGET, "lend": stream.lend}
+        about = {"epoch": epoch(), "op": op, "seconds": SECONDS, "budget": envelope.BUDGET, "lend": stream.lend}
         return exchanged(stream, write_request(server.peer, method, meta, tensors, **about))
 
     def opened():

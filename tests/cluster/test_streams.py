@@ -20,7 +20,7 @@ from dask import config as dask_config
 from distributed import Client, LocalCluster, Security
 
 import tfnb
-from tests.cluster.conftest import stop, workers
+from tests.cluster.conftest import epoch, stop, workers
 from tests.cluster.test_cuts import Counters
 from tests.quick import quick
 from tfnb.cluster.wire import envelope, streams
@@ -37,7 +37,7 @@ def call(link, peer, method, *args, **kwargs):
     """A blocking call by Dask's connections."""
 
     async def work():
-        return await link.call(peer, method, *args, epoch=1, deadline=time.monotonic() + SECONDS, **kwargs)
+        return await link.call(peer, method, *args, epoch=epoch(), deadline=time.monotonic() + SECONDS, **kwargs)
 
     return link.wait(link.start(work), SECONDS + 5, method)
 
@@ -68,7 +68,7 @@ class Server:
             method,
             {"keys": ["v"], **about},
             tensors,
-            epoch=1,
+            epoch=epoch(),
             op=op,
             seconds=SECONDS,
             budget=envelope.BUDGET,
@@ -263,29 +263,29 @@ def test_several_servers_at_once_and_those_without_a_stream_are_not_asked(connec
     for peer in peers:
         assert isinstance(call(link, peer, "create", {"keys": ["w"]}, [torch.ones(3)]), Ok)
     asks = {peer: [Ask(shard, "pull", {"keys": ["w"]})] for shard, peer in enumerate(peers)}
-    assert all(isinstance(end, NotSent) for (end,) in here.call(asks, epoch=1))
+    assert all(isinstance(end, NotSent) for (end,) in here.call(asks, epoch=epoch()))
     assert here.lacks(peers) == peers
 
     async def opened():
-        await here.open(peers[0], epoch=1)
+        await here.open(peers[0], epoch=epoch())
 
     link.wait(link.start(opened), SECONDS, "stream")
     assert here.lacks(peers) == peers[1:]
-    (first,), (second,) = here.call(asks, epoch=1)
+    (first,), (second,) = here.call(asks, epoch=epoch())
     assert isinstance(first, Ok) and first.tensors[0].tolist() == [1, 1, 1] and isinstance(second, NotSent)
     contributions = {
         peer: [Ask(shard, "contribute", {"training": "t", "round": 1, "worker": 0, "workers": 2, "shards": [0]})]
         for shard, peer in enumerate(peers)
     }
-    ends = here.call(contributions, epoch=1)
+    ends = here.call(contributions, epoch=epoch())
     assert all(isinstance(end, NotSent) for (end,) in ends), "it would wait for one that is not sent"
     assert isinstance(call(link, peers[0], "open_training", {"training": "t"}), Ok)
     alone = {peers[0]: [Ask(0, "contribute", {**contributions[peers[0]][0].meta, "keys": ["w"]}, [torch.ones(3)])]}
     begin = time.monotonic()
-    ((end,),) = here.call(alone, epoch=1, is_thread_wanted=lambda: True)
+    ((end,),) = here.call(alone, epoch=epoch(), is_thread_wanted=lambda: True)
     assert isinstance(end, Unknown) and time.monotonic() - begin < 8, "it gives way to what worker 1 may wait for"
     here.end()
-    assert all(isinstance(end, NotSent) for (end,) in here.call(asks, epoch=1))
+    assert all(isinstance(end, NotSent) for (end,) in here.call(asks, epoch=epoch()))
 
 
 # -- trainings --------------------------------------------------------------------------------------------------

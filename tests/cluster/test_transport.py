@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tfnb.cluster
-from tests.cluster.conftest import stop
+from tests.cluster.conftest import epoch, stop
 from tfnb.cluster.wire import transport
 from tfnb.cluster.wire.messages import Failed, NotSent, Ok, Peer, Refused, Unknown, failed, raised
 from tfnb.cluster.wire.transport import GiveUp, Wait, allowance, is_local, retry
@@ -41,11 +41,12 @@ def link(connect):
     return cluster._link, cluster._engine
 
 
-def call(link, peer, method, *args, seconds=60.0, epoch=1, **kwargs):
+def call(link, peer, method, *args, seconds=60.0, **kwargs):
     """A blocking call."""
+    kwargs.setdefault("epoch", epoch())
 
     async def work():
-        return await link.call(peer, method, *args, epoch=epoch, deadline=time.monotonic() + seconds, **kwargs)
+        return await link.call(peer, method, *args, deadline=time.monotonic() + seconds, **kwargs)
 
     return link.wait(link.start(work), seconds + 1, method)
 
