@@ -21,7 +21,7 @@ from tests.cluster.test_lost_scheduler import free_port
 from tests.cluster.test_members import kill, member_of, until
 from tfnb.cluster import connected
 from tfnb.cluster.members.registry import Table
-from tfnb.errors import Fenced
+from tfnb.errors import Fenced, VersionMismatch
 
 CALLS = st.tuples(
     st.sampled_from(["open", "write", "close", "leave"]), st.sampled_from("abc"), st.sampled_from(["me", "you"]),
@@ -103,6 +103,31 @@ def test_a_notebook_whose_entry_is_somebody_elses_goes_on_without_the_cluster(da
         cluster.run(None, [])
     with pytest.warns(UserWarning, match="the cluster was lost: runs are here now"):
         tfnb.run(c.train, {c.x: torch.ones(4)})
+
+
+def test_a_connection_that_fails_leaves_no_entry(dask: Client, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = connect(2)
+    before = _clusters(cluster)
+    cluster.close()
+    monkeypatch.setattr("tfnb.cluster.members.deploy.versions", lambda: {"tfnb": "9.9"})
+    with pytest.raises(VersionMismatch):
+        tfnb.connect(dask)
+    until(lambda: _clusters(cluster) == before - 1)
+
+
+@pytest.mark.slow
+def test_workers_that_come_together_are_all_in_the_registry() -> None:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None) as workers,
+        Client(workers, set_as_default=False) as client,
+        tfnb.connect(client, ps=1) as cluster,
+    ):
+        workers.scale(5)
+        until(lambda: len(cluster.tasks) == 4)
+        until(lambda: set(entry(client, cluster)["tasks"]) == {*cluster.tasks, *cluster.servers})
+        workers.scale(3)
+        until(lambda: len(cluster.tasks) == 2)
+        until(lambda: set(entry(client, cluster)["tasks"]) == {*cluster.tasks, *cluster.servers})
 
 
 @pytest.mark.slow

@@ -548,7 +548,7 @@ async def start(
                 if time.monotonic() > end:
                     raise
                 await asyncio.sleep(0.1)
-        await registered.publish((*found[0], *found[1]))
+        await registered.publish(lambda: (*found[0], *found[1]))
     except BaseException:
         await registered.close()
         raise

@@ -39,6 +39,7 @@ class Registered:
                 await send(plugin=dumps(Registry()), name=Registry.name, idempotent=True)
             self._read(await self._ask("open", client=self._client.id))
         except Exception as error:  # of any kind: it runs there, in whatever version of tfnb that is
+            await self.close()  # the answer may be all that was lost
             self.without = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def heed(self, heard: Callable[[], object]) -> None:
@@ -46,12 +47,12 @@ class Registered:
         if not self.without:
             self._client.subscribe_topic(TOPIC, lambda event: heard())
 
-    async def publish(self, members: Iterable[Member]) -> None:
-        """Let these be the cluster's tasks. Raises Fenced where the entry is gone, or somebody else's."""
+    async def publish(self, members: Callable[[], Iterable[Member]]) -> None:
+        """Let these be the cluster's tasks, asked for in turn. Raises Fenced where the entry is gone, or not ours."""
         if self.without:
             return
-        tasks = {m.name: (m.peer.addr, m.peer.key, m.peer.incarnation, m.shards) for m in members}
         async with self._writing:
+            tasks = {m.name: (m.peer.addr, m.peer.key, m.peer.incarnation, m.shards) for m in members()}
             for _ in range(2):  # an answer that was lost may have been written
                 entry = await self._ask("write", revision=self.revision, tasks=tasks)
                 if entry is None or entry["epoch"] != self.epoch:
@@ -66,15 +67,16 @@ class Registered:
     async def close(self) -> None:
         """Forget the entry; the scheduler does so by itself where the client is gone."""
         if not self.without:
-            with suppress(Exception):  # then it is gone, too
+            with suppress(ValueError):  # nobody heeds it
                 self._client.unsubscribe_topic(TOPIC)
+            with suppress(Exception):  # of a scheduler that is gone, as the entry is then
                 await self._ask("close")
 
     def __str__(self) -> str:
         if self.without:
             return f"looked for, since the scheduler keeps no registry ({self.without})"
         others = f"; {self.others} more tfnb cluster{'s' * (self.others > 1)} there" if self.others else ""
-        return f"told by the scheduler's registry: cluster {self.cluster}, revision {self.revision}{others}"
+        return f"told by the registry of the scheduler: cluster {self.cluster}, revision {self.revision}{others}"
 
     def _read(self, entry: dict[str, Any]) -> None:
         self.epoch, self.revision = int(entry["epoch"]), int(entry["revision"])

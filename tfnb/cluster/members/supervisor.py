@@ -38,6 +38,8 @@ class Supervisor:
         self._client, self._engine, self._registered = client, engine, registered
         self._news = asyncio.Event()  # of the registry
         self._heard = 0.0  # when it came
+        self._entering: set[Member] = set()  # tasks that take part as soon as the registry has them
+        self._is_behind = False  # whether the registry may lack what changed
         self._refused: set[str] = set()  # addresses of workers, while they are there
         self._gone: set[Member] = set()  # whose leaving was said
         self._ending: dict[Member, asyncio.Task[None]] = {}  # lost tasks whose workers live
@@ -72,11 +74,13 @@ class Supervisor:
                 return
             with suppress(OSError, TimeoutError, RuntimeError, Fenced):  # the next look says what it was
                 found = await identities(self._client)
-                await self._say_who_left()
+                self._say_who_left()
+                if self._is_behind:
+                    await self._publish()
                 self._end_the_lost()
                 self._look(found)
 
-    async def _say_who_left(self) -> None:
+    def _say_who_left(self) -> None:
         engine, left = self._engine, list[Member]()
         for member in engine.places.values():
             if not member.is_there and member not in self._gone:
@@ -87,17 +91,25 @@ class Supervisor:
         if left:
             names = ", ".join(f"{member.name} ({member.peer.addr})" for member in left)
             engine.say(f"{names} left at step {engine.step}: {self._width()}")
-            await self._publish()
+            self._is_behind = True
 
-    async def _publish(self, *more: Member) -> None:
-        """See that the registry has who is there; the cluster ends where that is not for this notebook to say."""
-        engine = self._engine
-        there = [m for m in (*engine.servers, *engine.places.values(), *more) if m.is_there]
+    async def _publish(self) -> None:
+        """See that the registry has who is there; the cluster ends where that is not for this notebook to say.
+
+        A scheduler that does not answer now is told at the next look.
+        """
         try:
-            await self._registered.publish(there)
+            await self._registered.publish(self._there)
+            self._is_behind = False
+        except (OSError, TimeoutError):
+            self._is_behind = True
         except Fenced as error:
-            engine.lose_entry(error)
+            self._engine.lose_entry(error)
             raise
+
+    def _there(self) -> list[Member]:
+        engine = self._engine
+        return [m for m in (*engine.servers, *engine.places.values(), *self._entering) if m.is_there]
 
     def _width(self) -> str:
         """``3 compute tasks``."""
@@ -145,7 +157,8 @@ class Supervisor:
         engine, end = self._engine, time.monotonic() + STARTS_WITHIN
         try:
             member = await joined(self._client, engine.link, name, addr, engine.servers, engine.epoch, end)
-            await self._publish(member)
+            self._entering.add(member)
+            await self._publish()
         except WorkerGone:
             pass  # it is new again when it is back
         except Exception as error:  # also Dask's own: this worker is not used, and training goes on
@@ -156,4 +169,5 @@ class Supervisor:
             engine.join(member)
             engine.say(f"{name} ({addr}) joined at step {engine.step}: {self._width()}")
         finally:
+            self._entering = {each for each in self._entering if each.name != name}
             del self._joining[name]
