@@ -32,7 +32,15 @@ from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.tasks.task import TaskActor, versions
 from tfnb.cluster.wire.messages import Failed, Ok, Outcome, Peer, raised
-from tfnb.cluster.wire.transport import ClientLink, Handle, is_local, parse_address, scheduler_address, wait
+from tfnb.cluster.wire.transport import (
+    ClientLink,
+    Handle,
+    is_local,
+    parse_address,
+    scheduler_address,
+    scheduler_of,
+    wait,
+)
 from tfnb.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -447,9 +455,9 @@ async def workers_of(
 async def identities(client: Client) -> dict[str, dict[str, Any]]:
     """Address -> facts of every worker that runs."""
     try:
-        found = await client.scheduler.identity(n_workers=-1)  # type: ignore[union-attr]
+        found = await scheduler_of(client).identity(n_workers=-1)
     except TypeError:  # before distributed 2025: all workers, always
-        found = await client.scheduler.identity()  # type: ignore[union-attr]
+        found = await scheduler_of(client).identity()
     return {addr: facts for addr, facts in found["workers"].items() if facts.get("status", "running") == "running"}
 
 

@@ -16,6 +16,7 @@ from distributed.protocol.pickle import dumps
 
 from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.registry import TOPIC, Registry
+from tfnb.cluster.wire.transport import scheduler_of
 from tfnb.errors import Fenced
 
 PATIENCE = 10.0  # seconds that the scheduler has for an answer
@@ -33,9 +34,9 @@ class Registered:
 
     async def open(self) -> None:
         """Enter the cluster: from here on its epoch is known."""
-        send = self._client.scheduler.register_scheduler_plugin  # type: ignore[union-attr]
         try:
             async with asyncio.timeout(PATIENCE):
+                send = scheduler_of(self._client).register_scheduler_plugin
                 await send(plugin=dumps(Registry()), name=Registry.name, idempotent=True)
             self._read(await self._ask("open", client=self._client.id))
         except Exception as error:  # of any kind: it runs there, in whatever version of tfnb that is
@@ -82,8 +83,7 @@ class Registered:
         self.epoch, self.revision = int(entry["epoch"]), int(entry["revision"])
 
     async def _ask(self, method: str, **arguments: Any) -> Any:
-        call = self._client.scheduler.tfnb_registry  # type: ignore[union-attr]
         async with asyncio.timeout(PATIENCE):
-            answer = await call(method=method, cluster=self.cluster, **arguments)
+            answer = await scheduler_of(self._client).tfnb_registry(method=method, cluster=self.cluster, **arguments)
         self.others = int(answer["clusters"]) - 1
         return answer["entry"]

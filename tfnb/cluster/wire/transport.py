@@ -395,6 +395,13 @@ def wait(handle: Handle[T], timeout: float | None, what: str, every: Callable[[]
     return handle.task[0].result()
 
 
+def scheduler_of(client: Client) -> Any:
+    """What asks a client's scheduler; raises ConnectionError where the client is closed meanwhile."""
+    if client.scheduler is None:
+        raise ConnectionError("the Dask client is closed")
+    return client.scheduler
+
+
 def scheduler_address(client: Client) -> str:
     """Where a client's scheduler listens."""
     return str(getattr(client.scheduler, "address", ""))
