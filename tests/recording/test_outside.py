@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tfnb
-from tfnb.errors import Unsupported
+from tfnb.errors import FailedPrecondition, Unsupported
 
 
 def test_a_big_captured_tensor_keeps_its_recorded_value() -> None:
@@ -157,7 +157,7 @@ def test_a_batch_that_a_loader_makes_in_a_cell_is_data_of_outside(options: dict[
         rows, firsts = next(iter(pairs(**options)))
         total = rows.sum() + firsts.sum()
     assert {node.op for node in graph.nodes} <= {
-        "tfnb.constant", "aten.as_strided.default", "aten.sum.default", "aten.add.Tensor"
+        "tfnb.constant", "aten.as_strided.default", "aten.select.int", "aten.sum.default", "aten.add.Tensor"
     }  # fmt: skip
     assert len(graph.notes) == 1 and "a batch of a DataLoader" in graph.notes[0] and "feeds=(x, y)" in graph.notes[0]
     assert float(tfnb.run(total)) == float(total.sample) == float(rows.sum() + firsts.sum())
@@ -167,12 +167,47 @@ def test_a_batch_that_a_loader_makes_in_a_cell_is_data_of_outside(options: dict[
     assert graph.notes == () and [node.op for node in graph.nodes] == ["tfnb.placeholder", "aten.sum.default"]
 
 
-def test_a_batch_of_recorded_tensors_follows_what_a_run_feeds() -> None:
-    with tfnb.record() as graph:
+def test_a_loader_of_recorded_tensors_is_refused_with_what_to_write() -> None:
+    with tfnb.record():
         x = tfnb.placeholder(X, shape=X.shape)
-        (rows,) = next(iter(Batches(torch.utils.data.TensorDataset(x * 2), batch_size=4)))
-        total = rows.sum()
-    assert graph.notes == () and float(tfnb.run(total, {x: 10 * X})) == float(20 * X[:4].sum())
+        for rows in (x * 2, torch.utils.data.TensorDataset(x * 2)):
+            with pytest.raises(FailedPrecondition, match=r"(?s)a DataLoader of .*x\[first : first \+ size\]"):
+                next(iter(Batches(rows, batch_size=4)))
+
+
+class Kept(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows that are computed once."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if i not in self.rows:
+            self.rows[i] = X[i] * 2
+        return self.rows[i]
+
+
+def test_a_dataset_that_keeps_its_rows_serves_further_batches_here_and_outside() -> None:
+    data = Kept()
+    for _ in range(2):
+        with tfnb.record():
+            first, second = next(iter(Batches(data, batch_size=2))), next(iter(Batches(data, batch_size=4)))
+            assert torch.equal(first, second[:2]) and torch.equal(second, 2 * X[:4])
+    assert all(type(row) is torch.Tensor for row in data.rows.values())
+    assert torch.equal(next(iter(Batches(data, batch_size=4))), 2 * X[:4])
+
+
+def test_a_loader_with_a_generator_shuffles_as_its_seed_says_and_torch_draws_on_as_ever() -> None:
+    def drawn() -> torch.Tensor:
+        return next(iter(pairs(batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))))[1]
+
+    outside, before = drawn(), torch.get_rng_state()
+    with tfnb.record() as graph:
+        assert torch.equal(drawn(), outside) and next(iter(pairs(shuffle=True))) is not None
+    assert torch.equal(torch.get_rng_state(), before) and graph.notes == ()
 
 
 @pytest.mark.slow

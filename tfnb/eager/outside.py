@@ -25,7 +25,8 @@ def explained() -> None:
 
     def run(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        used = next((x for y in outputs if (x := recorded_of(y)) is not None), current.stack.used_outside())
+        last = (found() for found in current.stack.used_outside)
+        used = next((x for x in (*map(recorded_of, outputs), *last) if x is not None), None)
         if used is None or current.recording() is not None or all(getattr(y, "requires_grad", True) for y in outputs):
             return engine(outputs, *args, **kwargs)
         raise Unsupported(

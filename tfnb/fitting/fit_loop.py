@@ -109,7 +109,7 @@ def fit(
     updates; their means by rows stand in the history as ``val_...``. The tasks of a cluster stand still meanwhile.
     callbacks: functions that are called with a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or
     ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``. The tasks of a
-    cluster tell their steps in groups, up to a quarter of a second late; what they have begun by then still counts, and
+    cluster tell their steps in groups, up to half a second late; what they have begun by then still counts, and
     without validation data an epoch is over there when a step of the next one is told. An error in one ends the
     training between two steps.
 

@@ -6,6 +6,7 @@ Only the stack: what a recording does is `tfnb.recording`'s. Everything that dif
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -54,7 +55,9 @@ class Recording(Protocol):
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.open: list[Recording] = []
-        self.used_outside: Callable[[], Any] = lambda: None  # the last recorded tensor in an op outside, while it lives
+        self.used_outside = deque[Callable[[], Any]](
+            maxlen=1
+        )  # the last recorded tensor in an op outside, while it lives
 
 
 stack = _Stack()

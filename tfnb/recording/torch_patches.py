@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import Unsupported
 from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
+from tfnb.recording.overrides.loader_batches import batch
 from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import Followed
-from tfnb.recording.subgraphs.loader_batches import batch
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.recording import open_recording
 from tfnb.recording.values.tensor import Tensor
@@ -42,6 +42,15 @@ class Patch(NamedTuple):
     names: tuple[str, ...]
     make: Callable[[Any], Any]
     why: str
+
+    def places(self) -> Iterator[tuple[Any, str]]:
+        """Each owner that has a name, and that; AttributeError for one that none has: torch gave it another."""
+        owners = self.owners()
+        for name in self.names:
+            having = [owner for owner in owners if hasattr(owner, name)]
+            if not having:
+                raise AttributeError(f"{name} of {owners} is not there to be patched")
+            yield from ((owner, name) for owner in having)
 
 
 def _new_parameter(original: Original) -> Any:
@@ -183,13 +192,7 @@ PATCHES = (
 
 @contextmanager
 def _made() -> Iterator[None]:
-    changes = [
-        (owner, name, patch.make(getattr(owner, name)))
-        for patch in PATCHES
-        for owner in patch.owners()
-        for name in patch.names
-        if hasattr(owner, name)
-    ]
+    changes = [(owner, name, patch.make(getattr(owner, name))) for patch in PATCHES for owner, name in patch.places()]
     with swapped(*changes), torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False):
         yield
 

@@ -18,7 +18,7 @@ class Progress:
     the validation data as ``val_...``, floats.
 
     Here a callback hears of each step before the next one begins. The tasks of a cluster do not wait for it: it hears
-    of their steps in groups, up to a quarter of a second late, and what it changes counts for steps that no task has
+    of their steps in groups, up to half a second late, and what it changes counts for steps that no task has
     begun by then. Between epochs they wait where there is ``validation=``.
     """
 

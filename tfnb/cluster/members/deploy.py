@@ -247,7 +247,7 @@ def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: An
         return client
 
     begin, progress = time.monotonic(), Progress()
-    progress.at(f"nobody answers at {name} yet; it is tried for {timeout:g} s, and Ctrl-C gives up")
+    progress.at(f"nobody answers at {name} yet; it is tried for {timeout:.0f} s, and Ctrl-C gives up")
     try:
         client = _opened(make, timeout + 5, f"connecting to {name}", progress.say)
     except (OSError, TimeoutError) as error:
@@ -545,8 +545,8 @@ async def start(
 ) -> tuple[list[Member], list[Member], str]:  # fmt: skip
     """Tasks and servers on the workers of a cluster, and the route to them; all of them in the registry."""
     end = time.monotonic() + timeout
-    await registered.open()
     try:
+        await registered.open()
         while True:
             addrs = list(await workers_of(client, workers, end - time.monotonic(), progress))
             try:

@@ -30,6 +30,7 @@ class Registered:
         self.cluster = uuid.uuid4().hex[:8]
         self.epoch, self.revision, self.others = 1, 0, 0
         self.without = ""
+        self._heeds = False
         self._writing = asyncio.Lock()
 
     async def open(self) -> None:
@@ -47,6 +48,7 @@ class Registered:
         """Call ``heard`` when a worker comes or leaves."""
         if not self.without:
             self._client.subscribe_topic(TOPIC, lambda event: heard())
+            self._heeds = True
 
     async def publish(self, members: Callable[[], Iterable[Member]]) -> None:
         """Let these be the cluster's tasks, asked for in turn. Raises Fenced where the entry is gone, or not ours."""
@@ -67,11 +69,13 @@ class Registered:
 
     async def close(self) -> None:
         """Forget the entry; the scheduler does so by itself where the client is gone."""
-        if not self.without:
-            with suppress(ValueError):  # nobody heeds it
+        if self.without:
+            return
+        with suppress(Exception):  # of a client that is closed, and hears nothing any more
+            if self._heeds:
                 self._client.unsubscribe_topic(TOPIC)
-            with suppress(Exception):  # of a scheduler that is gone, as the entry is then
-                await self._ask("close")
+        with suppress(Exception):  # of a scheduler that is gone, as the entry is then
+            await self._ask("close")
 
     def __str__(self) -> str:
         if self.without:

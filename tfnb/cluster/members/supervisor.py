@@ -2,7 +2,7 @@
 
 The scheduler's registry says at once that a worker came or left. The list of workers is read then, and twice a second
 without a word from it, so that no event can be missed and a scheduler that blocks plugins will do; more often while a
-lost task has no successor. What changed is in the registry before it takes part.
+lost task has no successor. What changed is in the registry before it takes part, where that answers.
 A worker that comes is a compute task, in the place of one that was lost if there is one. A worker with another version,
 or without tfnb, is refused in one line, and training goes on without it. A task that was found dead because it did not
 answer, and whose worker lives, is told to end its process as soon as it hears: its nanny starts another one.

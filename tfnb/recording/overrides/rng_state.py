@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tfnb.kernels.random import mix
 from tfnb.recording.values.recording import Recording, open_recording
 
 _OWN = torch.random.default_generator
@@ -35,6 +36,18 @@ def own_streams(recorder: Recording) -> Iterator[None]:
         _look_at_seeds(recorder)
         for generator, state in zip(_generators(), _before.pop(recorder, ()), strict=False):
             generator.set_state(state)
+
+
+@contextmanager
+def drawn_apart(recorder: Recording) -> Iterator[None]:
+    """Inside, torch draws from the recording's next stream; its own random state stays as it was."""
+    stream, recorder.tape.streams = recorder.tape.streams, recorder.tape.streams + 1
+    before = _OWN.get_state()
+    _OWN.manual_seed(mix(recorder.graph.seed, recorder.owner.index, stream))
+    try:
+        yield
+    finally:
+        _OWN.set_state(before)
 
 
 def _changing(what: str) -> None:

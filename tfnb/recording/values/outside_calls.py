@@ -108,7 +108,7 @@ def _on_samples(func: Any, args: Any, kwargs: Any) -> Any:
         recorded = recorded_of(x)
         if recorded is None:
             return x
-        current.stack.used_outside = weakref.ref(recorded)
+        current.stack.used_outside.append(weakref.ref(recorded))
         return recorded.sample
 
     args, kwargs = tree_map(sample, (args, kwargs))
