@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
+import sys
 import time
 
 import pytest
@@ -382,6 +383,18 @@ def test_a_request_names_its_shard_where_there_are_several(processes):
     ((stat, pull),) = here.call({peer: asks}, epoch=1)
     assert stat.reason == "protocol", "a stream carries steps only"
     assert isinstance(pull, Ok)
+
+
+def test_a_question_is_never_left_until_the_next_event(processes):
+    serving = next(iter(processes[0].values()))
+    answers, before = queue.SimpleQueue(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for turn in range(4000):  # each comes while the thread is about to listen again
+            serving.ask(Request("stat", OpId("c", 30), 1, 7, {"shard": 0}), answers.put)
+            assert answers.get(timeout=5) is not None, turn
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_the_thread_of_a_server_outlives_whatever_one_call_does(processes):

@@ -61,7 +61,7 @@ class Serving:
         self._bell, self._ear = map(kept, socket.socketpair())
         self._bell.setblocking(False)
         self._ear.setblocking(False)
-        self._selector.register(self._ear, selectors.EVENT_READ, self._hear)
+        self._selector.register(self._ear, selectors.EVENT_READ, None)
         self._is_over = False
         self._ticked = 0.0
         self._thread = threading.Thread(target=self._run, name="tfnb-server", daemon=True)
@@ -121,10 +121,13 @@ class Serving:
         try:
             while not self._is_over:
                 found = self._selector.select(self._patience())
+                if any(key.data is None for key, _ in found):  # before the inbox: who rings after it is heard again
+                    self._hear()
                 while self._inbox:  # before sockets: a key is here before its connection
                     _logged(self._inbox.popleft())
                 for key, events in found:
-                    _logged(partial(key.data, events))
+                    if key.data is not None:
+                        _logged(partial(key.data, events))
                 _logged(partial(self._keep_time, time.monotonic()))
         finally:
             self._end()
@@ -208,7 +211,7 @@ class Serving:
     def _register(self, listener: socket.socket) -> None:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
-    def _hear(self, events: int) -> None:
+    def _hear(self) -> None:
         with suppress(BlockingIOError):
             self._ear.recv(4096)
 
