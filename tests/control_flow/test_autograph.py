@@ -309,11 +309,14 @@ def blocks(inner: Any) -> Any:
         st.builds("if {}:\n{}\nelse:\n{}".format, tests, bodies, bodies),
         st.builds("for i in range(n):\n    k += i\n{}".format, iterations),
         st.builds("for row in x:\n    a = a + row\n{}".format, iterations),
-        st.builds("k = 0\nwhile {} and k < 4:\n    k += 1\n{}".format, tests, bodies),
+        st.builds("while {} and k < 4:\n    k += 1\n{}".format, tests, bodies),
     )
 
 
-programs = st.lists(st.recursive(assigns, blocks, max_leaves=6), min_size=2, max_size=4)
+# What counts the iterations is set back between statements, never in one: else a loop could set back that of another
+# one around it, and no program may run forever.
+statements = st.recursive(assigns, blocks, max_leaves=6).map("k = 0\n{}".format)
+programs = st.lists(statements, min_size=2, max_size=4)
 
 
 @settings(max_examples=6, deadline=None)
