@@ -71,7 +71,7 @@ bench-peers: ## TensorFlow and JAX, in an environment of their own
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -c tests/benchmarks/peers/constraints.txt tensorflow-cpu jax
 
-bench-ray: ## the step of bench-cluster with Ray actors, in an environment of its own
+bench-ray: ## Ray actors that take the step of bench-cluster, in an environment of their own; that runs them from then on
 	$(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray torch numpy psutil
 	.venv-ray/bin/python tests/benchmarks/peers/ray_actors.py $(BENCH)

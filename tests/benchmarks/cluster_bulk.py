@@ -29,6 +29,7 @@ from distributed import Client, LocalCluster
 from distributed.actor import Actor
 
 import tfnb
+from tests.benchmarks.cluster_steps import ray
 from tfnb.cluster.members import deploy
 from tfnb.state import shared_memory
 
@@ -260,6 +261,8 @@ def main() -> None:
             print(f"{name:6} {row.wall:8.1f} wall {row.processors:8.1f} processors  {ratios} x plain actors")
         print(json.dumps({"bench": "cluster_bulk", "own": own, "target": TARGET, "rows": rows}))
     show_lanes(options.mb, options.steps)
+    if options.mb == 100 and (there := ray(3, 1, ["100 MB"])):
+        print(f"Ray takes {there['100 MB'][0] / rows['async'].wall:.1f} times as long as a step of async (target 4)")
 
 
 if __name__ == "__main__":

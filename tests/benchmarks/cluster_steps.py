@@ -7,18 +7,23 @@ on data they hold; no ledger, no fence, no deadline, nobody who counts. Results 
 
 Ours runs with direct streams and without them. Printed for each mode: milliseconds of a step, processor milliseconds of
 all processes for a step, and ratios. Then the share of a core that the notebook's process takes in a longer training,
-and while it is idle: Dask's scheduler lives in it.
+and while it is idle: Dask's scheduler lives in it. Where `make bench-ray` has made Ray's environment (or TFNB_RAY names
+its interpreter), the same step with Ray actors comes last, in the same run, checked by its loss.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -34,6 +39,8 @@ from tfnb.cluster.members import deploy
 from tfnb.cluster.wire import streams
 
 BATCH, ROWS, TASKS, RATE = 32, 3200, 2, 0.05
+HERE = Path(__file__).parent
+RAY = Path(os.environ.get("TFNB_RAY", HERE.parents[1] / ".venv-ray" / "bin" / "python"))
 
 
 # -- plain Dask actors -------------------------------------------------------------------------------------------------
@@ -168,7 +175,7 @@ def main() -> None:
             print(f"plain {mode}, before tfnb: {alone['ms']:.2f} ms, {alone['cpu_ms']:.2f} cpu ms")
         plain = Plain(client, rows, labels, [w.clone() for w in begin])
         with tfnb.connect(client, ps=1) as ours_there:
-            check(model, begin, ours, plain, ours_there.tasks)
+            after_50 = check(model, begin, ours, plain, ours_there.tasks)
             found: dict[str, list[dict[str, float]]] = {}
             for _ in range(rounds):
                 for mode in ("sync", "async"):
@@ -181,6 +188,23 @@ def main() -> None:
             time.sleep(5)
             idle = usage.since()[1] / 5 * 100
     report(found, long, idle)
+    if there := ray(rounds, steps, ("sync", "async")):
+        torch.testing.assert_close(F.cross_entropy(after_50(rows), labels).item(), there["loss"], rtol=1e-4, atol=1e-5)
+        for mode in ("sync", "async"):
+            mine = [statistics.median(row[key] for row in found[f"tfnb {mode}"]) for key in ("ms", "cpu_ms")]
+            ratios = " / ".join(f"{a / b:.2f}" for a, b in zip(mine, there[mode], strict=True))
+            print(f"{mode:6} wall / processors {ratios} tfnb / Ray (target 0.3)")
+
+
+def ray(rounds: int, steps: int, names: Sequence[str]) -> dict[str, Any] | None:
+    """What `peers/ray_actors.py` printed, or None without Ray: milliseconds and processor milliseconds by row."""
+    if not RAY.exists():
+        print(f"no {RAY.name} of Ray: `make bench-ray`, or TFNB_RAY")
+        return None
+    arguments = [str(RAY), str(HERE / "peers" / "ray_actors.py"), str(rounds), str(steps), *names]
+    said = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True, timeout=900).stdout
+    print(said.rsplit("\n", 2)[0])
+    return json.loads(said.splitlines()[-1])
 
 
 def switch(is_on: bool) -> None:
@@ -188,16 +212,18 @@ def switch(is_on: bool) -> None:
     streams.is_on = is_on
 
 
-def check(model: nn.Module, begin: list[torch.Tensor], ours: Callable[..., Any], plain: Plain, tasks: Any) -> None:
-    """Both give the same weights in sync, and about the same loss in async."""
+def check(model: nn.Module, begin: list[torch.Tensor], ours: Callable[..., Any], plain: Plain, tasks: Any) -> nn.Module:
+    """Both give the same weights in sync, and about the same loss in async; the model after 50 steps in sync."""
     assert len(tasks) == TASKS
     ours(50, "sync"), plain.train(50, "sync")
     for mine, theirs, start in zip(model.parameters(), plain.values(), begin, strict=True):
         torch.testing.assert_close(mine.detach(), theirs, rtol=1e-4, atol=1e-5)
         assert not torch.equal(theirs, start)
+    after_50 = copy.deepcopy(model)
     ours(200, "async"), plain.train(200, "async")
     for mine, theirs in zip(model.parameters(), plain.values(), strict=True):
         torch.testing.assert_close(mine.detach(), theirs, rtol=0.05, atol=0.02)
+    return after_50
 
 
 def report(found: dict[str, list[dict[str, float]]], long: dict[str, dict[str, float]], idle: float) -> None:

@@ -1,7 +1,8 @@
 """The step of `tests.benchmarks.cluster_steps` with Ray actors, and 100 MB pulled, applied and pushed.
 
-It runs in an environment of its own, which `make bench-ray` makes: Ray, torch and psutil, nothing of tfnb. It prints
-milliseconds and processor milliseconds of a step, of all processes that it started, as one line of JSON.
+It runs in an environment of its own, which `make bench-ray` makes: Ray, torch and psutil, nothing of tfnb. Arguments:
+rounds, steps, names of rows (none: all). It prints milliseconds and processor milliseconds of a step, of all processes
+that it started, as one line of JSON; and the loss after 50 steps in sync, which the cluster's own must equal.
 """
 
 from __future__ import annotations
@@ -111,27 +112,43 @@ def measured(call: Callable[[], None], steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    rounds, steps = (int(a) for a in (sys.argv[1:] + ["5", "200"][len(sys.argv) - 1 :])[:2])
+    rounds, steps = (int(a) for a in (sys.argv[1:3] + ["5", "200"][len(sys.argv[1:3]) :]))
     torch.manual_seed(0)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    rows, labels = torch.randn(ROWS, 784).numpy(), torch.randint(10, (ROWS,)).numpy()
+    rows, labels = torch.randn(ROWS, 784), torch.randint(10, (ROWS,))
     model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
     server = Server.remote([p.detach().numpy() for p in model.parameters()], TASKS)
-    workers = [Worker.remote(rows, labels) for _ in range(TASKS)]
-    large, puller = Large.remote(25_000_000), Puller.remote()
-    found: dict[str, list[tuple[float, float]]] = {"sync": [], "async": [], "100 MB": []}
+    workers = [Worker.remote(rows.numpy(), labels.numpy()) for _ in range(TASKS)]
+    large, puller, count = Large.remote(25_000_000), Puller.remote(), 25_000_000
+
+    def bulk() -> None:
+        for _ in range(4):
+            ray.get(puller.step.remote(large))
+
+    calls: dict[str, tuple[Callable[[], None], int]] = {
+        "sync": (lambda: sync(server, workers, steps), steps),
+        "async": (lambda: alone(server, workers, steps), steps),
+        "100 MB": (bulk, 4),
+    }
+    names = sys.argv[3:] or [*calls]
+    sync(server, workers, 50)
+    weights = [torch.from_numpy(w.copy()) for w in ray.get(server.pull.remote())]
+    with torch.no_grad():
+        hidden = torch.relu(F.linear(rows, *weights[:2]))
+        loss = float(F.cross_entropy(F.linear(hidden, *weights[2:]), labels))
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds + 1):
-        for name, call, count in (
-            ("sync", lambda: sync(server, workers, steps), steps),
-            ("async", lambda: alone(server, workers, steps), steps),
-            ("100 MB", lambda: [ray.get(puller.step.remote(large)) for _ in range(4)], 4),
-        ):
-            row = measured(call, count)
+        for name in names:
+            row = measured(*calls[name])
             found[name] += [row] if turn else []
+    if "100 MB" in names:
+        expected = torch.linspace(-1.0, 1.0, count) * 0.95 ** (4 * (rounds + 1))
+        w = torch.from_numpy(ray.get(large.pull.remote()).copy())
+        torch.testing.assert_close(w, expected, rtol=1e-4, atol=1e-6)
     middle = {name: [statistics.median(each) for each in zip(*each, strict=True)] for name, each in found.items()}
     for name, (wall, processors) in middle.items():
         print(f"Ray {name:6} {wall:8.2f} ms {processors:8.2f} cpu ms")
-    print(json.dumps({"bench": "ray", "ray": ray.__version__, "load": psutil.getloadavg()[0], **middle}))
+    print(json.dumps({"bench": "ray", "ray": ray.__version__, "load": psutil.getloadavg()[0], "loss": loss, **middle}))
 
 
 if __name__ == "__main__":
