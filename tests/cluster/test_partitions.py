@@ -50,6 +50,9 @@ def hears_nothing(link: Link) -> None:
     link.cut(comes=True)
 
 
+FAULTS = (Link.cut, says_nothing, hears_nothing, flap, is_bad)
+
+
 class Trained:
     """A training during which a link fails from the second second on, and what was wrong with it."""
 
@@ -80,10 +83,12 @@ class Trained:
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_server"), [(SYNC, False), (ASYNC, False), (SYNC, True)], ids=["sync task", "async task", "server"]
-)
-@pytest.mark.parametrize(
-    "fault", [Link.cut, says_nothing, hears_nothing, flap, is_bad], ids=lambda fault: fault.__name__
+    ("fault", "mode", "is_server"),
+    [
+        *((fault, SYNC, is_server) for fault in FAULTS for is_server in (False, True)),
+        *((fault, ASYNC, False) for fault in (says_nothing, flap)),
+    ],
+    ids=lambda given: getattr(given, "__name__", getattr(given, "name", "server" if given else "task")),
 )
 def test_c63_rows_7_and_8_nothing_is_lost_doubled_torn_or_late(fault, mode, is_server, tmp_path: Path, capsys) -> None:
     with far_worker(3, is_first=is_server, path=tmp_path) as (client, link):

@@ -200,11 +200,8 @@ def test_a_table_is_updated_behind_the_segment() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "why"),
-    [
-        (of_the_notebook, "doubled has no form in C"), (formless, "fft.* has no form in C"),
-        (decided, "decides what runs next"), (guarded, "decides what runs next"),
-    ],
-)  # fmt: skip
+    [(formless, "fft.* has no form in C"), (guarded, "decides what runs next")],
+)
 def test_compiled_segments_train_as_generated_code_and_are_found_again(between: Callable[[Any], Any], why: str) -> None:
     wanted = Step(between).losses()
     mine = Step(between, "now")
