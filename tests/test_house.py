@@ -90,6 +90,7 @@ def test_public_functions_show_an_example() -> None:
     assert bare == {"connect", "doctor"}  # a cluster, and what is found on a machine
 
 
+@pytest.mark.slow
 def test_rooms_do_not_hide_public_functions() -> None:
     program = "import tfnb.graph.spec, tfnb.gradients.rules; print(tfnb.graph, tfnb.gradients, tfnb.doctor)"
     assert python("-c", program).stdout.count("<function") == 3

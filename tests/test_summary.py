@@ -14,6 +14,7 @@ import tfnb
 from tfnb.errors import InvalidArgument, ShapeError
 
 
+@pytest.mark.slow
 def test_without_tensorboard_the_error_says_what_to_install(tmp_path: Path) -> None:
     program = (
         "import importlib.util as u; find = u.find_spec\n"

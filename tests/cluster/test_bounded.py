@@ -155,6 +155,7 @@ class Loop:
         self.world.ask(shard, "depart", "notebook", training="t", loop=self.name, gone=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_c55_c56_reads_are_never_staler_than_asked_and_nobody_waits_for_the_dead(data):

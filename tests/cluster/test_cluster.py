@@ -335,6 +335,7 @@ def test_other_versions_on_the_workers_are_shown_as_a_table(dask, monkeypatch):
     assert connected.connected() is None
 
 
+@pytest.mark.slow
 def test_an_address_where_nothing_listens(problem, capsys):
     begin = time.monotonic()
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9 within [0-9.]+ s .*: ConnectionRefusedError") as error:

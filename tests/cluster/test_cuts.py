@@ -87,6 +87,7 @@ def test_a_pull_in_mid_training_sees_one_count(connect, options):
     assert c.counts() == [steps, steps] and cluster.step == steps and {*served(cluster)} == {steps}
 
 
+@pytest.mark.slow
 def test_a_pull_notices_a_hold_that_ended_too_early(connect, monkeypatch):
     """As where the notebook stands still for seconds: a hold is over before the values come, and steps go on."""
     c = Counters()
@@ -150,7 +151,8 @@ def test_what_a_server_must_hear_is_told_again(connect):
     assert all(isinstance(end, Ok) for end in link.wait(link.start(told, engine.peers.tell_until), 90, "again"))
 
 
-@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_pull_while_trainings_begin_and_end(connect, mode):
     c = Counters()
     cluster = connect(2)

@@ -48,6 +48,7 @@ def test_a_sync_fit_on_dask_arrays_is_bitwise_that_on_tensors(connect, problem, 
         assert mine == pytest.approx(theirs, rel=1e-12), "means, summed in other portions"
 
 
+@pytest.mark.slow
 def test_every_kind_of_collection_and_tensors_beside_them(connect, problem):
     p = problem()
     x, y = p.feeds
@@ -92,7 +93,8 @@ class Sums:
         return [-float(v.storage[0]) for v in self.variables]
 
 
-@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_chunks_of_a_killed_worker_are_computed_again_and_no_row_is_lost_or_doubled(connect, mode):
     s = Sums()
     cluster = connect(2)

@@ -77,6 +77,7 @@ def test_whoever_may_be_served_is_waited_for(connect) -> None:
     assert found == [None] and q.dequeue() == 3, "what another took from p went back to q"
 
 
+@pytest.mark.slow
 def test_a_call_that_put_before_may_put_again(connect) -> None:
     q, p = fifo("q", 2), fifo("p", 2)
     q.enqueue(torch.tensor(1.0)), q.dequeue()
@@ -94,6 +95,7 @@ def test_steps_that_no_task_has_taken_yet_are_all_at_work() -> None:
     assert not any(runner.attempts() for runner in view.runners([[[["c", 1]], []]], uses))
 
 
+@pytest.mark.slow
 def test_a_long_wait_on_a_task_is_told_where_the_user_is(connect) -> None:
     q = fifo("q", 2)
     with tfnb.record() as graph:

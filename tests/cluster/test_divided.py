@@ -86,6 +86,7 @@ def test_a_divided_variable_is_read_written_and_dropped_as_a_whole(connect, prob
     assert all(torch.equal(v.storage, here[v.name]) for v in p.graph.variables)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_what_nobody_can_reach(connect):
     cluster = connect(2)
     for _ in range(2):

@@ -100,6 +100,7 @@ def _with_tests() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
+@pytest.mark.slow
 def test_a_fit_whose_cluster_another_thread_closes_says_so_and_leaves_whole_steps(dask: Client) -> None:
     c, source = Counters(), random.Random(0)
     for _ in range(6):

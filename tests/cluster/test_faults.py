@@ -74,6 +74,7 @@ def test_c61_async_training_goes_on_and_each_batch_counts_once(connect, problem)
     assert sum(s["applied"] for s in held) == 60 + len(held)
 
 
+@pytest.mark.slow
 def test_a_stopped_compute_task_is_left_behind(connect, problem):
     p = problem()
     states, _ = p.local(12)
@@ -204,6 +205,7 @@ def test_closing_with_a_lost_server_warns_and_keeps_the_last_values(connect, pro
     assert isinstance(error, ParameterServerLost) and "of step 3" in error.message
 
 
+@pytest.mark.slow
 def test_values_are_pulled_now_and_then_while_training(connect, problem, monkeypatch):
     monkeypatch.setattr("tfnb.cluster.notebook.variables_there.REFRESH", 0.05)
     p = problem()
@@ -298,11 +300,10 @@ DROPPED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWa
 
 
 @DROPPED
-@pytest.mark.parametrize(
-    ("mode", "times"), [("sync", 15), *(pytest.param(mode, 40, marks=pytest.mark.slow) for mode in MODES)]
-)
-def test_c51_interrupts_at_random_instants(connect, problem, mode, times):
-    assert interrupts(connect, problem(), times, mode) > times // 4
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_c51_interrupts_at_random_instants(connect, problem, mode):
+    assert interrupts(connect, problem(), 40, mode) > 10
 
 
 def test_an_interrupt_while_values_come_home_waits_for_them(connect, problem, monkeypatch):
@@ -442,6 +443,7 @@ def test_c75_an_interrupted_connect_leaves_no_process(spawned):
         assert time.monotonic() < end, "worker processes are left"
 
 
+@pytest.mark.slow
 def test_c66_a_cluster_of_ours_listens_on_loopback_only_and_is_closed(spawned):
     psutil = pytest.importorskip("psutil")
     with tfnb.connect(1) as cluster:

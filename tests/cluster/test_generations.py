@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 import torch
 
 import tfnb
@@ -13,6 +14,7 @@ from tests.cluster.conftest import epoch, stats
 COUNT = 3_000_000  # 12 MB: sending it takes longer than writing it
 
 
+@pytest.mark.slow
 def test_c21_no_read_is_torn_while_updates_are_written(connect):
     w = tfnb.Variable(torch.zeros(COUNT), name="w")
     with tfnb.record("torn"):

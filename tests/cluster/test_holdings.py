@@ -12,7 +12,6 @@ from torch import nn
 
 import tfnb
 from tests.cluster.conftest import stats
-from tests.quick import quick
 from tests.recording.test_cells import Notebook
 from tfnb.cluster.notebook.holdings import Holdings, Print
 from tfnb.errors import FailedPrecondition
@@ -28,7 +27,8 @@ train = tfnb.train.Adam(1e-2).minimize(loss)
 """
 
 
-@pytest.mark.parametrize("optimizer", quick(1, ["in another cell", "in the cell"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["in another cell", "in the cell"])
 def test_a_cell_recorded_again_leaves_no_variables(connect, optimizer):
     notebook = Notebook(f"again {optimizer}")
     cell = CELL

@@ -292,6 +292,7 @@ class World:
             assert held.setdefault(shard, piece.steps[i]) == piece.steps[i]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  # noqa: C901 (one table of events)

@@ -18,7 +18,6 @@ from tests.cluster.conftest import epoch, workers
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_streams import ROWS, SECONDS, Server, call, collect, exchanged, soon
 from tests.cluster.test_wire import DTYPES
-from tests.quick import quick
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.lending import FREE, HELD, ServerLoans, TaskLoans
 from tfnb.cluster.wire.messages import Ok
@@ -61,6 +60,7 @@ def test_only_the_very_memory_that_was_meant_is_mapped():
     assert mapped.word == GONE and mapped.flat.sum() == 300, "who has it keeps it"
 
 
+@pytest.mark.slow
 def test_c11_memory_of_another_namespace_of_processes_is_not_found():
     one = Segment(100)
     code = f"from tfnb.state.shared_memory import Mapped\ntry: Mapped({one.name!r})\nexcept OSError: print('not found')"
@@ -74,6 +74,7 @@ def test_c11_memory_of_another_namespace_of_processes_is_not_found():
     assert ended.stdout == "not found\n", ended.stderr
 
 
+@pytest.mark.slow
 def test_a_forked_child_gives_up_nothing_of_its_parent():
     script = """
 import os
@@ -245,7 +246,8 @@ def only(dask):
     set_lane("M")
 
 
-@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_fit_is_bitwise_the_same_on_every_lane_and_no_segment_is_left(connect, problem, dask, only, mode):
     p = problem(hidden=3000)  # its weights have 96 kB
     x, y = p.feeds

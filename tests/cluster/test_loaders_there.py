@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tfnb
-from tests.quick import quick
 
 
 @pytest.fixture
@@ -42,7 +41,8 @@ def test_a_loader_trains_there_as_here(connect, recorded):
     assert place == place_there == {"epoch": 1, "count": 2}
 
 
-@pytest.mark.parametrize("ends", quick(1, ["interrupt", "callback"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["interrupt", "callback"])
 def test_a_source_stands_behind_the_last_step_that_servers_applied(connect, recorded, ends):
     """Tasks are ahead of what is told, and more was drawn: what was not applied is drawn again."""
     data, model, feeds, step = recorded

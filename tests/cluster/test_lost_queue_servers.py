@@ -18,6 +18,7 @@ from tfnb.errors import ParameterServerLost
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:.* was lost")
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_lost_server_is_told_which_queue_and_server(connect) -> None:
     queue, full = fifo("held"), fifo("full", 1)
     with tfnb.record() as graph:

@@ -332,6 +332,7 @@ def test_c13_threads_and_connections_stay_as_they_are_over_many_calls(own):
             assert now[0] <= threads + 2 and now[1] <= files + 4, (process, now, threads, files)
 
 
+@pytest.mark.slow
 def test_c63_row6_a_task_that_stood_still_until_it_was_given_up_is_replaced_when_it_goes_on(connect):
     c = Counters()
     cluster = connect(2)

@@ -72,6 +72,7 @@ class Halted:
         self.thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tasks", "servers", "options"),
     [
@@ -94,6 +95,7 @@ def test_c57_a_slow_task_holds_no_step_up_and_what_it_computes_late_is_dropped(c
     assert all(stat["staged"] == 0 for stat in stats(cluster))
 
 
+@pytest.mark.slow
 def test_c55_nobody_gets_further_ahead_of_a_halted_task_than_asked(connect):
     c = Counters()
     cluster = connect(2)
@@ -103,6 +105,7 @@ def test_c55_nobody_gets_further_ahead_of_a_halted_task_than_asked(connect):
     assert c.counts() == [float(done.steps)] * 2 and counts(cluster) == {done.steps} and cluster.step == done.steps
 
 
+@pytest.mark.slow
 def test_c56_others_wait_for_a_halted_task_only_until_it_misses_a_ping(connect):
     """They go on long before it is found dead; what it computes later counts once, as a loop that begins anew."""
     c = Counters()
@@ -131,6 +134,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_c62_a_callback_changes_the_mode_in_mid_training_and_no_step_is_lost_or_doubled(connect):
     c = Counters()
     cluster = connect(2)
@@ -201,6 +205,7 @@ def test_c62_each_fit_has_a_mode_of_its_own_and_goes_on_where_the_last_one_ended
     assert all(torch.equal(a, b) for a, b in zip(p.values(), expected, strict=True))
 
 
+@pytest.mark.slow
 def test_c62_modes_one_after_the_other_on_several_tasks_lose_and_double_nothing(connect):
     c = Counters()
     cluster = connect(2)

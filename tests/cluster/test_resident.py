@@ -25,15 +25,13 @@ def counts(cluster):
     return {stat["version"] - 1 for stat in stats(cluster)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    quick(
-        1,
-        [{"mode": "sync"}, {"mode": "async"}, {"mode": "sync", "backup": 1}, {"mode": "bounded", "staleness": 2}],
-        ["sync", "async", "backup", "bounded"],
-    ),
+    [{"mode": "sync"}, {"mode": "async"}, {"mode": "sync", "backup": 1}, {"mode": "bounded", "staleness": 2}],
+    ids=["sync", "async", "backup", "bounded"],
 )
-@pytest.mark.parametrize("how", quick(1, [signal.SIGKILL, signal.SIGSTOP], ["killed", "stopped"]))
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, options, how):
     c = Counters()
     cluster = connect(2)
@@ -94,6 +92,7 @@ def test_c52_an_array_fit_on_several_tasks_and_servers_within_rounding(connect, 
         assert mine == pytest.approx(theirs, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_arrays_that_are_too_large_for_the_tasks_are_drawn_here(connect, monkeypatch):
     c = Counters()
     connect(2)
@@ -103,7 +102,8 @@ def test_arrays_that_are_too_large_for_the_tasks_are_drawn_here(connect, monkeyp
     assert c.counts() == [150.0, 150.0]
 
 
-@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_s158_one_request_for_each_server_and_step(connect, mode):
     c = Counters()
     cluster = connect(2)
@@ -116,6 +116,7 @@ def test_s158_one_request_for_each_server_and_step(connect, mode):
         assert last - first <= 200 * (per_step + between_servers) + 100
 
 
+@pytest.mark.slow
 def test_a_notebook_asks_each_task_a_few_times_a_second_and_pings_only_who_is_silent(connect):
     w = tfnb.Variable(torch.zeros(()), name="w")
     with tfnb.record("slow"):
@@ -164,6 +165,7 @@ def test_what_fit_says_of_sync_holds_with_backup_tasks_too(connect, backup):
         tfnb.fit(train, {x: torch.ones(8)}, batch_size=4, mode="sync", backup=backup)
 
 
+@pytest.mark.slow
 def test_a_run_and_a_fit_inside_of_a_fit(connect):
     """Also where one task is at a step of the one and waits for another task, which is at a step of the other."""
     outer, inner = Counters(), Counters()

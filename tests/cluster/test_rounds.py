@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -375,6 +376,7 @@ def test_fewer_tasks_than_a_step_needs_wait_and_then_end():
     assert machine.part(0) == (0, 1, 1), "elastic"
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_c53_c54_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C901 (one table of events)

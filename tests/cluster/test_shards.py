@@ -148,6 +148,7 @@ def test_what_fails_on_a_shard_is_told_while_the_one_beside_it_waits(four):
     assert c.counts() == [6.0] * 4 and time.monotonic() - begin < 60  # else it takes 600
 
 
+@pytest.mark.slow
 def test_a_pull_in_mid_training_sees_one_count(four):
     c = Counters(shards=4)
     seen = []

@@ -321,6 +321,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 def test_streams_that_break_while_a_fit_trains_cost_and_double_no_step(connect, dask, options, monkeypatch):
     c = Counters()
@@ -391,6 +392,7 @@ def test_closing_leaves_no_thread_and_no_socket(connect, dask):
     assert sum(dask.run(break_streams).values()) == 0
 
 
+@pytest.mark.slow
 def test_a_forked_child_holds_nothing_open():
     script = """
 import os, socket

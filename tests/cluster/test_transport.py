@@ -119,6 +119,7 @@ def test_c4_a_suspect_address_is_not_dialled_again(link):
     assert isinstance(call(link, peer, "ping"), Ok)
 
 
+@pytest.mark.slow
 def test_c3_a_stopped_task_is_unknown_and_answers_late_ones_to_nobody(link):
     link, engine = link
     member = engine.tasks[0]

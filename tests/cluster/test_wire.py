@@ -234,6 +234,7 @@ def test_texts_that_are_remembered_have_a_limit():
     assert max(map(len, envelope._known)) <= envelope.KEPT_CAP
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_texts_has_a_limit_in_bytes():
     envelope._known.clear()
     tracemalloc.start()
@@ -326,6 +327,7 @@ def test_mutated_messages_decode_or_cost_an_error_of_the_wire(source):
         envelope.decode(message, borrow=lambda loan, size: torch.zeros(size, dtype=torch.uint8))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4)), max_size=6),

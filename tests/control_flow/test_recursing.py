@@ -116,6 +116,7 @@ def test_a_function_that_calls_itself_goes_as_deep_as_each_run_asks(
             torch.testing.assert_close(list(found), list(wanted))
 
 
+@pytest.mark.slow
 def test_a_module_whose_method_calls_itself_is_trained() -> None:
     net, plain = Tree(), Tree()
     values, left, right = row(3), torch.tensor([1, -1, -1]), torch.tensor([2, -1, -1])

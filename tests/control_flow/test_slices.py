@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tfnb
-from tests.quick import quick
 from tfnb.errors import InvalidArgument
 
 
@@ -213,7 +212,8 @@ def reads_neighbours(x: Any) -> Any:
     return h
 
 
-@pytest.mark.parametrize("program", quick(2, [reads_rows, writes_rows, reads_neighbours]))
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [reads_rows, writes_rows, reads_neighbours])
 def test_rows_by_a_loops_number_take_memory_by_the_row(program: Callable[[Any], Any]) -> None:
     """Values and gradients, without a tensor of all rows in each iteration."""
     iterations, width = 200, 8

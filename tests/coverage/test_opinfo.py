@@ -24,9 +24,10 @@ MET_ELSEWHERE = {  # rules that no entry meets, and no row of test_overloads.py
     "aten._native_batch_norm_legit_no_training.default", "tfnb.gru_layer_backward.default",
     "tfnb.lstm_layer_backward.default", "tfnb.rnn_layer_backward.default",
 }  # fmt: skip
-FAILED: dict[str, dict[str, str]] = {}  # entry -> what the quick sweep found, of this process
+FAILED: dict[str, dict[str, str]] = {}  # entry -> what the quick sweep found, in this process
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", checks.ENTRIES)
 def test_entry(name: str) -> None:
@@ -35,6 +36,7 @@ def test_entry(name: str) -> None:
     assert surprises(name, FAILED[name]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", TARGETS)
 def test_target_is_met(column: str) -> None:
     """In the table, and in this run: also on a torch for which the table was not made."""
@@ -63,6 +65,7 @@ def test_table_names_entries() -> None:
     assert all(fails(*row) for row in listed)
 
 
+@pytest.mark.slow
 def test_every_rule_is_reached() -> None:
     """Runs after the entries: a rule is met by them, by a row of test_overloads.py, or by a test named here."""
     if len(FAILED) < len(checks.ENTRIES):

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.quick import quick
 from tfnb.execution.compiling import compiled_packages, compiler_process
 from tfnb.execution.compiling.compiled_packages import REQUEST, PackageFolder, cached, compiled
 from tfnb.execution.compiling.compiler_process import NOBODY, CompilerProcess, OverBudget
@@ -174,6 +173,7 @@ def test_what_it_started_is_killed_at_the_deadline(compiler: CompilerProcess, bu
     assert within(60, lambda: all(map(is_gone, pids(tmp_path))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["busy", "starts_busy"])
 def test_a_build_has_a_budget_of_processor_seconds(builds: str, build: str, tmp_path: Path) -> None:
     compiler, owner = CompilerProcess(budget=1.0), Owner()
@@ -239,7 +239,8 @@ def parent(folder: Path, cache: Path, how: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("signal_", quick(1, [signal.SIGKILL, signal.SIGTERM]))
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.usefixtures("builds")
 def test_it_is_gone_when_its_parent_was_killed(tmp_path: Path, signal_: signal.Signals) -> None:
     draft = tmp_path / "draft"
@@ -262,6 +263,7 @@ def test_it_is_gone_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "packages").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("builds")
 def test_ctrl_c_does_not_reach_it(tmp_path: Path) -> None:
     """A terminal and Jupyter send SIGINT to the whole group of processes."""

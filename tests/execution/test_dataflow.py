@@ -166,6 +166,7 @@ def chained_naps(stages: int, iterations: int, seconds: float, parallel: int) ->
     return dataflow(g), outs
 
 
+@pytest.mark.slow
 def test_iterations_overlap_where_their_data_allow() -> None:
     most, found = {}, {}
     for parallel in (1, 8):

@@ -34,6 +34,7 @@ print(count, mapped()[0])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about the heap of glibc")
 def test_large_blocks_come_from_the_heap_after_the_first_step() -> None:
     # a cluster of an earlier test left MALLOC_TRIM_THRESHOLD_ in this process, which would fix the limits of the next
@@ -79,6 +80,7 @@ def faults(**environ: str) -> list[str]:
     return run.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about the heap of glibc")
 def test_freed_blocks_are_taken_again_without_page_faults() -> None:
     is_kept, before, here, in_thread = faults(MALLOC_TRIM_THRESHOLD_="65536")
@@ -108,6 +110,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
 """
 
 
+@pytest.mark.slow
 def test_blocks_that_are_new_in_each_step_lie_on_huge_pages() -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[never]" in enabled.read_text():

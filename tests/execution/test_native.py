@@ -76,6 +76,7 @@ def check_random_vectors(seed: int) -> int:
     return permit.compiled
 
 
+@pytest.mark.slow
 def test_a_random_loop_over_numbers_is_that_of_python() -> None:
     check_random_numbers(0)
 
@@ -127,6 +128,7 @@ def counting() -> tuple[tfnb.Session, Any, Any]:
     return tfnb.Session(g, compile="now"), i, (n, k)
 
 
+@pytest.mark.slow
 def test_a_loop_that_does_not_end_is_stopped_and_the_next_run_is_right() -> None:
     session, i, (n, k) = counting()
     assert session.run(i, {n: 10, k: 3}) == 12 and "compiled" in session.status()[0]

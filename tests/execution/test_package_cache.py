@@ -30,6 +30,7 @@ def cache(tmp_path: Path) -> PackageCache:
     return PackageCache(tmp_path / "deep" / "packages")
 
 
+@pytest.mark.slow
 def test_a_package_is_found_by_another_process(cache: PackageCache) -> None:
     at = kept(cache, "a1")
     program = (
@@ -158,6 +159,7 @@ def test_folder_and_limit_come_from_the_environment(tmp_path: Path, monkeypatch:
         packages.__wrapped__()
 
 
+@pytest.mark.slow
 def test_a_package_is_of_the_sources_that_shape_it(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     bare = shutil.ignore_patterns("__pycache__")

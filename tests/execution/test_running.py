@@ -135,6 +135,7 @@ def test_the_outer_of_two_steps_of_a_thread_is_stopped_as_a_whole() -> None:
         Running().compute(inner, until=(0.05, lambda _: Cancelled("outer")))
 
 
+@pytest.mark.slow
 def test_stops_at_random_instants_arrive_once_and_nowhere_else() -> None:
     draw = random.Random(0)
 
@@ -192,6 +193,7 @@ def test_a_callable_of_a_closed_session_refuses() -> None:
         call(torch.ones(4, 200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_deadline_ends_a_step_between_its_kernels_and_names_the_node(trace: bool) -> None:
     session, x, step, variables = long_graph(1000)

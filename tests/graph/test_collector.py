@@ -72,6 +72,7 @@ class _Held:
         self.cycle = cycle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     quick(

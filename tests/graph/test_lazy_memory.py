@@ -105,6 +105,7 @@ def test_a_variable_of_a_number_and_a_shape():
     assert small.value().tolist() == [0.5] * 3
 
 
+@pytest.mark.slow
 def test_whatever_is_done_with_a_variable_takes_the_memory_of_its_rows():
     before, two = rss(), torch.full((2, WIDTH), 2.0)
     v = tfnb.Variable(0.0, shape=(HUGE, WIDTH), lazy_init=True, name="late")
@@ -185,6 +186,7 @@ def test_rows_that_are_written_count():
     assert store.bytes <= 3 * 200_000 * WIDTH * 4 + 4 * lazy_memory.LARGE
 
 
+@pytest.mark.slow
 def test_the_end_of_a_table_leaves_one_alone_that_has_its_address_by_then():
     old, new = (lazy_memory.zeros((1, lazy_memory.LARGE), torch.uint8) for _ in range(2))
     address = old.data_ptr()

@@ -215,6 +215,7 @@ def test_hostile_text_round_trips(hostile: str) -> None:
     same(contents, read)
 
 
+@pytest.mark.slow
 def test_file_loads_in_a_fresh_process_and_never_unpickles(saved: Path) -> None:
     program = (
         "import sys, pickle\n"
@@ -452,6 +453,7 @@ def test_cycle_in_a_file_is_named() -> None:
         edited(node(3, **{"in": [[2, 0], [4, 0], [1, 0]]}))
 
 
+@pytest.mark.slow
 def test_cycle_of_ten_thousand_nodes_takes_less_than_a_second() -> None:
     count = 10_000
     nodes = [

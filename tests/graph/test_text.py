@@ -128,6 +128,7 @@ def test_diff_of_equal_graphs_is_empty_and_of_others_names_the_line() -> None:
     assert "+  %2 = aten.tanh(%1)   f32[B, 3]" in a.diff(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_text_does_not_depend_on_the_hash_seed(seed: str) -> None:
     program = "from tests.graph.build import dense; from tfnb.graph.forms.text import text; print(text('net', dense()))"

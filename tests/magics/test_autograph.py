@@ -134,6 +134,7 @@ RERUN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell_id", ["one", None])
 def test_a_cell_run_again_begins_anew_whatever_its_names_hold(notebook: Any, cell_id: str | None) -> None:
     notebook.ok("row, half, n = 'text', torch.ones(7), torch.ones(2)")
@@ -145,6 +146,7 @@ def test_a_cell_run_again_begins_anew_whatever_its_names_hold(notebook: Any, cel
     assert "big" not in notebook.names  # only some runs have it
 
 
+@pytest.mark.slow
 def test_a_name_that_the_samples_do_not_set_is_refused_by_name_and_line(notebook: Any) -> None:
     cell = "%%tfgraph g\nx = tfnb.placeholder(torch.ones(3), name='x')\nif x.sum() > 50:\n    y = x * 2\n"
     for use in ("y + 1", "torch.exp(y)", "z = y\nz", "y.sum()", "print(y)"):

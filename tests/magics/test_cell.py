@@ -73,6 +73,7 @@ def test_error_inside_recorded_torch_code_ends_at_the_users_line(cells):
     assert "y = model(x)" in str(ran.error)
 
 
+@pytest.mark.slow
 def test_full_tracebacks_can_be_switched_on(cells):
     cells.ok("%config TfnbMagics.full_tracebacks = True")
     ran = cells.run("%%tfgraph g\nx = tfnb.placeholder(torch.ones(2, 3))\ny = nn.Linear(4, 1)(x)")
@@ -142,6 +143,7 @@ def test_capture_above_leaves_the_graph_unchanged_by_an_error(cells):
     assert tfnb.graph("g").text() == before
 
 
+@pytest.mark.slow
 def test_prun_above_records(cells):
     cells.ok("%%prun -q\n%%tfgraph g\nx = tfnb.placeholder(torch.ones(2, 3))\ny = x + 1")
     assert "y" in tfnb.graph("g")

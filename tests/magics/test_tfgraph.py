@@ -28,6 +28,7 @@ def text(name="g"):
 # -- loading ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_loading_prints_nothing_and_imports_torch_in_the_background():
     program = (
         "from IPython.core.interactiveshell import InteractiveShell as S; import sys, threading; s = S.instance();"
@@ -61,6 +62,7 @@ def test_loading_again_registers_once(notebook):
 # -- which cell is this ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell_id", ["abc", None])
 def test_rerun_replaces_and_never_duplicates(notebook, cell_id):
     cell = f"%%tfgraph g --no-show\n{X}\ny = x * 2"

@@ -288,6 +288,7 @@ def test_every_magic_explains_itself_with_an_example(net, name, capsys):
     assert "--quiet" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_cluster_that_nobody_started_is_an_error_within_its_deadline(net):
     ran = net.run("%tfcluster tcp://127.0.0.1:1 --timeout 2")
     assert isinstance(ran.error, tfnb.errors.TfnbError) and "127.0.0.1:1" in str(ran.error)

@@ -77,6 +77,7 @@ def limits(program: Any) -> tuple[int, int]:
     return plan.offloaded.saved // 4, plan.plan.peak + FITS * (plan.offloaded.saved // 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [folded, counted])
 def test_what_does_not_fit_moves_out_and_comes_back(program: Any) -> None:
     each, budget = limits(program)

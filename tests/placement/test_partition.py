@@ -219,6 +219,7 @@ def test_a_variable_whose_update_needs_all_rows_is_not_divided(monkeypatch):
     assert "in parts on several servers" in parts.split.why_whole
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_placement_gives_the_same_values(data):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,6 +137,7 @@ def test_two_cells_of_state_are_plain_python(one: list[tuple[str, int]], two: li
     agree(notebook, Plain([*meanings, *others]), graph, "; ".join([*cells, "||", *more]))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(st.lists(step, min_size=2, max_size=7))
 def test_a_read_pulls_the_writes_above_it_and_no_others(steps: list[tuple[str, int]]) -> None:

@@ -40,6 +40,7 @@ def heard() -> Iterator[list[str]]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_random_presses_end_what_they_come_into() -> None:
     command = [sys.executable, "-m", "tests.recording.presses", "15", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT)

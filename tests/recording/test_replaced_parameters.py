@@ -157,6 +157,7 @@ def test_swapped_parameters_go_with_their_modules() -> None:
     torch.testing.assert_close(tfnb.run(out, {x: DATA}), want)
 
 
+@pytest.mark.slow
 def test_nothing_keeps_a_module_alive() -> None:
     model = network()
     x, out, _ = recorded(model)

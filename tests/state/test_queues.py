@@ -284,6 +284,7 @@ def test_ten_thousand_waits_hold_no_threads_and_can_be_cancelled() -> None:
     assert queue.size() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True])
 def test_ten_thousand_puts_that_wait_are_cancelled_by_a_close(there: bool) -> None:
     with queues_there() if there else nullcontext() as home:
@@ -304,6 +305,7 @@ def test_ten_thousand_puts_that_wait_are_cancelled_by_a_close(there: bool) -> No
         assert [float(element) for element in queue] == [1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True])
 def test_what_passed_through_a_queue_is_free_without_a_collector(there: bool) -> None:
     with queues_there() if there else nullcontext():
@@ -518,6 +520,7 @@ def test_whoever_puts_an_element_later_is_waited_for(recorded: bool, noticed: No
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_step_that_computes_may_still_put_an_element(soon: None) -> None:
     q = scalars(2, "q")
     with tfnb.record() as g:

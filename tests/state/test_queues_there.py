@@ -232,6 +232,7 @@ def test_a_server_without_room_refuses_what_is_put_and_serves_who_takes() -> Non
         queue.enqueue(torch.ones(1000))
 
 
+@pytest.mark.slow
 def test_ten_thousand_blocked_waits_there_hold_no_thread_and_are_cancelled_at_once() -> None:
     with queues_there() as distance:
         queue = tfnb.FIFOQueue(9, torch.float32, (), name="crowd")

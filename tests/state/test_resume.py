@@ -99,6 +99,7 @@ def test_failing_restore_leaves_every_variable_untouched(graph: tfnb.Graph, tmp_
     assert all(torch.equal(before[key], found) for key, found in values(graph).items())
 
 
+@pytest.mark.slow
 def test_saved_graph_and_variables_run_in_a_fresh_process(graph: tfnb.Graph, tmp_path: Path) -> None:
     session = tfnb.Session(graph)
     steps(session, 2)

@@ -198,6 +198,7 @@ def test_schedule_trains_as_torch_with_its_scheduler(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_any_function_of_the_number_of_steps_is_a_schedule_of_every_rule() -> None:
     for make in (train.SGD, train.Ftrl, train.LBFGS):
         one, two = recorded(make(lambda step: 0.1 / (1 + step))), recorded(make(0.1))

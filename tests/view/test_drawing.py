@@ -42,6 +42,7 @@ def test_the_first_view_shows_lines_modules_and_functions(digits: Graph) -> None
     assert not any("aten.convolution.default" in title(box).split("\n")[0] for box in boxes(graph_svg(digits)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "resnet", "gpt"])
 def test_the_first_view_is_small(name: str, request: pytest.FixtureRequest) -> None:
     svg = graph_svg(request.getfixturevalue(name))
@@ -111,6 +112,7 @@ def test_a_failing_node_is_red_and_unfolded(digits: Graph) -> None:
     assert all(box.get("aria-expanded") == "true" for box in red[:-1])
 
 
+@pytest.mark.slow
 def test_a_trained_residual_net_is_a_straight_chain() -> None:
     with tfnb.record("net") as graph:
         x = tfnb.placeholder(torch.rand(2, 3, 32, 32))

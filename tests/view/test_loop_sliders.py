@@ -169,6 +169,7 @@ def test_a_loop_in_a_loop_has_a_slider_of_its_own(driver: Any, tmp_path: Path) -
     assert page.errors() == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_saved_notebook_has_the_slider_without_a_kernel(driver: Any, tmp_path: Path) -> None:
     nbformat, nbconvert = pytest.importorskip("nbformat"), pytest.importorskip("nbconvert")

@@ -36,6 +36,7 @@ def notebook(graph: Graph) -> Any:
     return made
 
 
+@pytest.mark.slow
 def test_an_exported_notebook_is_alive_without_network(digits: Graph, tmp_path: Path) -> None:
     nbconvert = pytest.importorskip("nbconvert")
     html, _ = nbconvert.HTMLExporter().from_notebook_node(notebook(digits))
