@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=100)
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
-    for own in (True, False):
+    for own in (False, True):
         rows = bulk(options.mb, options.steps, own=own)
         kind = "a cluster as tfnb makes it" if own else "a cluster with Dask's defaults"
         print(f"{options.mb} MB on {kind}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; milliseconds a step")
