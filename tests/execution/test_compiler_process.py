@@ -368,7 +368,7 @@ def test_without_a_compiler_no_process_is_started(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("builds")
-def test_two_processes_ask_for_the_same(tmp_path: Path) -> None:
+def test_two_processes_that_ask_for_the_same_build_it_once(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import sys
         from tfnb.execution.compiling.compiled_packages import compiled
@@ -376,7 +376,7 @@ def test_two_processes_ask_for_the_same(tmp_path: Path) -> None:
         owner = Owner()
         sys.stdin.readline()
         found = compiled("same", lambda folder: (folder / "text").write_text("same"), "builds_of_test:quick", owner)
-        print((found.folder / "code").read_text(), found.folder.name[:6])
+        print((found.folder / "code").read_text(), found.folder.name[:6], found.is_cached)
     """)
     environment = {**os.environ, "TFNB_CACHE_DIR": str(tmp_path / "cache")}
     both = [
@@ -387,6 +387,6 @@ def test_two_processes_ask_for_the_same(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    out = {process.communicate(timeout=200)[0] for process in both}
-    assert len(out) == 1 and out.pop().startswith("same ")
+    (_, *one, made), (_, *other, found) = sorted(process.communicate(timeout=200)[0].split() for process in both)
+    assert one == other and (made, found) == ("False", "True")
     assert len(list((tmp_path / "cache" / "packages").iterdir())) == 1

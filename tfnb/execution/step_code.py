@@ -1,4 +1,4 @@
-"""What computes one step here: lowered, compiled and planned when it first runs here, so never for a cluster."""
+"""What computes one step in this process, a notebook or a task: lowered, compiled and planned when it first runs."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ class Session:
             fed = (None if values is None else (prepared.feeder.fed(values)[0], self.runs.take()) for values in data)
             source = cluster.batches(step, fed)
         options["one_by_one"] = "a Variable is watched" if prepared.trailing else ""
-        options["see"] = prepared.see
+        options |= {"see": prepared.see, "compile": self._mode}
         if check is not None:
             _ensure_nan(check)
             options["check"] = True
@@ -453,7 +453,7 @@ class Session:
 
         def run() -> list[Any]:
             options = {"timeout": timeout, "run": self.runs.take(), "check": check, "see": prepared.see}
-            return list(self.cluster.run(self._sent(prepared), tensors, **options))
+            return list(self.cluster.run(self._sent(prepared), tensors, compile=self._mode, **options))
 
         return [*self._steps.stoppable(prepared.code.step, None, run), *prepared.after()]
 

@@ -191,6 +191,14 @@ class Engine:
         answers = await self.peers.tell(asks, time.monotonic() + seconds)
         return {shard: dict(answer.meta) for shard, answer in enumerate(answers) if isinstance(answer, Ok)}
 
+    async def codes(self, seconds: float) -> dict[str, str]:
+        """Which code each live task ran last, and why, by its name; within ``seconds``."""
+        live = [member for member in self.tasks if member.is_there]
+        end = time.monotonic() + seconds
+        calls = (self.link.call(member.peer, "code", {}, epoch=self.epoch, deadline=end) for member in live)
+        answers = zip(live, await asyncio.gather(*calls), strict=True)
+        return {member.name: str(answer.meta["code"]) for member, answer in answers if isinstance(answer, Ok)}
+
     async def _who_waits(self, seconds: float) -> tuple[list[Outcome], list[Outcome]]:
         """Which steps wait for queues, as all tasks say, and then which attempts do, as all shards say."""
         live = [member.peer for member in self.tasks if member.is_there]

@@ -1,7 +1,7 @@
 """What the parts of a connected cluster say of themselves, as rows and facts of its card.
 
-Servers tell bytes and versions, and what they sent and received on each lane; Dask's scheduler tells the memory of the
-workers. Rates are of the time since the reading before.
+Servers tell bytes and versions, and what they sent and received on each lane; tasks which code they run; Dask's
+scheduler the memory of the workers. Rates are of the time since the reading before.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Overview:
         self._engine, self._client = engine, client
         self._stats: Mapping[int, Mapping[str, Any]] = {}  # of each shard
         self._workers: Mapping[str, Mapping[str, Any]] = {}  # by address
+        self._codes: Mapping[str, str] = {}  # which code tasks run, by their names
         self._moved: tuple[float, Counter[str]] = (time.monotonic(), Counter())
         self._rates: Mapping[str, float] = {}
 
@@ -38,7 +39,7 @@ class Overview:
         """Take new answers; who does not answer in time is as before."""
         with suppress(OSError, TimeoutError, RuntimeError):  # the supervisor says that the scheduler is lost
             self._workers = await asyncio.wait_for(identities(self._client), PATIENCE)
-        self._stats = await self._engine.stats(PATIENCE)
+        self._stats, self._codes = await asyncio.gather(self._engine.stats(PATIENCE), self._engine.codes(PATIENCE))
         now, (before, then) = time.monotonic(), self._moved
         if now - before >= LEAST:
             moved = self._lanes()
@@ -47,7 +48,7 @@ class Overview:
 
     def forget(self) -> None:
         """Nobody answers any more."""
-        self._stats, self._workers, self._rates = {}, {}, {}
+        self._stats, self._workers, self._rates, self._codes = {}, {}, {}, {}
 
     def _lanes(self) -> Counter[str]:
         """Bytes that the servers moved, by lane."""
@@ -82,6 +83,8 @@ class Overview:
                 f"{sum(stat['variables'] for stat in mine)} variables, {size(held)}{limit}, "
                 f"version{'s' if len(mine) > 1 else ''} {versions}"
             )
+        if member.is_there and self._codes.get(member.name):
+            parts.append(self._codes[member.name])
         if member.late:
             parts.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
         return Row(member.name, member.peer.addr, state, "; ".join(part for part in parts if part))

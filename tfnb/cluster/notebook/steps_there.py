@@ -28,6 +28,7 @@ from tfnb.cluster.notebook.waiting import SETTLE, Waiting, begin_look
 from tfnb.cluster.tasks.programs import Placed, place
 from tfnb.cluster.wire import envelope
 from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange, Unimplemented
+from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
 from tfnb.placement.requests import asked, task_of
@@ -76,7 +77,7 @@ class Steps:
     ) -> None:
         self._client, self._engine, self._waiting = client, engine, waiting
         self._variables, self._queues = variables, queues
-        self._placed: OrderedDict[tuple[int, bool, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
+        self._placed: OrderedDict[tuple[int, bool, bool, str], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
         self.placing = threading.RLock()  # while it is held Variables stay where they are
 
     def forget(self) -> None:
@@ -85,15 +86,15 @@ class Steps:
 
     def run(
         self, step: StepGraph, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0,
-        check: bool = False, see: See | None = None,
+        check: bool = False, see: See | None = None, compile: Compile = "off",
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """One step on one task: the fetched values of ``step``; ``tensors`` in the order of its feeds.
 
         check: raise NonFinite where the step would give, or write, numbers that are not finite. see: gets the fetched
-        values before anything is written; nothing is where it raises.
+        values before anything is written; nothing is where it raises. compile: as of `Session`, on the task.
         """
         self._waiting.ensure_open()
-        placed = self.place(step, parallel=False, check=check)
+        placed = self.place(step, parallel=False, check=check, compile=compile)
         self._variables.send_for_step(step.variables)
         queues = self._queues.used(placed.queues)
         try:
@@ -153,7 +154,7 @@ class Steps:
     def train(
         self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, mode: Mode | str = "sync",
         timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
-        check: bool = False, see: See | None = None,
+        check: bool = False, see: See | None = None, compile: Compile = "off",
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
 
@@ -164,7 +165,7 @@ class Steps:
         Close the generator (or exhaust it): local storages then show the values of the last step, also after Ctrl-C.
         ``timeout``: seconds for all of it. ``one_by_one``: why the notebook has to see every step before the next one
         begins; each is a group of its own then. Asynchronous tasks end their steps in any order: a group has their
-        numbers. ``check``: as of `run`. ``see``, too: then each step is taken by one task.
+        numbers. ``check``, ``compile``: as of `run`. ``see``, too: then each step is taken by one task.
 
         Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
         before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
@@ -173,7 +174,7 @@ class Steps:
         self._waiting.ensure_open()
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
-        placed = self.place(step, parallel=see is None, check=check)
+        placed = self.place(step, parallel=see is None, check=check, compile=compile)
         one_by_one = "a breakpoint is set" if see is not None else one_by_one
         why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
         if why and how != Mode():
@@ -306,16 +307,19 @@ class Steps:
         if error is not None:
             raise self._waiting.explained(error)
 
-    def place(self, step: StepGraph, *, parallel: bool, check: bool = False) -> Placed:
+    def place(
+        self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off"
+    ) -> Placed:  # fmt: skip
         """The plans of a step, with its variables on the servers."""
         with self.placing:
             self._variables.drop_gone()
-            known = self._placed.get((id(step), parallel, check))
+            key = id(step), parallel, check, compile
+            known = self._placed.get(key)
             if known is None or known[0]() is not step:
                 task = task_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
                 cut = split(step, self._variables.homes_of(step), parallel=parallel, task=task)
-                known = (weakref.ref(step), place(cut, check=check))
-                self._placed[id(step), parallel, check] = known
+                known = (weakref.ref(step), place(cut, check=check, compile=compile))
+                self._placed[key] = known
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
             self._variables.adopt(step)

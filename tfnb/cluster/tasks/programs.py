@@ -20,8 +20,9 @@ from tfnb.cluster.server.parts import GRADIENTS
 from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
 from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, TfnbError
 from tfnb.execution import Pending, Program
-from tfnb.execution.dataflow.executor import lowered
 from tfnb.execution.explain import explained
+from tfnb.execution.step_code import StepCode
+from tfnb.execution.tiers.tiered import Mode
 from tfnb.execution.tracing.checked_steps import Checked, ensure_finite, try_update
 from tfnb.execution.tracing.health import is_finite
 from tfnb.execution.tracing.origins import not_finite
@@ -89,8 +90,11 @@ class Placed:
 # -- the notebook's side --------------------------------------------------------------------------------------
 
 
-def place(split: Split, *, check: bool = False) -> Placed:
-    """The plans of a split step. check: nobody takes or writes numbers that are not finite."""
+def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed:
+    """The plans of a split step.
+
+    check: nobody takes or writes numbers that are not finite. compile: what tasks do with steps that take long.
+    """
     homes = split.placement.homes
     servers = {server.shard: _server_plan(server, homes, check) for server in split.servers}
     wanted = [value for value in split.fetches if value is not None]
@@ -113,12 +117,14 @@ def place(split: Split, *, check: bool = False) -> Placed:
         for _, index, variable in found
     ]  # fmt: skip
     feeds = (*split.feeds, *(look.value for look in found))
+    is_here = all(spec.device == "cpu" for node in split.compute.nodes for spec in node.outputs)
+    about["compile"] = compile if is_here and not (is_whole or check) else "off"
     compute = _plan(split.compute, outputs, feeds, {"homes": _homes(split.compute, homes), **about})
     after, after_at = None, _numbered(split.after_fetches)
     if split.after is not None:
         late = tuple(value for value in split.after_fetches if value is not None)
         facts = {"homes": _homes(split.after, homes), "count": len(late), "pushes": [], "whole": False, "check": check}
-        facts["lookups"] = []
+        facts |= {"lookups": [], "compile": "off"}
         after = _plan(split.after, late, split.after_feeds, facts)
     queues = queues_of(split.compute.nodes)
     inner = (inner for node in split.compute.nodes for inner in (node, *nested(node)))
@@ -185,9 +191,8 @@ def _graph(meta: Meta, tensors: Sequence[torch.Tensor]) -> Graph:
     return Graph(name, contents, seed=seed)
 
 
-def _lowered(graph: Graph, fetches: Iterable[str], feeds: Iterable[str]) -> Program:
-    step = step_graph(graph, map(graph.value, fetches), map(graph.value, feeds))
-    return lowered(step, "auto")  # type: ignore[return-value]  # asked the same things
+def _code(graph: Graph, fetches: Iterable[str], feeds: Iterable[str], compile: Mode = "off") -> StepCode:
+    return StepCode(step_graph(graph, map(graph.value, fetches), map(graph.value, feeds)), compile=compile)
 
 
 def _keys(program: Program, keys: Mapping[str, Any]) -> list[Any]:
@@ -200,7 +205,7 @@ class ShardProgram:
     """What a server applies at commit; a `tfnb.cluster.server.core.ServerProgram`."""
 
     def __init__(self, meta: Meta, tensors: Sequence[torch.Tensor]) -> None:
-        self.program = _lowered(_graph(meta, tensors), meta["fetches"], meta["feeds"])
+        self.program: Program = _code(_graph(meta, tensors), meta["fetches"], meta["feeds"]).program
         self._is_checked = bool(meta["check"])
         self.kinds: Sequence[str] = list(meta["kinds"])
         self.reads: Sequence[str] = _keys(self.program, meta["keys"])
@@ -257,16 +262,18 @@ class ComputeProgram:
     meta: Meta
     tensors: Sequence[torch.Tensor]
     program: Program = field(init=False)
+    code: StepCode = field(init=False)  # that runs it
     homes: list[tuple[Piece, ...]] = field(init=False)  # of each of the program's variables
     queues: tuple[Queue, ...] = field(init=False)
     lookups: list[tuple[int, list[Piece]]] = field(init=False)  # of each its number of rows, and where they are
 
     def __post_init__(self) -> None:
         graph, looks, feeds = _graph(self.meta, self.tensors), self.meta["lookups"], self.meta["feeds"]
-        self.program = _lowered(graph, self.meta["fetches"], feeds)
+        self.code = _code(graph, self.meta["fetches"], feeds, self.meta["compile"])
+        self.program = self.code.program
         self.lookups = [(int(look["length"]), [*map(_piece, look["homes"])]) for look in looks]
         if looks:
-            self._indices = _lowered(graph, [look["index"] for look in looks], feeds[: -len(looks)])
+            self._indices: Program = _code(graph, [look["index"] for look in looks], feeds[: -len(looks)]).program
         self.tensors, self.queues = (), queues_of(self.program.whole.nodes)
         self.homes = [tuple(map(_piece, pieces)) for pieces in _keys(self.program, self.meta["homes"])]
 
@@ -316,7 +323,8 @@ class ComputeProgram:
         """
         storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
         feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, (*feeds, *looked), strict=True)]
-        forward = Checked(self.program).forward if self.meta["check"] else None
+        checked = Checked(self.program).forward if self.meta["check"] else None
+        forward = checked or self.code.tiers.forward(tuple([feed.shape for feed in feeds]))
         try:
             with whole_steps() if self.program.waits else nullcontext():
                 out, pending = self.program.compute(feeds, storages, run_index, forward)

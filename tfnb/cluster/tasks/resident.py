@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -481,7 +481,7 @@ class Loops:
 
     METHODS = ("load", "unload", "lend", "watch", "pause", "stop", "leave")
 
-    def __init__(self, host: Host, plans: Mapping[str, ComputeProgram]) -> None:
+    def __init__(self, host: Host, plans: OrderedDict[str, ComputeProgram]) -> None:
         self._host, self._plans = host, plans
         self._loops: dict[str, Loop] = {}
         self._data: dict[str, Data] = {}  # of trainings, by the name that each began with
@@ -527,6 +527,7 @@ class Loops:
             program, training = self._plans.get(str(meta["plan"])), str(meta["training"])
             if program is None:
                 return Refused("unknown-plan", str(meta["plan"]))
+            self._plans.move_to_end(str(meta["plan"]))
             ahead = None if meta["order"] is None else Prefetch(self._data[str(meta["data"])], Order(*meta["order"]))
             self._loops[name] = Loop(
                 self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"]

@@ -132,7 +132,7 @@ class Task:
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "quit": self._quit, "stream": self._open_stream,
-            "waits": self._waits,
+            "waits": self._waits, "code": self._code,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 
@@ -141,6 +141,8 @@ class Task:
         self.streams.end()
         for threads in (self.computing, self.waiting):
             threads.close()
+        for program in self.plans.values():
+            program.code.close()
         thread = None
         if self.serving is not None and self._at_exit is not None:
             thread = self.serving.stop()
@@ -259,7 +261,7 @@ class Task:
                 self.computing.executor, lambda: ComputeProgram(request.meta, request.tensors)
             )
             while len(self.plans) > PLANS:
-                self.plans.popitem(last=False)
+                self.plans.popitem(last=False)[1].code.close()
         return Ok({"plan": plan})
 
     async def _run(self, request: Request) -> Answer:
@@ -302,6 +304,11 @@ class Task:
     async def _waits(self, request: Request) -> Answer:
         """Which steps wait for queues, and what they would do after that."""
         return Ok({"waits": who_waits(list(WAITS.runners), self.queues.all)})
+
+    async def _code(self, request: Request) -> Answer:
+        """Which code the plan that was used last runs, and why; empty where none ran."""
+        program = next(reversed(self.plans.values()), None)
+        return Ok({"code": "" if program is None else program.code.tiers.code()})
 
     async def _forget(self, request: Request) -> Answer:
         """Drop copies of variables that are no more."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfnb.execution.compiling.compiler_process import COMPILER, OverBudget
+from tfnb.execution.compiling.compiler_process import BUILD, COMPILER, OverBudget
 from tfnb.execution.compiling.package_cache import FOLDER, cpp_compiler, digest, packages, surroundings
 
 REQUEST = "request"  # folder
@@ -75,6 +75,13 @@ def compiled(
         return found
     if cpp_compiler() is None:
         return NO_COMPILER
+    with packages().alone(_key(request), BUILD):  # beside a task that compiles the same
+        return cached(request) or _built(request, write, build, owner, urgent)
+
+
+def _built(
+    request: str, write: Callable[[Path], None], build: str, owner: object, urgent: bool
+) -> PackageFolder | str:  # fmt: skip
     draft = packages().draft()
     facts: dict[str, Any] | str = "interrupted"
     try:

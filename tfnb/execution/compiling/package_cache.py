@@ -19,12 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from platformdirs import user_cache_path
 
 from tfnb.errors import InvalidArgument
@@ -32,7 +34,7 @@ from tfnb.errors import InvalidArgument
 FOLDER, LIMIT = "TFNB_CACHE_DIR", "TFNB_CACHE_MB"  # environment variables
 MOST_MB = 1024
 ENTRY = "entry.json"  # digests of an entry's files, and facts about it
-DRAFT = ".draft-"
+DRAFT, LOCK = ".draft-", ".lock-"
 FORGOTTEN = 3600.0  # seconds after which a draft belongs to nobody: its process was killed
 SOURCES = (".py", ".c", ".h")
 SHAPES_CODE = (
@@ -119,6 +121,23 @@ class PackageCache:
         self._trim(key)
         return self.folder / key
 
+    @contextmanager
+    def alone(self, key: str, seconds: float) -> Iterator[None]:
+        """A block that one process at a time runs for an entry: the tasks of a host do not all compile it.
+
+        Who has waited for so long runs it beside the others, and so does everybody where files cannot be locked.
+        """
+        lock = FileLock(self.folder / f"{LOCK}{key}")
+        with suppress(OSError, NotImplementedError):
+            lock.acquire(timeout=seconds, poll_interval=0.2)
+        try:
+            yield
+        finally:
+            if lock.is_locked:
+                with suppress(OSError):
+                    (self.folder / f"{LOCK}{key}").unlink()
+                lock.release()
+
     def drop(self, key: str) -> None:
         """Remove an entry, so that nobody sees a part of it."""
         grave = self.folder / f"{DRAFT}{key}-{os.getpid()}-{time.monotonic_ns()}"
@@ -144,6 +163,9 @@ class PackageCache:
         for draft in self.folder.glob(f"{DRAFT}*"):
             if _used(draft) < time.time() - FORGOTTEN:
                 shutil.rmtree(draft, ignore_errors=True)
+        for lock in self.folder.glob(f"{LOCK}*"):  # of processes that were killed
+            if _used(lock) < time.time() - FORGOTTEN:
+                lock.unlink(missing_ok=True)
         entries = sorted((at for at in self._entries() if at.name != newest), key=_used)
         total = sum(map(_bytes, entries)) + _bytes(self.folder / newest)
         for at in entries:

@@ -23,6 +23,7 @@ from tfnb.execution.tiers.native.manifest import About, about
 from tfnb.execution.tiers.native.request import FORMLESS, NativeRequest, Operand
 from tfnb.execution.tiers.native.segments import SEGMENTS, SegmentedStep, fitting, given, operands
 from tfnb.execution.tiers.native.step_arguments import save_arguments
+from tfnb.graph.variable import Variable
 from tfnb.graph.variable_locks import NOTHING
 
 ADVICE = "a loop of the graph (tfnb.fold, or for x in a tensor, in a cell) compiles its body once"
@@ -102,7 +103,7 @@ class Native:
         by_id = program.whole.contents.by_id
         specs = [by_id[value.node].outputs[value.index] for value in program.feeds]
         feeds = [torch.empty(shape, dtype=spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
-        return self._recalled(program, [*feeds, *(variable.storage for variable in program.variables), 0])
+        return self._recalled(program, [*feeds, *map(_lies, program.variables), 0])
 
     def _recalled(self, program: Program, args: Sequence[Any]) -> Step | None:
         program = program.undonated()
@@ -124,6 +125,14 @@ class Native:
                     return None
                 segment.forward = fitting(part, lies)
         return SegmentedStep(code, next(iter(unfit.values())), package)
+
+
+def _lies(variable: Variable) -> torch.Tensor:
+    """A tensor that lies as its value does; on a cluster's task, where it has none, one element behind the other."""
+    if variable.initialized:
+        return variable.storage
+    spec = variable.spec
+    return torch.empty(spec.sizes({}), dtype=spec.dtype, device=spec.device)
 
 
 def _opened(package: PackageFolder, program: Program) -> NativeStep | VaryingStep:
