@@ -32,11 +32,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## install, then do the main job on real data, here and on a cluster in processes
 	@$(BIN)/python -m tfnb demo
 
-test: $(INSTALLED) ## all tests but the slow ones, notebooks included
+test: $(INSTALLED) ## all tests but the slow ones, with the quickstart notebook
 	$(PYTEST) -m "not slow and not sweep" tests $(NOTEBOOKS)
 
-test-slow: $(INSTALLED) ## only the slow tests
-	$(PYTEST) -m slow tests
+test-slow: $(INSTALLED) ## only the slow tests, with the other notebooks and the pages in a browser
+	$(PYTEST) -m slow tests $(NOTEBOOKS)
 
 test-all: $(INSTALLED) ## both
 	$(PYTEST) -m "not sweep" tests $(NOTEBOOKS)

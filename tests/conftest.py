@@ -28,6 +28,7 @@ _PACKAGES = None if "TFNB_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix=
 os.environ.setdefault("TFNB_CACHE_DIR", str(_PACKAGES))  # not the user's; processes that tests start share it
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # tests look at what is in it, and clear it
     os.environ["TFNB_CACHE_DIR"] = str(Path(os.environ["TFNB_CACHE_DIR"], worker))
+QUICK_NOTEBOOKS = ("quickstart",)  # the others, and pages in a browser, are for slow runs
 CLUSTER = "tests/cluster/"
 LONGEST = (CLUSTER, "tests/coverage/", "notebooks/", "tests/magics/", "tests/models/", "tests/control_flow/")
 DEVICES = os.environ.get("TFNB_TEST_DEVICES", "cpu").split(",")
@@ -76,10 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     for item in items:
-        if (
-            config.getoption("nbval", None) and item.path.suffix == ".ipynb"
-        ):  # a cell needs those above it in its kernel
+        is_cell = config.getoption("nbval", None) and item.path.suffix == ".ipynb"
+        if is_cell:  # it needs those above it in its kernel
             item.add_marker(pytest.mark.flaky(reruns=0))
+        if (is_cell and item.path.stem not in QUICK_NOTEBOOKS) or "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

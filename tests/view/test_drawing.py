@@ -16,7 +16,6 @@ from hypothesis import given, settings
 import tfnb
 from tests.graph.build import Builder, dense
 from tests.graph.strategies import graphs
-from tests.quick import quick
 from tests.view.models import ResNet
 from tfnb.graph import Contents, Dim, Graph, Ref, Source, Spec
 from tfnb.view import Drawing, graph_bundle, graph_html, graph_svg
@@ -211,7 +210,8 @@ print(hashlib.sha256("".join(f(graph) for f in (graph_dot, graph_html, text_tree
 """
 
 
-@pytest.mark.parametrize("seed", quick(1, ["1", "2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["1", "2"])
 def test_the_same_graph_gives_the_same_bytes_in_every_process(seed: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": "."},
