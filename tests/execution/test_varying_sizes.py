@@ -118,6 +118,14 @@ def test_two_sizes_have_code_of_their_own_so_has_one_row_and_the_others_share() 
     assert own[6] is own[5] is own[9] and len({*map(id, own.values())}) == 4
 
 
+def test_no_more_choices_of_sizes_are_remembered_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "REMEMBERED", 5)
+    found = tiers.Tiers(Classifier().program, "auto")
+    for rows in range(2, 12):
+        assert callable(found.forward((torch.Size([rows, WIDTH]), torch.Size([rows]))))
+    assert len(found._sizes) == 5
+
+
 @needs_compiler
 def test_code_that_is_right_for_one_size_only_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fixed:

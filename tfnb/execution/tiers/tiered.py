@@ -48,6 +48,7 @@ Mode = Literal["auto", "off", "now"]
 MODES = ("auto", "off", "now")
 WORTH_COMPILING = 2.0  # seconds of computing with the same sizes
 MOST = 2  # sizes that code of their own is compiled for, of one program; then one piece of code for all others
+REMEMBERED = 1024  # choices of sizes: rows that are looked up are another number in each step
 TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
 MOST_UNFIT = 3  # steps of other layouts, after which they are what is to be expected
 MOST_COPIED = 1 << 30  # bytes of what a step reads, on the CPU
@@ -110,7 +111,9 @@ class Tiers:
             return self._generated.code
         found = self._sizes.get(shapes)
         if found is None:
-            found = self._sizes[shapes] = self._found(shapes)
+            found = self._found(shapes)
+            if len(self._sizes) < REMEMBERED:
+                self._sizes[shapes] = found
         turns = found.turns
         return found.forward if turns is None else found.turn(turns, shapes)
 
