@@ -12,6 +12,7 @@ Each row prints what it measured beside its target, and one line of JSON.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -209,6 +210,7 @@ def scalar(rounds: int = 5, times: int = 300) -> None:
 # -- the null step ---------------------------------------------------------------------------------------------------
 
 SERVERS = 16
+UNWATCHED = {"distributed.admin.system-monitor.interval": "1h"}  # a look at this process for each worker, of 5 ms
 PUBLISHED = {"scalar": "1.8 ms at 1 worker, 8.8 at 100", "dense 100 MB": "147, 613", "sparse 64 MB": "none",
              "sparse 1 GB": "5 to 20", "sparse 16 GB": "5 to 20"}  # fmt: skip
 
@@ -216,14 +218,15 @@ PUBLISHED = {"scalar": "1.8 ms at 1 worker, 8.8 at 100", "dense 100 MB": "147, 6
 @contextmanager
 def crowd(count: int) -> Iterator[tuple[Client, Any]]:
     """16 servers in two processes, and so many tasks in this one: a client and the connected cluster."""
-    nanny = {"cls": Nanny, "options": {"nthreads": 1, "host": HOST, "memory_limit": 0}}
+    nanny = {"cls": Nanny, "options": {"nthreads": 1, "host": HOST, "memory_limit": 0, "silence_logs": 50}}
     here = {"cls": Worker, "options": {"nthreads": 1, "host": HOST, "memory_limit": 0, "dashboard": False}}
     spec = {f"{place:03}": nanny if place < 2 else here for place in range(2 + count)}
     scheduler = {"cls": Scheduler, "options": {"host": HOST, "dashboard": False}}
     roles, deploy.roles = deploy.roles, lambda found, ps: deploy.Roles(count, 2, SERVERS)
+    gc.collect(), gc.freeze()  # each collection by one of so many tasks would look at all that is imported
     try:
         with (
-            dask.config.set(deploy.SETTINGS),
+            dask.config.set({**deploy.SETTINGS, **UNWATCHED}),
             SpecCluster(workers=spec, scheduler=scheduler, silence_logs=50) as cluster, Client(cluster) as client,
             tfnb.connect(client, ps=SERVERS) as there,
         ):  # fmt: skip

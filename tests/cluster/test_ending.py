@@ -167,3 +167,32 @@ def test_a_process_that_holds_servers_and_ends_waits_for_their_threads(tmp_path)
     file.write_text(LEFT_OPEN)
     ended = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=120, env=_with_tests())
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["[]"]), ended.stderr
+
+
+TOGETHER = """
+import gc, time, weakref
+from distributed import Client
+import tfnb
+from tfnb.cluster.tasks.task import Task
+if __name__ == "__main__":
+    client = Client(processes=False, n_workers=8, threads_per_worker=1, dashboard_address=":0")
+    cluster = tfnb.connect(client, ps=2, timeout=100)
+    held = [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is Task]
+    gc.collect(), gc.disable()
+    before, end = gc.get_stats()[2]["collections"], time.monotonic() + 60
+    cluster.close()
+    while any(task() is not None for task in held) and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(5)
+    print(len(held), gc.get_stats()[2]["collections"] - before)
+"""
+
+
+@pytest.mark.slow
+def test_tasks_of_one_process_that_end_together_are_collected_together(tmp_path) -> None:
+    """A collection looks at all that is imported, and the process stands still meanwhile."""
+    file = tmp_path / "together.py"
+    file.write_text(TOGETHER)
+    ended = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=200, env=_with_tests())
+    tasks, collections = map(int, ended.stdout.split())
+    assert tasks == 8 and collections <= 3, ended.stderr

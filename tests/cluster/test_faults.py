@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import os
@@ -188,6 +189,63 @@ def test_a_peer_that_nobody_asked_is_not_silent(connect, monkeypatch, silent, mi
         monkeypatch.setattr(engine.link, "call", counted)
         engine.link.heard[member.peer.addr] = time.monotonic() - silent
         assert not cluster._do("verify", 60, engine.peers.verify, member) and len(pings) == misses
+    finally:
+        kill(member, signal.SIGCONT)
+
+
+class Lateness:
+    """Keeps the event loop of the notebook late: each turn of it takes some time, until the block ends."""
+
+    def __init__(self, cluster, seconds):
+        self.loop, self.seconds, self.is_over = cluster._engine.link.loop, seconds, False
+
+    def __enter__(self):
+        self.loop.call_soon_threadsafe(self.turn)
+
+    def turn(self):
+        if not self.is_over:
+            time.sleep(self.seconds)
+            self.loop.call_soon(self.turn)
+
+    def __exit__(self, *exc):
+        self.is_over = True
+
+
+@pytest.mark.slow
+def test_a_notebook_that_is_late_itself_takes_nobody_for_dead(connect, problem):
+    """Its pings are not answered in time because it does not hear the answers."""
+    p = problem()
+    states, _ = p.local(3)
+    cluster = connect(2)
+    engine = cluster._engine
+    members = [*engine.servers, *engine.tasks]
+
+    async def verify():
+        engine.link.pool.collect()  # by a new connection, as where others are in use
+        return await asyncio.gather(*map(engine.peers.verify, members))
+
+    with Lateness(cluster, 0.4):
+        found = engine.link.start(verify)
+        time.sleep(8.0)
+    assert engine.link.wait(found, 60, "verify") == [True] * len(members)
+    assert all(member.is_there for member in members)
+    train(cluster, p, p.batches(3))
+    assert close_to(p.values(), states[3])
+
+
+@pytest.mark.slow
+def test_a_dead_server_is_found_as_soon_as_the_notebook_is_late_no_more(connect, problem):
+    cluster = connect(2)
+    engine, member = cluster._engine, cluster._engine.servers[0]
+    stop(member.info["pid"])
+    try:
+        with Lateness(cluster, 0.4):
+            found = engine.link.start(engine.peers.verify, member)
+            time.sleep(8.0)
+            assert member.alive, "so far nothing is known"
+        begin = time.monotonic()
+        assert not engine.link.wait(found, 60, "verify") and not member.alive
+        assert time.monotonic() - begin < 30  # 6 on a quiet machine
     finally:
         kill(member, signal.SIGCONT)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tfnb.cluster.engine.members import Ahead, Member, Mode, Sent
-from tfnb.cluster.engine.peers import LOOK, Peers
+from tfnb.cluster.engine.peers import LATEST, LOOK, Looks, Peers
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.engine.single_steps import GRACE, SingleSteps
 from tfnb.cluster.engine.training import Training
@@ -303,16 +303,20 @@ class Engine:
     ) -> Ok | None:
         """Wait until a task has stopped; one that does not in time gets another process, if it holds no variables."""
         answer: Outcome | None = None
+        latest = time.monotonic() + LATEST
         while member.alive and not isinstance(answer, Ok):
             patience = p.patience(member.seconds)
             deadline = time.monotonic() + patience
             call = self.link.call(member.peer, method, meta(), epoch=self.epoch, deadline=deadline)
-            answer = await self.peers.unless_dead(member, call)
+            with Looks() as looks:
+                answer = await self.peers.unless_dead(member, call)
             if isinstance(answer, Refused) and answer.reason == "stale":
                 answer = Ok(NO_LOOP)
             if isinstance(answer, Ok):
                 break
-            if await self.peers.verify(member) and member not in self.servers:
+            if not await self.peers.verify(member) or member in self.servers:
+                continue
+            if not looks.were_late or time.monotonic() > latest:
                 await self._restart(member, patience)
         if before is not None:
             await asyncio.wait({before})

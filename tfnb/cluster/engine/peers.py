@@ -1,6 +1,7 @@
 """Calls to tasks and servers, and who of them is alive: Dask's word first, then pings that nobody answers.
 
-A call to shards is one message for each process, and keeps its identity when it is repeated. In the event loop.
+A call to shards is one message for each process, and keeps its identity when it is repeated. In the event loop, which
+may be late itself (`Looks`): what it does not hear then proves nothing about a peer.
 """
 
 from __future__ import annotations
@@ -27,6 +28,31 @@ LOOK = 0.05  # seconds between looks at who is alive
 PATIENCE = 1.0  # seconds a call is out before its peers are pinged
 MISSES = 3  # pings without an answer that make a peer dead; two of one that has been silent for longer:
 SILENCE = 4.0  # seconds
+ON_TIME = 0.3  # of its looks that an event loop has to take to hear an answer: a new connection takes twenty turns
+LATEST = 60.0  # seconds after which silence counts though this event loop is late
+
+
+class Looks:
+    """How often this event loop ran during a block: it looks every LOOK / 2 seconds where it is not late."""
+
+    def __enter__(self) -> Looks:
+        self._begin, self._count = time.monotonic(), 0
+        self._looking = asyncio.create_task(self._look())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end = time.monotonic()
+        self._looking.cancel()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK / 2)
+            self._count += 1
+
+    @property
+    def were_late(self) -> bool:
+        """Whether the loop ran too seldom to hear an answer."""
+        return self._count + 2 < ON_TIME * (self._end - self._begin) / (LOOK / 2)
 
 
 class Peers:
@@ -155,31 +181,39 @@ class Peers:
         begin, since = time.monotonic(), self.link.heard.get(member.peer.addr, 0.0)
         if begin - since > 2 * PATIENCE:  # nobody asked it lately
             since = begin
-        for missed in range(MISSES):
-            if not member.alive or not member.reported:
-                break
+        missed = 0
+        while missed < MISSES and member.alive and member.reported:
             if missed == MISSES - 1 and time.monotonic() - since >= SILENCE:
                 break
             if missed == 1 and member in self.tasks:
                 self._report(e.Suspect(self.tasks.index(member)))
             self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
             ping = self.link.call(member.peer, "ping", epoch=self.epoch)
-            answer: Outcome = await self._unless_dead(member, ping, Unknown(), is_ping=True)
+            with Looks() as looks:
+                answer: Outcome = await self._unless_dead(member, ping, Unknown(), is_ping=True)
             if isinstance(answer, Ok) and answer.meta.get("incarnation") == member.peer.incarnation:
                 return True
+            now = time.monotonic()
+            if isinstance(answer, NotSent | Unknown) and looks.were_late and now - begin < LATEST:
+                since = now
+            else:
+                missed += 1
         member.lose()
         self.link.suspect.add(member.peer.addr)
         return False
 
     async def watch(self, queue: asyncio.Queue[p.Event]) -> None:
         """Report deaths and the time; once the work takes long, ping those who have not been heard of lately."""
-        begin, pinged = time.monotonic(), dict[Member, float]()
+        begin = now = time.monotonic()
+        pinged: dict[Member, float] = {}
         pings: dict[Member, asyncio.Task[bool]] = {}
         seen = {member for member in (*self.tasks, *self.servers) if not member.alive}
         try:
             while True:
                 await asyncio.sleep(LOOK)
-                now = time.monotonic()
+                before, now = now, time.monotonic()
+                if now - before > PATIENCE / 2:  # this loop was late: answers that are here by now are heard first
+                    begin = now
                 for index, member in enumerate(self.tasks):
                     if member not in seen and not (member.alive and member.reported):
                         seen.add(member)

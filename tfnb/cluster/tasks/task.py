@@ -472,12 +472,24 @@ def _budget(limit: int) -> int:
     return int(max(LEAST * limit, min(SHARE * limit, MOST * limit - taken)))
 
 
+_collecting: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()  # where a collection comes soon
+
+
 def _collect(loop: asyncio.AbstractEventLoop, thread: threading.Thread | None) -> None:
-    """Once the thread of a server, which holds what it serves, has ended."""
+    """Once the thread of a server, which holds what it serves, has ended; one time for tasks that end together.
+
+    A collection looks at all that was imported, and this process stands still meanwhile.
+    """
+
+    def collected() -> None:
+        _collecting.discard(loop)
+        gc.collect()
+
     if thread is not None and thread.is_alive():
         loop.call_later(TICK, _collect, loop, thread)
-    else:
-        gc.collect()
+    elif loop not in _collecting:
+        _collecting.add(loop)
+        loop.call_later(TICK, collected)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
