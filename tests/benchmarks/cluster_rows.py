@@ -12,10 +12,13 @@ Each row prints what it measured beside its target, and one line of JSON.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -210,30 +213,52 @@ def scalar(rounds: int = 5, times: int = 300) -> None:
 # -- the null step ---------------------------------------------------------------------------------------------------
 
 SERVERS = 16
-UNWATCHED = {"distributed.admin.system-monitor.interval": "1h"}  # a look at this process for each worker, of 5 ms
+COUNTS = 1, 2, 5, 10, 25, 50, 100
 PUBLISHED = {"scalar": "1.8 ms at 1 worker, 8.8 at 100", "dense 100 MB": "147, 613", "sparse 64 MB": "none",
              "sparse 1 GB": "5 to 20", "sparse 16 GB": "5 to 20"}  # fmt: skip
 
 
 @contextmanager
 def crowd(count: int) -> Iterator[tuple[Client, Any]]:
-    """16 servers in two processes, and so many tasks in this one: a client and the connected cluster."""
+    """16 servers in two processes, and so many tasks in a third one: a client and the connected cluster."""
     nanny = {"cls": Nanny, "options": {"nthreads": 1, "host": HOST, "memory_limit": 0, "silence_logs": 50}}
-    here = {"cls": Worker, "options": {"nthreads": 1, "host": HOST, "memory_limit": 0, "dashboard": False}}
-    spec = {f"{place:03}": nanny if place < 2 else here for place in range(2 + count)}
     scheduler = {"cls": Scheduler, "options": {"host": HOST, "dashboard": False}}
     roles, deploy.roles = deploy.roles, lambda found, ps: deploy.Roles(count, 2, SERVERS)
-    gc.collect(), gc.freeze()  # each collection by one of so many tasks would look at all that is imported
     try:
         with (
-            dask.config.set({**deploy.SETTINGS, **UNWATCHED}),
-            SpecCluster(workers=spec, scheduler=scheduler, silence_logs=50) as cluster, Client(cluster) as client,
-            tfnb.connect(client, ps=SERVERS) as there,
+            dask.config.set(deploy.SETTINGS),
+            SpecCluster(
+                workers={"000": nanny, "001": nanny}, scheduler=scheduler, silence_logs=50
+            ) as cluster, Client(cluster) as client, many(cluster.scheduler_address, count),
         ):  # fmt: skip
-            assert (len(there.servers), len(there.tasks)) == (2, count)
-            yield client, there
+            client.wait_for_workers(2 + count, 120)
+            with tfnb.connect(client, ps=SERVERS, timeout=120) as there:
+                assert (len(there.servers), len(there.tasks)) == (2, count)
+                yield client, there
     finally:
         deploy.roles = roles
+
+
+@contextmanager
+def many(address: str, count: int) -> Iterator[None]:
+    """A process of so many workers, each of which stands for a machine."""
+    process = subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve", address, str(count)])
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def serve(address: str, count: int) -> None:
+    """In that process. What each machine looks at now and then (its usage, all that is imported) nobody does here."""
+    settings = {**deploy.SETTINGS, "distributed.admin.system-monitor.interval": "1h"}
+    with dask.config.set(settings):
+        names = [f"{2 + place:03}" for place in range(count)]
+        made = [Worker(address, name=name, nthreads=1, host=HOST, memory_limit=0, dashboard=False) for name in names]
+        await asyncio.gather(*made)
+    gc.collect(), gc.freeze()
+    await asyncio.gather(*(worker.finished() for worker in made))
 
 
 def dense(nbytes: int) -> tuple[Any, Callable[[int, int], Any], Callable[[int], None]]:
@@ -283,32 +308,58 @@ KINDS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-def null(kinds: Sequence[str] = tuple(KINDS), counts: Sequence[int] = (1, 2, 5, 10, 25, 50, 100)) -> None:
-    """Milliseconds of a synchronous step, by kind and number of workers."""
+def null(kinds: Sequence[str] = tuple(KINDS), counts: Sequence[int] = COUNTS) -> None:
+    """Milliseconds of a synchronous step, by kind and number of workers; why there are none, where a run failed."""
     for kind in kinds:
-        make, steps = KINDS[kind]
-        found: dict[int, float] = {}
+        found: dict[int, float | str] = {}
         for count in counts:
-            torch.manual_seed(0)
-            train, feeds, check = make()
-            with crowd(count) as (client, _):
-                few, walls, memory = max(2, steps // 10), [], sum(dict(client.run(rss).values()).values())
-                for number in (few, few, few + steps):  # values move at the start and the end, which is no step
-                    usage = Usage()
-                    tfnb.fit(train, feeds(count, number), batch_size=count, shuffle=False)
-                    walls.append(usage.since()[0])
-                found[count] = (walls[2] - walls[1]) / steps * 1e3
-                grown = sum(dict(client.run(rss).values()).values()) - memory
-            check(3 * few + steps)
-            more = f"{found[count]:.1f} ms, {grown / 1e6:.0f} MB more in all processes"
-            print(f"null step, {kind}, {count} workers: {more}", flush=True)
-        text = ", ".join(f"{count}: {ms:.1f}" for count, ms in found.items())
+            try:
+                found[count], more = step_of(kind, count)
+                print(f"null step, {kind}, {count} workers: {found[count]:.1f} ms, {more}", flush=True)
+            except (tfnb.errors.TfnbError, AssertionError, TimeoutError) as error:
+                found[count] = f"{type(error).__name__}: {error}".split("\n")[0]
+                print(f"null step, {kind}, {count} workers: none, {found[count]}", flush=True)
+        text = ", ".join(f"{count}: {ms:.1f}" for count, ms in found.items() if isinstance(ms, float))
         print(f"null step, {kind}, ms by workers: {text} (published, on other machines: {PUBLISHED[kind]})")
         said("null", {"kind": kind, "ms": found})
 
 
+def step_of(kind: str, count: int, seconds: float = 10.0) -> tuple[float, str]:
+    """Milliseconds of a step and, in words, what else it took; over about so many seconds."""
+    torch.manual_seed(0)
+    make, most = KINDS[kind]
+    train, feeds, check = make()
+    done = 0
+    with crowd(count) as (client, there):
+
+        def fitted(steps: int) -> tuple[float, float]:
+            """Seconds of wall and of all processors."""
+            nonlocal done
+            usage = Usage()
+            tfnb.fit(train, feeds(count, steps), batch_size=count, shuffle=False)
+            done += steps
+            return usage.since()[::2]
+
+        memory = resident(client)
+        fitted(2)
+        few = fitted(2)  # values move at the start and the end, which is no step
+        some = fitted(6)
+        steps = max(4, min(most, int(seconds / max(1e-3, (some[0] - few[0]) / 4))))
+        wall, processor = (a - b for a, b in zip(fitted(2 + steps), few, strict=True))
+        grown = resident(client) - memory
+        lost = count - len(there.tasks)
+    check(done)
+    more = f"{steps} steps, {processor / steps * 1e3:.1f} ms of processors, {grown / 1e6:.0f} MB more in all processes"
+    return wall / steps * 1e3, more + (f", {lost} workers were given up" if lost else "")
+
+
+def resident(client: Client) -> int:
+    """Bytes of memory of all worker processes."""
+    return sum(dict(client.run(rss).values()).values())
+
+
 def rss() -> tuple[int, int]:
-    """The number of this process, and bytes of its memory."""
+    """The number of a process, and bytes of its memory."""
     return os.getpid(), int(psutil.Process().memory_info().rss)
 
 
@@ -318,12 +369,15 @@ ROWS: dict[str, Callable[[], None]] = {"conv": conv, "tasks": tasks, "scalar": s
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", default=[*ROWS], choices=ROWS)
+    parser.add_argument("rows", nargs="*", metavar="ROW", choices=[*ROWS, []])  # none: an empty list is looked up
     parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=KINDS)
-    parser.add_argument("--workers", nargs="*", type=int, default=[1, 2, 5, 10, 25, 50, 100])
+    parser.add_argument("--workers", nargs="*", type=int, default=COUNTS)
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name in options.rows:
+    if options.serve:
+        return asyncio.run(serve(options.serve[0], int(options.serve[1])))
+    for name in options.rows or ROWS:
         null(options.kinds, options.workers) if name == "null" else ROWS[name]()
 
 
