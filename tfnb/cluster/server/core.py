@@ -24,11 +24,12 @@ from tfnb.cluster.server.ledger import Ledger
 from tfnb.cluster.server.lines import TURN, Lines, Waiting
 from tfnb.cluster.server.objects import Objects
 from tfnb.cluster.server.parts import MERGES, Compile, Part, ServerProgram, check_feeds, same_number, spec
+from tfnb.cluster.server.room import Room
 from tfnb.cluster.server.staged_rounds import StagedRounds
 from tfnb.cluster.server.trainings import Trainings
 from tfnb.cluster.wire import envelope, sparse_values
 from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request, failed
-from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, ShapeError
+from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ShapeError
 
 PLANS = 64  # registered plans that are kept
 
@@ -76,13 +77,12 @@ class Values(Protocol):
 class Core:
     """State of shard number ``shard``, and what each request does to it.
 
-    ``beside``: this core and the others of its process, which share its bytes. ``version`` counts writes, ``step``
-    counts committed rounds.
+    ``room``: bytes for this core and the others of its process. ``version`` counts writes, ``step`` committed rounds.
     """
 
     def __init__(self, store: Values, compile: Compile, *, epoch: int, incarnation: int, shard: int = 0) -> None:
         self.store, self.compile, self.shard = store, compile, shard
-        self.beside: list[Core] = [self]
+        self.room = Room([self])
         self.epoch, self.incarnation = epoch, incarnation
         self.version = self.step = self.requests = 0
         self.versions: dict[str, int] = {}
@@ -324,6 +324,10 @@ class Core:
         """Bytes of values, of generations that are read still, of staged parts and objects."""
         return self.store.bytes + self.store.spare_bytes + self.objects.nbytes + self.staged
 
+    def release(self) -> None:
+        """Give back the memory of generations that nobody reads: it can be had again."""
+        self.store.release()
+
     @property
     def staged(self) -> int:
         """Bytes of parts of rounds."""
@@ -431,20 +435,9 @@ class Core:
         return found
 
     def afford(self, asked: int | Callable[[], int]) -> None:
-        """Bytes of a parameter server, which may hold several shards; asked again after a look at what there is."""
-        budget = self.store.budget
-        if budget is None or self._used_with(asked)[0] <= budget:
-            return
-        for core in self.beside:
-            core.store.release()  # room for another generation can be had again
-        used, more = self._used_with(asked)
-        if used > budget:
-            raise ResourceExhausted(f"bytes on this parameter server: asked {more}, used {used - more}, limit {budget}")
-
-    def _used_with(self, asked: int | Callable[[], int]) -> tuple[int, int]:
-        """Bytes of this process with those asked for, and the latter."""
-        more = asked if isinstance(asked, int) else asked()
-        return sum(core.used for core in self.beside) + more, more
+        """Raise ResourceExhausted where this process has no room for so many bytes more."""
+        if self.store.budget is not None:
+            self.room.take(asked, self.store.budget)
 
     @contextmanager
     def writing(self, keys: Iterable[str]) -> Any:

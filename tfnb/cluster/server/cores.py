@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived, Effect, Event, Reply, Send
+from tfnb.cluster.server.room import Room
 from tfnb.cluster.wire.messages import OpId, Request, aborted, failed
 
 UNHEARD = -1  # the ticket of what a shard is told by another one here: nobody waits for the answer
@@ -23,6 +24,7 @@ class Cores:
     def __init__(self) -> None:
         self._of: dict[int, Core] = {}
         self._all: list[Core] = []
+        self._room = Room(self._all)
         self._told = itertools.count()
 
     def __contains__(self, shard: int) -> bool:
@@ -48,7 +50,7 @@ class Cores:
         """One more shard."""
         self._of[core.shard] = core
         self._all.append(core)
-        core.beside = self._all
+        core.room = self._room
 
     def on(self, events: Iterable[tuple[int, Event]], now: float) -> list[Effect]:
         """The effects of events, each at its shard."""

@@ -1,0 +1,63 @@
+"""Bytes that the shards of one server process may hold, in all. What they hold is not counted for each request.
+
+Whatever makes it more asks first. So half of what was free at a count can be given away without another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tfnb.errors import ResourceExhausted
+
+
+class Holder(Protocol):
+    """A shard."""
+
+    @property
+    def used(self) -> int: ...
+
+    def release(self) -> None: ...
+
+
+class Room:
+    """The bytes of some shards, which may become more."""
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self._holders = holders
+        self._left = 0  # bytes that can be given away before it is counted again
+
+    def take(self, asked: int | Callable[[], int], budget: int) -> None:
+        """Raise ResourceExhausted where so many bytes more have no room, also after what can be freed was.
+
+        >>> from types import SimpleNamespace
+        >>> shard = SimpleNamespace(used=20, release=lambda: None)
+        >>> room = Room([shard])
+        >>> room.take(10, budget=100), room._left
+        (None, 35)
+        >>> room.take(30, budget=100), room._left
+        (None, 5)
+        >>> shard.used = 60
+        >>> room.take(50, budget=100)
+        Traceback (most recent call last):
+        tfnb.errors.ResourceExhausted: bytes on this parameter server: asked 50, used 60, limit 100
+        """
+        if (more := _number(asked)) <= self._left:
+            self._left -= max(0, more)
+            return
+        used = self._used
+        if used + more > budget:
+            for holder in self._holders:
+                holder.release()
+            more, used = _number(asked), self._used
+        self._left = max(0, budget - used - more) // 2
+        if used + more > budget:
+            raise ResourceExhausted(f"bytes on this parameter server: asked {more}, used {used}, limit {budget}")
+
+    @property
+    def _used(self) -> int:
+        return sum(holder.used for holder in self._holders)
+
+
+def _number(asked: int | Callable[[], int]) -> int:
+    return asked if isinstance(asked, int) else asked()
