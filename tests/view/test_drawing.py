@@ -41,6 +41,23 @@ def test_the_first_view_shows_lines_modules_and_functions(digits: Graph) -> None
     assert not any("aten.convolution.default" in title(box).split("\n")[0] for box in boxes(graph_svg(digits)))
 
 
+def test_both_towers_of_a_siamese_net_lead_on() -> None:
+    tower = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    with tfnb.record("towers") as graph:
+        left, right = tfnb.placeholder(torch.ones(2, 3)), tfnb.placeholder(torch.ones(2, 3))
+        (tower(left) - tower(right)).norm()
+    root = ElementTree.fromstring(graph_svg(graph))
+    ports = {port for port in root.iter(f"{SVG}circle") if port.get("data-out")}
+    wires = [wire for wire in root.iter(f"{SVG}path") if (wire.get("class") or "").startswith("wire")]
+    assert len(ports) == 2
+    assert len({wire.get("d") for wire in wires if wire.get("data-tail") == key_of(root, "tower")}) == 2
+
+
+def key_of(root: ElementTree.Element, name: str) -> str | None:
+    """The key of the box whose title begins so."""
+    return next(el.get("data-key") for el in root.iter(f"{SVG}g") if el.get("class") == "box" and title(el).startswith(name))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "resnet", "gpt"])
 def test_the_first_view_is_small(name: str, request: pytest.FixtureRequest) -> None:

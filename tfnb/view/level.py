@@ -18,6 +18,7 @@ from tfnb.view.wiring import Edge, End, Inlet, Outlet, Wiring
 MARGIN = 14
 TOP, INLETS, OUTLETS = 4, -10, 0  # margins below a frame's title: without ports, with ports; above its lower edge
 TIP = 4.5  # pixels, half the width of an arrow's tip
+APART = 6  # children of one box whose values leave it on wires of their own
 PALE = 0.3  # opacity of the edges of a port with very many users
 
 
@@ -109,7 +110,20 @@ class Level:
         busy = dot.busy_inlets(self.edges)
         for place, edge in enumerate(self.edges):
             pale = edge.tail in busy or place not in self.plan.edges
-            yield self._wire(edge, self._points(place, edge), pale=pale)
+            for part in self._parts(edge):
+                yield self._wire(part, self._points(place, part), pale=pale)
+
+    def _parts(self, edge: Edge) -> Iterator[Edge]:
+        """The edge, once for each child of its tail that gives values: they leave an unfolded box apart."""
+        depth = len(self.box.key) + 1
+        by_child: dict[Key, list[Value]] = {}
+        for value in edge.values if isinstance(edge.tail, int) else ():
+            by_child.setdefault(self.wiring.where[value.node][depth : depth + 1], []).append(value)
+        if not 1 < len(by_child) <= APART:
+            yield edge
+            return
+        for values in by_child.values():
+            yield Edge(edge.tail, edge.head, tuple(values))
 
     def _points(self, place: int, edge: Edge) -> list[Point]:
         """Bezier points from the layout, with both ends moved to the ports they belong to."""
