@@ -24,7 +24,7 @@ from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
 from tfnb.magics.export_files import exported
 from tfnb.magics.live import Lives
-from tfnb.magics.options import existing, magic, parsed, size
+from tfnb.magics.options import existing, magic, near, parsed, size
 from tfnb.magics.rerun import Cells, Change, RecordedCell, change
 from tfnb.magics.run_magics import RunMagics
 from tfnb.magics.sticky import Sticky
@@ -191,6 +191,8 @@ class TfnbMagics(RunMagics):
         names = [word for word in words if word != verb]
         file = names.pop() if verb == "export" and names else None
         cell = names.pop() if verb == "rm" and names and names[-1].startswith("In[") else None
+        if meant := next((near(name, VERBS) for name in names if name not in tfnb.graphs() and near(name, VERBS)), ""):
+            raise UsageError(f"unknown: {' '.join(names)}; did you mean {meant}?")
         if len(names) > 1:
             raise UsageError(f"unknown: {' '.join(names[1:])}; verbs are {' '.join(VERBS)}")
         if verb == "ls":
@@ -208,6 +210,8 @@ class TfnbMagics(RunMagics):
         elif verb == "export":
             return exported(graph, file)
         elif verb == "refresh":
+            if not self.cells.stale(graph):
+                self.watch.show({"text/plain": f"no cell of graph {graph.name} lost nodes: nothing is recorded again"})
             return self._refresh(graph)
         elif options.live:
             if not options.quiet:  # what a saved notebook shows; the widget below hides it
@@ -289,6 +293,7 @@ class TfnbMagics(RunMagics):
         argument("-a", "--async", action="store_true", dest="background", help="with -n: in the background; a handle"),
         argument("--resume", action="store_true", help="with -n: go on with the training that was stopped"),
         argument("--timeout", type=float, metavar="S", help="seconds before the run is given up"),
+        argument("--progress-after", type=float, metavar="S", help="with -n: seconds until progress is shown (2)"),
         argument("--profile", action="store_true", help="time each node; %%tfprof shows what took how long"),
         argument("--kernels", action="store_true", help="--profile with what torch.profiler sees, on accelerators too"),
     )  # fmt: skip
@@ -312,6 +317,8 @@ class TfnbMagics(RunMagics):
             how = "kernels" if options.kernels else options.profile
             if options.background or options.resume:
                 raise UsageError("-a and --resume are of trainings: say how many steps, -n N")
+            if options.progress_after is not None:
+                raise UsageError("--progress-after is of trainings: say how many steps, -n N")
             return self._out(options, session.run(fetches, feeds, timeout=options.timeout, trace=how))
         if options.profile or options.kernels:
             raise UsageError("--profile times one run: leave out -n")
@@ -319,6 +326,7 @@ class TfnbMagics(RunMagics):
         first, *watch = options.fetches
         step, train = tfnb.Operation(graph, graph.value(first)), tfnb.launch if options.background else tfnb.fit
         how = {"steps": options.steps, "watch": watch, "timeout": options.timeout, "resume": options.resume}
+        how |= {} if options.progress_after is None else {"progress_after": options.progress_after}
         return self._out(options, train(step, batches, **how))
 
     @magic(

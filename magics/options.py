@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,11 @@ def _closed(text: str) -> bool:
     return all(text.count(start) == text.count(end) for start, end in ("()", "[]", "{}"))
 
 
+def near(word: str, known: Iterable[str]) -> str:
+    """The known word that is most like this one, or none."""
+    return next(iter(difflib.get_close_matches(word, list(known), 1)), "")
+
+
 def parsed(method: Any, line: str) -> Namespace:
     """The arguments in ``line``; raises UsageError in one line, with the nearest option for an unknown one."""
     parser = method.parser
@@ -100,6 +105,6 @@ def parsed(method: Any, line: str) -> Namespace:
         return arguments
     known = [name for action in parser._actions for name in action.option_strings]
     wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
-    near = difflib.get_close_matches(wrong.partition("=")[0], known, 1)
-    advice = f"; did you mean {near[0]}?" if near else f"; options: {' '.join(sorted(known))}"
+    meant = near(wrong.partition("=")[0], known)
+    advice = f"; did you mean {meant}?" if meant else f"; options: {' '.join(sorted(known))}"
     raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{advice}")

@@ -13,6 +13,7 @@ from typing import Any
 from tfnb.magics.cell import Program
 
 FEW = 4  # names of one kind that a line tells
+_MADE = ("tfnb.read", "tfnb.assign", "tfnb.constant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,9 @@ def change(before: Any, graph: Any, owner: str) -> Change:
 
 
 def _names(nodes: Iterable[Any]) -> str:
-    """Names that the user gave first."""
-    names = sorted((node.name for node in nodes), key=lambda name: "/" in name)
+    """Names that the user gave first, then what is made for them: slots and updates of optimizers, parts of calls."""
+    made = [("/" in node.name or node.op in _MADE, node.name) for node in nodes]
+    names = [name for _, name in sorted(made, key=lambda each: each[0])]
     more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
     return ", ".join(names[:FEW]) + more
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -53,8 +54,9 @@ class RunMagics(SharedMagics):
         %tfbreak loss if nan
         %tfbreak logits if value.abs().max() > 100
         """
-        head, _, condition = line.partition(" if ")
-        options = self._line_only(self.tfbreak, head, cell)
+        head, _, rest = line.partition(" if ")
+        condition, after = re.fullmatch(r"(.*?)((?:\s+(?:-g|--graph|-o|--out)\s+\S+)*)\s*", rest, re.DOTALL).groups()
+        options = self._line_only(self.tfbreak, head + after, cell)  # options may stand behind the condition, too
         if options.help:
             return self._help(self.tfbreak)
         graph = self._graph(options.graph, *filter(None, [options.node]))

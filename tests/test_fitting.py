@@ -108,9 +108,24 @@ def test_value_that_is_not_finite_is_named_with_its_step():
     with tfnb.record():
         x = tfnb.placeholder(torch.ones(2), name="x")
         root = x.sum().sqrt()
-    with pytest.warns(UserWarning, match="root is nan at step 3") as caught:
+    with pytest.warns(UserWarning, match='root is nan at step 3; with check="nan"') as caught:
         tfnb.fit(root, [{x: torch.full((2,), value)} for value in (1.0, 2.0, -1.0, -1.0)], watch=[root])
     assert [w.filename for w in caught] == [__file__]
+
+
+def test_dicts_of_a_loader_without_feeds_are_told_what_to_write():
+    x, y, _, step = recorded(network())
+    items = [{"image": X[:4], "label": Y[:4]}]
+    with pytest.raises(tfnb.errors.NotFound, match=r"say what their parts are fed to, feeds=\{'image': \w+\}"):
+        tfnb.fit(step, items)
+    assert tfnb.fit(step, items, feeds={"image": x, "label": y}).steps == 1
+
+
+@pytest.mark.parametrize("wrong", [-1, "now", True, float("nan")])
+def test_when_progress_begins_is_a_number_of_seconds(wrong):
+    _, x, value = counter()
+    with pytest.raises(tfnb.errors.InvalidArgument, match="progress_after is in seconds"):
+        tfnb.fit(value, {x: X[:, 0]}, steps=1, progress_after=wrong)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +224,8 @@ def test_terminal_shows_one_line_after_a_while(monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     tfnb.fit(value, {x: X[:, 0]}, steps=3)
     assert screen.text == ""
-    monkeypatch.setattr(fit_loop, "SHOWN_AFTER", 0.0)
     monkeypatch.setattr(fit_loop, "SHOWN_EVERY", 0.0)
-    result = tfnb.fit(value, {x: X[:, 0]}, steps=3, watch={"count": value})
+    result = tfnb.fit(value, {x: X[:, 0]}, steps=3, watch={"count": value}, progress_after=0)
     lines = screen.text.split("\r")
     assert lines[2].startswith("graph: step 2/3 ") and "count 4.36" in lines[2] and "s left" in lines[2]
     assert lines[-1].startswith(f"graph: {result.summary}") and lines[-1].endswith("\n")
@@ -235,10 +249,9 @@ def test_the_panel_and_the_result_say_the_same_numbers(monkeypatch, epochs):
 
 def test_without_a_terminal_progress_is_logged(monkeypatch, caplog):
     _, x, value = counter()
-    monkeypatch.setattr(fit_loop, "SHOWN_AFTER", 0.0)
     monkeypatch.setattr(fit_loop, "SHOWN_EVERY", 0.0)
     with caplog.at_level(logging.INFO, "tfnb.fit"):
-        tfnb.fit(value, {x: X[:, 0]}, steps=20)
+        tfnb.fit(value, {x: X[:, 0]}, steps=20, progress_after=0)
     lines = [record.message for record in caplog.records if record.name == "tfnb.fit"]
     assert len(lines) == 2 and lines[0].startswith("graph: step 1/20  ") and "20 steps in" in lines[1]
 
@@ -349,7 +362,6 @@ def test_which_code_runs_is_said_once_and_told_by_traces(
 ) -> None:
     monkeypatch.setenv("TFNB_COMPILE", "auto")
     monkeypatch.setattr(tiered, "WORTH_COMPILING", 1e-4)
-    monkeypatch.setattr(fit_loop, "SHOWN_AFTER", 0.0)
     monkeypatch.setattr(fit_loop, "SHOWN_EVERY", 0.0)
     caplog.set_level("INFO", "tfnb.fit")
     layer = torch.nn.Linear(4, 3)
@@ -358,7 +370,7 @@ def test_which_code_runs_is_said_once_and_told_by_traces(
         train = tfnb.train.SGD(0.1).minimize(layer(x).square().mean())
     session = default_session(graph)
     try:
-        result = tfnb.fit(train, {x: torch.ones(80, 4)}, steps=30, batch_size=8)
+        result = tfnb.fit(train, {x: torch.ones(80, 4)}, steps=30, batch_size=8, progress_after=0)
         said = [record.message for record in caplog.records if "compiling in the background" in record.message]
         assert len(said) == 1 and result.code.startswith("generated code; compiling in the background")
         fed = {x: torch.ones(8, 4)}

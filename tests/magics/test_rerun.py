@@ -57,7 +57,15 @@ def test_cells_that_lost_nodes_are_named_and_refreshed(cells):
     ran = cells.ok("%tfgraph g refresh")
     assert [re.sub(r"\d+", "", note) for note in notes(ran)] == ["note: In[] was recorded again"] * 2
     torch.testing.assert_close(tfnb.run("z", {"x": torch.ones(5, 3)}), torch.full((5,), 7.0))
-    assert notes(cells.ok("%tfgraph g refresh")) == []
+    (said,) = cells.ok("%tfgraph g refresh").shown
+    assert said["text/plain"] == "no cell of graph g lost nodes: nothing is recorded again"
+
+
+def test_of_what_a_cell_lost_the_names_of_the_user_are_told_first(cells):
+    cells.ok("%%tfgraph g --no-show\nnet = nn.Linear(1, 1)\nloss = net(y[:, None]).mean()", cell_id="d")
+    cells.ok("%%tfgraph g --no-show\nstep = tfnb.train.Adam(0.1).minimize(loss)", cell_id="e")
+    said = notes(cells.ok(LOST, cell_id="a"))
+    assert any(re.match(r"note: In\[\d+\] lost step, ", note) for note in said), said
 
 
 def test_a_cell_may_keep_those_below_fresh(cells):

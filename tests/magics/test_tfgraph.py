@@ -560,3 +560,10 @@ def test_what_is_no_more_in_the_graph_is_shown_as_that(notebook, name):
     (shown,) = notebook.ok(f"display({name})").shown
     assert "not in graph left any more" in shown["text/html"] and "cleared" in shown["text/html"]
     assert notebook.names[name].graph is tfnb.graph("left") and repr(notebook.names[name])
+
+
+@pytest.mark.parametrize("line", ["%tfgraph exprt x.svg", "%tfgraph g exprt x.svg"])
+def test_a_mistyped_verb_is_told(notebook, line):
+    notebook.ok("%%tfgraph g --no-show\nx = tfnb.placeholder(torch.ones(3))")
+    assert "did you mean export?" in notebook.run(line).err
+    assert "did you mean refresh?" in notebook.run("%tfgraph refesh").err

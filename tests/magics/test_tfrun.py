@@ -295,6 +295,24 @@ def test_cluster_that_nobody_started_is_an_error_within_its_deadline(net):
     assert net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result.shape == ()
 
 
+def test_progress_is_shown_when_asked_for(net, caplog):
+    net.ok("%%tfgraph net --no-show\nstep = tfnb.train.SGD(0.1).minimize(loss)\n")
+    assert "-n N" in net.run("%tfrun step --progress-after 0 -f x=torch.rand(4, 3)").err
+    with caplog.at_level("INFO", "tfnb.fit"):
+        net.ok("import time\ndef slow():\n    while True:\n        time.sleep(0.15)\n        yield torch.rand(4, 3)")
+        net.ok("%tfrun step -n 3 -f x=slow()")
+        assert not any(": step " in record.message for record in caplog.records)
+        net.ok("%tfrun step -n 3 --progress-after 0.1 -f x=slow()")
+    assert any(": step " in record.message for record in caplog.records)
+
+
+def test_an_error_in_a_callback_shows_the_lines_of_the_user_only(net):
+    net.ok("%%tfgraph net --no-show\nstep = tfnb.train.SGD(0.1).minimize(loss)")
+    net.ok("def broken(progress):\n    raise RuntimeError('mine')")
+    ran = net.run("tfnb.fit(step, {x: torch.rand(4, 3)}, callbacks=broken)")
+    assert str(ran.error) == "mine" and [frame.split(",")[0][:4] for frame in ran.frames] == ["Cell", "Cell"]
+
+
 def test_a_training_in_the_background_is_stopped_and_gone_on_with(net):
     net.ok("%%tfgraph net --no-show\nstep = tfnb.train.SGD(0.1).minimize(loss)")
     net.ok("def endless():\n    while True:\n        yield torch.rand(4, 3)")

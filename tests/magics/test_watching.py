@@ -60,6 +60,14 @@ def test_a_breakpoint_hands_the_inputs_of_its_node_to_the_next_cell(net):
     assert "near: loss" in str(net.run("%tfbreak los if nan").error)
 
 
+def test_options_may_stand_behind_the_condition_of_a_breakpoint(net):
+    net.ok("%%tfgraph later --no-show\nz = tfnb.placeholder(torch.ones(3))")
+    net.ok("%tfbreak loss if value > 50 -o points -g net")
+    assert repr(net.names["points"]) == "[loss if value > 50]"
+    assert "not g: tfnb.break_at takes" in str(net.run("%tfbreak -g net loss if value > -g").error)
+    net.ok("%tfbreak --off -g net")
+
+
 def test_ways_to_train_are_compared(net):
     net.ok("images = torch.randn(40, 3)")
     body = "base = 4\nsmall = dict(batch_size=base)\nlarge = {'batch_size': 20}"

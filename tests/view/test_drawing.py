@@ -55,7 +55,9 @@ def test_both_towers_of_a_siamese_net_lead_on() -> None:
 
 def key_of(root: ElementTree.Element, name: str) -> str | None:
     """The key of the box whose title begins so."""
-    return next(el.get("data-key") for el in root.iter(f"{SVG}g") if el.get("class") == "box" and title(el).startswith(name))
+    return next(
+        el.get("data-key") for el in root.iter(f"{SVG}g") if el.get("class") == "box" and title(el).startswith(name)
+    )
 
 
 @pytest.mark.slow

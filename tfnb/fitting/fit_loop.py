@@ -22,7 +22,7 @@ from typing import Any
 from tfnb.cluster.engine.members import Mode
 from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
 from tfnb.fitting.fit_display import front
-from tfnb.fitting.fit_options import begin, mode_of, watched_by
+from tfnb.fitting.fit_options import begin, known_keys, mode_of, watched_by
 from tfnb.interrupts import handled
 from tfnb.session import Session, default_session
 from tfnb.session.structures import graph_of
@@ -40,8 +40,8 @@ from tfnb.widgets.curve import number, svg
 Taken = Generator[Told, None, None]
 
 STANDS = Told((), ())  # tells that everything stands still
-SHOWN_AFTER = 2.0  # seconds
 SHOWN_EVERY = 0.1  # seconds
+NAMED = '; with check="nan" fit stops at the first such step and names the op and line'
 _PLAIN = "generated code"  # needs no word
 
 
@@ -92,6 +92,7 @@ def fit(
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = (), validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
     resume: bool | str | Path = False, check: str | None = None, timeout: float | None = None,
+    progress_after: float = 2.0,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -122,7 +123,9 @@ def fit(
     check: with ``"nan"`` each step is looked at, as `tfnb.run` does it: one that would give or write NaN or
     infinite numbers raises NonFinite, which names the op and line that made the first of them, and the Variables stay
     as they were before it. On a cluster the task whose rows these are says so; where asynchronous tasks write
-    Variables on several servers, another server may have written its part of that step already. timeout in seconds.
+    Variables on several servers, another server may have written its part of that step already.
+
+    timeout, progress_after: seconds; the second says when progress begins to be shown.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
@@ -151,6 +154,8 @@ def fit(
     how = mode_of(mode, backup, staleness)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
+    if isinstance(progress_after, bool) or not isinstance(progress_after, int | float) or not progress_after >= 0:
+        raise InvalidArgument(f"progress_after is in seconds, 0 or more, not {progress_after!r}")
     session = default_session(graph_of(fetch))
     names, watched = watched_by(watch, session)
     if session.cluster is not None:
@@ -167,7 +172,9 @@ def fit(
         data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=start
     )
     shown = front(source.total, session.graph.name)
-    run = _Run(Metrics(names), shown, timeout, session, Callbacks(callbacks), checked, start, reads, how)
+    run = _Run(
+        Metrics(names), shown, timeout, session, Callbacks(callbacks), checked, start, reads, how, progress_after
+    )
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check)
     else:
@@ -210,6 +217,7 @@ def _here(
             yield STANDS
             epoch = batch.epoch
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
+            known_keys(session, batch.keys, named=not source.is_ours)
             keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys, check=check)
             written = next(iter(session.written((fetch, watched), keys)), None)
             run.code = partial(session.code, (fetch, watched), keys)
@@ -222,6 +230,7 @@ def _by_epoch(taken: Taken, run: _Run) -> Taken:
 
     ``run`` hears of the end of each: when everything stands still, else before the first step of the next one.
     """
+    __tracebackhide__ = True
     epoch = over = 0
     with closing(taken):
         for told in taken:
@@ -252,6 +261,7 @@ def _there(
     first = next(each, None)
     if first is None:
         return
+    known_keys(session, first.keys, named=True)
     run.steps.begins()
     begun: dict[int, tuple[int, Batch]] = {}  # by number: asynchronous ones are several at a time, and end in any order
 
@@ -324,9 +334,10 @@ class _Run:
     def __init__(
         self, metrics: Metrics, front: Any, timeout: float | None, session: Session, callbacks: Callbacks,
         validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None, mode: Mode,
+        shown_after: float,
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
-        self._reads = reads
+        self._reads, self._shown_after = reads, shown_after
         self.step = begin  # told
         self._samples = 0
         self.why_over: str | None = None  # a callback ended it
@@ -380,6 +391,7 @@ class _Run:
 
     def epoch_over(self, epoch: int) -> None:
         """An epoch is over: its values, and what is to be called."""
+        __tracebackhide__ = True
         self._read()
         found = self._validate(self)
         if found:
@@ -413,7 +425,7 @@ class _Run:
         __tracebackhide__ = True
         self._read()
         self._say_who_came()
-        if seconds >= SHOWN_AFTER:
+        if seconds >= self._shown_after:
             code = self.code()
             if code and code != self._said:
                 self._said = code
@@ -433,7 +445,7 @@ class _Run:
     def _read(self) -> None:
         self._metrics.read()
         for bad in self._metrics.bad[self._warned :]:
-            warnings.warn(f"{bad.name} is {bad.value} at step {bad.step}", stacklevel=_user_level())
+            warnings.warn(f"{bad.name} is {bad.value} at step {bad.step}{NAMED}", stacklevel=_user_level())
         self._warned = len(self._metrics.bad)
 
     def stop_if_wanted(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tfnb.cluster.engine.members import MODES, Mode
-from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unimplemented
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, Unimplemented
 from tfnb.graph import Variable
 from tfnb.recording import Tensor
 from tfnb.session import Session
@@ -50,6 +50,18 @@ def _check_scalar(name: str, item: Any, session: Session) -> None:
         spec = node.outputs[value.index]
     if any(size != 1 for size in spec.shape):
         raise ShapeError(f"a watched value has shape []: {name} is {spec}; take its mean() in the graph")
+
+
+def known_keys(session: Session, keys: Iterable[Any], *, named: bool) -> None:
+    """Raise NotFound for a key of a batch that names nothing in the graph; named: ``feeds`` may say what it is for."""
+    for key in keys if named else ():
+        if isinstance(key, str) and key not in session.graph:
+            names = [node.name for node in session.graph.placeholders]
+            raise NotFound(
+                f"the items of data are dicts with {key!r}, which graph {session.graph.name} does not have; say what "
+                f"their parts are fed to, feeds={{{key!r}: {names[0] if names else 'x'}}}; its placeholders are "
+                f"{', '.join(names) or 'none'}"
+            )
 
 
 def begin(session: Session, resume: Any) -> int:

@@ -71,10 +71,12 @@ class Callbacks:
 
     def on_step(self, progress: Progress) -> Progress:
         """After a step; with what was asked for."""
+        __tracebackhide__ = True
         return _told(self._steps, progress)
 
     def on_epoch(self, progress: Progress) -> Progress:
         """After an epoch; with what was asked for."""
+        __tracebackhide__ = True
         return _told(self._epochs, progress)
 
 
@@ -84,6 +86,7 @@ def listed(callbacks: Any) -> list[Any]:
 
 
 def _told(calls: Sequence[Callable[[Progress], object]], progress: Progress) -> Progress:
+    __tracebackhide__ = True
     for call in calls:
         try:
             call(progress)
