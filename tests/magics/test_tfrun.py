@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tfnb
 from tfnb.magics.extension import NAMES
@@ -229,6 +230,17 @@ def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
     ran = net.run(f"%tfload {tmp_path / 'net.safetensors'}")
     assert isinstance(ran.error, tfnb.errors.TfnbError) and "extra" in str(ran.error)
     net.ok(f"%tfload --no-strict {tmp_path / 'net.safetensors'}")
+
+
+def test_a_file_of_the_safetensors_library_is_read(net, tmp_path):
+    file = tmp_path / "theirs.safetensors"
+    found = {name: value + 1 for name, value in net.names["model"].state_dict().items()}
+    save_file({f"model.{name}": value for name, value in found.items()}, file)
+    pairs = " ".join(f"--map model.{name}={name}" for name in found)
+    assert "it has, for no variable here: model." in str(net.run(f"%tfload {file}").error)
+    net.ok(f"%tfload {file} --no-strict {pairs}")
+    for name, value in net.names["model"].state_dict().items():
+        assert torch.equal(value, found[name])
 
 
 # -- %tfdiff ----------------------------------------------------------------------------

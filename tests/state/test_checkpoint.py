@@ -145,8 +145,16 @@ def test_appended_bytes_are_found(path: Path) -> None:
         checkpoint.load(path)
 
 
-def test_foreign_file_is_refused(tmp_path: Path) -> None:
-    save_file({"t": torch.ones(1)}, tmp_path / "v", {"format": "pt"})
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_a_file_of_another_library_gives_its_values(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    save_file({"t": torch.ones(1)}, tmp_path / "v", metadata)
+    tensors, about = checkpoint.load(tmp_path / "v")
+    assert same(tensors, {"t": torch.ones(1)}) and about == {}
+
+
+@pytest.mark.parametrize("left", ["tfnb", "digest"])
+def test_a_file_of_ours_that_lost_metadata_is_damaged(tmp_path: Path, left: str) -> None:
+    save_file({"t": torch.ones(1)}, tmp_path / "v", {left: "{}"})
     with pytest.raises(CheckpointCorrupt, match="was not written by tfnb"):
         checkpoint.load(tmp_path / "v")
 
@@ -284,6 +292,19 @@ def test_match_names_all_missing_labels_with_the_nearest() -> None:
         "the checkpoint lacks 2 of 2 variables:",
         "  fc.weight (near: fc.weights)",
         "  fc.bias",
+        "it has, for no variable here: fc.weights",
+    ]
+
+
+def test_match_names_what_is_left_over_and_other_shapes_beside_what_is_missing() -> None:
+    with pytest.raises(NotFound) as caught:
+        checkpoint.match({"head.weight": torch.zeros(2, 3), "fc.bias": torch.zeros(3)}, WANT)
+    assert str(caught.value).splitlines() == [
+        "the checkpoint lacks 1 of 2 variables:",
+        "  fc.weight (near: head.weight)",
+        "it has, for no variable here: head.weight",
+        "of another shape or dtype:",
+        "  fc.bias is int64[2], the checkpoint holds float32[3]",
     ]
 
 

@@ -104,8 +104,11 @@ def _stored(key: str, tensor: torch.Tensor) -> torch.Tensor:
 # -- reading ------------------------------------------------------------------------------------------------
 
 
-def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
-    """Tensors, the facts about them, and the digest; raises CheckpointCorrupt naming file and key."""
+def read_tensors(path: Path, *, of_others: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
+    """Tensors, the facts about them, and the digest; raises CheckpointCorrupt naming file and key.
+
+    of_others: a file that another library wrote is read, too: it has no facts and no digest.
+    """
     _check_header_size(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -113,6 +116,8 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], s
             stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, ValueError) as error:  # ValueError: a header that is not text
         raise CheckpointCorrupt(f"{path} is damaged or truncated: {error}") from None
+    if of_others and not metadata.keys() & {"tfnb", "digest"}:
+        return stored, {}, ""
     about = _checked(path, metadata, stored)
     whole = {key: torch.view_as_complex(t) if key in about["complex"] else t for key, t in stored.items()}
     return whole, about, metadata["digest"]

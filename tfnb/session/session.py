@@ -530,6 +530,7 @@ class Session:
         of runs. A source goes on from its saved position once `fit` or `reads` is given one of that name, and likewise
         a queue that is not known yet holds what it held.
 
+        A safetensors file of another library has values only: random streams and sources stay where they are.
         strict: a variable or queue missing in the file is an error. mapping: label here -> key in the file. Raises
         CheckpointCorrupt, NotFound or CheckpointIncompatible, and DeadlineExceeded where a run of another thread takes
         too long, with nothing assigned.

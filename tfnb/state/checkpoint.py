@@ -21,6 +21,7 @@ from tfnb.graph import Spec
 from tfnb.graph.files import read_tensors, write_tensors
 
 FORMAT, VERSION = "tfnb-variables", 1
+_FEW = 12  # keys of a file that an error tells
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,13 @@ def save(
 
 
 def load(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors by label, and ``meta``.
+    """The tensors by label, and ``meta``, which is empty for a safetensors file of another library.
 
     Raises CheckpointCorrupt naming file and key, or CheckpointIncompatible for a file of another kind or version.
     """
-    tensors, about, _ = read_tensors(Path(path))
+    tensors, about, digest = read_tensors(Path(path), of_others=True)
+    if not digest:
+        return tensors, {}
     if about.get("format") != FORMAT or about.get("version") != VERSION:
         found = f"{about.get('format')} version {about.get('version')}"
         raise CheckpointIncompatible(f"{path} is {found}; expected {FORMAT} version {VERSION}")
@@ -102,21 +105,27 @@ def match(
     """What to assign: label -> tensor. ``have`` is a file's tensors, ``want`` the variables of the graph.
 
     strict: a wanted label that the file lacks is NotFound, with the nearest keys. mapping: label -> key in the file.
-    Another shape or dtype is CheckpointIncompatible, with both. Keys that nobody wants are ignored.
+    Another shape or dtype is CheckpointIncompatible, with both. Keys that nobody wants are ignored; an error lists
+    all three.
     """
     keys = {label: label for label in want} | dict(mapping or {})
     unknown = sorted(keys.keys() - want.keys())
     if unknown:
         raise InvalidArgument(f"mapping names {unknown[0]!r}, which is no variable here{near(unknown[0], want)}")
     missing = [keys[label] for label in want if keys[label] not in have]
-    if missing and (strict or set(missing) & set((mapping or {}).values())):
-        shown = "\n".join(f"  {key}{near(key, have)}" for key in missing)
-        raise NotFound(f"the checkpoint lacks {len(missing)} of {len(want)} variables:\n{shown}")
     found = {label: have[keys[label]] for label in want if keys[label] in have}
     wrong = [label for label, tensor in found.items() if _spec(tensor) != (want[label].dtype, want[label].shape)]
-    if wrong:
-        shown = "\n".join(f"  {label} is {want[label]}, the checkpoint holds {_shown(found[label])}" for label in wrong)
-        raise CheckpointIncompatible(f"the checkpoint is of another model; nothing was assigned:\n{shown}")
+    others = [f"  {label} is {want[label]}, the checkpoint holds {_shown(found[label])}" for label in wrong]
+    if missing and (strict or set(missing) & set((mapping or {}).values())):
+        lines = [f"  {key}{near(key, have)}" for key in missing]
+        if left := [key for key in have if key not in keys.values()]:
+            more = f" and {len(left) - _FEW} more" if len(left) > _FEW else ""
+            lines.append(f"it has, for no variable here: {', '.join(left[:_FEW])}{more}")
+        lines += ["of another shape or dtype:", *others] if others else []
+        raise NotFound("\n".join([f"the checkpoint lacks {len(missing)} of {len(want)} variables:", *lines]))
+    if others:
+        lines = ["the checkpoint is of another model; nothing was assigned:", *others]
+        raise CheckpointIncompatible("\n".join(lines))
     return found
 
 
