@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +323,7 @@ class TfnbMagics(RunMagics):
             return self._out(options, session.run(fetches, feeds, timeout=options.timeout, trace=how))
         if options.profile or options.kernels:
             raise UsageError("--profile times one run: leave out -n")
-        batches = ({name: _next(value) for name, value in feeds.items()} for _ in range(options.steps))
+        batches = islice(_drawn(feeds), options.steps)
         first, *watch = options.fetches
         step, train = tfnb.Operation(graph, graph.value(first)), tfnb.launch if options.background else tfnb.fit
         how = {"steps": options.steps, "watch": watch, "timeout": options.timeout, "resume": options.resume}
@@ -403,8 +404,11 @@ class TfnbMagics(RunMagics):
         options = self._line_only(self.tfvars, line, cell)
         if options.help:
             return self._help(self.tfvars)
-        labels = self._graph(options.graph).contents.variables
+        graph = self._graph(options.graph)
+        labels = graph.contents.variables
         patterns = options.patterns or ["*"]
+        if options.patterns:
+            self._variables(graph, patterns)  # a pattern that matches nothing is told
         rows = [variable_row(label, v) for label, v in labels.items() if any(fnmatch(label, p) for p in patterns)]
         if options.sort:
             rows.sort(key=lambda row: row[COLUMNS.index(options.sort)])
@@ -525,6 +529,11 @@ def _bundle(widget: Any) -> dict[str, Any]:
     return bundle[0] if isinstance(bundle, tuple) else bundle
 
 
-def _next(value: Any) -> Any:
-    """An iterator's next value; anything else is fed as it is."""
-    return next(value) if isinstance(value, Iterator) else value
+def _drawn(feeds: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What each step is fed, until an iterator ends: its next value, of anything else the same."""
+    while True:
+        try:
+            fed = {name: next(value) if isinstance(value, Iterator) else value for name, value in feeds.items()}
+        except StopIteration:
+            return
+        yield fed

@@ -307,6 +307,15 @@ def test_cluster_that_nobody_started_is_an_error_within_its_deadline(net):
     assert net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result.shape == ()
 
 
+def test_a_training_ends_where_an_iterator_ends(net):
+    net.ok("%%tfgraph net --no-show\nstep = tfnb.train.SGD(0.1).minimize(loss)\n")
+    assert net.ok("%tfrun step -n 100 -f x=iter(torch.rand(5,4,3))").result.steps == 5
+
+
+def test_a_pattern_that_matches_no_variable_is_told(net):
+    assert "no variable matches 'zz*'; there are: weight, bias" in net.run("%tfvars zz*").err
+
+
 def test_progress_is_shown_when_asked_for(net, caplog):
     net.ok("%%tfgraph net --no-show\nstep = tfnb.train.SGD(0.1).minimize(loss)\n")
     assert "-n N" in net.run("%tfrun step --progress-after 0 -f x=torch.rand(4, 3)").err

@@ -156,3 +156,13 @@ def test_kernels_have_a_lane_whose_bars_light_boxes_and_heat_is_seen(driver: Any
         card => [card.parentNode.getAttribute('class').match(/heat\\d/)[0], getComputedStyle(card).fill])""")
     assert seen and all(fill == f"rgb({hot[tone]})" for tone, fill in seen if tone in hot)
     assert any(tone in hot for tone, _ in seen) and page.errors() == []
+
+
+@needs_browser
+def test_a_narrow_page_keeps_the_tables_within_it(trace: Trace, tmp_path: Path) -> None:
+    with browser(size="520,900") as narrow:
+        page = Browsed(narrow, tmp_path, trace_html(trace))
+        page.js("document.querySelectorAll('details').forEach(one => one.open = true)")
+        tables = "[...document.querySelectorAll('table')].map(one => one.getBoundingClientRect().width)"
+        assert max(page.js(f"return {tables}")) > 520  # it is the tables that would be too wide
+        assert page.js("return document.documentElement.scrollWidth") <= 520

@@ -15,6 +15,8 @@ PERIOD = 8  # boxes of one block
 
 def fold_repeats(boxes: Sequence[Box]) -> list[Box]:
     """The boxes with each run of equal blocks replaced by one box of kind ``repeat``."""
+    if len(boxes) < FEWEST:
+        return list(boxes)
     known: dict[Any, int] = {}
     marks = [known.setdefault(_signature(box.nodes), len(known)) for box in boxes]
     folded, place = [], 0

@@ -158,6 +158,6 @@ def _table(trace: Any, by: str, title: str, *, is_open: bool) -> str:
     )
     opened = " open" if is_open else ""
     return (
-        f"<details{opened}><summary>{title}</summary>"
-        f"<table {_TABLE}><tr><th {_WORD}>{by}</th><th></th>{heads}</tr>{body}</table></details>"
+        f'<details{opened}><summary>{title}</summary><div style="overflow-x:auto">'
+        f"<table {_TABLE}><tr><th {_WORD}>{by}</th><th></th>{heads}</tr>{body}</table></div></details>"
     )
