@@ -186,3 +186,9 @@ def test_a_value_without_a_sample_is_shown_by_its_spec(notebook):
     assert ran.error is None and "Traceback" not in ran.out + ran.err and "y: float32[2], no sample" in ran.out
     again = notebook.run("y")
     assert again.error is None and "Traceback" not in again.out + again.err
+
+
+def test_an_op_that_fails_is_one_error_with_one_traceback(notebook):
+    ran = notebook.run("%%tfgraph\nx = tfnb.placeholder(torch.ones(2, 3))\nx + torch.ones(5)")
+    assert isinstance(ran.error, tfnb.errors.ShapeError)
+    assert ran.out.count("Traceback (most recent call last)") == 1 and "direct cause" not in ran.out

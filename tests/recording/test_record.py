@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,6 +144,18 @@ def test_shape_error_names_line_and_both_specs() -> None:
     assert "float32[B, 3]" in message and "float32[5, 2]" in message and "x @ torch.ones(5, 2)" in message
     assert isinstance(info.value, ValueError) and info.value.line
     assert g.version == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: torch.mv(x, torch.ones(7)), "got input (Bx3), vec (7)"),
+        (lambda x: torch.nn.functional.cross_entropy(x, torch.ones(7).long()), "batch_size (B)"),
+    ],
+)
+def test_what_torch_says_of_sizes_has_the_letters_of_the_user(call: Any, words: str) -> None:
+    with pytest.raises((ShapeError, ValueError), match=re.escape(words)), tfnb.record():
+        call(tfnb.placeholder(torch.ones(4, 3)))
 
 
 def test_values_that_leave_are_noted_once_with_their_line() -> None:

@@ -203,6 +203,7 @@ def _opened(
                 _commit(recorder, before, names(), raise_held, append=append)
         except BaseException as error:
             recorder.leave()
+            _in_letters(recorder, error)
             recorder.space.forget({node.id for node in recorder.new})
             graph.stale.update((node.id, _failed(node)) for node in recorder.new)
             if failed is not None and isinstance(error, Exception):
@@ -212,6 +213,15 @@ def _opened(
             with _lock:
                 _graphs.pop(graph.name, None)
                 _graphs[graph.name] = graph
+
+
+def _in_letters(recorder: Recorder, error: BaseException) -> None:
+    """What Python code of torch says of sizes gets the letters that the user knows."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is not None and last.tb_frame.f_globals.get("__name__", "").startswith("torch."):
+        error.args = tuple(recorder.symbols.readable(arg) if isinstance(arg, str) else arg for arg in error.args)
 
 
 def _check_device(device: Any) -> None:

@@ -77,7 +77,7 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
         except Exception as error:
             if rec.entered:
                 rec.tape.drop_last()
-                raise _failed(rec, func, error, inputs) from error
+                raise _failed(rec, func, error, inputs) from _further(func, error)
             rec.space.samples.lacks(value.node)  # what the test around it keeps from failing: it has a shape
     base, chain, attrs = _viewed(rec, func, own, args, kwargs)
     wrapped: list[Tensor | None] = []
@@ -147,7 +147,7 @@ def _fake_call(rec: Recording, func: Op, args: Any, kwargs: Any, inputs: list[En
         fakes = rec.space.shapes.call(func, args, kwargs, _SHAPES.get(func, func))
         return dense(fakes, rec.tape.at) if isinstance(fakes, torch.Tensor) else fakes
     except Exception as error:
-        raise _failed(rec, func, error, inputs) from error
+        raise _failed(rec, func, error, inputs) from _further(func, error)
 
 
 def _sample_call(
@@ -191,6 +191,11 @@ def _joined(path: tuple[str, ...], function: str | None, name: str) -> str:
     own = clean(name.partition("::")[2].strip("_"))
     leaf = [own] if function in (None, own) else [str(function), own]
     return "/".join([*map(clean, path), *leaf])
+
+
+def _further(func: Op, error: Exception) -> Exception | None:
+    """What a traceback shows beside the error: where an op of the user's failed; of torch's the error tells all."""
+    return None if func.namespace == "aten" else error
 
 
 def _failed(rec: Recording, func: Op, error: Exception, inputs: list[Entry]) -> Exception:

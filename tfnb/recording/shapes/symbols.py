@@ -282,7 +282,7 @@ class Symbols:
     def readable(self, text: str) -> str:
         """A text of torch's with the letters in place of its names of symbols."""
         letters = {str(symbol): letter for symbol, letter in self._letters.items()}
-        return re.sub(r"\b[su]\d+\b", lambda found: letters.get(found[0], found[0]), text)
+        return re.sub(r"\b[su]\d+(?=\b|x\d)", lambda found: letters.get(found[0], found[0]), text)
 
     def size(self, size: Any) -> Size:
         """An int, or the Dim of a SymInt."""
