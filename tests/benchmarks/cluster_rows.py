@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster, Worker
 from torch import nn
 
 import tfnb
-from tests.benchmarks.cluster_steps import Usage, measured, workers
+from tests.benchmarks.cluster_steps import measured, workers
 from tests.benchmarks.models import mlp
 from tfnb.cluster.members import deploy
 from tfnb.cluster.tasks.task import TaskActor
@@ -335,10 +335,10 @@ def step_of(kind: str, count: int, seconds: float = 10.0) -> tuple[float, str]:
         def fitted(steps: int) -> tuple[float, float]:
             """Seconds of wall and of all processors."""
             nonlocal done
-            usage = Usage()
+            begin, before = time.perf_counter(), spent()
             tfnb.fit(train, feeds(count, steps), batch_size=count, shuffle=False)
             done += steps
-            return usage.since()[::2]
+            return time.perf_counter() - begin, spent() - before
 
         memory = resident(client)
         fitted(2)
@@ -351,6 +351,15 @@ def step_of(kind: str, count: int, seconds: float = 10.0) -> tuple[float, str]:
     check(done)
     more = f"{steps} steps, {processor / steps * 1e3:.1f} ms of processors, {grown / 1e6:.0f} MB more in all processes"
     return wall / steps * 1e3, more + (f", {lost} workers were given up" if lost else "")
+
+
+def spent() -> float:
+    """Seconds of all processors that this process and those that it began have taken."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # one that compiled something has ended
+            total += sum(process.cpu_times()[:2])
+    return total
 
 
 def resident(client: Client) -> int:
