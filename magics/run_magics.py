@@ -55,8 +55,9 @@ class RunMagics(SharedMagics):
         %tfbreak logits if value.abs().max() > 100
         """
         head, _, rest = line.partition(" if ")
-        condition, after = re.fullmatch(r"(.*?)((?:\s+(?:-g|--graph|-o|--out)\s+\S+)*)\s*", rest, re.DOTALL).groups()
-        options = self._line_only(self.tfbreak, head + after, cell)  # options may stand behind the condition, too
+        behind = re.search(r"((\s+(-g|--graph|-o|--out)\s+\S+)+)\s*$", rest)  # options after the condition
+        condition = rest[: behind.start()] if behind else rest
+        options = self._line_only(self.tfbreak, f"{head} {behind[1] if behind else ''}", cell)
         if options.help:
             return self._help(self.tfbreak)
         graph = self._graph(options.graph, *filter(None, [options.node]))
