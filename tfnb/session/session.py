@@ -333,7 +333,7 @@ class Session:
             prepared = self._prepare(fetches, tuple(feeds))
             step = self._sent(prepared, "training")
             arrays, total = data
-            source = self._ahead(prepared, step, arrays, total, by_pass)
+            source = cluster.ahead(step, self._ahead(prepared, arrays, total, by_pass))
         else:
             if IndexedSlices in map(type, feeds):
                 flat = lambda values: tuple(spread(zip(feeds, values, strict=True)).values())  # noqa: E731
@@ -352,7 +352,7 @@ class Session:
                 self._steps.ensure_open()
                 yield prepared.of_group(group)
 
-    def _ahead(self, prepared: Prepared, step: StepGraph, data: Arrays, total: int, by_pass: bool) -> Any:
+    def _ahead(self, prepared: Prepared, data: Arrays, total: int, by_pass: bool) -> Ahead:
         """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""
         __tracebackhide__ = True
         arrays, order = data
@@ -365,7 +365,7 @@ class Session:
             replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor
             for array, tensor in zip(prepared.feeder.spread(arrays), given, strict=True)
         ]
-        return self.cluster.ahead(step, Ahead(tuple(fed), order, total, run, by_pass))
+        return Ahead(tuple(fed), order, total, run, by_pass)
 
     def _cut(self, prepared: Prepared, isolation: str, timeout: float | None) -> Cut:
         """Copies of what a step reads, and of the Variables that are fetched with it."""
