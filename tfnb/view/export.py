@@ -26,7 +26,7 @@ from tfnb.view.drawing import Drawing
 from tfnb.view.escape import dot as quoted
 from tfnb.view.escape import visible
 from tfnb.view.layout import LayoutFailed
-from tfnb.view.listing import text_tree
+from tfnb.view.listing import listing, text_tree
 from tfnb.view.style import LIGHT, MONO, SANS
 from tfnb.view.timeline import timeline
 
@@ -45,7 +45,9 @@ def graph_bundle(
     graph: Graph, *, cell: str | None = None, failing: Node | None = None, badges: Mapping[int, str] | None = None
 ) -> dict[str, str]:
     """What a cell shows of a graph: HTML, the picture alone for where HTML is cleaned of it, and text."""
-    drawing, text = Drawing(graph, cell=cell, failing=failing, badges=badges), text_tree(graph, cell=cell)
+    drawing = Drawing(graph, cell=cell, failing=failing, badges=badges)
+    is_whole = drawing.contents is graph.contents  # no loop or branch is opened, so the trees are the same
+    text = listing(graph.name, drawing.wiring) if is_whole else text_tree(graph, cell=cell)
     shown = {"text/plain": text}
     with suppress(LayoutFailed):
         shown["image/svg+xml"] = drawing.svg

@@ -18,15 +18,18 @@ LINES = 400
 
 def text_tree(graph: Graph, *, cell: str | None = None) -> str:
     """The graph's lines, modules, torch functions and nodes, one per line."""
-    contents = graph.contents
-    root = tree(contents, cell=cell)
-    wiring = Wiring(contents, root)
-    lines = [f"{shorten(graph.name, 40)}: {facts.counts(contents)}"]
-    for box in root.walk():
-        if box.key and not box.is_small:
-            lines.append(shorten("  " * len(box.key) + " ".join(_words(box, wiring, contents)), WIDTH))
-    more = len(lines) - LINES
-    return "\n".join(lines[:LINES] + ([f"  … {facts.plural(more, 'line')} more"] if more > 0 else []))
+    return listing(graph.name, Wiring(graph.contents, tree(graph.contents, cell=cell)))
+
+
+def listing(name: str, wiring: Wiring) -> str:
+    """The same of a tree that is there."""
+    contents = wiring.contents
+    boxes = [box for box in wiring.root.walk() if box.key and not box.is_small]
+    lines = [f"{shorten(name, 40)}: {facts.counts(contents)}"]
+    for box in boxes[: LINES - 1]:
+        lines.append(shorten("  " * len(box.key) + " ".join(_words(box, wiring, contents)), WIDTH))
+    more = len(boxes) - (LINES - 1)
+    return "\n".join(lines + ([f"  … {facts.plural(more, 'line')} more"] if more > 0 else []))
 
 
 def _words(box: Box, wiring: Wiring, contents: Contents) -> Iterator[str]:
