@@ -141,12 +141,12 @@ class Task:
         self.streams.end()
         for threads in (self.computing, self.waiting):
             threads.close()
-        for program in self.plans.values():
-            program.code.close()
         thread = None
         if self.serving is not None and self._at_exit is not None:
             thread = self.serving.stop()
             self._at_exit.detach()
+        for program in list(self.plans.values()):
+            program.code.close()
         with suppress(RuntimeError):  # the worker ends, too
             self._loop.call_soon_threadsafe(_collect, self._loop, thread)
 
