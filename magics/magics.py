@@ -192,7 +192,8 @@ class TfnbMagics(RunMagics):
         names = [word for word in words if word != verb]
         file = names.pop() if verb == "export" and names else None
         cell = names.pop() if verb == "rm" and names and names[-1].startswith("In[") else None
-        if meant := next((near(name, VERBS) for name in names if name not in tfnb.graphs() and near(name, VERBS)), ""):
+        unknown = [] if verb in ("on", "off") else [name for name in names if name not in tfnb.graphs()]
+        if meant := next(filter(None, (near(name, VERBS) for name in unknown)), ""):
             raise UsageError(f"unknown: {' '.join(names)}; did you mean {meant}?")
         if len(names) > 1:
             raise UsageError(f"unknown: {' '.join(names[1:])}; verbs are {' '.join(VERBS)}")

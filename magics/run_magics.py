@@ -55,7 +55,7 @@ class RunMagics(SharedMagics):
         %tfbreak logits if value.abs().max() > 100
         """
         head, _, rest = line.partition(" if ")
-        behind = re.search(r"((\s+(-g|--graph|-o|--out)\s+\S+)+)\s*$", rest)  # options after the condition
+        behind = re.search(r"((\s+(-g|--graph|-o|--out)(\s+|=)\S+)+)\s*$", rest)  # options after the condition
         condition = rest[: behind.start()] if behind else rest
         options = self._line_only(self.tfbreak, f"{head} {behind[1] if behind else ''}", cell)
         if options.help:

@@ -119,6 +119,7 @@ def test_dicts_of_a_loader_without_feeds_are_told_what_to_write():
     with pytest.raises(tfnb.errors.NotFound, match=r"say what their parts are fed to, feeds=\{'image': \w+\}"):
         tfnb.fit(step, items)
     assert tfnb.fit(step, items, feeds={"image": x, "label": y}).steps == 1
+    assert tfnb.fit(step, [{f"{x.name}:0": X[:4], y.name: Y[:4]}]).steps == 1
 
 
 @pytest.mark.parametrize("wrong", [-1, "now", True, float("nan")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import tfnb
 from tfnb.cluster.driver import Cluster
+from tfnb.execution.tiers.native.call import _Kept
 
 
 def recorded(net: nn.Module) -> tuple[tfnb.Graph, torch.Tensor, torch.Tensor, tfnb.Operation]:
@@ -23,6 +25,11 @@ def recorded(net: nn.Module) -> tuple[tfnb.Graph, torch.Tensor, torch.Tensor, tf
 def net() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 2)).double()
+
+
+def kept() -> int:
+    """On a worker: values that calls of compiled code hold for the next call."""
+    return sum(len(thing.storages) for thing in gc.get_objects() if type(thing) is _Kept)
 
 
 @pytest.mark.slow
@@ -39,6 +46,7 @@ def test_tasks_compile_what_they_compute(
     with connect(2 if mode == "sync" else 1) as cluster:
         tfnb.fit(train, {x: xs, y: ys}, batch_size=8, epochs=3, shuffle=False, mode=mode)
         assert str(cluster.status()).count("compiled; ") == len(cluster.tasks)
+        assert not any(cluster.client.run(kept).values()), "the next step is given other tensors"
     for mine, theirs in zip(here.parameters(), there.parameters(), strict=True):
         torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-12)
 

@@ -418,6 +418,15 @@ def test_generations_that_are_read_never_take_the_room_of_values():
     assert server.w.tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("method", ["push", "assign"])
+def test_generations_that_are_made_for_readers_count(method):
+    server, held = Server(budget=200), []
+    for value in range(4):
+        held.append(server.w)
+        server.push(value) if method == "push" else server("assign", [torch.full((3,), float(value))], keys=["w"])
+        assert server("stat").meta["spare"] > 0 and server.core.used + server.core.room._left <= 200
+
+
 def test_bad_requests_are_typed_errors():
     server = Server()
     assert server("create", [torch.zeros(1)], keys=["w"]).tag == "AlreadyExists"

@@ -201,3 +201,15 @@ def test_a_package_is_of_this_code_and_this_machine(tmp_path: Path, monkeypatch:
     found.add(surroundings.__wrapped__())
     assert len(found) == 4
     assert json.dumps(sorted(found)).isascii()
+
+
+def test_who_makes_an_entry_is_waited_for_as_long_as_it_is_wanted(cache: PackageCache) -> None:
+    shutil.rmtree(cache.folder)
+    looks = iter([True, True, False])
+    with cache.alone("a1", 60):
+        assert cache.folder.stat().st_mode & 0o777 == 0o700
+        begin = time.monotonic()
+        with cache.alone("b2", 60), cache.alone("a1", 60, lambda: next(looks)):  # of another object, as of a process
+            assert next(looks, None) is None
+        assert time.monotonic() - begin < 30
+    assert list(cache.folder.iterdir()) == []

@@ -567,3 +567,8 @@ def test_a_mistyped_verb_is_told(notebook, line):
     notebook.ok("%%tfgraph g --no-show\nx = tfnb.placeholder(torch.ones(3))")
     assert "did you mean export?" in notebook.run(line).err
     assert "did you mean refresh?" in notebook.run("%tfgraph refesh").err
+
+
+def test_a_new_graph_may_have_a_name_that_is_almost_a_verb(notebook):
+    assert "recorded into graph lstm" in str(notebook.ok("%tfgraph on lstm").shown)
+    notebook.ok("%tfgraph off")

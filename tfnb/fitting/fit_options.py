@@ -55,13 +55,21 @@ def _check_scalar(name: str, item: Any, session: Session) -> None:
 def known_keys(session: Session, keys: Iterable[Any], *, named: bool) -> None:
     """Raise NotFound for a key of a batch that names nothing in the graph; named: ``feeds`` may say what it is for."""
     for key in keys if named else ():
-        if isinstance(key, str) and key not in session.graph:
+        if isinstance(key, str) and not _is_value(session, key):
             names = [node.name for node in session.graph.placeholders]
             raise NotFound(
                 f"the items of data are dicts with {key!r}, which graph {session.graph.name} does not have; say what "
                 f"their parts are fed to, feeds={{{key!r}: {names[0] if names else 'x'}}}; its placeholders are "
                 f"{', '.join(names) or 'none'}"
             )
+
+
+def _is_value(session: Session, name: str) -> bool:
+    try:
+        session.graph.value(name)
+    except NotFound:
+        return False
+    return True
 
 
 def begin(session: Session, resume: Any) -> int:

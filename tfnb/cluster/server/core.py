@@ -264,7 +264,7 @@ class Core:
     def _assigning(self, values: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """What writes these, checked; the memory that it takes is there."""
         write, keys = self._assignment(list(values), list(values.values()))
-        self.store.open(keys, keep=False, values=values)  # who writes opens it again, and finds this generation
+        self._open(keys, keep=False, values=values)  # who writes opens it again, and finds this generation
 
         def written() -> None:
             with self.writing(keys):
@@ -377,7 +377,7 @@ class Core:
             self._value(key)
         rows = self._rows(program, feeds)
         self.afford(lambda: self.store.growth(program.writes, rows))
-        opened = self.store.open(program.writes, rows=rows)
+        opened = self._open(program.writes, rows=rows)
         storages = [opened[key] if key in opened else self.store.get(key) for key in program.reads]
         pending = program.compute(feeds, storages, first.run_index)
         return (lambda: program.commit(pending)), tuple(program.writes)
@@ -439,16 +439,24 @@ class Core:
         if self.store.budget is not None:
             self.room.take(asked, self.store.budget)
 
+    def _open(self, keys: Sequence[str], **how: Any) -> Mapping[str, torch.Tensor]:
+        """Tensors to write the next values into."""
+        before = self.store.spare_bytes
+        opened = self.store.open(keys, **how)
+        self.room.grew(self.store.spare_bytes - before)
+        return opened
+
     @contextmanager
     def writing(self, keys: Iterable[str]) -> Any:
         """The one place where values change; an error inside poisons the core."""
-        keys = tuple(keys)
+        keys, before = tuple(keys), self.store.spare_bytes
         try:
             yield
             self.store.publish()
         except BaseException as error:
             self.poisoned = f"a write failed half-way: {type(error).__name__}: {error}"
             raise
+        self.room.grew(self.store.spare_bytes - before)
         self.version += 1
         for key in keys:
             if key in self.store:

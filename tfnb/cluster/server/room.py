@@ -1,6 +1,6 @@
 """Bytes that the shards of one server process may hold, in all. What they hold is not counted for each request.
 
-Whatever makes it more asks first. So half of what was free at a count can be given away without another one.
+Whatever makes it more asks first, or tells it. So half of what was free at a count can be given away without another.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Room:
         self._left = max(0, budget - used - more) // 2
         if used + more > budget:
             raise ResourceExhausted(f"bytes on this parameter server: asked {more}, used {used}, limit {budget}")
+
+    def grew(self, more: int) -> None:
+        """Nobody asked for these bytes: room for another generation of a value that is read."""
+        self._left = max(0, self._left - max(0, more))
 
     @property
     def _used(self) -> int:

@@ -62,6 +62,7 @@ from tfnb.cluster.wire.streams import Streams
 from tfnb.cluster.wire.transport import outcome_header, read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, Unavailable
 from tfnb.execution import heap
+from tfnb.execution.tiers.tiered import limit_copies
 from tfnb.state.store import Store
 from tfnb.state.waits import WAITS
 
@@ -73,6 +74,7 @@ WAITING = 64  # steps that use queues at a time: each may wait for another one
 SHARE = 0.6  # of a worker's memory limit that a server may fill
 MOST, LEAST = 0.8, 0.1  # of it that its process may; that a server may, whatever else is there
 ENDS = 0.9  # of it: Dask ends a process at 0.95
+COPIES = 4  # of what a step reads and gives, while what was compiled for it is compared
 
 
 def versions() -> dict[str, str]:
@@ -129,6 +131,7 @@ class Task:
         self.streams = Streams(self.link, worker.security)
         torch.set_num_threads(threads or worker.state.nthreads)
         heap.set_limits()
+        limit_copies(self._room // COPIES)
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "quit": self._quit, "stream": self._open_stream,
@@ -261,7 +264,7 @@ class Task:
                 self.computing.executor, lambda: ComputeProgram(request.meta, request.tensors)
             )
             while len(self.plans) > PLANS:
-                self.plans.popitem(last=False)[1].code.close()
+                self.plans.popitem(last=False)
         return Ok({"plan": plan})
 
     async def _run(self, request: Request) -> Answer:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tfnb.execution.compiling.compiler_process import BUILD, COMPILER, OverBudget
+from tfnb.execution.compiling.compiler_process import BUILD, COMPILER, NOBODY, OverBudget
 from tfnb.execution.compiling.package_cache import FOLDER, cpp_compiler, digest, packages, surroundings
 
 REQUEST = "request"  # folder
+HURRY = 10.0  # seconds that steps which wait for their code wait for another process that compiles the same
 OVER = "over"  # the fact that there will be no package, and why
 NO_COMPILER = "no C++ compiler: install g++, or set CXX to one"
 
@@ -75,7 +77,10 @@ def compiled(
         return found
     if cpp_compiler() is None:
         return NO_COMPILER
-    with packages().alone(_key(request), BUILD):  # beside a task that compiles the same
+    COMPILER.expect(owner)
+    with packages().alone(_key(request), HURRY if urgent else BUILD, partial(COMPILER.is_expected, owner)):
+        if not COMPILER.is_expected(owner):
+            return NOBODY
         return cached(request) or _built(request, write, build, owner, urgent)
 
 

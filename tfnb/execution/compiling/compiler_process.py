@@ -89,12 +89,20 @@ class CompilerProcess:
                     return str(answer["error"]) if "error" in answer else dict(answer)
                 finally:
                     self._for = None
-        return why if owner in self._owners and not self._closed else NOBODY
+        return why if self.is_expected(owner) else NOBODY
+
+    def expect(self, owner: object) -> None:
+        """An owner will ask for a build, unless it is released before."""
+        self._owners.add(owner)
+
+    def is_expected(self, owner: object) -> bool:
+        """Whether it was not released."""
+        return owner in self._owners and not self._closed
 
     def _running(self, owner: object) -> _Child | None:
         """The process, which is started if there is none; None for an owner that was released."""
         with self._lock:
-            if owner not in self._owners or self._closed:
+            if not self.is_expected(owner):
                 return None
             if self._child is None or self._child.is_gone:
                 self._end()

@@ -18,7 +18,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from tfnb.errors import InvalidArgument
@@ -35,6 +35,7 @@ FOLDER, LIMIT = "TFNB_CACHE_DIR", "TFNB_CACHE_MB"  # environment variables
 MOST_MB = 1024
 ENTRY = "entry.json"  # digests of an entry's files, and facts about it
 DRAFT, LOCK = ".draft-", ".lock-"
+LOOK = 0.2  # seconds between two looks at a lock
 FORGOTTEN = 3600.0  # seconds after which a draft belongs to nobody: its process was killed
 SOURCES = (".py", ".c", ".h")
 SHAPES_CODE = (
@@ -122,14 +123,18 @@ class PackageCache:
         return self.folder / key
 
     @contextmanager
-    def alone(self, key: str, seconds: float) -> Iterator[None]:
+    def alone(self, key: str, seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """A block that one process at a time runs for an entry: the tasks of a host do not all compile it.
 
-        Who has waited for so long runs it beside the others, and so does everybody where files cannot be locked.
+        Who has waited for so long, or ``is_wanted`` no more, runs it beside the others; so does everybody where files
+        cannot be locked.
         """
-        lock = FileLock(self.folder / f"{LOCK}{key}")
+        lock, end = FileLock(self.folder / f"{LOCK}{key}"), time.monotonic() + seconds
         with suppress(OSError, NotImplementedError):
-            lock.acquire(timeout=seconds, poll_interval=0.2)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed
+            while not lock.is_locked and is_wanted() and time.monotonic() < end:
+                with suppress(Timeout):
+                    lock.acquire(timeout=LOOK, poll_interval=LOOK)
         try:
             yield
         finally:

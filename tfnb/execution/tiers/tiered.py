@@ -64,6 +64,12 @@ launch the code of either."""
 _LOG = logging.getLogger(__name__)
 
 
+def limit_copies(bytes: int) -> None:
+    """Let this process compile no step that reads more than so many bytes, which is compared on copies."""
+    global MOST_COPIED
+    MOST_COPIED = max(0, min(MOST_COPIED, bytes))
+
+
 def mode(wanted: str) -> Mode:
     """What ``compile=`` means: for ``"auto"`` the environment's TFNB_COMPILE counts, if it is set."""
     found = os.environ.get("TFNB_COMPILE", wanted) if wanted == "auto" else wanted
@@ -134,7 +140,7 @@ class Tiers:
 
     def close(self) -> None:
         """Nobody waits for what is being compiled."""
-        for sizes in self._sizes.values():
+        for sizes in list(self._sizes.values()):
             COMPILER.release(sizes)
 
     def status(self) -> list[str]:

@@ -77,11 +77,11 @@ class PackageFailed(RuntimeError):
 class Package:
     """A loaded package: ``outputs = package(feeds, storages, run)``, with the run's number.
 
-    Raises Unfit or OperandRefused, and then wrote nothing.
+    Raises Unfit or OperandRefused, and then wrote nothing. lasts: calls take the same storages, whose handles are kept.
     """
 
-    def __init__(self, folder: Path, about: About, given: Given) -> None:
-        self.about, self.given = about, given
+    def __init__(self, folder: Path, about: About, given: Given, *, lasts: bool = True) -> None:
+        self.about, self.given, self._lasts = about, given, lasts
         library, caller = ctypes.CDLL(str(folder / "step.so")), ctypes.PyDLL(str(folder / "call.so"))
         abi = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         functions = [library.AOTInductorModelContainerRun, *(getattr(abi, f"aoti_torch_{name}") for name in _ABI)]
@@ -116,9 +116,8 @@ class Package:
     def __call__(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run: int) -> list[torch.Tensor]:
         kept = self._kept
         if kept is None or not all(map(is_, kept.storages, storages)):
-            kept = self._kept = _Kept(
-                [*storages], self.given.constants, len(feeds), len(self.about.operands), self._drop
-            )
+            kept = _Kept([*storages], self.given.constants, len(feeds), len(self.about.operands), self._drop)
+            self._kept = kept if self._lasts else None
         taken = [*feeds, *(draw(run, (*feeds, *storages)) for draw in self.given.draws)] if self.given.draws else feeds
         if not kept.is_plain or any([feed.is_neg() or feed.is_conj() for feed in feeds]):
             raise Unfit

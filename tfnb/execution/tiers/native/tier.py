@@ -151,7 +151,8 @@ def loaded(folder: Path, program: Program) -> NativeStep | VaryingStep:
 
     def step(about: About) -> NativeStep:
         at = about.operands[: len(program.feeds) + len(program.variables)]
-        return NativeStep(Package(folder, about, Given.of(program, at)), program)
+        lasts = all(variable.initialized for variable in program.variables)  # a task is given new ones in each step
+        return NativeStep(Package(folder, about, Given.of(program, at), lasts=lasts), program)
 
     return VaryingStep(found, len(program.feeds), step) if found.varying else step(found)
 
