@@ -62,7 +62,7 @@ def convolutions(width: int = 48) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
 
 
-def conv(rounds: int = 4, steps: int = 6, batch: int = 48) -> None:
+def conv(rounds: int = 3, steps: int = 20, batch: int = 48) -> None:
     """Two tasks beside torch in this process, by turns; and beside `fit` in this process."""
     torch.manual_seed(0)
     rows, labels = torch.randn(4 * batch, 3, 32, 32), torch.randint(10, (4 * batch,))
