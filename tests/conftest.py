@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_cell = config.getoption("nbval", None) and item.path.suffix == ".ipynb"
         if is_cell:  # it needs those above it in its kernel
             item.add_marker(pytest.mark.flaky(reruns=0))
-        if (is_cell and item.path.stem not in QUICK_NOTEBOOKS) or "browser" in getattr(item, "fixturenames", ()):
+        if (is_cell and item.path.stem not in QUICK_NOTEBOOKS) or item.get_closest_marker("browser"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -22,10 +22,6 @@ QUIET = (  # nothing of its own is asked of the network
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 
-needs_browser = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="no Chromium with its driver (Debian: chromium, chromium-driver)"
-)
-
 
 def unpacked(text: str) -> Any:
     """What a page unpacks."""
@@ -34,7 +30,9 @@ def unpacked(text: str) -> Any:
 
 @contextmanager
 def browser(*, dark: bool = False, size: str = "1000,900") -> Iterator[Any]:
-    """A headless Chromium without network."""
+    """A headless Chromium without network; where there is none the test is skipped."""
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no Chromium with its driver (Debian: chromium, chromium-driver)")
     webdriver = pytest.importorskip("selenium.webdriver")
     service = pytest.importorskip("selenium.webdriver.chrome.service")
     options = webdriver.ChromeOptions()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.view.browser import Page, browser, needs_browser
+from tests.view.browser import Page, browser
 from tfnb.graph import Graph
 from tfnb.view import graph_html
 from tfnb.view.escape import packed
 
-pytestmark = needs_browser
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")

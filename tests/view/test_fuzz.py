@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tfnb
 from tests.graph.build import Builder
-from tests.view.browser import Page, browser, needs_browser
+from tests.view.browser import Page, browser
 from tfnb.graph import Dim, Graph, Ref, Source, Spec, Variable
 from tfnb.view import difference_html, graph_bundle, graph_html, tensor_html, variable_html
 from tfnb.view.drawing import Drawing
@@ -86,7 +86,7 @@ def test_names_add_no_element_and_no_attribute(text: str) -> None:
         assert names <= {name for _, attrs in PLAIN for name in attrs}
 
 
-@needs_browser
+@pytest.mark.browser
 def test_names_values_and_errors_never_run(tmp_path: Any) -> None:
     text = "".join(piece for piece in PIECES if piece not in ("\x00", "\ud800"))
     with browser() as driver:

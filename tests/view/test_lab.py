@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.view.browser import browser, needs_browser
+from tests.view.browser import browser
 from tests.view.test_notebook import lab
 
-pytestmark = [needs_browser, pytest.mark.slow]
+pytestmark = pytest.mark.browser
 
 CELLS = (
     "%load_ext tfnb\nimport time, torch, tfnb\nfrom torch import nn\nmodel = nn.Sequential(nn.Linear(3, 4), nn.ReLU())",

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.view.browser import browser, needs_browser
+from tests.view.browser import browser
 from tests.view.test_lab import Lab
 from tests.view.test_notebook import lab
 
-pytestmark = [needs_browser, pytest.mark.slow]
+pytestmark = pytest.mark.browser
 
 EVIL = "<img src=x onerror='window.ran=1'></table>"
 SETUP = f"""

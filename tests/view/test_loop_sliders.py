@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.view.browser import browser, needs_browser, unpacked
+from tests.view.browser import browser, unpacked
 from tests.view.loops import END, FED, HOME, LEFT, RIGHT, TITLED, Loops, nested, traced, while_with_a_branch
 from tfnb.execution import Trace
 from tfnb.execution.tracing.iterations import LoopTrace, Seen
@@ -82,7 +82,7 @@ def page(driver: Any, tmp_path: Path) -> Iterator[Loops]:
     assert page.errors() == []
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_slider_shows_the_values_and_times_of_an_iteration(page: Loops) -> None:
     (slider,) = page.sliders()
     assert page.slide(slider, HOME) == "all 3 iterations"
@@ -100,7 +100,7 @@ def test_a_slider_shows_the_values_and_times_of_an_iteration(page: Loops) -> Non
     assert page.slide(slider, END, LEFT) == "iteration 2 of 3"
 
 
-@needs_browser
+@pytest.mark.browser
 def test_the_side_that_an_iteration_took_is_lit_and_the_other_grey(page: Loops) -> None:
     (slider,) = page.sliders()
     assert (page.opacity("then"), page.opacity("else")) == (1, 1)  # both ran
@@ -111,7 +111,7 @@ def test_the_side_that_an_iteration_took_is_lit_and_the_other_grey(page: Loops) 
     assert (page.opacity("then"), page.opacity("else"), page.opacity("matmul")) == (pytest.approx(0.35), 1, 1)
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_run_that_took_one_side_greys_the_other_and_heats_its_own(driver: Any, tmp_path: Path) -> None:
     page = Loops(driver, tmp_path, trace_html(traced(while_with_a_branch(), FED / 6)))
     page.unfold()
@@ -121,7 +121,7 @@ def test_a_run_that_took_one_side_greys_the_other_and_heats_its_own(driver: Any,
     assert page.errors() == []
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_slider_is_dragged_without_moving_the_drawing(page: Loops) -> None:
     (slider,) = page.sliders()
     page.js("document.querySelector('button[aria-label=\"Show the whole graph\"]').click()")
@@ -134,7 +134,7 @@ def test_a_slider_is_dragged_without_moving_the_drawing(page: Loops) -> None:
     assert page.view() == before and page.js("return document.querySelectorAll('.box').length") == boxes
 
 
-@needs_browser
+@pytest.mark.browser
 def test_folding_and_unfolding_keeps_the_iteration(page: Loops) -> None:
     (slider,) = page.sliders()
     page.slide(slider, HOME, RIGHT)
@@ -151,7 +151,7 @@ def test_folding_and_unfolding_keeps_the_iteration(page: Loops) -> None:
     assert norm in page.card("norm") and page.sliders()[0].get_attribute("aria-valuetext") == "iteration 1 of 3"
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_loop_in_a_loop_has_a_slider_of_its_own(driver: Any, tmp_path: Path) -> None:
     page = Loops(driver, tmp_path, trace_html(traced(nested(), torch.tensor([1.0, 5.0, 3.0]))))
     page.unfold()
@@ -170,7 +170,7 @@ def test_a_loop_in_a_loop_has_a_slider_of_its_own(driver: Any, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@needs_browser
+@pytest.mark.browser
 def test_a_saved_notebook_has_the_slider_without_a_kernel(driver: Any, tmp_path: Path) -> None:
     nbformat, nbconvert = pytest.importorskip("nbformat"), pytest.importorskip("nbconvert")
     made = nbformat.v4.new_notebook()

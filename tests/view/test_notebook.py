@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.view.browser import browser, needs_browser
+from tests.view.browser import browser
 from tfnb.graph import Graph
 from tfnb.view import Drawing, graph_html, page, text_tree
 from tfnb.widgets import GraphWidget
 
-pytestmark = needs_browser
+pytestmark = pytest.mark.browser
 
 
 def notebook(graph: Graph) -> Any:
@@ -36,7 +36,6 @@ def notebook(graph: Graph) -> Any:
     return made
 
 
-@pytest.mark.slow
 def test_an_exported_notebook_is_alive_without_network(digits: Graph, tmp_path: Path) -> None:
     nbconvert = pytest.importorskip("nbconvert")
     html, _ = nbconvert.HTMLExporter().from_notebook_node(notebook(digits))
@@ -82,7 +81,6 @@ def lab(folder: Path, *more: str) -> Iterator[str]:
         server.wait(20)
 
 
-@pytest.mark.slow
 def test_jupyterlab_shows_a_saved_drawing_without_a_kernel(digits: Graph, tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     sign = pytest.importorskip("nbformat.sign")

@@ -13,7 +13,7 @@ import torch
 import tfnb
 from tests.view import models
 from tests.view.browser import Page as Browsed
-from tests.view.browser import browser, needs_browser
+from tests.view.browser import browser
 from tests.view.test_escape import NASTY, Page, graph
 from tfnb.errors import InvalidArgument
 from tfnb.execution import Trace
@@ -111,7 +111,7 @@ def driver() -> Iterator[Any]:
         yield driver
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_bar_lights_its_box_and_a_box_its_bars(driver: Any, trace: Trace, tmp_path: Path) -> None:
     page = Browsed(driver, tmp_path, trace_html(trace))
     widest = (
@@ -133,7 +133,7 @@ def test_a_bar_lights_its_box_and_a_box_its_bars(driver: Any, trace: Trace, tmp_
     assert page.errors() == []
 
 
-@needs_browser
+@pytest.mark.browser
 def test_kernels_have_a_lane_whose_bars_light_boxes_and_heat_is_seen(driver: Any, tmp_path: Path) -> None:
     graph = models.digits()
     session = tfnb.Session(graph)
@@ -158,7 +158,7 @@ def test_kernels_have_a_lane_whose_bars_light_boxes_and_heat_is_seen(driver: Any
     assert any(tone in hot for tone, _ in seen) and page.errors() == []
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_narrow_page_keeps_the_tables_within_it(trace: Trace, tmp_path: Path) -> None:
     with browser(size="520,900") as narrow:
         page = Browsed(narrow, tmp_path, trace_html(trace))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.view.browser import Page, browser, needs_browser
+from tests.view.browser import Page, browser
 from tests.view.models import digits
 from tfnb.graph import Graph
 from tfnb.view import Drawing, graph_html, page
@@ -168,7 +168,7 @@ def pair(driver: Any, tmp_path: Path) -> Iterator[Page]:
     assert page.errors() == []
 
 
-@needs_browser
+@pytest.mark.browser
 def test_the_live_drawing_hides_its_static_twin_and_gives_it_back(pair: Page) -> None:
     hidden = "getComputedStyle(document.querySelector('.tfnb-page[data-tfnb]')).display"
     assert pair.js(f"return {hidden}") == "none"
@@ -177,7 +177,7 @@ def test_the_live_drawing_hides_its_static_twin_and_gives_it_back(pair: Page) ->
     assert pair.js(f"return {hidden}") == "block"
 
 
-@needs_browser
+@pytest.mark.browser
 def test_faces_of_the_twin_need_no_kernel(pair: Page) -> None:
     pair.js(
         "window.model.send = () => { throw new Error('no kernel'); }; document.querySelector('.tfnb-page').remove()"
@@ -187,7 +187,7 @@ def test_faces_of_the_twin_need_no_kernel(pair: Page) -> None:
     pair.wait("document.querySelector(`.box[data-key='2.0.0']`)")
 
 
-@needs_browser
+@pytest.mark.browser
 def test_unfolding_goes_through_python(live: Page) -> None:
     conv = live.key("0 conv2d")
     live.click(conv)
@@ -196,7 +196,7 @@ def test_unfolding_goes_through_python(live: Page) -> None:
     assert ["unfold", conv] in kinds
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_click_selects_and_shows_the_value_as_text(live: Page) -> None:
     live.click(live.key("model/1/relu"))
     shown = "document.querySelector('.tfnb-value').textContent"
@@ -210,20 +210,20 @@ EMPTY = """<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" onload="window.h
 <script>window.hacked = 1</script><g class="level" data-w="9" data-h="9"/></svg>"""
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_new_picture_is_shown(live: Page) -> None:
     live.js("window.model.set('picture', { svg: arguments[0] })", EMPTY)
     assert live.js("return document.querySelectorAll('#here .box').length") == 0
 
 
-@needs_browser
+@pytest.mark.browser
 @pytest.mark.parametrize("svg", ["<svg", EMPTY])
 def test_markup_that_is_no_picture_does_nothing(live: Page, svg: str) -> None:
     live.js("window.model.set('picture', { svg: arguments[0] })", svg)
     assert live.js("return [window.hacked || 0, document.querySelectorAll('#here script').length]") == [0, 0]
 
 
-@needs_browser
+@pytest.mark.browser
 def test_bodies_and_sides_fold_and_unfold(driver: Any, tmp_path: Path) -> None:
     with tfnb.record("loops") as graph:
         x = tfnb.placeholder(torch.ones(3), name="x")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.view.browser import browser, needs_browser
+from tests.view.browser import browser
 from tests.view.loops import END, FED, HOME, RIGHT, Loops, nested, while_with_a_branch
 from tfnb.magics.live import LiveDrawing, Lives
 from tfnb.widgets import GraphWidget
@@ -102,7 +102,7 @@ def page(driver: Any, tmp_path: Path, program: tuple[tfnb.Graph, Any, Any]) -> I
     assert page.errors() == []
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_traced_run_gives_the_live_drawing_its_slider(page: Live, program: Any) -> None:
     _, x, y = program
     assert page.sliders() == []
@@ -120,7 +120,7 @@ def test_a_traced_run_gives_the_live_drawing_its_slider(page: Live, program: Any
     assert page.js("return model.get('chosen')") == [0] and page.js("return model.saved") >= 5
 
 
-@needs_browser
+@pytest.mark.browser
 def test_what_was_zoomed_stays_so_and_else_the_view_fits(page: Live, program: Any) -> None:
     _, x, y = program
     page.run(y, {x: FED})
@@ -136,7 +136,7 @@ def test_what_was_zoomed_stays_so_and_else_the_view_fits(page: Live, program: An
     assert page.view() == zoomed
 
 
-@needs_browser
+@pytest.mark.browser
 def test_what_was_unfolded_stays_so_and_folding_works(page: Live, program: Any) -> None:
     _, x, y = program
     opened = "[...document.querySelectorAll('.box[aria-expanded=\"true\"]')].map(b => b.dataset.key)"
@@ -152,7 +152,7 @@ def test_what_was_unfolded_stays_so_and_folding_works(page: Live, program: Any) 
     assert page.slide(slider, HOME, RIGHT) == "iteration 1 of 3" and f"{FED.norm():.3g}" in page.card("norm")
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_second_run_replaces_the_first_and_keeps_the_iteration(page: Live, program: Any) -> None:
     _, x, y = program
     page.run(y, {x: FED})
@@ -166,7 +166,7 @@ def test_a_second_run_replaces_the_first_and_keeps_the_iteration(page: Live, pro
     assert page.sliders()[0].get_attribute("aria-valuetext") == "all 3 iterations"
 
 
-@needs_browser
+@pytest.mark.browser
 def test_a_graph_that_grew_is_drawn_with_what_is_new(page: Live, program: Any) -> None:
     graph, x, y = program
     page.run(y, {x: FED})
@@ -192,7 +192,7 @@ def test_a_click_inside_of_a_loop_tells_the_values_of_its_iterations() -> None:
     assert live.fetch("x")["preview"].startswith("float32[B]: ok") and live.widget._value("nothing")["error"]
 
 
-@needs_browser
+@pytest.mark.browser
 def test_views_of_one_widget_share_the_iteration(page: Live, program: Any) -> None:
     _, x, y = program
     page.run(y, {x: FED})
@@ -210,7 +210,7 @@ def test_views_of_one_widget_share_the_iteration(page: Live, program: Any) -> No
     assert page.js(f"return {texts}") == ["all 3 iterations"]
 
 
-@needs_browser
+@pytest.mark.browser
 def test_the_timeline_follows_the_iteration_and_leads_to_it(driver: Any, tmp_path: Path) -> None:
     graph, x, y = nested()
     page = Live(driver, tmp_path, graph)
@@ -237,7 +237,7 @@ def test_the_timeline_follows_the_iteration_and_leads_to_it(driver: Any, tmp_pat
     assert page.errors() == []
 
 
-@needs_browser
+@pytest.mark.browser
 def test_markup_of_no_timeline_does_nothing(page: Live) -> None:
     bad = (
         '<div class="tfnb-timeline" onclick="window.hacked = 1"><svg><rect data-box="0"/></svg>'
