@@ -165,6 +165,21 @@ def test_what_fit_says_of_sync_holds_with_backup_tasks_too(connect, backup):
         tfnb.fit(train, {x: torch.ones(8)}, batch_size=4, mode="sync", backup=backup)
 
 
+@pytest.mark.parametrize(("mode", "more"), [("async", {}), ("bounded", {"staleness": 2})])
+def test_no_task_loses_what_another_one_adds(connect, mode, more):
+    count, product = (tfnb.Variable(torch.zeros((), dtype=torch.float64), name=name) for name in ("count", "product"))
+    with tfnb.record(f"added {mode}"):
+        n = tfnb.placeholder(torch.tensor(1.0, dtype=torch.float64), name="n")
+        added = count.assign_add(n)
+        made = product.assign(torch.stack([product.read(), n]).sum())
+    connect(3)
+    feeds = [{n: torch.tensor(float(i), dtype=torch.float64)} for i in range(300)]
+    tfnb.fit(added, feeds, mode=mode, **more)  # a warning would be an error
+    assert count.value() == sum(range(300))
+    with pytest.warns(UserWarning, match="makes the new value of product of the one that it read(.|\n)*assign_add"):
+        tfnb.fit(made, feeds[:9], mode=mode, **more)
+
+
 @pytest.mark.slow
 def test_a_run_and_a_fit_inside_of_a_fit(connect):
     """Also where one task is at a step of the one and waits for another task, which is at a step of the other."""

@@ -384,3 +384,31 @@ def test_variables_that_are_written_by_what_is_fed_along_no_gradient_are_named()
         make.pair = tfnb.placeholder(torch.ones(2), shape=(2,), name="pair")
         train = make(F.cross_entropy(layer(x), y))
     assert Parts(g, [train], [x, y, make.number, make.pair], workers=2).split.placement.apart == ("seen",)
+
+
+def test_what_is_added_to_a_variable_is_added_on_its_server_and_what_a_task_makes_of_it_is_named():
+    torch.manual_seed(0)
+    names = ("count", "average", "clipped", "table", "state", "told")
+    count, average, clipped, table, state, told = [
+        tfnb.Variable(torch.zeros(3), name=name, trainable=False) for name in names
+    ]
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(5, 3), name="x")
+        n = tfnb.placeholder(torch.tensor(1.0), name="n")
+        at = tfnb.placeholder(torch.tensor([0, 2]), shape=(2,), name="at")
+        loss = model(x).square().mean()
+        writes = [
+            count.assign_add(n), average.assign(0.9 * average + 0.1 * x.mean(0)),
+            clipped.assign((clipped.read() * 2 + n * loss).clamp(max=7)), told.assign(x.sum(0)),
+            table.scatter_add(at, torch.ones(2) * n), state.assign((x.T @ x @ state.read() + n).tanh()),
+        ]  # fmt: skip
+        train = tfnb.group(tfnb.train.Adam(0.1).minimize(loss), *writes)
+    feeds = [torch.randn(5, 3), torch.tensor(3.0), torch.tensor([0, 2])]
+    for shards in (1, 2):
+        placement = compare(g, [train, loss], [x, n, at], feeds, shards=shards).split.placement
+        assert set(placement.raced) == {"table", "state"}
+        on_servers = {
+            node.name for node in g.nodes if any(d.startswith("ps") for d in placement.devices.get(node.id, ()))
+        }
+        assert {"add", "add_1", "clamp"} <= on_servers and not any(name.startswith("mean") for name in on_servers)

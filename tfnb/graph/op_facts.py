@@ -140,6 +140,7 @@ class Facts:
     is_random: bool = False
     is_reshaping: bool = False  # changes the shape of what it writes, not its values
     decomposes: bool = False
+    is_pointwise: bool = False
     # by its name
     may_fail: bool = False  # on the values that it is given
     may_fail_on_integers: bool = False
@@ -184,6 +185,7 @@ def facts(op: Op) -> Facts:
         # kept whole only where it draws no dropout: see tfnb.recording.overrides.recurrent_cells
         is_random=torch.Tag.nondeterministic_seeded in op.tags and "whole" not in said,
         decomposes=said.isdisjoint(("whole", "undivided")) and op._can_decompose(),
+        is_pointwise=torch.Tag.pointwise in op.tags,
         may_fail=may_fail,
         may_fail_on_integers=may_fail_on_integers,
         said=said,

@@ -432,7 +432,7 @@ class Variable:
         return self._write("assign", value)
 
     def assign_add(self, value: Any) -> torch.Tensor:
-        """Add ``value``; returns the value after the write."""
+        """Add ``value``; returns the value after the write. On a cluster a step's sum is made on the server."""
         return self._write("assign_add", value)
 
     def assign_sub(self, value: Any) -> torch.Tensor:

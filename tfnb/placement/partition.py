@@ -8,7 +8,8 @@ Between data-parallel workers, border values of kind ``grad`` are averaged. A ro
 ``tfnb.slices``) goes to the server as such, and the workers' entries are put behind each other: values of kind ``rows``
 weighted as an average is, and ``entries``, such as their row numbers, as they are. The border of a gradient lies where
 the recorded derivative ends (tag ``gradient``): what the user computes from gradients, such as clipping, runs on the
-server, on the average, as it would on one machine. Other values are the first worker's.
+server, on the average, as it would on one machine. Other values are the first worker's. What adds to a Variable, or
+changes it number by number in another way, runs on its server, too: no task's part is lost, whichever comes first.
 
 What a fetch may need from after the update decides how a step runs: see `Split`.
 """
@@ -21,11 +22,12 @@ from dataclasses import dataclass, field, replace
 from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value, Variable
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import STRUCTURAL
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import StepGraph
 from tfnb.passes.resolve import State, resolve
-from tfnb.placement.placement import TASK, Homes, Kind, Placement, Rows, Transfer, server, shards_of
+from tfnb.placement.placement import TASK, Homes, Kind, Piece, Placement, Rows, Transfer, server, shards_of
 from tfnb.placement.shards import BY_ROWS
 
 
@@ -104,6 +106,7 @@ class _Cut:
     task: int | None
     state: State = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
+    _reads: dict[Value, set[Variable]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.state = resolve(self.pruned, set(self.feeds))
@@ -184,9 +187,23 @@ class _Cut:
             if any((v in fed or v.node in hangs) and i != at for i, v in enumerate(node.inputs)):
                 hangs.add(node.id)
         for variable, value in self.state.final.items():
-            is_buffer = variable.held is not None and variable.held.is_buffer()
-            if (value in fed or value.node in hangs - self.gradient) and not is_buffer:
+            if (value in fed or value.node in hangs - self.gradient) and not _is_buffer(variable):
                 yield variable.name
+
+    def _raced(self, transfers: Iterable[Transfer]) -> Iterator[str]:
+        """Variables, no buffers of modules, whose new value a task makes of the one that it read."""
+        for variable, value in self.state.final.items():
+            shards = {piece.shard for piece in self.homes[variable.key]}
+            borders = {t.value for t in transfers if t.shard in shards}
+            stack, seen = [value], set[Value]()
+            while stack and not _is_buffer(variable):
+                value = stack.pop()
+                if value not in borders:
+                    stack.extend({*self.state.nodes[value.node].inputs} - seen)
+                    seen.update(stack)
+                elif value.node not in self.gradient and variable in self._read(value):
+                    yield variable.name
+                    break
 
     def _placed(self, nodes: Iterable[Node], targets: Mapping[int, Mapping[Variable, Value]]) -> Placement:
         """Where all of it is; ``nodes``: those of the task. Raises Undivided."""
@@ -201,8 +218,9 @@ class _Cut:
                 changed = _changed_by(value, self.pruned.contents)
                 transfers.append(Transfer(value, shard, kind, rows.get(value), changed))
         return Placement(
-            devices, self.homes, tuple(transfers), self._writes, self.task, self._changed, tuple(self._apart())
-        )
+            devices, self.homes, tuple(transfers), self._writes, self.task, self._changed, tuple(self._apart()),
+            tuple(self._raced(transfers)),
+        )  # fmt: skip
 
     def _server(self, placement: Placement, shard: int, targets: Mapping[Variable, Value]) -> Server:
         """The graph that computes and assigns the new values of one shard."""
@@ -253,7 +271,7 @@ class _Cut:
 
     def _closure(self, shard: int, targets: Iterable[Value]) -> tuple[set[int], dict[Value, Kind]]:
         """Ids of the nodes that run on the shard, and the values that must be sent to it."""
-        local = self._local(shard)
+        local = self._local(shard) | self._onward(shard)
         included: set[int] = set()
         kinds: dict[Value, Kind] = {}
         stack: list[tuple[Value, bool]] = [(value, False) for value in targets]
@@ -302,6 +320,34 @@ class _Cut:
             if is_local:
                 local.add(node.id)
         return local
+
+    def _onward(self, shard: int) -> set[int]:
+        """Nodes on the way from a Variable that lies whole on the shard to its next value, number by number."""
+        found: set[int] = set()
+        for variable, value in self.state.final.items():
+            if value.node in self.state.updated or Piece(shard, variable.key) not in self.homes[variable.key]:
+                continue
+            stack = [value]
+            while stack:
+                value = stack.pop()
+                node = None if value in self.feeds else self.state.nodes.get(value.node)
+                if node is not None and node.id not in found and _is_safe(node) and variable in self._read(value):
+                    found.add(node.id)
+                    stack.extend(node.inputs)
+        return found
+
+    def _read(self, value: Value) -> set[Variable]:
+        """The Variables whose values before the step one is computed from."""
+        if value not in self._reads:
+            found, seen, stack = set[Variable](), {value}, [value]
+            while stack:
+                node = None if (at := stack.pop()) in self.feeds else self.state.nodes.get(at.node)
+                if node is not None:
+                    found |= {node.attrs["variable"]} if node.op == "tfnb.read" else set()
+                    stack.extend({*node.inputs} - seen)
+                    seen.update(node.inputs)
+            self._reads[value] = found
+        return self._reads[value]
 
     def _spec(self, value: Value) -> Spec:
         return self.graph.contents.by_id[value.node].outputs[value.index]
@@ -410,6 +456,18 @@ def _sized(nodes: Sequence[Node]) -> tuple[Node, ...]:
         return Spec(spec.dtype, tuple(own.get(d.expr, d) if isinstance(d, Dim) else d for d in spec.shape), spec.device)
 
     return tuple(replace(node, outputs=tuple(map(resized, node.outputs))) for node in nodes)
+
+
+def _is_buffer(variable: Variable) -> bool:
+    """Whether it is a module's running statistics, which any task's rows may move."""
+    return variable.held is not None and variable.held.is_buffer()
+
+
+def _is_safe(node: Node) -> bool:
+    """A plain op that goes number by number, and fails for no values."""
+    facts = facts_of(node.op)
+    may_fail = facts.may_fail or (facts.may_fail_on_integers and not node.outputs[0].dtype.is_floating_point)
+    return _is_plain(node) and facts.is_pointwise and not may_fail
 
 
 def _is_plain(node: Node) -> bool:

@@ -84,7 +84,8 @@ class Placement:
 
     ``devices``: of each node's id the places where it runs: TASK, and servers by `server`. ``writes``: shards that the
     step writes, ``changed``: keys of the Variables that it writes. ``task``: the number of the one that the graph asks
-    for, None where any will do. ``apart``: names of Variables that it writes by what is fed, along no gradient.
+    for, None where any will do. ``apart``: names of Variables that it writes by what is fed, along no gradient;
+    ``raced``: of those that a task computes from the value that it read, which another may have changed since.
     """
 
     devices: Mapping[int, tuple[str, ...]]
@@ -94,3 +95,4 @@ class Placement:
     task: int | None = None
     changed: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
+    raced: tuple[str, ...] = ()

@@ -184,8 +184,10 @@ class Steps:
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
         tasks = sum(member.is_there for member in self._engine.places.values())
-        if not is_stepwise and tasks > 1 and placed.placement.apart:
-            warnings.warn(_apart(placed.placement.apart, how), stacklevel=user_level(None))
+        is_joint = how.name == "sync"
+        names = placed.placement.apart if is_joint else placed.placement.raced
+        if names and not is_stepwise and tasks > 1:
+            warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
         steps = (
             self._stepwise(step, placed, source, end, see)
             if is_stepwise
@@ -338,12 +340,13 @@ def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
     return [None if place is None or not values else values[place] for place in places]
 
 
-def _apart(names: Sequence[str], how: Mode) -> str:
-    """What is said where tasks that divide the rows write Variables along no gradient."""
-    is_joint = how.name == "sync"
-    kept = "takes what the first task makes of its rows" if is_joint else "may lose what one of several tasks adds"
+def _apart(names: Sequence[str], how: Mode, is_joint: bool) -> str:
+    """What is said where several tasks write Variables along no gradient."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return (
-        f"the step writes {shown} itself, not along a gradient, and several tasks take steps together: with mode={how} "
-        f"it {kept}. tfnb.run(step, feeds) in a loop gives all rows of a step to one task"
-    )
+    if is_joint:
+        found = f"the step writes {shown} itself, not along a gradient, and several tasks divide its rows"
+        kept = "takes what the first task makes of its rows"
+    else:
+        found = f"each task makes the new value of {shown} of the one that it read"
+        kept = "loses what other tasks write in between; assign_add, or arithmetic number by number, adds on the server"
+    return f"{found}: with mode={how} the step {kept}. tfnb.run(step, feeds) in a loop gives each step to one task"
