@@ -281,10 +281,11 @@ class Loop:
     def _steps(self, given: Given, index: int, compute: Compute) -> tuple[int, _Sent | None]:
         """In the compute thread: one step after the other, for a while and as long as the event loop has no part in it.
 
-        The step that is next, or that was sent and is not applied as far as direct streams tell.
+        The step that is next, or that was sent and is not applied as far as direct streams tell. The first one is taken
+        also where a pause is wanted by now: else a training would never go on between pauses that follow each other.
         """
-        until = time.monotonic() + WHILE
-        while index < given.count and self._is_free(until):
+        first, until = index, time.monotonic() + WHILE
+        while index < given.count and self._may_follow and (index == first or self._is_free(until)):
             if given.first + index > max(self._rounds.values(), default=-1):  # else it is written, without this worker
                 begun = self._begin(given, index, compute)
                 if begun.rows is None:
@@ -301,10 +302,13 @@ class Loop:
         return index, None
 
     def _is_free(self, until: float) -> bool:
-        """Whether the next step can follow at once."""
-        if not self._is_wanted or self._is_pause_wanted or time.monotonic() > until:
-            return False
-        return len({*self._rounds.values()}) <= 1 and not self._too_far
+        """Whether the compute thread is to go on."""
+        return not self._is_pause_wanted and time.monotonic() <= until
+
+    @property
+    def _may_follow(self) -> bool:
+        """Whether the next step can be taken, with values of one round and within the bound."""
+        return self._is_wanted and len({*self._rounds.values()}) <= 1 and not self._too_far
 
     def _applied(self, given: Given, index: int, done: _Computed) -> None:
         """A step is over: for the notebook, where it counts."""
