@@ -57,7 +57,7 @@ def one_by_one(cluster: Cluster, program: Program, data: Any, **options: Any) ->
 
 
 @contextmanager
-def worker_processes(count: int) -> Iterator[Client]:
+def worker_processes(count: int, **options: Any) -> Iterator[Client]:
     """A client of that many, forked from one that has imported what they need: up in seconds."""
     settings = {
         "distributed.deploy.lost-worker-timeout": "24h",  # so long after a death a worker that is starting is closed
@@ -66,8 +66,8 @@ def worker_processes(count: int) -> Iterator[Client]:
     with (
         dask_config.set(settings), _imported("distributed", "tfnb.cluster.tasks.task", "tests.cluster.settled"),
         LocalCluster(
-            n_workers=count, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
-            preload=["tfnb.cluster.tasks.task"], silence_logs=50,
+            n_workers=count, threads_per_worker=1, processes=True, dashboard_address=None,
+            preload=["tfnb.cluster.tasks.task"], silence_logs=50, **{"host": "127.0.0.1", **options},
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):  # fmt: skip

@@ -21,7 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
+
+from tests.cluster.conftest import worker_processes
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 9000
@@ -108,13 +110,10 @@ def far_worker(near: int, *, is_first: bool, path: Path) -> Iterator[tuple[Clien
     worker = None
     try:
         with (
-            LocalCluster(
-                n_workers=near, threads_per_worker=1, host=link.here, dashboard_address=None,
-                silence_logs=50, preload=["tfnb.cluster.tasks.task"],
-            ) as cluster,
-            Client(cluster, set_as_default=False) as client, (path / "far.log").open("w") as log,
-        ):  # fmt: skip
-            address = cluster.scheduler_address
+            worker_processes(near, host=link.here) as client,
+            (path / "far.log").open("w") as log,
+        ):
+            address = client.scheduler.address
             worker = subprocess.Popen(
                 ["ip", "netns", "exec", link.space, *words, "--host", link.there, "--local-directory", path, address],
                 stdout=log, stderr=log,

@@ -15,11 +15,10 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from dask import config as dask_config
-from distributed import Client, LocalCluster
+from distributed import Client
 
 import tfnb
-from tests.cluster.conftest import stop
+from tests.cluster.conftest import stop, worker_processes
 from tests.cluster.test_cuts import Counters
 from tests.quick import quick
 from tfnb.cluster import driver
@@ -188,19 +187,12 @@ def test_c63_row26_a_kernel_that_raises_an_exit_or_ends_its_process_writes_nothi
 @pytest.fixture
 def own():
     """A cluster of three workers, which the test may scale, and its Client."""
-    with (
-        dask_config.set({"distributed.worker.multiprocessing-method": "spawn"}),
-        LocalCluster(
-            n_workers=3, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
-            preload=["tfnb.cluster.tasks.task"], silence_logs=50,
-        ) as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):  # fmt: skip
+    with worker_processes(3) as client:
         yield client
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_c60_workers_that_are_added_in_mid_training_take_part(own, mode):
     c = Counters()
     with tfnb.connect(own, ps=1, timeout=SOON) as cluster:

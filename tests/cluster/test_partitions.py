@@ -50,7 +50,10 @@ def hears_nothing(link: Link) -> None:
     link.cut(comes=True)
 
 
-FAULTS = (Link.cut, says_nothing, hears_nothing, flap, is_bad)
+FAULTS = {
+    False: (Link.cut, says_nothing, flap),
+    True: (Link.cut, hears_nothing, is_bad),
+}  # of links to a task, to a server
 
 
 class Trained:
@@ -85,7 +88,7 @@ class Trained:
 @pytest.mark.parametrize(
     ("fault", "mode", "is_server"),
     [
-        *((fault, SYNC, is_server) for fault in FAULTS for is_server in (False, True)),
+        *((fault, SYNC, is_server) for is_server, faults in FAULTS.items() for fault in faults),
         *((fault, ASYNC, False) for fault in (says_nothing, flap)),
     ],
     ids=lambda given: getattr(given, "__name__", getattr(given, "name", "server" if given else "task")),

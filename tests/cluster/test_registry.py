@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from dask import config as dask_config
-from distributed import Client, LocalCluster
+from distributed import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfnb
+from tests.cluster.conftest import worker_processes
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_lost_scheduler import free_port
 from tests.cluster.test_members import kill, member_of, until
@@ -118,14 +119,13 @@ def test_a_connection_that_fails_leaves_no_entry(dask: Client, connect: Any, mon
 @pytest.mark.slow
 def test_workers_that_come_together_are_all_in_the_registry() -> None:
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None) as workers,
-        Client(workers, set_as_default=False) as client,
+        worker_processes(2) as client,
         tfnb.connect(client, ps=1) as cluster,
     ):
-        workers.scale(5)
+        client.cluster.scale(5)
         until(lambda: len(cluster.tasks) == 4)
         until(lambda: set(entry(client, cluster)["tasks"]) == {*cluster.tasks, *cluster.servers})
-        workers.scale(3)
+        client.cluster.scale(3)
         until(lambda: len(cluster.tasks) == 2)
         until(lambda: set(entry(client, cluster)["tasks"]) == {*cluster.tasks, *cluster.servers})
 
@@ -135,8 +135,8 @@ def test_a_scheduler_that_takes_no_plugins_will_do() -> None:
     c = Counters()
     with (
         dask_config.set({"distributed.scheduler.blocked-handlers": ["register_scheduler_plugin"]}),
-        LocalCluster(n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None) as workers,
-        tfnb.connect(workers, ps=1) as cluster,
+        worker_processes(2) as client,
+        tfnb.connect(client, ps=1) as cluster,
     ):
         assert "keeps no registry" in str(cluster) and cluster._engine.epoch == 1
         old = member_of(cluster, "task:0").info["pid"]

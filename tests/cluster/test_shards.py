@@ -10,11 +10,11 @@ import time
 
 import pytest
 import torch
-from distributed import Client, LocalCluster, Security
+from distributed import Security
 
 import tfnb
 import tfnb.placement.shards as shards_module
-from tests.cluster.conftest import WORKERS, close_to, one_by_one, workers
+from tests.cluster.conftest import WORKERS, close_to, one_by_one, worker_processes, workers
 from tests.cluster.test_core import Add
 from tests.cluster.test_cuts import Counters, served
 from tests.cluster.test_faults import kill, train
@@ -34,13 +34,7 @@ from tfnb.state.store import Store
 @pytest.fixture(scope="module")
 def two():
     """A Dask cluster of two workers: one task, and one server that holds all shards."""
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
-            preload=["tfnb.cluster.tasks.task"], silence_logs=50,
-        ) as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):  # fmt: skip
+    with worker_processes(2) as client:
         yield client
 
 

@@ -16,11 +16,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from dask import config as dask_config
-from distributed import Client, LocalCluster, Security
+from distributed import Security
 
 import tfnb
-from tests.cluster.conftest import epoch, stop, workers
+from tests.cluster.conftest import epoch, stop, worker_processes, workers
 from tests.cluster.test_cuts import Counters
 from tests.quick import quick
 from tfnb.cluster.wire import envelope, streams
@@ -418,14 +417,7 @@ def encrypted():
     """A cluster whose connections need certificates, and its Client."""
     pytest.importorskip("cryptography", reason="Security.temporary() makes certificates with it")
     security = Security.temporary()
-    with (
-        dask_config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
-        LocalCluster(
-            n_workers=3, threads_per_worker=1, host="127.0.0.1", protocol="tls://", security=security,
-            dashboard_address=None, preload=["tfnb.cluster.tasks.task"], silence_logs=50,
-        ) as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):  # fmt: skip
+    with worker_processes(3, protocol="tls://", security=security) as client:
         yield client, security
 
 

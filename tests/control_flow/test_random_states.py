@@ -128,6 +128,6 @@ def test_many_random_functions_with_state_give_what_python_gives() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", (7, 18, 21, *range(PROGRAMS // 100)))  # short ones: long ones compile for minutes
+@pytest.mark.parametrize("seed", (7, 18, *range(PROGRAMS // 100)))  # short ones: long ones compile for minutes
 def test_compiled_random_functions_with_state_give_what_python_gives(seed: int) -> None:
     check(seed, FEEDS[:2], executor="auto", compile="now")
