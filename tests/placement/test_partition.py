@@ -412,3 +412,39 @@ def test_what_is_added_to_a_variable_is_added_on_its_server_and_what_a_task_make
             node.name for node in g.nodes if any(d.startswith("ps") for d in placement.devices.get(node.id, ()))
         }
         assert {"add", "add_1", "clamp"} <= on_servers and not any(name.startswith("mean") for name in on_servers)
+
+
+def test_gradients_of_updates_by_hand_are_averaged():
+    scale, shift = (tfnb.Variable(torch.full((4,), 0.5), name=name) for name in ("scale", "shift"))
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(8, 4), name="x")
+        loss = (torch.exp(-scale.read()) * (x * x).mean(0) + scale.read() + x.mean(0) * shift.read().square()).sum()
+        writes = [
+            v.assign_sub(0.1 * grad)
+            for v, grad in zip((scale, shift), tfnb.gradients(loss, [scale, shift]), strict=True)
+        ]  # fmt: skip
+        train = tfnb.group(*writes)
+    parts = compare(g, [train, loss], [x], [torch.randn(8, 4)], shards=2, workers=2)
+    kinds = {t.variable: t.kind for t in parts.split.placement.transfers}
+    assert kinds == {"scale": "grad", "shift": "grad"} and parts.split.placement.raced == ()
+
+
+def test_what_is_added_to_a_variable_is_sent_where_it_needs_all_of_one_that_lies_in_parts():
+    average, table = (tfnb.Variable(torch.randn(6, 3), name=name) for name in ("average", "table"))
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(5, 6), name="x")
+        loss = (x @ table.read()).square().mean()
+        moved = average.assign(0.9 * average.read() + 0.1 * loss + 0.001 * table.read())
+        train = tfnb.group(moved, tfnb.train.SGD(0.1).minimize(loss))
+    halves = (Piece(0, "a", (0, 3)), Piece(1, "b", (3, 6)))
+    where = {table.key: halves, average.key: (Piece(0, average.key),)}
+    parts = compare(g, [train, loss], [x], [torch.randn(5, 6)], where=where)
+    assert parts.split.why_whole is None and parts.split.placement.raced == ("average",)
+
+
+def test_what_is_added_may_be_made_of_the_value_that_was_read():
+    w = tfnb.Variable(torch.zeros(3), name="w")
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(5, 3), name="x")
+        train = w.assign_add(0.1 * x.T @ (1 - x @ w.read()))
+    assert compare(g, [train], [x], [torch.randn(5, 3)]).split.placement.raced == ()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value, Variable
 from tfnb.graph.contents import unique
@@ -106,7 +107,6 @@ class _Cut:
     task: int | None
     state: State = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
-    _reads: dict[Value, set[Variable]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.state = resolve(self.pruned, set(self.feeds))
@@ -191,19 +191,25 @@ class _Cut:
                 yield variable.name
 
     def _raced(self, transfers: Iterable[Transfer]) -> Iterator[str]:
-        """Variables, no buffers of modules, whose new value a task makes of the one that it read."""
+        """Variables, no buffers of modules, whose new value a task makes of the one that it read.
+
+        Where the server adds what a task made of it to the value now, nothing is lost: so it is with gradients.
+        """
         for variable, value in self.state.final.items():
             shards = {piece.shard for piece in self.homes[variable.key]}
             borders = {t.value for t in transfers if t.shard in shards}
-            stack, seen = [value], set[Value]()
-            while stack and not _is_buffer(variable):
+            stack, seen = [value], {value}
+            while stack:
                 value = stack.pop()
                 if value not in borders:
-                    stack.extend({*self.state.nodes[value.node].inputs} - seen)
-                    seen.update(stack)
-                elif value.node not in self.gradient and variable in self._read(value):
-                    yield variable.name
-                    break
+                    new = {*self.state.nodes[value.node].inputs} - seen
+                    stack.extend(new)
+                    seen |= new
+            own = {v for v in seen - borders if self.state.nodes[v.node].op == "tfnb.read"}
+            is_added = any(self.state.nodes[v.node].attrs["variable"] is variable for v in own)
+            made = any(v.node not in self.gradient and self._hangs_on(v, variable) for v in seen & borders)
+            if made and not is_added and not _is_buffer(variable):
+                yield variable.name
 
     def _placed(self, nodes: Iterable[Node], targets: Mapping[int, Mapping[Variable, Value]]) -> Placement:
         """Where all of it is; ``nodes``: those of the task. Raises Undivided."""
@@ -271,7 +277,8 @@ class _Cut:
 
     def _closure(self, shard: int, targets: Iterable[Value]) -> tuple[set[int], dict[Value, Kind]]:
         """Ids of the nodes that run on the shard, and the values that must be sent to it."""
-        local = self._local(shard) | self._onward(shard)
+        local = self._local(shard)
+        local |= self._onward(shard, local)
         included: set[int] = set()
         kinds: dict[Value, Kind] = {}
         stack: list[tuple[Value, bool]] = [(value, False) for value in targets]
@@ -321,9 +328,13 @@ class _Cut:
                 local.add(node.id)
         return local
 
-    def _onward(self, shard: int) -> set[int]:
-        """Nodes on the way from a Variable that lies whole on the shard to its next value, number by number."""
+    def _onward(self, shard: int, local: set[int]) -> set[int]:
+        """Nodes on the way from a Variable that lies whole on the shard to its next value, number by number.
+
+        No derivative: tasks' parts of it are averaged. None that takes all of what the shard has in part.
+        """
         found: set[int] = set()
+        parts = sum(self._bits[v] for v in self._bits if self.homes[v.key][0].rows is not None)
         for variable, value in self.state.final.items():
             if value.node in self.state.updated or Piece(shard, variable.key) not in self.homes[variable.key]:
                 continue
@@ -331,23 +342,34 @@ class _Cut:
             while stack:
                 value = stack.pop()
                 node = None if value in self.feeds else self.state.nodes.get(value.node)
-                if node is not None and node.id not in found and _is_safe(node) and variable in self._read(value):
+                if node is None or node.id in found or node.id in self.gradient or not _is_safe(node):
+                    continue
+                in_part = any(v.node in local and self._reads.get(v.node, 0) & parts for v in node.inputs)
+                if self._hangs_on(value, variable) and not in_part:
                     found.add(node.id)
                     stack.extend(node.inputs)
         return found
 
-    def _read(self, value: Value) -> set[Variable]:
-        """The Variables whose values before the step one is computed from."""
-        if value not in self._reads:
-            found, seen, stack = set[Variable](), {value}, [value]
-            while stack:
-                node = None if (at := stack.pop()) in self.feeds else self.state.nodes.get(at.node)
-                if node is not None:
-                    found |= {node.attrs["variable"]} if node.op == "tfnb.read" else set()
-                    stack.extend({*node.inputs} - seen)
-                    seen.update(node.inputs)
-            self._reads[value] = found
-        return self._reads[value]
+    def _hangs_on(self, value: Value, variable: Variable) -> bool:
+        """Whether a value is computed from that of a Variable before the step."""
+        return value not in self.feeds and bool(self._reads.get(value.node, 0) & self._bits[variable])
+
+    @cached_property
+    def _bits(self) -> dict[Variable, int]:
+        """A bit for each Variable."""
+        return {variable: 1 << place for place, variable in enumerate(self.pruned.variables)}
+
+    @cached_property
+    def _reads(self) -> dict[int, int]:
+        """By id of a node: the Variables whose values before the step it is computed from, as bits."""
+        found: dict[int, int] = {}
+        for node in self.state.nodes.values():
+            above = self._bits[node.attrs["variable"]] if node.op == "tfnb.read" else 0
+            for value in node.inputs:
+                if value not in self.feeds:
+                    above |= found.get(value.node, 0)
+            found[node.id] = above
+        return found
 
     def _spec(self, value: Value) -> Spec:
         return self.graph.contents.by_id[value.node].outputs[value.index]

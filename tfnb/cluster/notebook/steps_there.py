@@ -186,7 +186,7 @@ class Steps:
         tasks = sum(member.is_there for member in self._engine.places.values())
         is_joint = how.name == "sync"
         names = placed.placement.apart if is_joint else placed.placement.raced
-        if names and not is_stepwise and tasks > 1:
+        if names and not is_stepwise and tasks > 1 and placed.placement.task is None:
             warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
         steps = (
             self._stepwise(step, placed, source, end, see)
@@ -348,5 +348,5 @@ def _apart(names: Sequence[str], how: Mode, is_joint: bool) -> str:
         kept = "takes what the first task makes of its rows"
     else:
         found = f"each task makes the new value of {shown} of the one that it read"
-        kept = "loses what other tasks write in between; assign_add, or arithmetic number by number, adds on the server"
+        kept = "loses what other tasks write in between; what assign_add adds to a Variable on one server is not lost"
     return f"{found}: with mode={how} the step {kept}. tfnb.run(step, feeds) in a loop gives each step to one task"
