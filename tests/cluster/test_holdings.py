@@ -13,9 +13,11 @@ from torch import nn
 import tfnb
 from tests.cluster.conftest import stats
 from tests.recording.test_cells import Notebook
+from tfnb.cluster.notebook import steps_there
 from tfnb.cluster.notebook.holdings import Holdings, Print
 from tfnb.errors import FailedPrecondition
 from tfnb.graph import Variable, lazy_memory
+from tfnb.placement.partition import split
 
 CELL = """
 import torch.nn as nn
@@ -61,6 +63,32 @@ def test_a_cell_recorded_again_leaves_no_variables(connect, optimizer):
 def _cached(dask_worker):
     """How many values the compute task of a worker keeps."""
     return max([len(actor.task.cache) for actor in dask_worker.state.actors.values()], default=0)
+
+
+def test_variables_go_where_their_step_was_cut_to_find_them_whatever_is_collected_meanwhile(connect, monkeypatch):
+    """The collector runs at any instant: the servers hold less when Variables move than when the step was cut."""
+    connect(2)
+    garbage = [tfnb.Variable(torch.zeros(1000), name="large")]
+    with tfnb.record():
+        added = garbage[0].assign_add(torch.ones(1000))
+    tfnb.run(added)
+    large = weakref.ref(garbage[0])
+    garbage += [garbage, added]
+    del garbage, added
+
+    def collected(*args, **options):
+        assert large() is not None
+        cut = split(*args, **options)
+        gc.collect()
+        assert large() is None
+        return cut
+
+    small = [tfnb.Variable(torch.zeros(3), name=f"small{i}") for i in range(5)]
+    with tfnb.record():
+        train = tfnb.group(*(v.assign_add(torch.ones(3)) for v in small))
+    monkeypatch.setattr(steps_there, "split", collected)
+    tfnb.run(train)
+    assert all(v.value().tolist() == [1.0] * 3 for v in small)
 
 
 def test_a_variable_that_is_dropped_frees_its_storage_and_its_name(connect):

@@ -87,7 +87,8 @@ class Holdings:
 
     def adopt(self, variable: Variable, pieces: tuple[Piece, ...]) -> None:
         """It lives there now, with the value that it has here."""
-        self.homes[variable.key], self._variables[variable.key] = pieces, variable
+        self._variables[variable.key] = variable  # first: another thread may look for those that are `gone`
+        self.homes[variable.key] = pieces
         self.same(variable)
 
     def same(self, variable: Variable) -> None:
@@ -104,7 +105,7 @@ class Holdings:
         """Keys by shard of Variables that nobody can reach; they count as dropped from here on."""
         found: dict[int, list[str]] = {}
         if len(self.homes) != len(self._variables):
-            for key in [key for key in self.homes if key not in self._variables]:
+            for key in [key for key in list(self.homes) if key not in self._variables]:
                 for piece in self.homes.pop(key):
                     found.setdefault(piece.shard, []).append(piece.key)
                 self._prints.pop(key, None)

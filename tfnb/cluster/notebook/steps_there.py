@@ -315,16 +315,17 @@ class Steps:
         """The plans of a step, with its variables on the servers."""
         with self.placing:
             self._variables.drop_gone()
-            key = id(step), parallel, check, compile
+            key, strays = (id(step), parallel, check, compile), self._variables.strays(step)
             known = self._placed.get(key)
-            if known is None or known[0]() is not step:
+            if known is None or known[0]() is not step or strays:
                 task = task_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
-                cut = split(step, self._variables.homes_of(step), parallel=parallel, task=task)
+                homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
+                cut = split(step, homes, parallel=parallel, task=task)
                 known = (weakref.ref(step), place(cut, check=check, compile=compile))
+                self._variables.adopt(strays, homes)
                 self._placed[key] = known
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
-            self._variables.adopt(step)
             return known[1]
 
     def _show(self) -> None:

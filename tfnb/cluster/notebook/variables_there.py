@@ -50,15 +50,17 @@ class VariablesThere:
         held = self.held.homes
         return {**held, **pack(together(step.graph), held, self.held.loads(len(self.engine.shards)), step.whole)}
 
-    def adopt(self, step: StepGraph) -> None:
-        """Move variables that are still at home to their servers, with their current values."""
-        strays = [v for v in step.variables if v not in self.held]
-        if not strays:
-            return
+    def strays(self, step: StepGraph) -> list[Variable]:
+        """The variables of a step that are still at home."""
+        return [variable for variable in step.variables if variable not in self.held]
+
+    def adopt(self, strays: Sequence[Variable], homes: Homes) -> None:
+        """Move variables to their servers, with their current values."""
         for variable in strays:
             if variable.home is not None:
                 raise FailedPrecondition(f"variable {variable.name} lives on {variable.home}; close that cluster first")
-        self.do("moving variables to the servers", None, self._move, strays, self.homes_of(step))
+        if strays:
+            self.do("moving variables to the servers", None, self._move, strays, homes)
 
     async def _move(self, variables: Sequence[Variable], homes: Homes) -> None:
         """All of them, or none: what was made is dropped again where another one finds no room."""
