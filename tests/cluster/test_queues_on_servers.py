@@ -302,3 +302,21 @@ def test_the_end_of_a_queue_whose_runner_failed_has_that_as_its_cause(connect, i
     assert "positive" in str(end.value.__cause__)
     with pytest.raises(InvalidArgument, match="positive"):
         runner.coordinator.join()
+
+
+def test_a_look_at_a_queue_that_goes_home_meanwhile_sees_what_it_holds(connect, monkeypatch) -> None:
+    cluster, queue = connect(2), fifo("looked at")
+    queue.enqueue_many(torch.arange(3.0))
+    machine: Any = queue.machine
+    ask = machine.channel.ask
+
+    async def after_it_left(method: str, *asked: Any) -> Any:
+        while method == "first" and machine.heir is None:
+            await asyncio.sleep(0.2)  # by then the server has dropped it
+        return await ask(method, *asked)
+
+    monkeypatch.setattr(machine.channel, "ask", after_it_left)
+    thread, seen = in_thread(lambda: [float(element[0]) for element in machine.first(9)])
+    cluster.close()
+    thread.join(30)
+    assert seen == [[0.0, 1.0, 2.0]]

@@ -258,10 +258,14 @@ class RemoteQueue:
 
     def first(self, count: int = 1) -> list[Element]:
         """Up to so many elements that come next; they stay."""
-        if self.heir is not None:
-            return self.heir.first(count)
-        answer = self._now(self.channel.ask("first", {"key": self.key, "count": count}, ()))
-        return unpacked(answer.meta, answer.tensors)
+        if self.heir is None:
+            try:
+                answer = self._now(self.channel.ask("first", {"key": self.key, "count": count}, ()))
+                return unpacked(answer.meta, answer.tensors)
+            except TfnbError:
+                if self.heir is None:  # else it has gone home meanwhile
+                    raise
+        return self.heir.first(count)
 
     def _now(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.channel.loop).result(CONFIRM)
