@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,9 +39,13 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("long" if os.environ.get("TFNB_FUZZ") else "short")
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C works, also where the parent ignores it (nohup, some CI); processes side by side share the cores."""
     gc.disable()  # what is imported stays
+    if counts := getattr(getattr(config, "failures_db", None), "sock", None):
+        # pytest-rerunfailures: else a short test waits for TCP, up to 40 ms
+        counts.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start inherit no "ignored"
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
