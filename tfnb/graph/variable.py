@@ -432,7 +432,7 @@ class Variable:
         return self._write("assign", value)
 
     def assign_add(self, value: Any) -> torch.Tensor:
-        """Add ``value``; returns the value after the write. In steps on a cluster its server adds."""
+        """Add ``value``; returns the value after the write. On a cluster a step adds there, if it lies whole."""
         return self._write("assign_add", value)
 
     def assign_sub(self, value: Any) -> torch.Tensor:

@@ -8,8 +8,9 @@ Between data-parallel workers, border values of kind ``grad`` are averaged. A ro
 ``tfnb.slices``) goes to the server as such, and the workers' entries are put behind each other: values of kind ``rows``
 weighted as an average is, and ``entries``, such as their row numbers, as they are. The border of a gradient lies where
 the recorded derivative ends (tag ``gradient``): what the user computes from gradients, such as clipping, runs on the
-server, on the average, as it would on one machine. Other values are the first worker's. What adds to a Variable, or
-changes it number by number in another way, runs on its server, too: no task's part is lost, whichever comes first.
+server, on the average, as it would on one machine. Other values are the first worker's. What adds to a
+Variable that lies whole on a server, or changes it number by number in another way, runs there, too: of no task is that
+part lost, whichever comes first.
 
 What a fetch may need from after the update decides how a step runs: see `Split`.
 """
