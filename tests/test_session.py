@@ -116,7 +116,8 @@ def test_names_that_may_be_meant_are_of_the_users_lines() -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.ones(2, 3), name="x")
         loss = layer(x).sum()
-        tfnb.train.Adam(0.1).minimize(loss)
+        step = tfnb.train.Adam(0.1).minimize(loss)
+    assert step.name == "step"
     with pytest.raises(FeedError, match=r"fetch one of: x, loss$"):
         tfnb.Session(graph).run(torch.ones(3), {x: torch.ones(2, 3)})
 

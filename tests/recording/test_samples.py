@@ -66,10 +66,10 @@ def test_a_step_is_recorded_without_its_values() -> None:
     model, x, y = network()
     with tfnb.record() as g:
         loss = F.cross_entropy(model(tfnb.placeholder(x)), tfnb.placeholder(y))
-        tfnb.train.Adam(1e-3).minimize(loss)
+        step = tfnb.train.Adam(1e-3).minimize(loss)
     kept = workspace(g).samples
     steps = [n for n in g.nodes if n.tags & {"gradient", "update"}]
-    assert len(steps) > 10
+    assert len(steps) > 10 and step.node in g.nodes
     assert [n.name for n in steps if kept.known(n.value()) is not None] == []
     assert torch.equal(loss.sample, F.cross_entropy(model(x), y))
 

@@ -193,6 +193,13 @@ RULES = (
             f"waits for node id {next(i for i in node.control if i not in facts.position)}, which is not in the graph"
         ),
     ),
+    Rule(
+        "effects exist",
+        lambda node, place, facts: not node.effects or all(i in facts.position for i in node.effects),
+        lambda node, place, facts: (
+            f"also runs node id {next(i for i in node.effects if i not in facts.position)}, which is not in the graph"
+        ),
+    ),
     Rule("inputs come earlier", _earlier, _later),
     Rule("attrs name every input", _refs_match, _bad_refs),
     Rule(

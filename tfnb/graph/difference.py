@@ -6,7 +6,7 @@ Nodes belong together that have the same id, as before and after a pass, or else
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +108,12 @@ class _Alike:
             return True
         facts = [(node.op, node.outputs, node.device, IN_PLACE in node.tags, node.attrs.keys()) for node in (a, b)]
         inputs = tuple(self._now(value) for value in a.inputs) == b.inputs
-        control = tuple(self._same.get(i, i) for i in a.control) == b.control
+        control = self._ids(a.control) == b.control and self._ids(a.effects) == b.effects
         return facts[0] == facts[1] and inputs and control and all(self._leaf(a.attrs[k], b.attrs[k]) for k in a.attrs)
+
+    def _ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Ids before, as those of the nodes after that are the same."""
+        return tuple(self._same.get(i, i) for i in ids)
 
     def _now(self, value: Value) -> Value:
         return Value(self._same.get(value.node, value.node), value.index)

@@ -60,7 +60,9 @@ class Node:
 
     ``op`` is torch's qualified name (``aten.mm.default``) or one of ours (``tfnb.read``). ``inputs`` are the
     tensor inputs, flat and in order; ``outputs`` one Spec per output. ``control`` names nodes that run first
-    and are pulled into a step with this one. ``stream`` is the index among the random nodes of the owner.
+    and are pulled into a step with this one. ``effects`` names nodes that a run of this one does as well, each at its
+    own place in program order, so that they may stand behind it; they are no inputs. ``stream`` is the index among the
+    random nodes of the owner.
     """
 
     id: int
@@ -70,6 +72,7 @@ class Node:
     outputs: tuple[Spec, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
     control: tuple[int, ...] = ()
+    effects: tuple[int, ...] = ()
     scope: tuple[str, ...] = ()
     source: Source | None = None
     owner: Owner | None = None

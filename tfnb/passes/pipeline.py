@@ -15,7 +15,7 @@ from tfnb.passes.memory_format import Layout, channels_last
 from tfnb.passes.merge import merge
 from tfnb.passes.narrow import narrow
 from tfnb.passes.order import order, split
-from tfnb.passes.prune import StepGraph, prune, step_graph
+from tfnb.passes.prune import StepGraph, groups_of, prune, step_graph
 from tfnb.passes.rewrite import Pass
 from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
@@ -106,6 +106,7 @@ def optimized(step: StepGraph, last: Sequence[Pass] = ONCE) -> Graph:
 def stages(step: StepGraph, last: Sequence[Pass] = ONCE) -> Iterator[tuple[str, Graph]]:
     """Each pass that changed something and the graph after it; `prune` then drops what nobody needs any more."""
     whole, graph, fetches, feeds = step.whole, step.graph, step.fetches, step.feeds
+    groups = groups_of(graph)
     yield "prune", graph
     for _ in range(ROUNDS):
         before, seen = graph.nodes, with_fed(graph, whole, feeds)
@@ -114,7 +115,7 @@ def stages(step: StepGraph, last: Sequence[Pass] = ONCE) -> Iterator[tuple[str, 
             if after is not seen:
                 yield run.__name__, after
             seen = after
-        graph = prune(seen, fetches, feeds)
+        graph = prune(seen, fetches, feeds, groups)
         if graph.nodes == before:
             break
         yield "prune", graph
@@ -123,7 +124,7 @@ def stages(step: StepGraph, last: Sequence[Pass] = ONCE) -> Iterator[tuple[str, 
         chosen = run(seen, fetches, feeds)
         if chosen is not seen:  # otherwise the next pass finds its consumers there
             yield run.__name__, chosen
-            graph = prune(chosen, fetches, feeds)
+            graph = prune(chosen, fetches, feeds, groups)
             yield "prune", graph
             seen = with_fed(graph, whole, feeds)
 

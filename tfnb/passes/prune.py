@@ -38,21 +38,30 @@ class StepGraph:
         )  # fmt: skip
 
 
+def groups_of(graph: Graph) -> list[int]:
+    """Ids of the groups of a pruned graph: a pass may do without the node for whose effects one of them is there.
+
+    >>> groups_of(Graph())
+    []
+    """
+    return [node.id for node in graph.nodes if node.op == "tfnb.group"]
+
+
 def step_graph(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> StepGraph:
     """Prune a graph once, for all that will be done with the result."""
     fetches, feeds = tuple(fetches), tuple(feeds)
     return StepGraph(graph, prune(graph, fetches, feeds), fetches, feeds)
 
 
-def prune(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Graph:
+def prune(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], groups: Iterable[int] = ()) -> Graph:
     """The part of ``graph`` that computes ``fetches`` when ``feeds`` are given.
 
     Fed values stand as placeholders of their own ids. A symbol that a kept node needs and no fed value shows keeps the
-    node that binds it.
+    node that binds it. groups: ids of nodes that run in any case.
     """
     contents = graph.contents
     fed = dict.fromkeys(feeds)
-    needed = _reach(contents, (f for f in fetches if f not in fed), fed)
+    needed = _reach(contents, [*(f for f in fetches if f not in fed), *map(Value, groups)], fed)
     bound = feed_symbols(contents, fed)
     while True:
         missing = {s for node in contents.nodes if node.id in needed for s in node.symbols if s not in bound}
@@ -66,7 +75,7 @@ def prune(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Gra
 
 
 def _reach(contents: Contents, roots: Iterable[Value], fed: dict[Value, None]) -> set[int]:
-    """Ids of nodes reached backwards over data and control edges, stopping at fed values."""
+    """Ids of nodes reached backwards over data and control edges, and as effects, stopping at fed values."""
     needed: set[int] = set()
     stack = [root.node for root in roots]
     by_id = contents.by_id
@@ -79,6 +88,7 @@ def _reach(contents: Contents, roots: Iterable[Value], fed: dict[Value, None]) -
         inputs = node.inputs if node.op != WITH_GRADIENT else _run(node).inputs
         stack.extend([v.node for v in inputs if v.node not in needed and v not in fed])
         stack.extend(node.control)
+        stack.extend(node.effects)
     return needed
 
 

@@ -6,7 +6,16 @@ place, `subgraphs` loops and branches. `ops` has facts about operators. `api` is
 `print_and_assert` is done in every run. `torch_patches` is what changes in torch meanwhile.
 """
 
-from tfnb.recording.api import constant, control_dependencies, device, group, name_scope, placeholder, unordered
+from tfnb.recording.api import (
+    constant,
+    control_dependencies,
+    device,
+    effects,
+    group,
+    name_scope,
+    placeholder,
+    unordered,
+)
 from tfnb.recording.cells.block import forget, graph, graphs, record, record_cell, reopen
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.overrides import (  # noqa: F401  they fill the table of overrides
@@ -30,7 +39,7 @@ from tfnb.recording.values.tensor import Operation, Tensor
 from tfnb.recording.values.variables import variable
 
 __all__ = [
-    "Operation", "Recorder", "Tensor", "assert_", "constant", "control_dependencies", "device", "forget", "graph",
-    "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record", "record_cell", "reopen",
+    "Operation", "Recorder", "Tensor", "assert_", "constant", "control_dependencies", "device", "effects", "forget",
+    "graph", "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record", "record_cell", "reopen",
     "unordered", "variable",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
+from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
 from tfnb.graph import Node, Spec, Value, Variable, current
 from tfnb.graph.device_request import parse
 from tfnb.graph.ops import LOCKING, UNORDERED
@@ -254,6 +254,31 @@ def group(*fetches: Any, name: str | None = None) -> Operation:
     """
     recorder = _recorder("group")
     return recorder.group(tuple(value_in(f, recorder) for f in fetches), name)
+
+
+def effects(*, name: str | None = None) -> Operation:
+    """An Operation that does what the block does when it runs eagerly: all its writes and steps, in order, once.
+
+    It runs also the writes and steps that are recorded below this call. Raises FailedPrecondition outside of a
+    recording, Unsupported inside of a staged branch or loop.
+
+    >>> import torch, tfnb
+    >>> seen = torch.nn.BatchNorm1d(3, affine=False)
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.ones(4, 3))
+    ...     y = seen(x)
+    ...     everything = tfnb.effects()
+    >>> tfnb.run(everything, {x: torch.ones(2, 3)}), int(seen.num_batches_tracked)
+    (None, 1)
+    """
+    recorder = _recorder("effects")
+    if recorder.inside:
+        raise Unsupported(
+            f"tfnb.effects() runs what a whole block does: call it outside of branches and loops{recorder.tape.at()}"
+        )
+    made = recorder.group((), name)
+    recorder.tape.everything.append(made.value.node)
+    return made
 
 
 def value_in(item: Any, recorder: Recorder) -> Value:

@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.gradients import IndexedSlices, gradients
-from tfnb.graph import Graph, Node, Value, Variable, current
+from tfnb.graph import Graph, Value, Variable, current
+from tfnb.graph.ops import STEP
 from tfnb.recording import Operation, Recorder, Tensor, reopen, variable
+from tfnb.recording.cells.statements import outermost
 
 Rate = float | torch.Tensor
 Pair = tuple[Any, Any]  # (gradient or None, Variable or Parameter)
@@ -101,7 +103,7 @@ class Optimizer:
         """
         return self._applied(pairs, ())
 
-    def _applied(self, pairs: Iterable[Pair], buffers: Iterable[Value]) -> Operation:
+    def _applied(self, pairs: Iterable[Pair], buffers: Iterable[int]) -> Operation:
         named = [(grad, variable(target)) for grad, target in pairs]
         todo = [(grad, target) for grad, target in named if grad is not None]
         _check_pairs(todo, len(named))
@@ -110,7 +112,7 @@ class Optimizer:
             rate = self._recorded_rate(recorder)
             new = [value for group in groups for value in self._record(recorder, group, rate)]
             new += self._counted(recorder)
-            step = recorder.group((*(t.value for t in new), *buffers))
+            step = recorder.group(tuple(t.value for t in new), tags=frozenset({STEP}), effects=tuple(buffers))
             recorder.rename(step.value.node, self._label)  # until a Python name is assigned
             return step
 
@@ -233,11 +235,11 @@ def _value(owner: Variable) -> torch.Tensor:
     return torch.zeros(owner.shape, dtype=owner.dtype, device=owner.spec.device)
 
 
-def buffer_writes(recorder: Recorder, roots: Iterable[Value]) -> list[Value]:
-    """Writes of buffers recorded by the modules whose outermost call stands on the way to ``roots``.
+def buffer_writes(recorder: Recorder, roots: Iterable[Value]) -> list[int]:
+    """Ids of the writes of buffers by the modules whose outermost call stands on the way to ``roots``.
 
     Whatever a forward writes belongs to its call: a counter before it calls another module, statistics of what goes
-    into no loss. What is written outside of all modules belongs to every loss of the same cell.
+    into no loss.
     """
     writes = [node for node in recorder.nodes if node.op == "tfnb.assign" and "buffer" in node.tags]
     if not writes:
@@ -247,14 +249,10 @@ def buffer_writes(recorder: Recorder, roots: Iterable[Value]) -> list[Value]:
     seen = set(stack)
     while stack:
         node = recorder.node(stack.pop())
-        calls.update({(node.owner, ()), (node.owner, _outermost(node))})
+        calls.add((node.owner, outermost(node)))
         stack.extend({v.node for v in node.inputs} - seen)
         seen.update(v.node for v in node.inputs)
-    return [Value(node.id) for node in writes if (node.owner, _outermost(node)) in calls]
-
-
-def _outermost(node: Node) -> tuple[str, ...]:
-    return node.scope[:-1][:1]
+    return [node.id for node in writes if outermost(node) and (node.owner, outermost(node)) in calls]
 
 
 def _graph_of(pairs: Sequence[Pair]) -> Graph:

@@ -199,6 +199,6 @@ def union(difference: Difference) -> Graph:
         inputs = tuple(Value(difference.same.get(v.node, v.node), v.index) for v in node.inputs)
         place[node.id] = last = max([last, *(place[v.node] for v in inputs if v.node in place)])
         control = tuple(difference.same.get(i, i) for i in node.control)
-        gone.append(replace(node, name=names.fresh(node.name), inputs=inputs, control=control))
+        gone.append(replace(node, name=names.fresh(node.name), inputs=inputs, control=control, effects=()))
     nodes = sorted([*after.nodes, *gone], key=lambda node: (place[node.id], node.id not in after.by_id))
     return Graph(difference.name, Contents(tuple(nodes), after.guards))

@@ -64,19 +64,26 @@ class Wiring:
         for node in self.contents.nodes:
             data = [Link(v.node, node.id, v, self._is_quiet(v, node)) for v in dict.fromkeys(node.inputs)]
             order = [Link(producer, node.id, None, False) for producer in node.control]
+            order += [self._effect(i, node.id) for i in node.effects]
             for link in data + order:
                 if link.producer in self.where and link.consumer in self.where:
                     found.setdefault(link.producer, []).append(link)
                     found.setdefault(link.consumer, []).append(link)
         return found
 
+    def _effect(self, effect: int, step: int) -> Link:
+        """From a statement to the step that runs it, or back where it stands below that. Statistics of modules are
+        quiet: with counters of batch norm as edges no network would be a chain."""
+        place = self.contents.position
+        quiet = "buffer" in self.contents.by_id[effect].tags
+        return Link(min(effect, step, key=place.__getitem__), max(effect, step, key=place.__getitem__), None, quiet)
+
     def _is_quiet(self, value: Value, user: Node) -> bool:
-        """Values that a gradient takes from the forward pass, variables and constants used again far away, and what a
-        step runs beside its updates: with counters of batch norm as edges no network would be a chain."""
+        """Values that a gradient takes from the forward pass, and variables and constants used again far away."""
         producer = self.contents.by_id.get(value.node)
         if producer is None or user.id not in self.where:
             return False
-        if user.op == "tfnb.group" and "buffer" in producer.tags:
+        if "buffer" in user.tags and user.op == "tfnb.group":
             return True
         if "gradient" in user.tags and user.forward is not None and "gradient" not in producer.tags:
             return True

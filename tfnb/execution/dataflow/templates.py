@@ -230,7 +230,7 @@ class Planner:
             inputs = [value(self.real(p), self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
             for spec, port in op.sizes:
                 value(self.real(port), spec)
-            after += [port for port in op.after if port.op not in members]
+            after += [port for port in op.after if self.real(port).op not in members]
             nodes.append(replace(node, inputs=tuple(inputs), control=tuple(i for i in node.control if i in ids)))
         ends = [port for port in taken if self._is_end(port)]
         outs = [port for port in taken if port not in ends]

@@ -143,7 +143,8 @@ DOCUMENT = frozenset({
     "format", "version", "name", "seed", "constants", "variables", "sources", "owners", "guards", "aliases", "nodes",
 })  # fmt: skip
 NODE = frozenset({
-    "name", "op", "in", "out", "attrs", "control", "scope", "source", "owner", "device", "tags", "stream", "forward",
+    "name", "op", "in", "out", "attrs", "control", "effects", "scope", "source", "owner", "device", "tags", "stream",
+    "forward",
 })  # fmt: skip
 SPEC = frozenset({"dtype", "shape", "device"})
 RECURSION = frozenset({"id", "name", "limit", "body"})
@@ -356,6 +357,7 @@ class _Reader:
             outputs=tuple(self.spec(s, f"{path}.out[{i}]") for i, s in enumerate(field(record, "out", list, path, []))),
             attrs=self.attrs(field(record, "attrs", dict, path, {}), f"{path}.attrs"),
             control=tuple(self.place(p, f"{path}.control") for p in field(record, "control", list, path, [])),
+            effects=tuple(self.place(p, f"{path}.effects") for p in field(record, "effects", list, path, [])),
             scope=tuple(_strings(record, "scope", path)),
             source=self.entry(record, "source", self.sources, path),
             owner=self.entry(record, "owner", self.owners, path),

@@ -94,6 +94,7 @@ class Writer:
             "out": [spec_json(spec) for spec in node.outputs],
             "attrs": {key: self.leaf(node, key, value) for key, value in node.attrs.items()},
             "control": [self.position[i] for i in node.control],
+            "effects": [self.position[i] for i in node.effects],
             "scope": list(node.scope),
             "source": self.source(node.source),
             "owner": self.owner(node.owner),

@@ -158,10 +158,11 @@ class _Writer:
         named = [self.argument(node, key, value) for key, value in node.attrs.items()]
         arguments = ", ".join(named if node.attrs else map(self.value, node.inputs))
         after = f" after {', '.join(self.names[i] for i in node.control)}" if node.control else ""
+        also = f" with {', '.join(self.names[i] for i in node.effects)}" if node.effects else ""
         device = f" @{one_line(node.device)}" if node.device else ""
         specs = f"   {_specs(node)}" if node.outputs else ""
         where = f" {IN_PLACE}" if IN_PLACE in node.tags else ""
-        return f"{result}{one_line(node.op).removesuffix('.default')}({arguments}){where}{after}{device}{specs}"
+        return f"{result}{one_line(node.op).removesuffix('.default')}({arguments}){where}{after}{also}{device}{specs}"
 
     def argument(self, node: Node, key: str, value: Any) -> str:
         """Tensors and variables by themselves, other arguments as ``key=value``."""

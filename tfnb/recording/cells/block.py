@@ -26,10 +26,12 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
 from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
+from tfnb.recording.cells.statements import Note, attached
 from tfnb.recording.dispatch.function_mode import Functions
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
+from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.overrides.rng_state import own_streams
 from tfnb.recording.torch_patches import surroundings
@@ -137,7 +139,7 @@ def record_cell(
     key = f"{owner}+{new_id()}" if append else owner
     with _opened(
         target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=True,
-        failed=failed,
+        failed=failed, is_cell=True,
     ):  # fmt: skip
         yield target
 
@@ -184,9 +186,12 @@ def _owner(graph: Graph, key: str) -> Owner:
 @contextmanager
 def _opened(
     graph: Graph, owner: Owner, where: Where, names: Callable[[], Mapping[str, Any]], stop: FrameType, device: Any,
-    lazy: bool, *, append: bool, listed: bool = False, failed: Failed | None = None,
+    lazy: bool, *, append: bool, listed: bool = False, failed: Failed | None = None, is_cell: bool = False,
 ) -> Iterator[Recorder]:  # fmt: skip
-    """An open recording, and its commit. listed: the graph takes its name. failed: see `record_cell`."""
+    """An open recording, and its commit. listed: the graph takes its name. failed: see `record_cell`.
+
+    is_cell: the notebook shows the notes; elsewhere those of what no run does are warnings.
+    """
     __tracebackhide__ = True
     _check_device(device)
     with at_user_lines():
@@ -200,7 +205,7 @@ def _opened(
                 yield recorder
                 recorder.settle()
             with uncollected():
-                _commit(recorder, before, names(), raise_held, append=append)
+                lost = _commit(recorder, before, names(), raise_held, append=append)
         except BaseException as error:
             recorder.leave()
             _in_letters(recorder, error)
@@ -213,6 +218,8 @@ def _opened(
             with _lock:
                 _graphs.pop(graph.name, None)
                 _graphs[graph.name] = graph
+        for note in () if is_cell else lost:
+            warnings.warn(str(note), stacklevel=user_level(None))
 
 
 def _in_letters(recorder: Recorder, error: BaseException) -> None:
@@ -266,8 +273,11 @@ def _pushed(recorder: Recorder) -> Iterator[None]:
 
 def _commit(
     recorder: Recorder, before: Contents, names: Mapping[str, Any], ready: Callable[[], None], *, append: bool
-) -> None:  # fmt: skip
-    """Turn what was recorded into the graph's new contents. ready: the last that may raise."""
+) -> list[Note]:  # fmt: skip
+    """Turn what was recorded into the graph's new contents; notes of statements and steps that no run does.
+
+    ready: the last that may raise.
+    """
     aliases, assigned = _assigned_names(recorder, names)
     held = (*recorder.live, *recorder.space.live)
     live = {t.shown.value.node for t in held} | {v.node for v in aliases.values()}
@@ -276,6 +286,9 @@ def _commit(
     sizes = _unified(recorder)
     if sizes:
         nodes = [substitute(node, sizes) for node in nodes]
+    held_ids = live | {operation.value.node for operation in recorder.operations}
+    nodes, lost = attached(recorder.tape.kept, nodes, held_ids, recorder.tape.everything, recorder.tape.calls)
+    recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)
     space = recorder.space
     change = replaced(
@@ -296,6 +309,7 @@ def _commit(
     recorder.outside.remember()
     space.renew(change.relinked)
     space.samples.settle(live)
+    return lost
 
 
 def _attempted(recorder: Recorder, error: Exception) -> tuple[Graph, Node | None]:

@@ -162,6 +162,7 @@ def _possible(before: list[Node], after: list[Node], gone: dict[int, str], old: 
             continue
         bound.update(s for spec in node.outputs for s in spec.symbols if s not in node.symbols)
         missing = next((i for i in (*(v.node for v in node.inputs), *node.control) if i not in available), None)
+        missing = next((i for i in node.effects if i in gone), missing)
         if missing is not None:
             gone[node.id] = (
                 gone[missing] if old.by_id[missing].owner == node.owner else _missing_text(node, old, missing)
@@ -172,6 +173,8 @@ def _possible(before: list[Node], after: list[Node], gone: dict[int, str], old: 
         else:
             available.add(node.id)
             kept.append(node)
+    if any(i in gone for node in kept for i in node.effects):  # effects may stand behind their node
+        return _possible(before, kept, gone, old)
     return kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch.nn.modules import module as nn_module
 
 from tfnb.errors import Unsupported
 from tfnb.graph import current
+from tfnb.graph.graph import new_id
 from tfnb.recording.marks.while_recording import Shared
 from tfnb.recording.values.recording import Recording, open_recording
 from tfnb.recording.writes.in_place_calls import rebind
@@ -20,6 +22,8 @@ def _before(module: torch.nn.Module, args: Any) -> None:
     recording = open_recording()
     if recording is not None:
         _refuse_backward_hooks(module, recording)
+        if recording.scopes.module is None:
+            recording.tape.calls.append(range(new_id(), sys.maxsize))
         recording.scopes.enter(module)
 
 
@@ -27,6 +31,9 @@ def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
     recording = open_recording()
     if recording is not None:
         _put_back(module, recording.scopes.exit(module), recording)
+        calls = recording.tape.calls
+        if recording.scopes.module is None and calls:
+            calls[-1] = range(calls[-1].start, new_id())
 
 
 @contextmanager

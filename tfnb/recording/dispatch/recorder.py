@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import sympy
 import torch
@@ -27,7 +28,7 @@ from tfnb.graph.op_facts import Op, facts, op_name
 from tfnb.graph.variable import updated
 from tfnb.recording.dispatch.recorded_call import record_call
 from tfnb.recording.marks.held_interrupts import raise_held
-from tfnb.recording.marks.notes import asked_in, fixed_batches, warn_of_branch, warn_of_written, written_by_hand
+from tfnb.recording.marks.notes import asked_in, fixed_batches, warn_of_branch, warn_of_written
 from tfnb.recording.marks.scopes import Scopes, clean
 from tfnb.recording.overrides import higher_order
 from tfnb.recording.overrides.constructors import constructing, fixed
@@ -47,6 +48,7 @@ aten = torch.ops.aten
 _STATE = (torch.nn.Parameter, torch.nn.Buffer)
 _ANSWERS, _OPS = OVERRIDES[Stage.ANSWER], OVERRIDES[Stage.OP]
 _COMPUTED_BY_RUNS = frozenset({"gradient", "update"})
+_STATEMENT = frozenset({ops.STATEMENT})
 
 
 class Recorder(TorchDispatchMode):
@@ -72,6 +74,7 @@ class Recorder(TorchDispatchMode):
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
         self._elsewhere = WeakIdKeyDictionary()  # views of variables that other recordings made: what they look at
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
+        self.operations: WeakSet[Operation] = WeakSet()  # every Operation that somebody still holds
         self.outside = Outside(self)
         self._warned: set[Any] = set()
         self.stop = stop
@@ -107,9 +110,7 @@ class Recorder(TorchDispatchMode):
             is_old = tensor._seen != base.version and not base.entry.lost
             if is_old and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
-        grouped = {v.node for node in self.new if node.op == "tfnb.group" for v in node.inputs}
-        left = {v: at for v, at in self.tape.by_hand.items() if self._read_base(v).entry.value.node not in grouped}
-        self.tape.notes += [*fixed_batches(self.tape.fixed), *written_by_hand(left)]
+        self.tape.notes += fixed_batches(self.tape.fixed)
         warn_of_written(self.tape.asked, self.new)
 
     def leave(self) -> None:
@@ -168,7 +169,7 @@ class Recorder(TorchDispatchMode):
                 fake = self.space.shapes.like(var.storage)
             value = self.tape.append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
             base = Base(Entry(value, fake, sample), variable=var)
-            base.written = lambda entry: self._assigned(var, entry, frozenset())
+            base.written = lambda entry: self._assigned(var, entry, _STATEMENT)
             self.space.fakes[value] = fake
             self.space.samples.read(value, var, sample)
             self.tape.reads[var] = base
@@ -180,9 +181,7 @@ class Recorder(TorchDispatchMode):
             new = updated(self.read(var), kind, *(self._as_tensor(a) for a in args))
         if ops.UNORDERED in self.tape.marks.tags:
             return self.assign(var, new, tags=frozenset({"step"}))
-        base = self._read_base(var)
-        base.write(self._entry(self._fitting(var, new)))
-        return self._wrap(base.entry)
+        return self.assign(var, new)
 
     def assign(self, var: Variable, tensor: torch.Tensor, *, tags: frozenset[str] = frozenset()) -> Tensor:
         """Record a plain assignment. Tagged ``step`` it is a step to be run: later reads neither pull nor show it.
@@ -222,16 +221,22 @@ class Recorder(TorchDispatchMode):
 
     def group(
         self, values: tuple[Value, ...], name: str | None = None, *, tags: frozenset[str] = frozenset(),
-        attrs: Mapping[str, Any] | None = None,
+        attrs: Mapping[str, Any] | None = None, effects: tuple[int, ...] = (),
     ) -> Operation:  # fmt: skip
-        """An Operation that runs all of ``values``; ``attrs`` say what else it does."""
+        """An Operation that runs all of ``values``, and the nodes of ``effects``; ``attrs`` say what else it does."""
         more = attrs or {}
         value = self.tape.append(
             "tfnb.group", next(iter(more), "group"), (), inputs=values,
             attrs={"values": tuple(map(Ref, range(len(values)))), **more}, tags=tags, scope=self.scopes.current(),
-            chosen=name,
+            chosen=name, effects=effects,
         )  # fmt: skip
-        return Operation(self.graph, value)
+        return self.operation(value)
+
+    def operation(self, value: Value) -> Operation:
+        """The handle of a node without outputs."""
+        made = Operation(self.graph, value)
+        self.operations.add(made)
+        return made
 
     def constant(self, tensor: torch.Tensor, name: str | None = None) -> Entry:
         """A node that holds ``tensor``."""

@@ -164,14 +164,3 @@ def fixed_batches(at: Sequence[Source | None]) -> list[str]:
         "the same in every run: make each part of it a placeholder, `x = tfnb.placeholder(batch[0])`, and go over the "
         "data outside of the cell: `tfnb.fit(step, loader, feeds=(x, y))`"
     ]
-
-
-def written_by_hand(left: Mapping[Variable, Source | None]) -> list[str]:
-    """A note that an update of parameters which no group runs is one to be fetched; none where nothing is left."""
-    if not left:
-        return []
-    names, source = ", ".join(sorted(var.name for var in left)), [*left.values()][-1]
-    return [
-        f"{f'{source.label} line {source.line}' if source else 'recording'}: written by hand: {names}; a run "
-        "does it when the parameter, or a tfnb.group of them, is fetched, and not for the loss or another cell"
-    ]

@@ -26,7 +26,7 @@ def effect(
         scope=recorder.scopes.current(),
     )  # fmt: skip
     if not outputs:
-        return Operation(recorder.graph, value)
+        return recorder.operation(value)
     tensors = []
     for index, (spec, sample) in enumerate(zip(outputs, samples, strict=True)):
         at = Value(value.node, index)

@@ -80,6 +80,9 @@ class Recording(current.Recording, Protocol):
     def is_unused(self, tensor: torch.Tensor) -> bool:
         """Whether this is a parameter or buffer made in this recording that nothing recorded has used yet."""
 
+    def operation(self, value: Value) -> Operation:
+        """The handle of a node without outputs."""
+
     def constant(self, tensor: torch.Tensor, name: str | None = None) -> Entry:
         """A node that holds ``tensor``."""
 

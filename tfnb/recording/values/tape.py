@@ -73,7 +73,8 @@ class State:
     notes: list[str] = field(default_factory=list)
     staged: dict[str, int] = field(default_factory=dict)  # statements of the user's code that are staged: their lines
     derivatives: list[Derivative] = field(default_factory=list)
-    by_hand: dict[Variable, Source | None] = field(default_factory=dict)  # written in place: where it was last
+    calls: list[range] = field(default_factory=list)  # ids of the nodes of each outermost call of a module
+    everything: list[int] = field(default_factory=list)  # groups that run all writes and steps of the block
     asked: dict[Variable, Source | None] = field(default_factory=dict)  # taken as a Python number or truth: where
     fixed: list[Source | None] = field(default_factory=list)  # where a batch of a DataLoader became a constant
 
@@ -112,7 +113,7 @@ class Tape(State):
     def append(
         self, op: str, name: str, outputs: tuple[Spec, ...], *, scope: tuple[str, ...] = (),
         inputs: tuple[Value, ...] = (), attrs: Mapping[str, Any] | None = None, tags: frozenset[str] = frozenset(),
-        is_random: bool = False, chosen: str | None = None,
+        is_random: bool = False, chosen: str | None = None, effects: tuple[int, ...] = (),
     ) -> Value:  # fmt: skip
         """Add a node; ``name`` is made unique, a name that the user chose is not. Random nodes get the next stream."""
         if chosen is not None:
@@ -125,8 +126,8 @@ class Tape(State):
         control = marks.control if op not in ("tfnb.placeholder", "tfnb.constant") else ()
         node = Node(
             id=new_id(), name=self.names.fresh(name), op=op, inputs=inputs, outputs=outputs, attrs=attrs or {},
-            control=control, scope=() if op in _UNSCOPED else scope, source=self.where(), owner=self.owner,
-            device=marks.device, tags=tags | marks.tags, stream=stream, forward=marks.forward,
+            control=control, effects=effects, scope=() if op in _UNSCOPED else scope, source=self.where(),
+            owner=self.owner, device=marks.device, tags=tags | marks.tags, stream=stream, forward=marks.forward,
         )  # fmt: skip
         if op == "tfnb.read":
             self.labels.add(node.attrs["variable"].name)

@@ -169,8 +169,6 @@ def _become(rec: Recording, base: Base, entry: Entry) -> None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
     if var is None:
         rec.outside.lost_write(base)
-    elif var.trainable and rec.scopes.module is None:
-        rec.tape.by_hand[var] = rec.where()
     in_module = var is not None and var.held is not None and bool(rec.scopes.places(var.held.tensor()))
     tags = frozenset({"buffer"} if in_module else ())  # it belongs to the step of a loss
     with torch.enable_grad(), rec.tagged(tags, rec.tape.marks.forward):

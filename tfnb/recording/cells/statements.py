@@ -1,0 +1,314 @@
+"""Which step runs a statement of its block: a write that nobody holds a handle of. Pure functions over nodes.
+
+A *statement* is a write in torch's way (in place, by rebinding, of a module's statistics), or an ``assign``,
+``enqueue`` or the like whose handle nobody holds. A *step* is the group that ``opt.step()``, ``minimize`` or
+``apply_gradients`` give, or one that holds an in-place update of a trainable Variable. In eager torch a statement
+happens with the steps around it, so each belongs to exactly one step of its block: the last one whose update it reads,
+else the next one below it, else the last one. The step names it among its ``effects``, and its place in program order
+stays. In a block without a step the statistics of modules go with what the modules give, and other statements are
+noted. Semantics S-52.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from tfnb.graph import Contents, Node, Ref, Source, Value, Variable
+from tfnb.graph.contents import unique
+from tfnb.graph.graph import new_id
+from tfnb.graph.ops import CALL, DEQUEUE, REGIONS, SIZE, STATEMENT, STEP
+from tfnb.graph.subgraph import queues_of, uses_queues
+
+_CURE = "`everything = tfnb.effects()` at the end of the block gives an Operation that runs all its writes and steps"
+_GIVES_STEP = re.compile(r"[\w.\[\]]+\.(step|minimize|apply_gradients)\([^;]*\)")
+
+
+class Note(NamedTuple):
+    """What no run does by itself, and what to write."""
+
+    source: Source | None
+    text: str
+
+    def __str__(self) -> str:
+        at = f"{self.source.label} line {self.source.line}" if self.source else "recording"
+        return f"{at}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """The nodes of one statement: one write, or all writes of a staged branch or loop."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def changes(self) -> str:
+        """Names of the Variables and queues that it changes."""
+        variables = [node.attrs["variable"].name for node in self.nodes if node.op == "tfnb.assign"]
+        return ", ".join(dict.fromkeys([*variables, *(queue.name for queue in queues_of(self.nodes))]))
+
+
+def attached(
+    kept: Sequence[Node], new: Sequence[Node], live: Collection[int], everything: Collection[int] = (),
+    calls: Sequence[range] = (),
+) -> tuple[list[Node], list[Note]]:  # fmt: skip
+    """The nodes of a block, with its statements among the effects of its steps; and notes of what no run does.
+
+    kept: nodes of other blocks. live: ids of nodes of which somebody holds a handle. everything: ids of the groups that
+    `tfnb.effects` gave, which run all writes and steps of the block. calls: ids of the nodes of each outermost call of
+    a module.
+    """
+    if not any(map(is_effect, new)):
+        return list(new), []
+    block = _Block(kept, new, live, everything, calls)
+    block.attach()
+    nodes = [replace(n, effects=(*n.effects, *block.found[n.id])) if n.id in block.found else n for n in new]
+    return [*nodes, *block.groups], block.notes
+
+
+def is_effect(node: Node) -> bool:
+    """Whether a run of the node changes what outlives the run: a Variable or a queue."""
+    return node.op == "tfnb.assign" or (node.op != SIZE and uses_queues(node))
+
+
+def outermost(node: Node) -> tuple[str, ...]:
+    """The name of the outermost module around the function that the node is of; empty outside of modules."""
+    return node.scope[:-1][:1]
+
+
+@dataclass
+class _Block:
+    """One block while its statements are given to its steps. ``found``: the effects of nodes, by id."""
+
+    kept: Sequence[Node]
+    new: Sequence[Node]
+    live: Collection[int]
+    everything: Collection[int]
+    calls: Sequence[range]
+    found: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    groups: list[Node] = field(default_factory=list)  # of the statistics of modules, in a block without steps
+    notes: list[Note] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.contents = Contents((*self.kept, *self.new))
+        self.mine = {node.id for node in self.new}
+        self.steps = [node for node in self.new if self._is_step(node) and not self._only_holds_steps(node)]
+        members = [(at, value.node) for at, step in enumerate(self.steps) for value in step.inputs]
+        self.update_of = {i: at for at, i in members if self.contents.by_id[i].op == "tfnb.assign"}
+
+    def attach(self) -> None:
+        """Give each statement to its step."""
+        for group in self.everything:
+            self.found[group] = tuple(n.id for n in self.new if (is_effect(n) and n.op != DEQUEUE) or n in self.steps)
+        statements = self._statements()
+        if not self.steps:
+            statements = self._with_modules(statements)
+        for statement in statements:
+            self._give(statement)
+        self._note_unheld()
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _is_step(self, node: Node) -> bool:
+        if node.op != "tfnb.group":
+            return False
+        return STEP in node.tags or any(_is_update(m) or self._is_step(m) for m in self._members(node))
+
+    def _only_holds_steps(self, group: Node) -> bool:
+        """Whether a group is a step by others of the block alone, which have their statements themselves."""
+        own = [m for m in self._members(group) if _is_update(m) or (self._is_step(m) and m.id not in self.mine)]
+        return STEP not in group.tags and not own
+
+    def _members(self, group: Node) -> list[Node]:
+        return [self.contents.by_id[value.node] for value in group.inputs]
+
+    @cached_property
+    def last_read(self) -> dict[int, int]:
+        """Of each node of the block the number of the last step whose update it reads; -1 for none."""
+        number = {step.id: at for at, step in enumerate(self.steps)}
+        found: dict[int, int] = {}
+        written: dict[Variable, int] = {}
+        for node in self.new:
+            ways = (*(value.node for value in node.inputs), *node.control)
+            last = max((found.get(i, -1) for i in ways), default=-1)
+            last = max(last, number.get(node.id, -1), self.update_of.get(node.id, -1))
+            if node.op == "tfnb.read":
+                last = max(last, written.get(node.attrs["variable"], -1))
+            elif node.op == "tfnb.assign":
+                written[node.attrs["variable"]] = last
+            found[node.id] = last
+        return found
+
+    # -- statements -------------------------------------------------------------------------------------------------
+
+    def _statements(self) -> list[Statement]:
+        """The statements of the block that belong to no step yet, in program order."""
+        given = {i for step in self.steps for i in step.effects}
+        held = self._reached([*self.live, *(step.id for step in self.steps)])
+        found: dict[Hashable, list[Node]] = {}
+        for node in self.new:
+            is_free = STATEMENT in node.tags or node.id not in held
+            if is_effect(node) and is_free and node.id not in given and node.id not in self.update_of:
+                found.setdefault(self._region(node), []).append(node)
+        return [Statement(tuple(nodes)) for nodes in found.values()]
+
+    def _region(self, node: Node) -> int:
+        """The branch or loop that gives what the node writes; else the node itself."""
+        giver = self.contents.by_id[node.inputs[0].node] if node.op == "tfnb.assign" else node
+        return giver.id if giver.op in REGIONS or giver.op == CALL else node.id
+
+    def _give(self, statement: Statement) -> None:
+        step = self._step_of(statement)
+        if step is None:
+            self._note_left(statement)
+            return
+        lacks = self._lacks(statement, step)
+        if lacks:
+            self._note(statement, f"the step {step.name} does not run this, for which it would need {lacks}")
+            return
+        more = tuple(n.id for n in statement.nodes if n.id not in self._reached([step.id]))
+        if more:
+            self.found[step.id] = (*self.found.get(step.id, ()), *more)
+
+    def _step_of(self, statement: Statement) -> Node | None:
+        """The last step whose update the statement reads, else the next one below it, else the last one."""
+        if not self.steps:
+            return None
+        last = max(self.last_read[node.id] for node in statement.nodes)
+        if last >= 0:
+            return self.steps[last]
+        place = self.contents.position
+        below = (step for step in self.steps if place[step.id] > place[statement.nodes[0].id])
+        return next(below, self.steps[-1])
+
+    def _reached(self, ids: Iterable[int]) -> set[int]:
+        """Nodes that a run of these nodes runs."""
+        found: set[int] = set()
+        stack = [i for i in ids if i in self.contents.by_id]
+        while stack:
+            node = self.contents.by_id[stack.pop()]
+            if node.id not in found:
+                found.add(node.id)
+                stack += [*(value.node for value in node.inputs), *node.control, *node.effects]
+        return found
+
+    @property
+    def _does_everything(self) -> bool:
+        return any(group in self.live for group in self.everything)
+
+    # -- what a step would need for a statement ------------------------------------------------------------------------
+
+    def _lacks(self, statement: Statement, step: Node) -> str:
+        """What a run of the step would need for the statement and does not need by itself; empty for nothing."""
+        needs = self._needs(n.id for n in statement.nodes) - self._needs([step.id, *step.effects])
+        return ", ".join(dict.fromkeys(need for need in map(self._named, needs) if need))
+
+    def _needs(self, ids: Iterable[int]) -> set[Hashable]:
+        """Placeholders, sizes of feeds, elements of queues, waits, and updates of steps."""
+        found: set[Hashable] = set()
+        for i in self._reached(ids):
+            node = self.contents.by_id[i]
+            if node.op == "tfnb.placeholder":
+                found |= {node.id, *node.outputs[0].symbols}
+            elif node.op in (DEQUEUE, SIZE) or i in self.update_of:
+                found.add(node.id)
+            found |= {symbol for symbol in node.symbols if symbol in self._fed_sizes}
+            if uses_queues(node):
+                found.add(_WAIT)
+        return found
+
+    @cached_property
+    def _fed_sizes(self) -> set[str]:
+        return {symbol for node in self.contents.placeholders for symbol in node.outputs[0].symbols}
+
+    def _named(self, need: Hashable) -> str:
+        if not isinstance(need, int):
+            return "a wait for a queue" if need is _WAIT else f"the size {need}"
+        node = self.contents.by_id[need]
+        if need in self.update_of:
+            return f"the step {self.steps[self.update_of[need]].name}"
+        return f"the feed {node.name}" if node.op == "tfnb.placeholder" else f"an element of {node.attrs['queue'].name}"
+
+    # -- notes, and blocks without a step ------------------------------------------------------------------------------
+
+    def _note(self, statement: Statement, why: str) -> None:
+        node = statement.nodes[0]
+        how = "fetch the Variable, or name the result and fetch that" if STATEMENT not in node.tags else (
+            "fetch what it writes, or a `tfnb.group` of that"
+        )  # fmt: skip
+        self.notes.append(
+            Note(node.source, f"{why}: it changes {statement.changes}. For a run that does it {how}; {_CURE}")
+        )
+
+    def _note_left(self, statement: Statement) -> None:
+        """Say that a block without a step has none for a statement, if no value that somebody holds comes from it."""
+        if self._does_everything:
+            return
+        updated = [node for node in statement.nodes if _is_update(node)]
+        if updated:
+            names = ", ".join(sorted(node.attrs["variable"].name for node in updated))
+            text = f"written by hand: {names}; a run does it when the parameter, or a tfnb.group of them, is fetched, "
+            self.notes.append(Note(updated[-1].source, f"{text}and not for the loss or another cell; {_CURE}"))
+        elif self._reached(self.live).isdisjoint(node.id for node in statement.nodes):
+            self._note(statement, "this block has no step to run this")
+
+    def _note_unheld(self) -> None:
+        """Say which steps nobody can fetch, a note for each line."""
+        held = set() if self._does_everything else self._reached(self.live)
+        lost: dict[Source | None, list[Node]] = {}
+        for step in self.steps:
+            if not self._does_everything and step.id not in held:
+                lost.setdefault(step.source, []).append(step)
+        for source, steps in lost.items():
+            names = ", ".join(dict.fromkeys(step.name for step in steps))
+            text = "" if source is None else source.text.partition("  #")[0]
+            cure = f"write `step = {text}` and fetch `step`; " if _GIVES_STEP.fullmatch(text) else ""
+            self.notes.append(Note(source, f"no name holds the step {names}, so runs do not take it: {cure}{_CURE}"))
+
+    def _with_modules(self, statements: Sequence[Statement]) -> list[Statement]:
+        """Give statistics to the values that come out of their module's call; returns the other statements."""
+        of_call: dict[range, list[Node]] = {}
+        left = []
+        for statement in statements:
+            call = self._call(statement.nodes[0])
+            if call is not None and all(STATEMENT in node.tags for node in statement.nodes):
+                of_call.setdefault(call, []).extend(statement.nodes)
+            else:
+                left.append(statement)
+        taken = {node.name for node in self.contents.nodes}
+        for call, writes in of_call.items():
+            name = unique("/".join([*outermost(writes[0]), "statistics"]), taken)
+            taken.add(name)
+            group = Node(
+                id=new_id(), name=name, op="tfnb.group", inputs=tuple(node.value() for node in writes),
+                attrs={"values": tuple(map(Ref, range(len(writes))))}, scope=(*outermost(writes[0]), "statistics"),
+                source=writes[-1].source, owner=writes[-1].owner, tags=frozenset({"buffer"}),
+            )  # fmt: skip
+            self.groups.append(group)
+            given = (node for node in self.new if node.id in call and self._comes_out(node, call))
+            self.found |= {node.id: (group.id,) for node in given}
+        return left
+
+    def _call(self, node: Node) -> range | None:
+        """The outermost call of a module that recorded the node."""
+        return next((call for call in self.calls if node.id in call), None)
+
+    def _comes_out(self, node: Node, call: range) -> bool:
+        """Whether somebody holds a value of the node, or something outside of the call takes one."""
+        users = (i for at in range(len(node.outputs)) for i in self.contents.consumers.get(Value(node.id, at), ()))
+        is_state = node.op in ("tfnb.read", "tfnb.constant", "tfnb.placeholder")
+        return bool(node.outputs) and not is_state and (node.id in self.live or any(i not in call for i in users))
+
+
+_WAIT = object()
+
+
+def _is_update(node: Node) -> bool:
+    """Whether the node is an in-place update of a trainable Variable."""
+    return node.op == "tfnb.assign" and STATEMENT in node.tags and bool(node.attrs["variable"].trainable)
+
+
+__all__ = ["Note", "attached", "is_effect", "outermost"]
