@@ -286,8 +286,9 @@ def _commit(
     sizes = _unified(recorder)
     if sizes:
         nodes = [substitute(node, sizes) for node in nodes]
-    held_ids = live | {operation.value.node for operation in recorder.operations}
-    nodes, lost = attached(recorder.tape.kept, nodes, held_ids, recorder.tape.everything, recorder.tape.calls)
+    nodes, lost = attached(
+        recorder.tape.kept, nodes, _user_held(recorder, aliases), recorder.tape.everything, recorder.tape.calls
+    )
     recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)
     space = recorder.space
@@ -322,6 +323,13 @@ def _attempted(recorder: Recorder, error: Exception) -> tuple[Graph, Node | None
 def _failed(node: Node) -> str:
     label = node.source.label if node.source else "its recording"
     return f"{label} failed, and what it had recorded was taken back: run it again without the error"
+
+
+def _user_held(recorder: Recorder, aliases: Mapping[str, Value]) -> set[int]:
+    """Ids of the nodes of which the user holds a handle, without those that stand for Parameters and plain tensors."""
+    plain = {id(handle) for _, handle in (*recorder.tape.handles.values(), *recorder.tape.memory.values())}
+    tensors = {tensor.shown.value.node for tensor in recorder.live if id(tensor) not in plain}
+    return tensors | {v.node for v in aliases.values()} | {op.value.node for op in recorder.operations}
 
 
 def _captured(recorder: Recorder) -> set[int]:

@@ -167,7 +167,7 @@ class _Block:
             return
         lacks = self._lacks(statement, step)
         if lacks:
-            self._note(statement, f"the step {step.name} does not run this, for which it would need {lacks}")
+            self._note(statement, f"the step {step.name} leaves it out: it would need {lacks}")
             return
         more = tuple(n.id for n in statement.nodes if n.id not in self._reached([step.id]))
         if more:
@@ -204,7 +204,8 @@ class _Block:
     def _lacks(self, statement: Statement, step: Node) -> str:
         """What a run of the step would need for the statement and does not need by itself; empty for nothing."""
         needs = self._needs(n.id for n in statement.nodes) - self._needs([step.id, *step.effects])
-        return ", ".join(dict.fromkeys(need for need in map(self._named, needs) if need))
+        sizes = {need for need in needs if isinstance(need, str)}  # of feeds, which are told themselves
+        return ", ".join(sorted({self._named(need) for need in needs - sizes or needs}))
 
     def _needs(self, ids: Iterable[int]) -> set[Hashable]:
         """Placeholders, sizes of feeds, elements of queues, waits, and updates of steps."""
@@ -236,12 +237,9 @@ class _Block:
 
     def _note(self, statement: Statement, why: str) -> None:
         node = statement.nodes[0]
-        how = "fetch the Variable, or name the result and fetch that" if STATEMENT not in node.tags else (
-            "fetch what it writes, or a `tfnb.group` of that"
-        )  # fmt: skip
-        self.notes.append(
-            Note(node.source, f"{why}: it changes {statement.changes}. For a run that does it {how}; {_CURE}")
-        )
+        is_named = STATEMENT not in node.tags
+        how = "give its result a name and fetch that" if is_named else "fetch what it writes, or a tfnb.group of that"
+        self.notes.append(Note(node.source, f"this changes {statement.changes}, and {why}. To run it {how}; {_CURE}"))
 
     def _note_left(self, statement: Statement) -> None:
         """Say that a block without a step has none for a statement, if no value that somebody holds comes from it."""
@@ -253,7 +251,7 @@ class _Block:
             text = f"written by hand: {names}; a run does it when the parameter, or a tfnb.group of them, is fetched, "
             self.notes.append(Note(updated[-1].source, f"{text}and not for the loss or another cell; {_CURE}"))
         elif self._reached(self.live).isdisjoint(node.id for node in statement.nodes):
-            self._note(statement, "this block has no step to run this")
+            self._note(statement, "the block has no step that could run it")
 
     def _note_unheld(self) -> None:
         """Say which steps nobody can fetch, a note for each line."""
