@@ -436,13 +436,25 @@ def test_a_step_in_a_staged_branch_is_one_statement() -> None:
         torch.testing.assert_close(world.state(), plain.state())
 
 
-def test_a_block_without_a_step_notes_what_it_writes() -> None:
-    *_, said = warned(lambda w, x: count(w, x))
-    assert len(said) == 1 and "seen" in said[0] and "line" in said[0]
-    *_, said = warned(lambda w, x: (count(w, x), tfnb.effects()))
-    assert said == []
-    *_, said = warned(lambda w, x: w.count.assign_add(1.0))
-    assert said == [], "its handle is held"
+def test_a_run_says_what_a_block_without_a_step_wrote_and_it_does_not() -> None:
+    def block(w: World, x: torch.Tensor) -> Any:
+        count(w, x)
+        return w.model(x).sum()
+
+    world, x, y, said = warned(block)
+    assert said == [] and ["seen" in note for note in y.graph.notes] == [True]
+    with pytest.warns(UserWarning, match=r"test_statements.py line \d+: this changes .*seen.*tfnb.effects"):
+        tfnb.run(y, {x: DATA[0]})
+    tfnb.run(y, {x: DATA[0]})
+    world, x, y, _ = warned(block)
+    tfnb.run([y, world.model.seen], {x: DATA[0]})
+    assert float(world.model.seen) == 1
+    world, x, (y, _, everything), _ = warned(lambda w, x: (w.model(x), count(w, x), tfnb.effects()))
+    tfnb.run(y, {x: DATA[0]})
+    assert y.graph.notes == () and float(world.model.seen) == 0
+    tfnb.run([everything, everything], {x: DATA[0]})
+    assert float(world.model.seen) == 1
+    assert warned(lambda w, x: w.count.assign_add(1.0))[2].graph.notes == (), "its handle is held"
 
 
 def test_statistics_without_a_step_go_with_what_the_module_gives() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,8 @@ from tfnb.graph.variable_locks import Cut
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.printed import line, printing
 from tfnb.placement.requests import Asked, asked
+from tfnb.recording.cells.statements import LEFT, left_out
+from tfnb.recording.marks.notes import user_level
 from tfnb.session.breakpoints import stopping
 from tfnb.session.feeding import Feeder
 from tfnb.session.structures import fed_by, flat, places_of, structure, value_of, variable_of
@@ -102,6 +105,7 @@ def prepare(
         structured = type(fetches) if flat(fetches, leaves) else nested
     feeder = Feeder(graph, [(key, fed_by(graph, key)) for key in feed_keys])
     step = step_graph(graph, values, feeder.values)
+    _warn_left_out(step)
     looks = [Look(node.inputs, partial(_print, node)) for node in printing(step)]
     step = step.also(value for look in looks for value in look.wanted)
     stops = [Look(tuple(stop.wanted.values()), stop.ensure_passed, stops=True) for stop in stopping(step)]
@@ -110,6 +114,14 @@ def prepare(
     rebuild = partial(_looked, looks, structured, len(values)) if looks else structured
     feeder.narrow(step.graph.nodes)
     return Prepared(code(step), feeder, values, rebuild, structured, trailing, version, asked(step.graph.nodes), looks)
+
+
+def _warn_left_out(step: StepGraph) -> None:
+    """Say once what a block of the step writes and the step does not."""
+    notes = step.whole.attached.get(LEFT)
+    for note in left_out(notes or (), step.graph.contents):
+        notes.remove(note)
+        warnings.warn(str(note), stacklevel=user_level(None))
 
 
 def same_step(old: StepGraph, new: StepGraph) -> bool:

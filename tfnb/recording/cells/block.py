@@ -26,7 +26,7 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
 from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
-from tfnb.recording.cells.statements import Note, attached
+from tfnb.recording.cells.statements import LEFT, Note, attached
 from tfnb.recording.dispatch.function_mode import Functions
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
@@ -190,7 +190,8 @@ def _opened(
 ) -> Iterator[Recorder]:  # fmt: skip
     """An open recording, and its commit. listed: the graph takes its name. failed: see `record_cell`.
 
-    is_cell: the notebook shows the notes; elsewhere those of what no run does are warnings.
+    is_cell: the notebook shows the notes. Elsewhere those of what no run does are warnings, in a block without a step
+    once a run leaves it out.
     """
     __tracebackhide__ = True
     _check_device(device)
@@ -219,7 +220,10 @@ def _opened(
                 _graphs.pop(graph.name, None)
                 _graphs[graph.name] = graph
         for note in () if is_cell else lost:
-            warnings.warn(str(note), stacklevel=user_level(None))
+            if note.nodes:
+                graph.attached.setdefault(LEFT, []).append(note)
+            else:
+                warnings.warn(str(note), stacklevel=user_level(None))
 
 
 def _in_letters(recorder: Recorder, error: BaseException) -> None:

@@ -24,14 +24,17 @@ from tfnb.graph.ops import CALL, DEQUEUE, REGIONS, SIZE, STATEMENT, STEP
 from tfnb.graph.subgraph import queues_of, uses_queues
 
 _CURE = "`everything = tfnb.effects()` at the end of the block gives an Operation that runs all its writes and steps"
+LEFT = "left out"  # key of what is attached to a graph: notes of statements that belong to no step, not told yet
+_TAKEN = frozenset({"tfnb.placeholder", "tfnb.read", "tfnb.constant"})
 _GIVES_STEP = re.compile(r"[\w.\[\]]+\.(step|minimize|apply_gradients)\([^;]*\)")
 
 
 class Note(NamedTuple):
-    """What no run does by itself, and what to write."""
+    """What no run does by itself, and what to write. ``nodes``: those of a statement of a block without a step."""
 
     source: Source | None
     text: str
+    nodes: tuple[Node, ...] = ()
 
     def __str__(self) -> str:
         at = f"{self.source.label} line {self.source.line}" if self.source else "recording"
@@ -67,6 +70,15 @@ def attached(
     block.attach()
     nodes = [replace(n, effects=(*n.effects, *block.found[n.id])) if n.id in block.found else n for n in new]
     return [*nodes, *block.groups], block.notes
+
+
+def left_out(notes: Iterable[Note], run: Contents) -> list[Note]:
+    """The notes of statements that a run leaves out although it computes something of their block."""
+    computed = {node.owner for node in run.nodes if node.op not in _TAKEN}
+    return [
+        note for note in notes
+        if note.nodes[0].owner in computed and run.by_id.keys().isdisjoint(node.id for node in note.nodes)
+    ]  # fmt: skip
 
 
 def is_effect(node: Node) -> bool:
@@ -235,23 +247,25 @@ class _Block:
 
     # -- notes, and blocks without a step ------------------------------------------------------------------------------
 
-    def _note(self, statement: Statement, why: str) -> None:
+    def _note(self, statement: Statement, why: str, nodes: tuple[Node, ...] = ()) -> None:
         node = statement.nodes[0]
         is_named = STATEMENT not in node.tags
         how = "give its result a name and fetch that" if is_named else "fetch what it writes, or a tfnb.group of that"
-        self.notes.append(Note(node.source, f"this changes {statement.changes}, and {why}. To run it {how}; {_CURE}"))
+        text = f"this changes {statement.changes}, and {why}. To run it {how}; {_CURE}"
+        self.notes.append(Note(node.source, text, nodes))
 
     def _note_left(self, statement: Statement) -> None:
         """Say that a block without a step has none for a statement, if no value that somebody holds comes from it."""
         if self._does_everything:
             return
-        updated = [node for node in statement.nodes if _is_update(node)]
+        updated = [n for n in statement.nodes if _is_update(n) and n.attrs["variable"].held is not None]
         if updated:
             names = ", ".join(sorted(node.attrs["variable"].name for node in updated))
             text = f"written by hand: {names}; a run does it when the parameter, or a tfnb.group of them, is fetched, "
-            self.notes.append(Note(updated[-1].source, f"{text}and not for the loss or another cell; {_CURE}"))
+            text += f"and not for the loss or another cell; {_CURE}"
+            self.notes.append(Note(updated[-1].source, text, statement.nodes))
         elif self._reached(self.live).isdisjoint(node.id for node in statement.nodes):
-            self._note(statement, "the block has no step that could run it")
+            self._note(statement, "the block has no step that could run it", statement.nodes)
 
     def _note_unheld(self) -> None:
         """Say which steps nobody can fetch, a note for each line."""
