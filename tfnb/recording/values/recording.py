@@ -33,6 +33,7 @@ class Recording(current.Recording, Protocol):
     scopes: Scopes
     tape: Tape
     outside: Outside
+    buffers: Any  # `Buffers` of `writes.buffer_assignments`
     where: Callable[[], Source | None]
     stop: FrameType | None
     born: WeakIdKeyDictionary
@@ -93,6 +94,9 @@ class Recording(current.Recording, Protocol):
     def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor: ...
 
     def _read_base(self, var: Variable) -> Base: ...
+
+    def stand(self, base: Base, var: Variable) -> None:
+        """Let the memory of a family of tensors be the Variable's."""
 
     def _as_tensor(self, value: Any) -> torch.Tensor: ...
 
