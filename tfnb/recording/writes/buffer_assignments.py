@@ -96,7 +96,7 @@ class Buffers:
             return None
         if old is None and isinstance(new, Tensor):
             self._refuse(module, name, None, new)
-        if old is None or self._rec.is_unused(old):
+        if old is None or (self._rec.is_unused(old) and not self._rec.inside):
             found.buffers[name] = new
             return None
         return self._assign(found, name, old, new) if self._is_own(found, name, old) else None
@@ -114,6 +114,15 @@ class Buffers:
             "write into it, as in `with torch.no_grad(): p.copy_(...)`, or make the new Parameter before the "
             f"cell{self._rec.tape.at()}"
         )
+
+    def follows(self, owner: Any, name: str) -> bool:
+        """Whether this attribute is a buffer of which each new tensor is an assignment."""
+        if not isinstance(owner, torch.nn.Module) or name not in vars(owner).get("_buffers", ()):
+            return False
+        self.meet([owner])
+        found = self._known.get(id(owner))
+        old = owner._buffers[name]
+        return found is not None and old is not None and self._is_own(found, name, old)
 
     # -- comparison -----------------------------------------------------------------------------------------------
 
@@ -152,6 +161,8 @@ class Buffers:
             self._refuse(found.module, name, None, now)
         is_counted = isinstance(now, Tensor) or (found.is_earlier and now is not None)
         if is_counted and expected is not None and self._is_own(found, name, expected):
+            if self._rec.is_unused(expected) and not isinstance(now, Tensor):
+                return
             self._assign_late(found, name, now)
 
     def _refuse_parameter(self, found: _Known, name: str, before: Any) -> None:
@@ -171,8 +182,7 @@ class Buffers:
         """Whether a module holds a tensor of its own, and not one that functional_call lends it; ``earlier``: held."""
         if old is not self._expected(found, name):
             return earlier and (old is found.buffers.get(name) or old in self._given)
-        original = found.buffers.get(name)
-        return original is not None and not isinstance(original, Tensor) and not self._rec.is_unused(original)
+        return isinstance(found.buffers.get(name), torch.Tensor) and not isinstance(found.buffers[name], Tensor)
 
     def _assign_late(self, found: _Known, name: str, now: torch.Tensor | None) -> None:
         """An assignment that comparison found: recorded where the new value was computed."""
@@ -215,8 +225,8 @@ class Buffers:
         var = self._variable(module, name, original)
         handle, base = rec.handle(new), rec._read_base(var)
         is_whole = all(view.op in _WHOLE for view in handle._chain)
-        if handle._family is base and is_whole:
-            return self._bind(Binding(module, name, original, var, handle, base))  # m.h = m.h.detach()
+        if old is original and handle._family is base and is_whole and not var.trainable:
+            return old  # m.h = m.h.detach()
         given = self._memory(handle, new, original, is_whole=is_whole)
         return self._give(Binding(module, name, original, var, given, given._family))
 
