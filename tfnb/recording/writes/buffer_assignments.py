@@ -7,6 +7,7 @@ module holds its own tensor again. torch's hooks on registration tell of most as
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -57,8 +58,21 @@ class _Known(NamedTuple):
 
     module: torch.nn.Module
     buffers: dict[str, torch.Tensor | None]
-    parameters: dict[str, torch.nn.Parameter | None]
     is_earlier: bool  # whether it was found before the block began
+
+    def changed(self) -> list[tuple[str, torch.Tensor | None]]:
+        """The buffers that are other tensors now, or are new."""
+        table, before = self.module._buffers, self.buffers
+        if len(table) == len(before) and all(map(operator.is_, table.values(), before.values())):
+            return []  # as nearly always
+        return [(name, now) for name, now in table.items() if now is not before.get(name)]
+
+    def restore(self, name: str) -> None:
+        """The module holds the buffer that it held, or has none of this name."""
+        if name in self.buffers:
+            self.module._buffers[name] = self.buffers[name]
+        else:
+            del self.module._buffers[name]
 
 
 class Buffers:
@@ -66,40 +80,51 @@ class Buffers:
 
     def __init__(self, recording: Recording) -> None:
         self._rec = recording
-        self._known: dict[int, _Known] = {}  # by the module's id
+        self._known: dict[int, _Known] = {}  # modules that have buffers, by their ids
+        self._without: dict[int, torch.nn.Module] = {}  # those that have none
         self._given = WeakIdKeyDictionary()  # the tensors that buffers were given
 
     def meet(self, roots: Iterable[torch.nn.Module], *, is_earlier: bool = False) -> None:
         """Remember the tensors of these modules and of those inside of them."""
-        stack, known_before = list(roots), self._known
+        stack, known_before, without = list(roots), self._known, self._without
         while stack:
             module = stack.pop()
-            if id(module) in known_before or isinstance(module, torch.jit.ScriptModule):  # makes its tensors anew
+            key = id(module)
+            if module is None or key in known_before or key in without:
                 continue
-            own = vars(module)
-            if "_buffers" in own and "_modules" in own:
-                tensors = dict(own["_buffers"]), dict(own["_parameters"])
-                known_before[id(module)] = _Known(module, *tensors, is_earlier)
-                stack.extend(child for child in own["_modules"].values() if child is not None)
+            own = module.__dict__
+            if own.get("_buffers") and not isinstance(module, torch.jit.ScriptModule):  # which makes its tensors anew
+                known_before[key] = _Known(module, own["_buffers"].copy(), is_earlier)
+            else:
+                without[key] = module
+            if inner := own.get("_modules"):
+                stack += inner.values()
 
     # -- what torch's hooks tell ----------------------------------------------------------------------------------
 
     def register(self, module: torch.nn.Module, name: str, new: torch.Tensor | None) -> torch.Tensor | None:
         """A buffer is about to be set; returns the tensor that the module shall hold in place of ``new``, if any."""
-        if name in module._buffers and id(module) not in self._known:
-            self.meet([module])
-        found = self._known.get(id(module))
-        if found is None:
-            return None
         old = module._buffers.get(name)
         if old is new:
             return None
-        if old is None and isinstance(new, Tensor):
+        found = self._found(module, has_any=old is not None)
+        if found is None:  # it is being made
+            return None
+        is_recorded = isinstance(new, Tensor)
+        if old is None and is_recorded:
             self._refuse(module, name, None, new)
-        if old is None or (self._rec.is_unused(old) and not self._rec.inside):
+        if not is_recorded and (old is None or self._rec.is_unused(old)):
             found.buffers[name] = new
             return None
         return self._assign(found, name, old, new) if self._is_own(found, name, old) else None
+
+    def _found(self, module: torch.nn.Module, *, has_any: bool) -> _Known | None:
+        """The module as this recording found it; None for one that is not known and has no buffers yet."""
+        if has_any:
+            self.meet([module])
+        elif self._without.pop(id(module), None) is not None:
+            self._known[id(module)] = _Known(module, {}, is_earlier=True)
+        return self._known.get(id(module))
 
     def replace_parameter(self, module: torch.nn.Module, name: str, new: torch.nn.Parameter | None) -> None:
         """Raises Unsupported where a Parameter takes the place of one whose Variable the graph has."""
@@ -110,7 +135,7 @@ class Buffers:
         if var is None or not any(node.attrs.get("variable") is var for node in self._rec.nodes):
             return
         raise Unsupported(
-            f"{type(module).__name__} is given a new Parameter {name} in the place of {var.name}, which is recorded: "
+            f"{type(module).__name__} is given a new Parameter {name} in the place of one that is recorded: "
             "write into it, as in `with torch.no_grad(): p.copy_(...)`, or make the new Parameter before the "
             f"cell{self._rec.tape.at()}"
         )
@@ -137,7 +162,8 @@ class Buffers:
             for name, now in list(module._buffers.items()):
                 if now is not before.get(name) and isinstance(now, Tensor) and now not in self._given:
                     found = self._known.get(id(module))
-                    if before.get(name) is None:
+                    if found is not None and before.get(name) is None:
+                        found.restore(name)
                         self._refuse(module, name, None, now)
                     if found is not None and self._is_own(found, name, before[name], earlier=True):
                         self._assign_late(found, name, now)
@@ -147,17 +173,17 @@ class Buffers:
         if self._rec.scopes.module is not None:  # a call of functional_call gives them others for a while
             return
         for found in list(self._known.values()):
-            for name, now in list(found.module._buffers.items()):
+            for name, now in found.changed():
                 if now is not self._expected(found, name):
                     self._compare(found, name, now)
-            for name, before in found.parameters.items():
-                now = found.module._parameters.get(name, before)
-                if now is not before and found.is_earlier:
-                    self._refuse_parameter(found, name, before)
+        for tensor, handle in list(self._rec.tape.memory.values()):
+            if isinstance(tensor, torch.nn.Parameter) and handle._family.variable is not None:
+                self._compare_parameter(tensor)
 
     def _compare(self, found: _Known, name: str, now: torch.Tensor | None) -> None:
         expected = self._expected(found, name)
         if isinstance(now, Tensor) and expected is None:
+            found.restore(name)
             self._refuse(found.module, name, None, now)
         is_counted = isinstance(now, Tensor) or (found.is_earlier and now is not None)
         if is_counted and expected is not None and self._is_own(found, name, expected):
@@ -165,11 +191,13 @@ class Buffers:
                 return
             self._assign_late(found, name, now)
 
-    def _refuse_parameter(self, found: _Known, name: str, before: Any) -> None:
-        """Refuse a Parameter that stands in the module already; the module has its own again."""
-        now, found.module._parameters[name] = found.module._parameters[name], before
-        self.replace_parameter(found.module, name, now)
-        found.module._parameters[name] = now
+    def _compare_parameter(self, parameter: torch.nn.Parameter) -> None:
+        """Refuse another Parameter in a place of a recorded one; the module has its own again."""
+        for module, name in self._rec.scopes.places(parameter):
+            now = module._parameters.get(name, parameter)
+            if now is not parameter:
+                module._parameters[name] = parameter
+                self.replace_parameter(module, name, now)
 
     # -- assignments ----------------------------------------------------------------------------------------------
 
@@ -297,9 +325,7 @@ class Buffers:
             yield from ((found.module, name) for name, each in found.buffers.items() if each is tensor)
 
     def _refuse(self, module: torch.nn.Module, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """Raises Unsupported; the module holds what it held."""
-        if name in module._buffers:
-            module._buffers[name] = old
+        """Raises Unsupported for a value that a buffer cannot take."""
         at = self._rec.tape.at()
         if new is None:
             raise Unsupported(f"{type(module).__name__} loses its buffer {name} while recording: do so before{at}")
@@ -395,10 +421,11 @@ class Buffers:
         for binding in self._rec.tape.bindings.values():
             binding.hold(binding.original)
         for found in self._known.values():
-            for name, before in found.buffers.items():
-                if isinstance(found.module._buffers.get(name), Tensor) and not isinstance(before, Tensor):
-                    found.module._buffers[name] = before
+            for name, now in found.changed():
+                if isinstance(now, Tensor) and not isinstance(found.buffers.get(name), Tensor):
+                    found.restore(name)
         self._known.clear()
+        self._without.clear()
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
