@@ -30,7 +30,7 @@ def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
         recording.buffers.compare_held(recording.scopes.exit(module))
 
 
-def _buffer(module: torch.nn.Module, name: str, new: torch.Tensor | None) -> torch.Tensor | None:
+def _buffer(module: torch.nn.Module, name: str, new: torch.Tensor | None) -> Any:
     """``m.h = t`` and ``register_buffer``, before the module has the tensor."""
     recording = open_recording()
     return None if recording is None else recording.buffers.register(module, name, new)

@@ -112,7 +112,7 @@ class Buffers:
             return None
         is_recorded = isinstance(new, Tensor)
         if old is None and is_recorded:
-            self._refuse(module, name, None, new)
+            raise self._refused(module, name, None, new)
         if not is_recorded and (old is None or self._rec.is_unused(old)):
             found.buffers[name] = new
             return None
@@ -164,7 +164,7 @@ class Buffers:
                     found = self._known.get(id(module))
                     if found is not None and before.get(name) is None:
                         found.restore(name)
-                        self._refuse(module, name, None, now)
+                        raise self._refused(module, name, None, now)
                     if found is not None and self._is_own(found, name, before[name], earlier=True):
                         self._assign_late(found, name, now)
 
@@ -184,7 +184,7 @@ class Buffers:
         expected = self._expected(found, name)
         if isinstance(now, Tensor) and expected is None:
             found.restore(name)
-            self._refuse(found.module, name, None, now)
+            raise self._refused(found.module, name, None, now)
         is_counted = isinstance(now, Tensor) or (found.is_earlier and now is not None)
         if is_counted and expected is not None and self._is_own(found, name, expected):
             if self._rec.is_unused(expected) and not isinstance(now, Tensor):
@@ -249,7 +249,7 @@ class Buffers:
         module, original, rec = found.module, found.buffers[name], self._rec
         assert old is not None and original is not None
         if new is None or old.shape != new.shape or old.dtype != new.dtype:
-            self._refuse(module, name, old, new)
+            raise self._refused(module, name, old, new)
         var = self._variable(module, name, original)
         handle, base = rec.handle(new), rec._read_base(var)
         is_whole = all(view.op in _WHOLE for view in handle._chain)
@@ -324,13 +324,15 @@ class Buffers:
         for found in self._known.values():
             yield from ((found.module, name) for name, each in found.buffers.items() if each is tensor)
 
-    def _refuse(self, module: torch.nn.Module, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """Raises Unsupported for a value that a buffer cannot take."""
+    def _refused(
+        self, module: torch.nn.Module, name: str, old: torch.Tensor | None, new: torch.Tensor | None
+    ) -> Unsupported:  # fmt: skip
+        """The error for a value that a buffer cannot take."""
         at = self._rec.tape.at()
         if new is None:
-            raise Unsupported(f"{type(module).__name__} loses its buffer {name} while recording: do so before{at}")
+            return Unsupported(f"{type(module).__name__} loses its buffer {name} while recording: do so before{at}")
         held = "nothing" if old is None else f"{old.dtype}{list(old.shape)}"
-        raise Unsupported(
+        return Unsupported(
             f"{type(module).__name__} gives its buffer {name}, which held {held}, a value of {new.dtype}"
             f"{list(new.shape)} while recording: make it so in the constructor, or, if it is kept from call to call, "
             f"by a call of the model before the recording{at}"
