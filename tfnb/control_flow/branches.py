@@ -91,11 +91,11 @@ def _recorded(
         v for v, is_tensor in zip(varying(tree_unflatten(then.steps, then.form)), plain[0], strict=True) if is_tensor
     ]
     loose = {place for place, each in enumerate(varies) if each}
+    written = dict.fromkeys(base.variable for region in regions for base in region.written)
     found = joined(recorder, predicate, regions, labels, what, loose)
     step = None
     if any(isinstance(item, Operation) for item in (*then.steps, *other.steps)):
-        bases = dict.fromkeys(base for region in regions for base in region.written if base.variable is not None)
-        step = recorder.group(tuple(base.entry.value for base in bases))
+        step = recorder.group(tuple(recorder._read_base(var).entry.value for var in written if var is not None))
     tensors_left = iter(found)
     pairs = zip(then.steps, other.steps, strict=True)
     outs = [next(tensors_left) if a is False else (None if a is b is None else step) for a, b in pairs]

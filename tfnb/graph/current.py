@@ -70,6 +70,11 @@ def recording() -> Recording | None:
     return stack.open[-1] if stack.open else None
 
 
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a recorded one."""
+    return hasattr(type(tensor), "sample")
+
+
 def plain(value: Any) -> Any:
     """A recorded tensor's sample; anything else unchanged."""
     if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.errors import FailedPrecondition
-from tfnb.graph.current import recording
+from tfnb.graph.current import is_recorded, recording
 
 _STRIDED = torch.strided
 _TABLES = "_parameters", "_buffers"
@@ -67,8 +67,8 @@ class Held:
         for place, name in self.places:
             module = place()
             found = None if module is None else _held(module, name)
-            if found is None or found is now:  # not there any more: the object itself goes on
-                continue
+            if found is None or found is now or is_recorded(found):  # not there any more, or while a block lasts:
+                continue  # the object itself goes on
             if now is not None:
                 raise FailedPrecondition(
                     f"it was shared by several modules ({', '.join(n for _, n in self.places)}), which now hold "

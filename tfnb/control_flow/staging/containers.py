@@ -19,6 +19,7 @@ from tfnb.control_flow.staging.lists import plain
 from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.unset import MISSING, Undefined
 from tfnb.control_flow.staging.user_frames import user_line
+from tfnb.recording.values.recording import open_recording
 
 CONTAINERS = (list, dict, set, bytearray, collections.deque)
 CHANGES = frozenset({
@@ -43,10 +44,16 @@ def changed(owner: Any, name: str | None = None) -> Any:
         plain(owner)
         if status.depth:
             refuse_change(owner, "an item is set")
-    elif status.depth:
+    elif status.depth and not is_followed(owner, name):
         _refuse_property(owner, name)
         status.attributes.append((owner, name, getattr(owner, name, MISSING)))
     return owner
+
+
+def is_followed(owner: Any, name: str) -> bool:
+    """Whether an attribute is a buffer of a module: then the recording itself follows what it is given."""
+    recording = open_recording()
+    return recording is not None and bool(recording.buffers.follows(owner, name))
 
 
 def _refuse_property(owner: Any, name: str) -> None:
@@ -62,11 +69,13 @@ class attribute:
 
     @property
     def value(self) -> Any:
-        """The attribute's value; `MISSING` where there is none."""
-        return getattr(self.owner, self.name, MISSING)
+        """The attribute's value; `MISSING` where there is none, or where nothing has to be carried."""
+        return MISSING if is_followed(self.owner, self.name) else getattr(self.owner, self.name, MISSING)
 
     @value.setter
     def value(self, new: Any) -> None:
+        if is_followed(self.owner, self.name):
+            return
         old = self.value
         if status.depth:  # the body around the statement that carries it
             status.attributes.append((self.owner, self.name, old))

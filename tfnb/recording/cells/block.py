@@ -32,7 +32,7 @@ from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
 from tfnb.recording.marks.notes import user_level
-from tfnb.recording.marks.scopes import clean
+from tfnb.recording.marks.scopes import clean, modules_of
 from tfnb.recording.overrides.rng_state import own_streams
 from tfnb.recording.torch_patches import surroundings
 from tfnb.recording.values.tensor import Operation, Tensor
@@ -200,6 +200,7 @@ def _opened(
         kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
         recorder.default_device = device
+        recorder.buffers.meet(modules_of(names()), is_earlier=True)
         try:
             with ExitStack() as stack:
                 _enter(stack, recorder, device)

@@ -1,52 +1,68 @@
-"""Modules while recording, by torch's global forward hooks: where their nodes stand, and what they do to themselves."""
+"""Modules while recording, by torch's global hooks: the scopes of their nodes, and new buffers and Parameters."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
 
 from tfnb.errors import Unsupported
-from tfnb.graph import current
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.while_recording import Shared
 from tfnb.recording.values.recording import Recording, open_recording
-from tfnb.recording.writes.in_place_calls import rebind
 
 
 def _before(module: torch.nn.Module, args: Any) -> None:
     recording = open_recording()
     if recording is not None:
         _refuse_backward_hooks(module, recording)
-        if recording.scopes.module is None:
+        is_outermost = recording.scopes.module is None
+        if is_outermost:
             recording.tape.calls.append(range(new_id(), sys.maxsize))
-        recording.scopes.enter(module)
+        recording.buffers.meet([module])
+        recording.scopes.enter(module, recording.buffers.held(module, deep=is_outermost))
 
 
 def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
     recording = open_recording()
     if recording is not None:
-        _put_back(module, recording.scopes.exit(module), recording)
+        recording.buffers.compare_held(recording.scopes.exit(module))
         calls = recording.tape.calls
         if recording.scopes.module is None and calls:
             calls[-1] = range(calls[-1].start, new_id())
 
 
+def _buffer(module: torch.nn.Module, name: str, new: torch.Tensor | None) -> Any:
+    """``m.h = t`` and ``register_buffer``, before the module has the tensor."""
+    recording = open_recording()
+    return None if recording is None else recording.buffers.register(module, name, new)
+
+
+def _parameter(module: torch.nn.Module, name: str, new: torch.nn.Parameter | None) -> None:
+    recording = open_recording()
+    if recording is not None:
+        recording.buffers.replace_parameter(module, name, new)
+
+
+_REGISTERED = (
+    partial(nn_module.register_module_forward_pre_hook, _before),
+    partial(nn_module.register_module_forward_hook, _after, always_call=True),
+    partial(nn_module.register_module_buffer_registration_hook, _buffer),
+    partial(nn_module.register_module_parameter_registration_hook, _parameter),
+)
+
+
 @contextmanager
 def _hooks() -> Iterator[None]:
-    pre = nn_module.register_module_forward_pre_hook(_before)
-    try:
-        post = nn_module.register_module_forward_hook(_after, always_call=True)
-        try:
-            yield
-        finally:
-            post.remove()
-    finally:
-        pre.remove()
+    with ExitStack() as stack:
+        for register in _REGISTERED:
+            stack.callback(register().remove)
+        yield
 
 
 follow_modules = Shared(_hooks)
@@ -60,20 +76,3 @@ def _refuse_backward_hooks(module: torch.nn.Module, recording: Recording) -> Non
             f"{type(module).__name__} has a backward hook, which is not recorded: use register_hook on its input or "
             f"output tensor{recording.tape.at()}"
         )
-
-
-def _put_back(module: torch.nn.Module, before: dict[str, torch.Tensor | None], recording: Recording) -> None:
-    """``self.buffer = value`` in a forward is a write: recorded, and the module has its own tensor again."""
-    for name, now in module._buffers.items():
-        old = before.get(name)
-        if now is old or now is None or current.plain(now) is now:
-            continue
-        module._buffers[name] = old
-        if old is None or old.shape != now.shape or old.dtype != now.dtype:
-            found = "nothing" if old is None else f"{old.dtype}{list(old.shape)}"
-            raise Unsupported(
-                f"{type(module).__name__} gives its buffer {name}, which held {found}, a value of "
-                f"{now.dtype}{list(now.shape)} while recording: make it so in the constructor, or, if it is kept from "
-                f"call to call, by a call of the model before the recording{recording.tape.at()}"
-            )
-        rebind(recording, old, now)

@@ -42,6 +42,7 @@ from tfnb.recording.values.variables import held, known, variable
 from tfnb.recording.values.views import View
 from tfnb.recording.values.workspace import workspace
 from tfnb.recording.writes.aliases import STRAIGHT, looked
+from tfnb.recording.writes.buffer_assignments import Buffers
 from tfnb.recording.writes.in_place_calls import note_copy, record_write
 
 aten = torch.ops.aten
@@ -76,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self.operations: WeakSet[Operation] = WeakSet()  # every Operation that somebody still holds
         self.outside = Outside(self)
+        self.buffers = Buffers(self)
         self._warned: set[Any] = set()
         self.stop = stop
         self.default_device: Any = None
@@ -104,6 +106,7 @@ class Recorder(TorchDispatchMode):
 
     def settle(self) -> None:
         """At the end of the block: views of what it wrote show the new values."""
+        self.buffers.compare()
         self.leave()
         for tensor in list(self.live):
             base = tensor._family
@@ -114,7 +117,11 @@ class Recorder(TorchDispatchMode):
         warn_of_written(self.tape.asked, self.new)
 
     def leave(self) -> None:
-        """At the end, also by an error: views of variables look again at what their own recordings read."""
+        """At the end, also by an error: views of variables look again at what their own recordings read.
+
+        Modules hold their own buffers again.
+        """
+        self.buffers.leave()
         for tensor, before in self._elsewhere.items():
             tensor._entry, tensor._family, tensor._seen = before
         self._elsewhere.clear()
@@ -168,12 +175,16 @@ class Recorder(TorchDispatchMode):
                 sample = physical(var.storage) if var.home is None or not self.lazy else None
                 fake = self.space.shapes.like(var.storage)
             value = self.tape.append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
-            base = Base(Entry(value, fake, sample), variable=var)
-            base.written = lambda entry: self._assigned(var, entry, _STATEMENT)
+            base = Base(Entry(value, fake, sample))
+            self.stand(base, var)
             self.space.fakes[value] = fake
             self.space.samples.read(value, var, sample)
             self.tape.reads[var] = base
         return base
+
+    def stand(self, base: Base, var: Variable) -> None:
+        """Let the memory of a family of tensors be the Variable's: a write into it is an assignment."""
+        base.variable, base.written = var, lambda entry: self._assigned(var, entry, _STATEMENT)
 
     def write(self, var: Variable, kind: str, *args: Any) -> Tensor:
         """Record a write; returns the value after it."""

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tfnb.graph.current import is_recorded
+
 _SHORT = 64  # items; a longer list or dict of the program's holds data
 _BAD = re.compile(r"[^A-Za-z0-9_.]+")
 
@@ -37,12 +39,12 @@ class Label(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A module whose forward runs: how deep the path was, names of the modules inside, its own buffers."""
+    """A module whose forward runs: how deep the path was, names of the modules inside, the buffers held before."""
 
     module: torch.nn.Module
     depth: int
     names: dict[int, str]
-    buffers: dict[str, torch.Tensor | None]
+    held: Any
 
 
 class Scopes:
@@ -82,8 +84,8 @@ class Scopes:
 
     # -- modules --------------------------------------------------------------------------------------------
 
-    def enter(self, module: torch.nn.Module) -> None:
-        """A module's forward begins."""
+    def enter(self, module: torch.nn.Module, held: Any = ()) -> None:
+        """A module's forward begins; `exit` returns ``held``."""
         names = self._modules[-1].names if self._modules else {}
         before = len(self.path)
         path = names.get(id(module))
@@ -96,26 +98,26 @@ class Scopes:
             inner = {id(child): child_path for child_path, child in module.named_modules() if child is not module}
             self.path = [*self.path, *path.split(".")]
             names = inner
-        self._modules.append(_Open(module, before, names, dict(module._buffers)))
+        self._modules.append(_Open(module, before, names, held))
 
     @property
     def module(self) -> torch.nn.Module | None:
         """The module whose forward runs."""
         return self._modules[-1].module if self._modules else None
 
-    def exit(self, module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-        """A module's forward ends, also by an exception; returns the buffers that it had before."""
+    def exit(self, module: torch.nn.Module) -> Any:
+        """A module's forward ends, also by an exception; returns what `enter` was given."""
         while self._modules:
             top = self._modules.pop()
             self.path = self.path[: top.depth]
             if top.module is module:
-                return top.buffers
-        return dict(module._buffers)
+                return top.held
+        return ()
 
     def _label(self, root: torch.nn.Module, prefix: str, root_name: str) -> None:
         for path, module in root.named_modules(prefix=prefix.rstrip(".")):
             for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None:
+                if tensor is None or is_recorded(tensor):
                     continue
                 label = self.labels.get(id(tensor))
                 if label is None or label.tensor is not tensor:
@@ -137,6 +139,13 @@ class Scopes:
                     self._label(module, "", name)
                     return
 
+    def know(self, module: torch.nn.Module, attribute: str, tensor: torch.Tensor) -> None:
+        """A module holds this tensor under this name."""
+        if not self.places(tensor):
+            self.look_for_buffer(tensor)
+        if (module, attribute) not in self.places(tensor):
+            self._label(module, "", self.python_name(module) or type(module).__name__)
+
     def places(self, tensor: torch.Tensor | None) -> list[tuple[torch.nn.Module, str]]:
         """The modules seen so far that hold this tensor, and under which names."""
         found = self.labels.get(id(tensor))
@@ -148,6 +157,11 @@ class Scopes:
         if found is None or found.tensor is not tensor:
             return self.python_name(tensor)
         return f"{found.root}.{found.path}" if found.path in taken else found.path
+
+
+def modules_of(names: Mapping[str, Any]) -> list[torch.nn.Module]:
+    """The modules that the user's program has names for."""
+    return [module for value in list(names.values()) for module in _modules_of(value)]
 
 
 def _modules_of(value: Any) -> list[torch.nn.Module]:

@@ -32,6 +32,7 @@ from tfnb.recording.subgraphs.recompute import may_fail, repeats
 from tfnb.recording.values.interpret import evaluate
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
+from tfnb.recording.writes.buffer_assignments import Rebound
 
 Function = Callable[..., Sequence[Any]]  # of recorded tensors, to tensors
 Result = TypeVar("Result")
@@ -71,6 +72,7 @@ class Region:
     moved: list[Node]  # repeat nodes of the forward subgraph, and belong there
     stepped: set[Variable]  # those that an optimizer's step wrote
     buffers: set[Variable]  # those of which the write belongs to the step of a loss
+    rebound: dict[Base, Rebound]  # those of `written` of which modules hold another tensor from here on
     undo: Callable[[], None]  # as if the call had not been; only while nothing else was recorded since
 
     @property
@@ -110,6 +112,7 @@ def record_region(
                 before.start()
                 found = function(*tensors[: len(tensors) - len(held)])
                 outputs = [recorder._entry(recorder._as_tensor(item)).value for item in found]
+                before.release()
                 outputs += [base.entry.value for base in held]
         except BaseException:
             before.undo()
@@ -185,14 +188,21 @@ class Savepoint:
         bases = [*(tensor._family for tensor in self.live), *recorder.tape.reads.values()]
         self.entries = {base: base.entry for base in bases}
         self.versions: dict[Base, int] = {}
+        self.rebound: dict[Base, Rebound] = {}
 
     def start(self) -> None:
         """Said when the function is called: what is written from here on is the function's doing."""
         self.versions = {base: base.version for base in self.entries}
 
+    def release(self) -> None:
+        """Said when the function has returned: modules hold again the buffers that they held before the call."""
+        self.rebound = self.recorder.buffers.release(self.state, self.versions)
+
     def undo(self) -> None:
         """As if nothing had been recorded since."""
+        bindings = self.recorder.tape.bindings
         gone = self.recorder.tape.put_back(self.state)
+        self.recorder.buffers.put_back(bindings, self.state)
         self._restore({node.id for node in gone})
         self.recorder.space.release(gone)
 
@@ -223,7 +233,7 @@ class Savepoint:
         recorder.space.release(node for node in made if node.id in gone)
         assigned = [node for node in made if node.op == "tfnb.assign"]
         steps, buffers = ({n.attrs["variable"] for n in assigned if tag in n.tags} for tag in ("step", "buffer"))
-        return Region(nodes, inputs, list(resolved), final, guards, moved, steps, buffers, self.undo)
+        return Region(nodes, inputs, list(resolved), final, guards, moved, steps, buffers, self.rebound, self.undo)
 
     def _inner_guards(self) -> list[Guard]:
         """Relations between sizes that exist inside only."""
@@ -500,6 +510,10 @@ def write_back(
         tags = recorder.tape.marks.tags | ({"buffer"} if base.variable in buffers else set())
         control = (*recorder.tape.marks.control, *after)
         with torch.enable_grad(), recorder.tape.marked(control=control, tags=tags):  # what was written says what passes
+            rebound = next((region.rebound[base] for region in regions if base in region.rebound), None)
+            if rebound is not None:
+                recorder.buffers.rebind(rebound, tensor)
+                continue
             base.write(tensor._entry)
         if base.variable in stepped and not after:
             slots.append(base.entry.value.node)

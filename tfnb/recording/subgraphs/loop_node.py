@@ -152,6 +152,7 @@ class Loop:
 
     def _body(self, body: Function, given: list[Given], rows: list[Given]) -> Region:
         """The body; what it writes of outside is carried behind the other carried values."""
+        apart: set[Base] = set()
         while True:
             region = record_region(
                 self.recorder, body, [*given, *rows, *self._kept()], scope=self.path, iterations=True, held=self.held,
@@ -159,6 +160,12 @@ class Loop:
             )  # fmt: skip
             if self.saver is not None:
                 self.saver.adopt(region.moved)
+            late = [rebound.binding for base, rebound in region.rebound.items() if base not in apart]
+            if late:
+                region.undo()
+                apart.update(map(self.recorder.buffers.set_apart, late))
+                self.held = [base for base in self.held if base.variable is not None or base not in region.rebound]
+                continue
             more = [base for base in region.written if base not in self.held]
             if not more:
                 break

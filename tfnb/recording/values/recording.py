@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tfnb.recording.shapes.symbols import Symbols
     from tfnb.recording.values.outside_tensors import Outside
     from tfnb.recording.values.tape import Tape
-    from tfnb.recording.values.tensor import Base, Entry, Tensor
+    from tfnb.recording.values.tensor import Base, Entry, Operation, Tensor
     from tfnb.recording.values.views import View
     from tfnb.recording.values.workspace import Workspace
 
@@ -33,6 +33,7 @@ class Recording(current.Recording, Protocol):
     scopes: Scopes
     tape: Tape
     outside: Outside
+    buffers: Any  # `Buffers` of `writes.buffer_assignments`
     where: Callable[[], Source | None]
     stop: FrameType | None
     born: WeakIdKeyDictionary
@@ -96,6 +97,9 @@ class Recording(current.Recording, Protocol):
     def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor: ...
 
     def _read_base(self, var: Variable) -> Base: ...
+
+    def stand(self, base: Base, var: Variable) -> None:
+        """Let the memory of a family of tensors be the Variable's."""
 
     def _as_tensor(self, value: Any) -> torch.Tensor: ...
 

@@ -147,7 +147,7 @@ def rebind(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
             rec.symbols.decided(is_view())
     entry = rec._entry(put(rec, chain, rec._wrap(base.entry, base), new))
     new_entry = rec._entry(new) if chain else None
-    _become(rec, base, entry)
+    become(rec, base, entry)
     handle._entry = new_entry or base.entry
     handle._seen = base.version
 
@@ -162,7 +162,7 @@ def refuse_of_another_cell(rec: Recording, target: torch.Tensor, base: Base) -> 
         )
 
 
-def _become(rec: Recording, base: Base, entry: Entry) -> None:
+def become(rec: Recording, base: Base, entry: Entry) -> None:
     """A tensor, or the Variable that it is the value of, holds this from here on."""
     var = base.variable if base.variable is not None and rec.tape.reads.get(base.variable) is base else None
     if base.written is not None and var is None:
@@ -217,4 +217,4 @@ def _refused(rec: Recording, func: Op, why: str) -> Unsupported:
     return Unsupported(f"{op_name(func)} {why}{rec.tape.at()}", op=op_name(func))
 
 
-__all__ = ["rebind", "record_write", "take_data"]
+__all__ = ["become", "rebind", "record_write", "take_data"]
