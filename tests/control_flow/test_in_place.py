@@ -272,8 +272,8 @@ def test_what_is_computed_in_place_of_a_buffer_is_not_trained() -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(FED[0], name="x")
         net.seen = net.seen + (x * net.w).sum()
-        tfnb.train.SGD(0.1).minimize(net.seen.square())
-    assert [node.attrs["variable"].shape for node in graph.nodes if "step" in node.tags] == [(3,)]
+        step = tfnb.train.SGD(0.1).minimize(net.seen.square())
+    assert step.node and [node.attrs["variable"].shape for node in graph.nodes if "step" in node.tags] == [(3,)]
 
 
 @pytest.mark.filterwarnings("ignore:.*Python took the")

@@ -135,8 +135,9 @@ def test_a_trained_residual_net_is_a_straight_chain() -> None:
     with tfnb.record("net") as graph:
         x = tfnb.placeholder(torch.rand(2, 3, 32, 32))
         loss = ResNet(blocks=(1, 1, 1, 1)).train()(x).square().mean()
-        tfnb.train.SGD(0.1, momentum=0.9).minimize(loss)
+        step = tfnb.train.SGD(0.1, momentum=0.9).minimize(loss)
     drawing = Drawing(graph)
+    assert len(step.node.effects) > 6, "statistics of batch norm"
     level = drawing.root.at(max((k for k in drawing.opened if k), key=lambda k: len(drawing.root.at(k).children)))
     taken = [edge.tail for edge in drawing.wiring.edges(level) if isinstance(edge.tail, int)]
     assert len(level.children) > 6 and len(taken) == len(set(taken)), "each box has one user: no counter goes aside"
@@ -261,7 +262,8 @@ def test_a_densified_gradient_is_a_red_edge_with_its_bytes(kind: str) -> None:
             if isinstance(grad, tfnb.IndexedSlices):
                 grad = grad.to_dense()
             grad.sum()
-            tfnb.train.SGD(0.1).apply_gradients([(grad, w)])
+            step = tfnb.train.SGD(0.1).apply_gradients([(grad, w)])
+    assert step.node in g.nodes
     svg = Drawing(g, boxes=10_000).svg
     red = [part for part in svg.split("<path") if 'class="wire' in part and f'stroke="{LIGHT["failing"].line}"' in part]
     assert red

@@ -73,12 +73,17 @@ def attached(
 
 
 def left_out(notes: Iterable[Note], run: Contents) -> list[Note]:
-    """The notes of statements that a run leaves out although it computes something of their block."""
+    """The notes of statements that a run leaves out although it computes something of their block.
+
+    Operations on queues are run apart, as whoever records them wants.
+    """
     computed = {node.owner for node in run.nodes if node.op not in _TAKEN}
-    return [
-        note for note in notes
-        if note.nodes[0].owner in computed and run.by_id.keys().isdisjoint(node.id for node in note.nodes)
-    ]  # fmt: skip
+
+    def is_left(nodes: Sequence[Node]) -> bool:
+        is_written = not any(map(uses_queues, nodes))
+        return is_written and nodes[0].owner in computed and run.by_id.keys().isdisjoint(node.id for node in nodes)
+
+    return [note for note in notes if is_left(note.nodes)]
 
 
 def is_effect(node: Node) -> bool:
