@@ -40,12 +40,14 @@ def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
 def _buffer(module: torch.nn.Module, name: str, new: torch.Tensor | None) -> Any:
     """``m.h = t`` and ``register_buffer``, before the module has the tensor."""
     recording = open_recording()
-    return None if recording is None else recording.buffers.register(module, name, new)
+    if recording is None or isinstance(module, torch.jit.ScriptModule):
+        return None
+    return recording.buffers.register(module, name, new)
 
 
 def _parameter(module: torch.nn.Module, name: str, new: torch.nn.Parameter | None) -> None:
     recording = open_recording()
-    if recording is not None:
+    if recording is not None and not isinstance(module, torch.jit.ScriptModule):
         recording.buffers.replace_parameter(module, name, new)
 
 

@@ -194,6 +194,8 @@ class Buffers:
     def _compare_parameter(self, parameter: torch.nn.Parameter) -> None:
         """Refuse another Parameter in a place of a recorded one; the module has its own again."""
         for module, name in self._rec.scopes.places(parameter):
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             now = module._parameters.get(name, parameter)
             if now is not parameter:
                 module._parameters[name] = parameter
