@@ -108,6 +108,7 @@ class Optimizer:
         todo = [(grad, target) for grad, target in named if grad is not None]
         _check_pairs(todo, len(named))
         with reopen(_graph_of(todo)) as recorder, recorder.scope(self._label):
+            recorder.buffers.compare()  # what a module was given above the step is written above it
             groups = [todo] if self.joint else [[pair] for pair in todo]
             rate = self._recorded_rate(recorder)
             new = [value for group in groups for value in self._record(recorder, group, rate)]
