@@ -270,6 +270,7 @@ def converted_to_what_it_is(m: Any, x: torch.Tensor) -> torch.Tensor:
     twice_by_the_table, in_place_and_again, exchanged, a_constant, the_input, put_back, calls_and_the_cell,
     state_dicts, lent, converted_to_what_it_is,
 ])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*written by hand")  # by load_state_dict, which no step runs
 def test_names_of_tensors_mean_what_they_mean_in_torch(program: Program) -> None:
     check(program)
 

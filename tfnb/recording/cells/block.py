@@ -221,6 +221,8 @@ def _opened(
                 _graphs.pop(graph.name, None)
                 _graphs[graph.name] = graph
         for note in () if is_cell else lost:
+            if note.uses_queues:
+                continue
             if note.nodes:
                 graph.attached.setdefault(LEFT, []).append(note)
             else:
@@ -292,7 +294,7 @@ def _commit(
     if sizes:
         nodes = [substitute(node, sizes) for node in nodes]
     nodes, lost = attached(
-        recorder.tape.kept, nodes, _user_held(recorder, aliases), recorder.tape.everything, recorder.tape.calls
+        recorder.tape.kept, nodes, _user_held(recorder, aliases, names), recorder.tape.everything, recorder.tape.calls
     )
     recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)
@@ -330,10 +332,15 @@ def _failed(node: Node) -> str:
     return f"{label} failed, and what it had recorded was taken back: run it again without the error"
 
 
-def _user_held(recorder: Recorder, aliases: Mapping[str, Value]) -> set[int]:
-    """Ids of the nodes of which the user holds a handle, without those that stand for Parameters and plain tensors."""
-    plain = {id(handle) for _, handle in (*recorder.tape.handles.values(), *recorder.tape.memory.values())}
-    tensors = {tensor.shown.value.node for tensor in recorder.live if id(tensor) not in plain}
+def _user_held(recorder: Recorder, aliases: Mapping[str, Value], names: Mapping[str, Any]) -> set[int]:
+    """Ids of the nodes of which the user holds a handle.
+
+    Of the handles that stand for plain tensors it is those of tensors that have a name.
+    """
+    plain = (*recorder.tape.handles.values(), *recorder.tape.memory.values())
+    named = {id(value) for value in names.values()}
+    hidden = {id(handle) for tensor, handle in plain if id(tensor) not in named}
+    tensors = {tensor.shown.value.node for tensor in recorder.live if id(tensor) not in hidden}
     return tensors | {v.node for v in aliases.values()} | {op.value.node for op in recorder.operations}
 
 

@@ -30,11 +30,16 @@ _GIVES_STEP = re.compile(r"[\w.\[\]]+\.(step|minimize|apply_gradients)\([^;]*\)"
 
 
 class Note(NamedTuple):
-    """What no run does by itself, and what to write. ``nodes``: those of a statement of a block without a step."""
+    """What no run does by itself, and what to write.
+
+    nodes: those of a statement of a block without a step. uses_queues: it is for a run of its own, as whoever records
+    operations on queues wants.
+    """
 
     source: Source | None
     text: str
     nodes: tuple[Node, ...] = ()
+    uses_queues: bool = False
 
     def __str__(self) -> str:
         at = f"{self.source.label} line {self.source.line}" if self.source else "recording"
@@ -73,17 +78,12 @@ def attached(
 
 
 def left_out(notes: Iterable[Note], run: Contents) -> list[Note]:
-    """The notes of statements that a run leaves out although it computes something of their block.
-
-    Operations on queues are run apart, as whoever records them wants.
-    """
+    """The notes of statements that a run leaves out although it computes something of their block."""
     computed = {node.owner for node in run.nodes if node.op not in _TAKEN}
-
-    def is_left(nodes: Sequence[Node]) -> bool:
-        is_written = not any(map(uses_queues, nodes))
-        return is_written and nodes[0].owner in computed and run.by_id.keys().isdisjoint(node.id for node in nodes)
-
-    return [note for note in notes if is_left(note.nodes)]
+    return [
+        note for note in notes
+        if note.nodes[0].owner in computed and run.by_id.keys().isdisjoint(node.id for node in note.nodes)
+    ]  # fmt: skip
 
 
 def is_effect(node: Node) -> bool:
@@ -257,7 +257,8 @@ class _Block:
         is_named = STATEMENT not in node.tags
         how = "give its result a name and fetch that" if is_named else "fetch what it writes, or a tfnb.group of that"
         text = f"this changes {statement.changes}, and {why}. To run it {how}; {_CURE}"
-        self.notes.append(Note(node.source, text, nodes))
+        waits = any(uses_queues(self.contents.by_id[i]) for i in self._reached(n.id for n in nodes))
+        self.notes.append(Note(node.source, text, nodes, waits))
 
     def _note_left(self, statement: Statement) -> None:
         """Say that a block without a step has none for a statement, if no value that somebody holds comes from it."""
