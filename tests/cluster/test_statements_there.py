@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.recording.test_statements import DATA, eager, recorded
+from tests.recording.test_statements import DATA, World, eager, recorded, train
 from tfnb.cluster.driver import Cluster
 
 ROWS_ONLY = "copy_feed", "statistics", "in_branch"  # what they write is made of the rows that a task sees
@@ -36,15 +36,15 @@ def test_fit_there_does_the_statement(connect: Callable[..., Cluster], statement
 
 
 def test_everything_of_a_block_runs_there(connect: Callable[..., Cluster]) -> None:
-    world, _, x, _, _ = recorded("average", "after", "by_torch")
-    with pytest.warns(UserWarning), tfnb.record():
-        x = tfnb.placeholder(DATA[0])
-        world.count.assign_add(x.sum())
+    world, plain = World(), World()
     with tfnb.record():
         x = tfnb.placeholder(DATA[0])
         world.count.assign_add(x.sum())
+        train(world, x, "average", "after", "by_torch")
         everything = tfnb.effects()
     with connect(2):
         for batch in DATA:
             tfnb.run(everything, {x: batch})
-    torch.testing.assert_close(world.count.value(), torch.stack(DATA).sum())
+            plain.count.assign_add(batch.sum())
+            train(plain, batch, "average", "after", "by_torch")
+    torch.testing.assert_close(world.state(), plain.state())

@@ -112,6 +112,8 @@ class _Block:
     def __post_init__(self) -> None:
         self.contents = Contents((*self.kept, *self.new))
         self.mine = {node.id for node in self.new}
+        self._run_by: dict[int, set[int]] = {}
+        self._needed_by: dict[int, set[Hashable]] = {}
         self.steps = [node for node in self.new if self._is_step(node) and not self._only_holds_steps(node)]
         members = [(at, value.node) for at, step in enumerate(self.steps) for value in step.inputs]
         self.update_of = {i: at for at, i in members if self.contents.by_id[i].op == "tfnb.assign"}
@@ -186,7 +188,7 @@ class _Block:
         if lacks:
             self._note(statement, f"the step {step.name} leaves it out: it would need {lacks}")
             return
-        more = tuple(n.id for n in statement.nodes if n.id not in self._reached([step.id]))
+        more = tuple(n.id for n in statement.nodes if n.id not in self._runs(step))
         if more:
             self.found[step.id] = (*self.found.get(step.id, ()), *more)
 
@@ -212,6 +214,17 @@ class _Block:
                 stack += [*(value.node for value in node.inputs), *node.control, *node.effects]
         return found
 
+    @cached_property
+    def _held(self) -> set[int]:
+        """Nodes that a run of all that the user holds runs."""
+        return self._reached(self.live)
+
+    def _runs(self, step: Node) -> set[int]:
+        """Nodes that a run of the step runs by itself."""
+        if step.id not in self._run_by:
+            self._run_by[step.id] = self._reached([step.id])
+        return self._run_by[step.id]
+
     @property
     def _does_everything(self) -> bool:
         return any(group in self.live for group in self.everything)
@@ -220,14 +233,16 @@ class _Block:
 
     def _lacks(self, statement: Statement, step: Node) -> str:
         """What a run of the step would need for the statement and does not need by itself; empty for nothing."""
-        needs = self._needs(n.id for n in statement.nodes) - self._needs([step.id, *step.effects])
+        if step.id not in self._needed_by:
+            self._needed_by[step.id] = self._needs(self._runs(step))
+        needs = self._needs(self._reached(n.id for n in statement.nodes)) - self._needed_by[step.id]
         sizes = {need for need in needs if isinstance(need, str)}  # of feeds, which are told themselves
         return ", ".join(sorted({self._named(need) for need in needs - sizes or needs}))
 
-    def _needs(self, ids: Iterable[int]) -> set[Hashable]:
-        """Placeholders, sizes of feeds, elements of queues, waits, and updates of steps."""
+    def _needs(self, run: Iterable[int]) -> set[Hashable]:
+        """The placeholders, sizes of feeds, elements of queues, waits, and updates of steps among nodes."""
         found: set[Hashable] = set()
-        for i in self._reached(ids):
+        for i in run:
             node = self.contents.by_id[i]
             if node.op == "tfnb.placeholder":
                 found |= {node.id, *node.outputs[0].symbols}
@@ -270,15 +285,14 @@ class _Block:
             text = f"written by hand: {names}; a run does it when the parameter, or a tfnb.group of them, is fetched, "
             text += f"and not for the loss or another cell; {_CURE}"
             self.notes.append(Note(updated[-1].source, text, statement.nodes))
-        elif self._reached(self.live).isdisjoint(node.id for node in statement.nodes):
+        elif self._held.isdisjoint(node.id for node in statement.nodes):
             self._note(statement, "the block has no step that could run it", statement.nodes)
 
     def _note_unheld(self) -> None:
         """Say which steps nobody can fetch, a note for each line."""
-        held = set() if self._does_everything else self._reached(self.live)
         lost: dict[Source | None, list[Node]] = {}
         for step in self.steps:
-            if not self._does_everything and step.id not in held:
+            if not self._does_everything and step.id not in self._held:
                 lost.setdefault(step.source, []).append(step)
         for source, steps in lost.items():
             names = ", ".join(dict.fromkeys(step.name for step in steps))
