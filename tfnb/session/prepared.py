@@ -18,7 +18,7 @@ from tfnb.graph.variable_locks import Cut
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.printed import line, printing
 from tfnb.placement.requests import Asked, asked
-from tfnb.recording.cells.statements import LEFT, left_out
+from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
 from tfnb.session.breakpoints import stopping
 from tfnb.session.feeding import Feeder
@@ -118,8 +118,8 @@ def prepare(
 
 def _warn_left_out(step: StepGraph) -> None:
     """Say once what a block of the step writes and the step does not."""
-    notes = step.whole.attached.get(LEFT)
-    for note in left_out(notes or (), step.graph.contents):
+    notes: list[Note] = step.whole.attached.get(LEFT, [])
+    for note in left_out(notes, step.graph.contents):
         notes.remove(note)
         warnings.warn(str(note), stacklevel=user_level(None))
 
