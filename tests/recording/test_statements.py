@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import swa_utils
 
 import tfnb
 from tests.recording.test_cells import Notebook
@@ -306,6 +307,41 @@ def test_wasserstein_gan_clamps_its_critic() -> None:
         tfnb.run(steps, {z: noise, real: batch})
     for one, other in zip(plain[:2], ours[:2], strict=True):
         torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("how", ["mean", "ema", "multi ema", "function"])
+def test_an_averaged_model_is_updated_with_the_step(how: str, use_buffers: bool) -> None:
+    options: dict[str, Any] = {
+        "mean": {}, "ema": {"avg_fn": swa_utils.get_ema_avg_fn(0.8)},
+        "multi ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.8)},
+        "function": {"avg_fn": lambda mean, p, count: mean + (p - mean) / (count + 1)},
+    }[how]  # fmt: skip
+
+    def make() -> tuple[nn.Module, swa_utils.AveragedModel, torch.optim.Optimizer]:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        return model, swa_utils.AveragedModel(model, use_buffers=use_buffers, **options), torch.optim.SGD(
+            model.parameters(), lr=0.1
+        )  # fmt: skip
+
+    def step(model: Any, averaged: Any, optimizer: Any, x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        (model(x) - 1).square().mean().backward()
+        made = optimizer.step()
+        averaged.update_parameters(model)
+        return made
+
+    plain, ours = make(), make()
+    with warnings.catch_warnings(), tfnb.record() as graph:
+        warnings.simplefilter("error")
+        x = tfnb.placeholder(DATA[0].double())
+        made = step(*ours, x)
+    assert not graph.select(op="tfnb.guard"), "each run decides whether it is the first update"
+    for batch in DATA:
+        step(*plain, batch.double())
+        tfnb.run(made, {x: batch.double()})
+        torch.testing.assert_close(ours[1].state_dict(), plain[1].state_dict(), rtol=1e-9, atol=1e-12)
 
 
 def test_control_dependencies_on_the_step_make_no_cycle() -> None:

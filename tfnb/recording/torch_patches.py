@@ -15,6 +15,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.optim.swa_utils
 import torch.utils.checkpoint
 import torch.utils.data
 from torch.autograd import graph
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import Unsupported
 from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
+from tfnb.recording.overrides.averaged_models import recorded_update
 from tfnb.recording.overrides.loader_batches import batch
 from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import Followed
@@ -180,6 +182,8 @@ PATCHES = (
     Patch(_one(torch._utils), ("_rebuild_tensor",), _unrecorded, "what is read from a file is a plain tensor"),
     Patch(_one(torch.random), ("default_generator",), Followed,
           "seeds given inside are noted with their line, since recorded draws have streams of their own"),
+    Patch(_one(torch.optim.swa_utils.AveragedModel), ("update_parameters",), recorded_update,
+          "it asks in Python whether it is the first update, which each run has to decide"),
     Patch(_schedulers, ("step",), _refused(_SCHEDULER, _is_new), "a scheduler's step is Python: it would happen once"),
     Patch(_one(torch.amp.GradScaler), ("scale", "unscale_", "step", "update"), _refused(_SCALER, _is_off),
           "a scaler decides in Python whether a step is taken"),

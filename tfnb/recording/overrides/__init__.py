@@ -9,6 +9,6 @@ Functions of torch: `size_arguments` take a number for a size, `dynamic_indexing
 would choose, `refused_ops`. Shapes: `shape_rules` that torch lacks.
 
 Without rows: `autograd_function` is torch.autograd.Function, `constructors` finds code that makes modules, `rng_state`
-keeps torch's random state, `loader_batches` a DataLoader out of the recording, `higher_order` meets operators that
-call functions.
+keeps torch's random state, `averaged_models` are those of swa_utils, `loader_batches` keeps a DataLoader out of the
+recording, `higher_order` meets operators that call functions.
 """
