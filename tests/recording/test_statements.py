@@ -500,6 +500,19 @@ def test_a_run_says_what_a_block_without_a_step_wrote_and_it_does_not() -> None:
     assert warned(lambda w, x: w.count.assign_add(1.0))[2].graph.notes == (), "its handle is held"
 
 
+def test_a_line_that_writes_much_is_one_note() -> None:
+    def block(w: World, x: torch.Tensor) -> Any:
+        y = tfnb.placeholder(DATA[1], name="y")
+        made = train(w, x, "count", "after", "by_torch")
+        nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(4)))(y)
+        return made
+
+    *_, said = warned(block)
+    assert len(said) == 1 and "running_var" in said[0] and " more, and the step" in said[0] and "feed y" in said[0]
+    notes = warned(lambda w, x: (w.model(x), clamp(w, x))[0])[2].graph.notes
+    assert len(notes) == 1 and "written by hand: bias, weight;" in notes[0]
+
+
 def test_statistics_without_a_step_go_with_what_the_module_gives() -> None:
     plain, ours, still = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     with tfnb.record():

@@ -221,12 +221,10 @@ def _opened(
                 _graphs.pop(graph.name, None)
                 _graphs[graph.name] = graph
         for note in () if is_cell else lost:
-            if note.uses_queues:
-                continue
-            if note.nodes:
-                graph.attached.setdefault(LEFT, []).append(note)
-            else:
+            if not note.nodes:
                 warnings.warn(str(note), stacklevel=user_level(None))
+            elif not note.uses_queues:
+                graph.attached.setdefault(LEFT, []).append(note)
 
 
 def _in_letters(recorder: Recorder, error: BaseException) -> None:

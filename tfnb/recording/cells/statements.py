@@ -53,10 +53,19 @@ class Statement:
     nodes: tuple[Node, ...]
 
     @property
-    def changes(self) -> str:
-        """Names of the Variables and queues that it changes."""
-        variables = [node.attrs["variable"].name for node in self.nodes if node.op == "tfnb.assign"]
-        return ", ".join(dict.fromkeys([*variables, *(queue.name for queue in queues_of(self.nodes))]))
+    def is_by_hand(self) -> bool:
+        """Whether it updates a Parameter in place, which is a key to fetch it by."""
+        return any(_is_update(node) and node.attrs["variable"].held is not None for node in self.nodes)
+
+
+class Lost(NamedTuple):
+    """Why no step of its block runs a statement."""
+
+    source: Source | None
+    why: str
+    by_hand: bool = False
+    waits: bool = False
+    is_named: bool = False  # it has a result, which may be given a name
 
 
 def attached(
@@ -107,6 +116,7 @@ class _Block:
     calls: Sequence[range]
     found: dict[int, tuple[int, ...]] = field(default_factory=dict)
     groups: list[Node] = field(default_factory=list)  # of the statistics of modules, in a block without steps
+    lost: dict[Lost, list[Node]] = field(default_factory=dict)  # what their statements write
     notes: list[Note] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -127,6 +137,7 @@ class _Block:
             statements = self._with_modules(statements)
         for statement in statements:
             self._give(statement)
+        self._note_lost()
         self._note_unheld()
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -182,15 +193,29 @@ class _Block:
     def _give(self, statement: Statement) -> None:
         step = self._step_of(statement)
         if step is None:
-            self._note_left(statement)
+            self._leave(statement)
             return
         lacks = self._lacks(statement, step)
         if lacks:
-            self._note(statement, f"the step {step.name} leaves it out: it would need {lacks}")
+            self._lose(statement, f"the step {step.name} leaves it out: it would need {lacks}")
             return
         more = tuple(n.id for n in statement.nodes if n.id not in self._runs(step))
         if more:
             self.found[step.id] = (*self.found.get(step.id, ()), *more)
+
+    def _leave(self, statement: Statement) -> None:
+        """A block without a step has none for a statement; it is lost if no value that somebody holds comes from it."""
+        if self._does_everything:
+            return
+        if statement.is_by_hand or self._held.isdisjoint(node.id for node in statement.nodes):
+            self._lose(statement, "the block has no step that could run it")
+
+    def _lose(self, statement: Statement, why: str) -> None:
+        first = statement.nodes[0]
+        waits = any(uses_queues(self.contents.by_id[i]) for i in self._reached(n.id for n in statement.nodes))
+        is_named = STATEMENT not in first.tags
+        lost = Lost(first.source, why, statement.is_by_hand and not self.steps, waits, is_named)
+        self.lost.setdefault(lost, []).extend(statement.nodes)
 
     def _step_of(self, statement: Statement) -> Node | None:
         """The last step whose update the statement reads, else the next one below it, else the last one."""
@@ -267,26 +292,18 @@ class _Block:
 
     # -- notes, and blocks without a step ------------------------------------------------------------------------------
 
-    def _note(self, statement: Statement, why: str, nodes: tuple[Node, ...] = ()) -> None:
-        node = statement.nodes[0]
-        is_named = STATEMENT not in node.tags
-        how = "give its result a name and fetch that" if is_named else "fetch what it writes, or a tfnb.group of that"
-        text = f"this changes {statement.changes}, and {why}. To run it {how}; {_CURE}"
-        waits = any(uses_queues(self.contents.by_id[i]) for i in self._reached(n.id for n in nodes))
-        self.notes.append(Note(node.source, text, nodes, waits))
-
-    def _note_left(self, statement: Statement) -> None:
-        """Say that a block without a step has none for a statement, if no value that somebody holds comes from it."""
-        if self._does_everything:
-            return
-        updated = [n for n in statement.nodes if _is_update(n) and n.attrs["variable"].held is not None]
-        if updated:
-            names = ", ".join(sorted(node.attrs["variable"].name for node in updated))
-            text = f"written by hand: {names}; a run does it when the parameter, or a tfnb.group of them, is fetched, "
-            text += f"and not for the loss or another cell; {_CURE}"
-            self.notes.append(Note(updated[-1].source, text, statement.nodes))
-        elif self._held.isdisjoint(node.id for node in statement.nodes):
-            self._note(statement, "the block has no step that could run it", statement.nodes)
+    def _note_lost(self) -> None:
+        """Say which statements no step runs, a note for each line and reason."""
+        for lost, nodes in self.lost.items():
+            changes = _changed(nodes)
+            if lost.by_hand:
+                text = f"written by hand: {changes}; a run does it when the parameter, or a tfnb.group of them, is "
+                text += f"fetched, and not for the loss or another cell; {_CURE}"
+            else:
+                named = "give its result a name and fetch that"
+                how = named if lost.is_named else "fetch what it writes, or a tfnb.group of that"
+                text = f"this changes {changes}, and {lost.why}. To run it {how}; {_CURE}"
+            self.notes.append(Note(lost.source, text, () if self.steps else tuple(nodes), lost.waits))
 
     def _note_unheld(self) -> None:
         """Say which steps nobody can fetch, a note for each line."""
@@ -336,6 +353,15 @@ class _Block:
 
 
 _WAIT = object()
+_SHOWN = 6  # names in a note
+
+
+def _changed(nodes: Sequence[Node]) -> str:
+    """Names of the Variables and queues that nodes change."""
+    variables = sorted(node.attrs["variable"].name for node in nodes if node.op == "tfnb.assign")
+    names = list(dict.fromkeys([*variables, *(queue.name for queue in queues_of(nodes))]))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _is_update(node: Node) -> bool:
