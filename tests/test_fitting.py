@@ -96,6 +96,36 @@ def test_feed_dicts_and_generators_are_data():
     assert count.value() == 8
 
 
+class Rows(torch.utils.data.IterableDataset):
+    """The rows of X and Y, without a length."""
+
+    def __iter__(self):
+        return zip(X, Y, strict=True)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("form", ["loader", "iterator"])
+def test_a_loader_without_a_length_is_data(monkeypatch, caplog, form, workers):
+    loader = torch.utils.data.DataLoader(Rows(), 16, num_workers=workers, timeout=60 if workers else 0)
+    model, twin = network(), network()
+    x, y, _, step = recorded(model)
+    monkeypatch.setattr(fit_loop, "SHOWN_EVERY", 0.0)
+    epochs = 2 if form == "loader" else 1
+    with caplog.at_level(logging.INFO, "tfnb.fit"):
+        data = loader if form == "loader" else iter(loader)
+        result = tfnb.fit(step, data, feeds=(x, y), epochs=epochs, progress_after=0)
+    assert any("graph: step 1  " in record.message for record in caplog.records)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    for rows, labels in list(zip(X.split(16), Y.split(16), strict=True)) * epochs:
+        optimizer.zero_grad()
+        F.cross_entropy(twin(rows), labels).backward()
+        optimizer.step()
+    for got, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert [entry["step"] for entry in result.history] == [4, 8][:epochs]
+    assert tfnb.fit(step, loader, feeds=(x, y), steps=6).steps == 6
+
+
 def test_steps_bound_the_run():
     count, x, value = counter()
     result = tfnb.fit(value, {x: X[:, 0]}, batch_size=20, steps=7, watch={"count": value})

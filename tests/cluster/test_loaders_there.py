@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import tfnb
 
@@ -39,6 +39,53 @@ def test_a_loader_trains_there_as_here(connect, recorded):
     (here, place), (there, place_there) = found
     torch.testing.assert_close(there, here, rtol=1e-10, atol=1e-12)
     assert place == place_there == {"epoch": 1, "count": 2}
+
+
+class Rows(IterableDataset):
+    """The rows of a data set, without a length."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[i] for i in range(20))
+
+
+class Unsized:
+    """Batches of a generator, with a ``len`` that raises."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        return (self.data[i : i + 6] for i in range(0, 20, 6))
+
+
+def test_data_without_a_length_trains_there_as_here(connect, recorded):
+    data, model, feeds, step = recorded
+    forms = {
+        "loader": lambda: DataLoader(Rows(data), 6),
+        "loader with a worker process": lambda: DataLoader(Rows(data), 6, num_workers=1, timeout=60),
+        "iterator of a loader": lambda: iter(DataLoader(Rows(data), 6)),
+        "len raises": lambda: Unsized(data),
+    }
+    start, found = {v: v.value() for v in step.graph.variables}, []
+    for is_there in (False, True):
+        cluster = connect(2) if is_there else None
+        for name, form in forms.items():
+            for options in ({"epochs": 1 if "iterator" in name else 2}, {"steps": 3}):
+                for v, value in start.items():
+                    v.assign(value)
+                done = tfnb.fit(step, form(), feeds=feeds, timeout=120, **options)
+                assert done.steps == options.get("steps", 4 * options.get("epochs", 0))
+                if cluster is not None:
+                    cluster.pull()
+                found.append(model.weight.detach().clone())
+    here, there = found[: len(found) // 2], found[len(found) // 2 :]
+    torch.testing.assert_close(there, here, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow

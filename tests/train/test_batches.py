@@ -13,7 +13,7 @@ from dask import config
 from dask.delayed import delayed
 
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
-from tfnb.train.batches import batches
+from tfnb.train.batches import batch_count, batches
 
 X = torch.arange(10.0).reshape(10, 1)
 Y = torch.arange(10)
@@ -89,6 +89,49 @@ def test_generator_ends_early_or_at_steps():
     made = batches(({"x": X} for _ in range(5)), steps=3)
     assert (made.total, len(list(made.each))) == (3, 3)
     assert batches({"x": X} for _ in range(5)).total is None
+
+
+class Unsized:
+    """Feed dicts whose ``len`` raises; ``passes`` counts calls of iter."""
+
+    def __init__(self, error):
+        self.error, self.passes = error, 0
+
+    def __len__(self):
+        raise self.error
+
+    def __iter__(self):
+        self.passes += 1
+        return ({"x": X[i : i + 4]} for i in (0, 4, 8))
+
+
+@pytest.mark.parametrize("error", [NotImplementedError(), TypeError("no length"), ValueError("-1"), RuntimeError()])
+def test_data_whose_len_raises_has_no_total_and_is_iterated_anew_in_each_epoch(error):
+    data = Unsized(error)
+    made = batches(data, epochs=2)
+    assert made.total is None and data.passes == 0
+    assert [(b.epoch, b.rows) for b in made.each] == [(1, 4), (1, 4), (1, 2), (2, 4), (2, 4), (2, 2)]
+    assert data.passes == 2
+    made = batches(data, steps=4)
+    assert (made.total, [b.epoch for b in made.each]) == (4, [1, 1, 1, 2])
+
+
+def test_an_interrupt_in_len_is_not_a_missing_length():
+    with pytest.raises(KeyboardInterrupt):
+        batch_count(Unsized(KeyboardInterrupt()))
+
+
+def test_a_later_epoch_over_an_exhausted_iterator_is_refused():
+    class Wrapped:
+        each = ({"x": X} for _ in range(3))
+
+        def __iter__(self):
+            return self.each
+
+    made, found = batches(Wrapped(), epochs=2), []
+    with pytest.raises(InvalidArgument, match="epochs=2 needs data that can be iterated again, and Wrapped can be"):
+        found.extend(batch.epoch for batch in made.each)
+    assert found == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -58,7 +59,17 @@ def test_callbacks_hear_of_each_step_and_of_each_epoch_before_the_next_one_begin
     assert done.stopped == "" and done.steps == 6
 
 
-@pytest.mark.parametrize("form", ["arrays", "feeds", "loader"])
+class Pairs(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Rows without a length."""
+
+    def __init__(self, *columns: torch.Tensor) -> None:
+        self.columns = columns
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return zip(*self.columns, strict=True)
+
+
+@pytest.mark.parametrize("form", ["arrays", "feeds", "loader", "stream"])
 def test_validation_computes_the_watched_values_over_other_data_without_updates(form: str) -> None:
     layer, x, y, loss, train = line()
     others, labels = torch.linspace(0, 1, 7)[:, None], torch.linspace(1, 2, 7)
@@ -67,7 +78,7 @@ def test_validation_computes_the_watched_values_over_other_data_without_updates(
     elif form == "feeds":
         validation = [{x: others[:3], y: labels[:3]}, {x: others[3:], y: labels[3:]}]
     else:
-        dataset = torch.utils.data.TensorDataset(others, labels)
+        dataset = (Pairs if form == "stream" else torch.utils.data.TensorDataset)(others, labels)
         validation = torch.utils.data.DataLoader(dataset, batch_size=3)
     want = []
 
@@ -76,8 +87,9 @@ def test_validation_computes_the_watched_values_over_other_data_without_updates(
             want.append(float((layer(others)[:, 0] - labels).square().mean()))
 
     rows, targets = torch.rand(8, 1), torch.rand(8)
-    if form == "loader":
-        data: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows, targets), batch_size=4)
+    if form in ("loader", "stream"):
+        dataset = (Pairs if form == "stream" else torch.utils.data.TensorDataset)(rows, targets)
+        data: Any = torch.utils.data.DataLoader(dataset, batch_size=4)
         options: dict[str, Any] = {"feeds": (x, y)}
     else:
         data, options = {x: rows, y: targets}, {"batch_size": 4}
@@ -129,6 +141,8 @@ def test_bad_validation_and_callbacks_are_refused_before_anything_runs() -> None
         tfnb.fit(train, data, validation=data)
     with pytest.raises(InvalidArgument, match="can be only once"):
         tfnb.fit(train, data, watch=loss, validation=iter([data]))
+    with pytest.raises(InvalidArgument, match="or an iterable, not int"):
+        tfnb.fit(train, data, watch=loss, validation=5)
     with pytest.raises(InvalidArgument, match=r"functions of one argument.*got 3"):
         tfnb.fit(train, data, callbacks=[3])
     with pytest.raises(InvalidArgument, match="patience is a number of epochs"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
 from tfnb.state.step_groups import StepGroup, Told
 from tfnb.state.steps_taken import StepsHere, StepsThere
-from tfnb.train.batches import Batch, Batches, batches, name_of
+from tfnb.train.batches import Batch, Batches, batches, is_single_pass, name_of
 from tfnb.train.callbacks import Callbacks, Progress
 from tfnb.train.metrics import Metrics
 from tfnb.widgets.curve import number, svg
@@ -98,8 +98,10 @@ def fit(
 
     fetch: usually what ``minimize`` gave. data: ``{placeholder: array}`` with rows on axis 0, or an iterable of feed
     dicts, or of other items such as those of a DataLoader: ``feeds=(x, y)`` says what the parts of a tuple are fed to,
-    ``feeds={"image": x}`` those of a dict. A `tfnb.Source` stands behind the batch of the last step that counts, which
-    `Session.save` keeps, however much was drawn ahead; with asynchronous tasks a step after a gap does not count.
+    ``feeds={"image": x}`` those of a dict. The ``len`` of an iterable may raise, as that of a DataLoader over an
+    IterableDataset does: progress then has no total. A `tfnb.Source` stands behind the batch of the last step that
+    counts, which `Session.save` keeps, however much was drawn ahead; with asynchronous tasks a step after a gap does
+    not count.
     An array is of torch or NumPy, or a Dask array, bag, dataframe or column of one: its chunks are computed and kept
     on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are computed
     here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
@@ -522,7 +524,9 @@ def _validation(
         return lambda run: {}
     if not names:
         raise InvalidArgument("validation= computes the watched values over other data: name them, watch=loss")
-    if not isinstance(data, Mapping) and iter(data) is data:
+    if not isinstance(data, Iterable):
+        raise InvalidArgument(f"validation data is {{placeholder: array}} or an iterable, not {type(data).__name__}")
+    if is_single_pass(data):
         raise InvalidArgument(
             f"validation data is iterated after each epoch, and {type(data).__name__} can be only once: pass a list, "
             "a DataLoader or {placeholder: array}"

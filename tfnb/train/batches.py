@@ -5,7 +5,7 @@ The order depends on the seed alone, so a cluster trains on the same batches as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple, cast
@@ -159,19 +159,43 @@ def name_of(key: Any) -> str:
 # -- feed dicts -----------------------------------------------------------------------------------------------------
 
 
+def batch_count(data: Any) -> int | None:
+    """The number of items in one pass over ``data``, or None where ``len`` of it raises.
+
+    A DataLoader over an IterableDataset has ``__len__`` and raises TypeError; a stream's own ``__len__`` may raise
+    any exception.
+
+    >>> batch_count([{}, {}]), batch_count(iter([{}]))
+    (2, None)
+    """
+    try:
+        return len(data)
+    except Exception:
+        return None
+
+
+def is_single_pass(data: Any) -> bool:
+    """Whether ``data`` is an iterator, which gives its items once.
+
+    Only an iterator is asked for ``iter``: that of a DataLoader would start its worker processes.
+    """
+    return isinstance(data, Iterator) and iter(data) is data
+
+
 def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) -> Batches:
     if not isinstance(data, Iterable):
         raise InvalidArgument(f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}")
-    is_spent, source = iter(data) is data, data if isinstance(data, Source) else None
+    is_spent, source = is_single_pass(data), data if isinstance(data, Source) else None
+    single_pass = (
+        f"epochs={epochs} needs data that can be iterated again, and {type(data).__name__} can be only once: "
+        "pass a list or another container, or use epochs=1"
+    )
     if is_spent and epochs > 1:
-        raise InvalidArgument(
-            f"epochs={epochs} needs data that can be iterated again, and {type(data).__name__} can be only once: "
-            "pass a list or another container, or use epochs=1"
-        )
+        raise InvalidArgument(single_pass)
     goes_on = begin > 0 and (is_spent or source is not None)
     first = 1 + source.position["epoch"] if goes_on and source is not None else 1
     passes: Iterable[int] = count(first) if steps and not is_spent else range(first, epochs + 1)
-    length = len(data) if isinstance(data, Sized) else None
+    length = batch_count(data)
     if length == 0:
         raise InvalidArgument("data is empty")
 
@@ -184,6 +208,8 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) 
                 batch = _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds))
                 yield batch if source is None else batch._replace(position=source.position)
             if not found and not (goes_on and epoch == first):  # it may stand at the end of a pass
+                if epoch > first and steps is None and source is None:  # iter(data) gave the exhausted iterator again
+                    raise InvalidArgument(single_pass)
                 return
 
     last = None if steps is None else steps - begin if goes_on else steps
