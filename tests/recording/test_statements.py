@@ -190,7 +190,7 @@ def eager(statement: str, place: str, step: str, data: Any = DATA) -> list[list[
     return found
 
 
-@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+@pytest.mark.parametrize("executor", ["auto", pytest.param("dataflow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("statement", STATEMENTS)
