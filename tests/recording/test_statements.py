@@ -202,6 +202,17 @@ def test_a_run_of_the_step_does_the_statement(statement: str, place: str, step: 
         torch.testing.assert_close(world.state(), wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("statement", ["average", "clamp", "count", "in_branch"])
+def test_a_compiled_step_does_the_statement(statement: str, place: str) -> None:
+    world, graph, x, _, made = recorded(statement, place, "by_torch")
+    session = tfnb.Session(graph, compile="now")
+    for batch, wanted in zip(DATA, eager(statement, place, "by_torch"), strict=True):
+        session.run(made, {x: batch})
+        torch.testing.assert_close(world.state(), wanted)
+
+
 @pytest.mark.parametrize("statement", STATEMENTS)
 def test_a_fetch_without_the_step_changes_nothing(statement: str) -> None:
     world, _, x, loss, _ = recorded(statement, "after", "by_torch")
