@@ -530,12 +530,86 @@ def test_statistics_without_a_step_go_with_what_the_module_gives() -> None:
         x = tfnb.placeholder(DATA[0])
         y = ours(x) * 2
         z = still.eval()(x)
-        still.train()(x)
+        trained = still.train()(x)
     for batch in DATA:
         torch.testing.assert_close(tfnb.run(y, {x: batch}), plain(batch) * 2)
         tfnb.run(z, {x: batch})
     torch.testing.assert_close(ours.state_dict(), plain.state_dict())
     assert int(still.num_batches_tracked) == 0, "another call of it gave the fetched value"
+    tfnb.run(trained, {x: DATA[0]})
+    assert int(still.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("how", ["rebound", "by the table", "from the feed", "of an unused call"])
+def test_what_a_block_without_a_step_gives_a_buffer_is_noted(how: str) -> None:
+    def block(w: World, x: torch.Tensor) -> Any:
+        y = w.model(x).sum()
+        if how == "rebound":
+            w.model.seen = w.model.seen + 1
+        elif how == "by the table":
+            w.model._buffers["seen"] = w.model.seen + 1
+        elif how == "from the feed":
+            w.model.seen = x.mean()
+        else:
+            w.norm(x)
+        return y
+
+    _, x, y, said = warned(block)
+    assert said == [] and len(y.graph.notes) == 1 and "no step that could run it" in y.graph.notes[0]
+    with pytest.warns(UserWarning, match="no step that could run it"):
+        tfnb.run(y, {x: DATA[0]})
+
+
+@pytest.mark.parametrize("how", ["group", "control dependencies"])
+def test_effects_may_be_held_by_another_operation(how: str) -> None:
+    def block(w: World, x: torch.Tensor) -> Any:
+        everything = tfnb.effects()
+        w.optimizer.zero_grad()
+        loss = (w.model(x) - 1).square().mean()
+        loss.backward()
+        w.optimizer.step()
+        if how == "group":
+            return tfnb.group(everything, loss)
+        with tfnb.control_dependencies([everything]):
+            return loss * 1
+
+    world, x, held, said = warned(block)
+    assert said == []
+    before = world.state()
+    tfnb.run(held, {x: DATA[0]})
+    assert not torch.equal(before[0], world.state()[0])
+
+
+@tfnb.autograph
+def of_two(w: World, x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        w.model.seen = w.model.seen + 1
+    else:
+        w.mean.seen = w.mean.seen + 10
+    return x * 1
+
+
+def test_branches_that_give_two_buffers_other_tensors_are_staged() -> None:
+    plain = World()
+    world, x, (_, everything), said = warned(lambda w, x: (of_two(w, x), tfnb.effects()))
+    assert said == []
+    for batch in DATA:
+        of_two(plain, batch)
+        tfnb.run(everything, {x: batch})
+        torch.testing.assert_close(world.state(), plain.state())
+
+
+def test_a_new_parameter_of_recorded_values_is_refused() -> None:
+    layer = nn.Linear(3, 1)
+    own = layer.weight
+    with pytest.raises(Unsupported, match=r"new Parameter weight .*computed of recorded values(.|\n)*line \d"):  # noqa: SIM117
+        with tfnb.record():
+            layer.weight = nn.Parameter(tfnb.placeholder(DATA[0]).mean(0, keepdim=True))
+    assert layer.weight is own
+    with tfnb.record():
+        layer.weight = nn.Parameter(torch.randn(1, 3))
+        layer(tfnb.placeholder(DATA[0]))
+    assert layer.weight is not own
 
 
 def test_notes_are_of_the_cell_and_go_with_it() -> None:

@@ -63,7 +63,7 @@ def _new_parameter(original: Original) -> Any:
         with _disable_current_modes():
             plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
             parameter = original(cls, plain, requires_grad)
-        rec.born[parameter] = True
+        rec.born[parameter] = not isinstance(data, Tensor) or not rec.tape.is_computed(rec.look(data).value)
         return parameter
 
     return staticmethod(new)

@@ -188,7 +188,8 @@ class Phi:
         after, recorder = self.sides[side], self.st.recorder
         if (place, at) in after.outputs:
             return after.outputs[place, at]
-        if isinstance(leaf, (torch.Tensor, Variable)) and after.region.written:
+        is_state = isinstance(leaf, (torch.Tensor, Variable))
+        if is_state and self._base(leaf) in after.region.written:
             raise CannotStage(
                 f"{self.st.label(self.st.names[place])} is replaced in one branch and written in the other"
             )
@@ -196,6 +197,10 @@ class Phi:
             leaf = torch.as_tensor(leaf, dtype=dtype)
         found = tensor_of(recorder, leaf)
         return recorder._entry(found.to(dtype) if isinstance(leaf, SIZES) and dtype is not None else found).value
+
+    def _base(self, leaf: Any) -> Any:
+        recorder = self.st.recorder
+        return recorder._read_base(leaf) if isinstance(leaf, Variable) else recorder.home(leaf)
 
     def _one_sided(self, place: int, side: bool) -> Callable[[list[Any]], Any]:
         """A name that one branch leaves without a value: only what a function returns is carried."""

@@ -333,11 +333,13 @@ def _failed(node: Node) -> str:
 def _user_held(recorder: Recorder, aliases: Mapping[str, Value], names: Mapping[str, Any]) -> set[int]:
     """Ids of the nodes of which the user holds a handle.
 
-    Of the handles that stand for plain tensors it is those of tensors that have a name.
+    Of the handles that stand for plain tensors, or that modules hold in place of their buffers while the block lasts,
+    it is those that have a name.
     """
     plain = (*recorder.tape.handles.values(), *recorder.tape.memory.values())
     named = {id(value) for value in names.values()}
     hidden = {id(handle) for tensor, handle in plain if id(tensor) not in named}
+    hidden |= {id(binding.given) for binding in recorder.tape.bindings.values()} - named
     tensors = {tensor.shown.value.node for tensor in recorder.live if id(tensor) not in hidden}
     return tensors | {v.node for v in aliases.values()} | {op.value.node for op in recorder.operations}
 

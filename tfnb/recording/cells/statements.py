@@ -252,7 +252,7 @@ class _Block:
 
     @property
     def _does_everything(self) -> bool:
-        return any(group in self.live for group in self.everything)
+        return any(group in self._held for group in self.everything)
 
     # -- what a step would need for a statement ------------------------------------------------------------------------
 
@@ -319,16 +319,21 @@ class _Block:
 
     def _with_modules(self, statements: Sequence[Statement]) -> list[Statement]:
         """Give statistics to the values that come out of their module's call; returns the other statements."""
-        of_call: dict[range, list[Node]] = {}
+        of_call: dict[range, list[Statement]] = {}
         left = []
         for statement in statements:
             call = self._call(statement.nodes[0])
             if call is not None and all(STATEMENT in node.tags for node in statement.nodes):
-                of_call.setdefault(call, []).extend(statement.nodes)
+                of_call.setdefault(call, []).append(statement)
             else:
                 left.append(statement)
         taken = {node.name for node in self.contents.nodes}
-        for call, writes in of_call.items():
+        for call, written in of_call.items():
+            given = [node for node in self.new if node.id in call and self._comes_out(node, call)]
+            if not given:  # nobody could fetch what would run them
+                left += written
+                continue
+            writes = [node for statement in written for node in statement.nodes]
             name = unique("/".join([*outermost(writes[0]), "statistics"]), taken)
             taken.add(name)
             group = Node(
@@ -337,7 +342,6 @@ class _Block:
                 source=writes[-1].source, owner=writes[-1].owner, tags=frozenset({"buffer"}),
             )  # fmt: skip
             self.groups.append(group)
-            given = (node for node in self.new if node.id in call and self._comes_out(node, call))
             self.found |= {node.id: (group.id,) for node in given}
         return left
 

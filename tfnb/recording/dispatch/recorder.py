@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         self.where = where
         self.scopes = Scopes(names)
         self.tape = Tape(owner, where, kept)
-        self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
+        self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording: whether of plain values
         self._elsewhere = WeakIdKeyDictionary()  # views of variables that other recordings made: what they look at
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self.operations: WeakSet[Operation] = WeakSet()  # every Operation that somebody still holds

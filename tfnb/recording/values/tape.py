@@ -150,6 +150,10 @@ class Tape(State):
         """Whether a value is the same in every run: no placeholder, variable, size or random draw leads to it."""
         return next(self._varying(value), None) is None
 
+    def is_computed(self, value: Value) -> bool:
+        """Whether a value is made of what runs feed, or of Variables: more than a number that is drawn."""
+        return any(node.stream is None for node in self._varying(value))
+
     def state_behind(self, value: Value) -> str:
         """The names of the variables whose state a value is of; none if it is of anything else as well."""
         names = set()

@@ -132,10 +132,13 @@ class Buffers:
         if old is None or old is new or not isinstance(old, torch.nn.Parameter):
             return
         var = known(old)
-        if var is None or not any(node.attrs.get("variable") is var for node in self._rec.nodes):
+        is_recorded = var is not None and any(node.attrs.get("variable") is var for node in self._rec.nodes)
+        is_computed = new is not None and not self._rec.born.get(new, True)
+        if not is_recorded and not is_computed:
             return
+        which = "one that is recorded" if is_recorded else "its own, computed of recorded values"
         raise Unsupported(
-            f"{type(module).__name__} is given a new Parameter {name} in the place of one that is recorded: "
+            f"{type(module).__name__} is given a new Parameter {name} in the place of {which}: "
             "write into it, as in `with torch.no_grad(): p.copy_(...)`, or make the new Parameter before the "
             f"cell{self._rec.tape.at()}"
         )
