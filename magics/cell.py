@@ -62,6 +62,11 @@ class Program:
                 shorten(error)
             raise
 
+    @property
+    def body(self) -> list[ast.stmt]:
+        """The statements, with the final expression."""
+        return [*self.tree.body, *([] if self.last is None else [ast.Expr(self.last)])]
+
     def converted(self, make: Converted) -> Any:
         """What ``make`` makes of the body."""
         return make(self.tree.body, self.last, self.filename, self.shell.compile.flags)

@@ -5,6 +5,7 @@ May import IPython and this room.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from threading import Thread
 from types import TracebackType
@@ -52,6 +53,7 @@ def load(shell: InteractiveShell) -> None:
     _named[id(shell)] = name_cells(lambda filename: (shell.compile.format_code_name(filename) or ("", None))[1])
     shell.events.register("post_run_cell", magics.lives.follow)
     shell.events.register("post_run_cell", settle)
+    shell.events.register("post_run_cell", _user_code_ran)
     shell.events.register("post_run_cell", magics.hand_over)
     for name in NAMES:
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%{name}")
@@ -62,6 +64,12 @@ def load(shell: InteractiveShell) -> None:
     if not shell.custom_exceptions:  # somebody else's handler stays
         shell.set_custom_exc(SHORT, _show_short)
     Thread(target=_import_torch, name="tfnb-imports", daemon=True).start()
+
+
+def _user_code_ran(_result: Any = None) -> None:
+    """A cell may have changed what recordings read."""
+    if "tfnb.recording" in sys.modules:
+        tfnb.recording.user_code_ran()
 
 
 def _import_torch() -> None:
@@ -81,6 +89,7 @@ def unload(shell: InteractiveShell) -> None:
     _named.pop(id(shell))()
     shell.events.unregister("post_run_cell", magics.lives.follow)
     shell.events.unregister("post_run_cell", settle)
+    shell.events.unregister("post_run_cell", _user_code_ran)
     shell.events.unregister("post_run_cell", magics.hand_over)
     for name in NAMES:
         for kind in ("line", "cell"):

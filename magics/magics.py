@@ -68,8 +68,8 @@ class TfnbMagics(RunMagics):
 
         Cell form: the body is ordinary PyTorch, run at once on samples; a last expression becomes Out[n]. Each run
         decides its control flow. -o stores the graph. Line form: show (default), ls, rm [In[n]], clear, export FILE;
-        refresh: records cells again that lost nodes by an edit above them; on: the cells below are recorded, too, but
-        those that start with a magic; off ends that.
+        refresh: records cells again that lost nodes by an edit above them, or whose modules have changed; on: the
+        cells below are recorded, too, but those that start with a magic; off ends that.
 
             %%tfgraph digits -i images:B,1,8,8
             %tfgraph digits export digits.svg
@@ -97,7 +97,7 @@ class TfnbMagics(RunMagics):
             tfnb.recording.record_cell(
                 name, owner=cell.owner, label=program.label, filename=program.filename,
                 namespace=self.shell.user_ns, device=options.device, lazy=options.lazy, append=options.append,
-                failed=lambda graph, node: self._draw_failed(graph, program.label, node, options),
+                failed=lambda graph, node: self._draw_failed(graph, program.label, node, options), body=program.body,
             ) as graph,
         ):  # fmt: skip
             self.shell.user_ns.update(map(self._input, options.input))
@@ -213,7 +213,8 @@ class TfnbMagics(RunMagics):
             return exported(graph, file)
         elif verb == "refresh":
             if not self.cells.stale(graph):
-                self.watch.show({"text/plain": f"no cell of graph {graph.name} lost nodes: nothing is recorded again"})
+                why = f"no cell of graph {graph.name} lost nodes or read what changed"
+                self.watch.show({"text/plain": f"{why}: nothing is recorded again"})
             return self._refresh(graph)
         elif options.live:
             if not options.quiet:  # what a saved notebook shows; the widget below hides it

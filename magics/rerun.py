@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import tfnb
 from tfnb.magics.cell import Program
 
 FEW = 4  # names of one kind that a line tells
@@ -90,7 +91,9 @@ class Cells:
         self._stale.pop(key, None)
 
     def stale(self, graph: Any) -> list[RecordedCell]:
-        """The cells of a graph that lost nodes, in the order in which they first ran."""
+        """The cells of a graph that lost nodes, or read what has changed since, in the order of their first runs."""
         order = {owner: place for place, owner in enumerate(graph.owners)}
-        keys = sorted((key for key in self._stale if key[0] == graph.name), key=lambda key: order.get(key[1], 0))
+        changed = {(graph.name, owner) for owner in tfnb.recording.stale_owners(graph.attached)}
+        found = changed | {key for key in self._stale if key[0] == graph.name}
+        keys = sorted(found, key=lambda key: order.get(key[1], 0))
         return [self._recorded[key] for key in keys if key in self._recorded]

@@ -58,7 +58,7 @@ def test_cells_that_lost_nodes_are_named_and_refreshed(cells):
     assert [re.sub(r"\d+", "", note) for note in notes(ran)] == ["note: In[] was recorded again"] * 2
     torch.testing.assert_close(tfnb.run("z", {"x": torch.ones(5, 3)}), torch.full((5,), 7.0))
     (said,) = cells.ok("%tfgraph g refresh").shown
-    assert said["text/plain"] == "no cell of graph g lost nodes: nothing is recorded again"
+    assert said["text/plain"] == "no cell of graph g lost nodes or read what changed: nothing is recorded again"
 
 
 def test_of_what_a_cell_lost_the_names_of_the_user_are_told_first(cells):

@@ -96,6 +96,7 @@ def _freeze(state: Autograd, tensor: torch.Tensor, requires_grad: bool = True) -
     var = None if flag(tensor) == requires_grad else known(tensor)
     if var is not None:
         state.reread(var, thawed=requires_grad)
+        state.recorder.python.sets_flag(var)
     return tensor.requires_grad_(requires_grad)
 
 

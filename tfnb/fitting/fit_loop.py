@@ -24,6 +24,7 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import begin, known_keys, mode_of, watched_by
 from tfnb.interrupts import handled
+from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
 from tfnb.session.structures import graph_of
 from tfnb.state.batch_order import Arrays
@@ -159,6 +160,7 @@ def fit(
     if isinstance(progress_after, bool) or not isinstance(progress_after, int | float) or not progress_after >= 0:
         raise InvalidArgument(f"progress_after is in seconds, 0 or more, not {progress_after!r}")
     session = default_session(graph_of(fetch))
+    user_code_ran()
     names, watched = watched_by(watch, session)
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
@@ -402,7 +404,8 @@ class _Run:
         self._heed(self._callbacks.on_epoch(Progress(self.step, epoch, values, self._samples)))
 
     def _heed(self, progress: Progress) -> None:
-        """What a callback asked for."""
+        """What a callback asked for; it may have changed what recordings read."""
+        user_code_ran()
         self.why_over = progress.stopped or self.why_over
         if progress.changed is not None:
             self.mode = self._change = mode_of(*progress.changed)

@@ -18,6 +18,7 @@ from tfnb.recording.api import (
 )
 from tfnb.recording.cells.block import forget, graph, graphs, record, record_cell, reopen
 from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.marks.python_state import stale_owners, user_code_ran
 from tfnb.recording.overrides import (  # noqa: F401  they fill the table of overrides
     as_strided,
     buffer_updates,
@@ -41,5 +42,5 @@ from tfnb.recording.values.variables import variable
 __all__ = [
     "Operation", "Recorder", "Tensor", "assert_", "constant", "control_dependencies", "device", "effects", "forget",
     "graph", "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record", "record_cell", "reopen",
-    "unordered", "variable",
+    "stale_owners", "unordered", "user_code_ran", "variable",
 ]  # fmt: skip

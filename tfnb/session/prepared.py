@@ -20,6 +20,7 @@ from tfnb.passes.printed import line, printing
 from tfnb.placement.requests import Asked, asked
 from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
+from tfnb.recording.marks.python_state import Watched, watched
 from tfnb.session.breakpoints import stopping
 from tfnb.session.feeding import Feeder
 from tfnb.session.structures import fed_by, flat, places_of, structure, value_of, variable_of
@@ -49,6 +50,12 @@ class Prepared:
     looks: Sequence[Look] = ()  # whose values are fetched behind ``values``
     direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
     guarded: tiers.Guarded | None = None  # what that is of
+    python: Watched | None = None  # what the recordings read of Python, which no run may find changed
+
+    def ensure_fresh(self) -> None:
+        """Raise StaleNode where Python state that was recorded has changed; warn of what is only to be said."""
+        if self.python is not None:
+            self.python.check(_warn)
 
     @property
     def stops(self) -> bool:
@@ -113,7 +120,14 @@ def prepare(
     looks = [*looks, *stops]
     rebuild = partial(_looked, looks, structured, len(values)) if looks else structured
     feeder.narrow(step.graph.nodes)
-    return Prepared(code(step), feeder, values, rebuild, structured, trailing, version, asked(step.graph.nodes), looks)
+    return Prepared(
+        code(step), feeder, values, rebuild, structured, trailing, version, asked(step.graph.nodes), looks,
+        python=watched(graph.attached, step.graph.nodes),
+    )  # fmt: skip
+
+
+def _warn(note: str) -> None:
+    warnings.warn(note, stacklevel=user_level(None))
 
 
 def _warn_left_out(step: StepGraph) -> None:

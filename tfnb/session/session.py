@@ -186,6 +186,7 @@ class Session:
         if IndexedSlices in map(type, feeds):
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
+        prepared.ensure_fresh()
         if not trace and isolation is None and check is None:
             if (cache := self.graph.attached.get("values")) is not None and not self._is_twin and self.cluster is None:
                 plan = cache.plan(prepared, prepared.feeder.fed(feeds.values()))
@@ -233,6 +234,7 @@ class Session:
                 prepared = self._prepare(fetches, feeds)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
+            prepared.ensure_fresh()
             if check is not None:
                 return prepared.rebuild(self._checked(prepared, prepared.feeder.fed(values), None, check))
             results = self._directly(prepared, values)
@@ -302,6 +304,7 @@ class Session:
         """
         feeds = tuple(feeds)
         prepared = self._prepare(tuple(fetches), feeds)
+        prepared.ensure_fresh()
         self._ensure_together("step", prepared.code, prepared)
         task_of(prepared.asked)
         if prepared.trailing:
@@ -331,6 +334,7 @@ class Session:
         cluster = self.cluster
         if isinstance(data, tuple):
             prepared = self._prepare(fetches, tuple(feeds))
+            prepared.ensure_fresh()
             step = self._sent(prepared, "training")
             arrays, total = data
             source = cluster.ahead(step, self._ahead(prepared, arrays, total, by_pass))
@@ -339,6 +343,7 @@ class Session:
                 flat = lambda values: tuple(spread(zip(feeds, values, strict=True)).values())  # noqa: E731
                 data = (None if values is None else flat(values) for values in data)
             prepared = self._prepare(fetches, parts_of(feeds))
+            prepared.ensure_fresh()
             step = self._sent(prepared, "training")
             fed = (None if values is None else (prepared.feeder.fed(values)[0], self.runs.take()) for values in data)
             source = cluster.batches(step, fed)
@@ -351,6 +356,7 @@ class Session:
             for group in steps:
                 self._steps.ensure_open()
                 yield prepared.of_group(group)
+                prepared.ensure_fresh()
 
     def _ahead(self, prepared: Prepared, data: Arrays, total: int, by_pass: bool) -> Ahead:
         """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""

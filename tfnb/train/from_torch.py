@@ -268,7 +268,9 @@ class FromTorch(Optimizer):
         rule._slots[target] = self.slots(target)
         if isinstance(grad, Tensor) and (rule.still or rule.sparse == "lazy"):
             grad = _by_rows(recorder, grad) or grad
-        return rule._record(recorder, [(grad, target)], self._rate(recorder, number))
+        made = rule._record(recorder, [(grad, target)], self._rate(recorder, number))
+        recorder.python.updates(self.optimizer, [value.value.node for value in made])
+        return made
 
     def __repr__(self) -> str:
         rules = ", ".join(repr(self._group_rule(i)) for i in range(len(self.optimizer.param_groups)))

@@ -5,11 +5,12 @@ All or nothing: contents are swapped in only when the block ended without an exc
 
 from __future__ import annotations
 
+import ast
 import linecache
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FrameType
@@ -30,8 +31,10 @@ from tfnb.recording.cells.statements import LEFT, Note, attached
 from tfnb.recording.dispatch.function_mode import Functions
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.marks.block_names import Namespace, block_of, names_read
 from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
 from tfnb.recording.marks.notes import user_level
+from tfnb.recording.marks.python_state import GUARDS, PythonReads
 from tfnb.recording.marks.scopes import clean, modules_of
 from tfnb.recording.overrides.rng_state import own_streams
 from tfnb.recording.torch_patches import surroundings
@@ -109,19 +112,23 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
     def names() -> Mapping[str, Any]:
         return {**frame.f_globals, **frame.f_locals}
 
-    with _opened(target, owner, _lines(frame, label), names, frame, device, lazy, append=True, listed=named):
+    with _opened(
+        target, owner, _lines(frame, label), names, frame, device, lazy, append=True, listed=named,
+        body=block_of(frame), namespace=Namespace.of(frame),
+    ):  # fmt: skip
         yield target
 
 
 @contextmanager
 def record_cell(
     name: str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any], device: Any = None,
-    lazy: bool = False, append: bool = False, failed: Failed | None = None,
+    lazy: bool = False, append: bool = False, failed: Failed | None = None, body: Sequence[ast.stmt] = (),
 ) -> Iterator[Graph]:  # fmt: skip
     """Record a notebook cell: the nodes that ``owner`` recorded before are replaced when the cell succeeds.
 
     filename: what the cell was compiled as; its frames are the user's. namespace: where its names land. failed: called
-    with what was recorded until an error came, and the node that raised it, which is None where no op did.
+    with what was recorded until an error came, and the node that raised it, which is None where no op did. body: the
+    statements of the cell.
     """
     __tracebackhide__ = True
     target = _graphs.get(name or "graph") or Graph(name or "graph")
@@ -139,7 +146,7 @@ def record_cell(
     key = f"{owner}+{new_id()}" if append else owner
     with _opened(
         target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=True,
-        failed=failed, is_cell=True,
+        failed=failed, is_cell=True, body=body, namespace=Namespace(namespace),
     ):  # fmt: skip
         yield target
 
@@ -187,8 +194,9 @@ def _owner(graph: Graph, key: str) -> Owner:
 def _opened(
     graph: Graph, owner: Owner, where: Where, names: Callable[[], Mapping[str, Any]], stop: FrameType, device: Any,
     lazy: bool, *, append: bool, listed: bool = False, failed: Failed | None = None, is_cell: bool = False,
+    body: Sequence[ast.stmt] = (), namespace: Namespace | None = None,
 ) -> Iterator[Recorder]:  # fmt: skip
-    """An open recording, and its commit. listed: the graph takes its name. failed: see `record_cell`.
+    """An open recording, and its commit. listed: the graph takes its name. failed, body: see `record_cell`.
 
     is_cell: the notebook shows the notes. Elsewhere those of what no run does are warnings, in a block without a step
     once a run leaves it out.
@@ -200,6 +208,7 @@ def _opened(
         kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
         recorder.default_device = device
+        recorder.python = PythonReads(recorder, names_read(body), namespace)
         recorder.buffers.meet(modules_of(names()), is_earlier=True)
         try:
             with ExitStack() as stack:
@@ -208,6 +217,7 @@ def _opened(
                 recorder.settle()
             with uncollected():
                 lost = _commit(recorder, before, names(), raise_held, append=append)
+                _keep_guards(recorder, is_cell=is_cell)
         except BaseException as error:
             recorder.leave()
             _in_letters(recorder, error)
@@ -294,6 +304,7 @@ def _commit(
     nodes, lost = attached(
         recorder.tape.kept, nodes, _user_held(recorder, aliases, names), recorder.tape.everything, recorder.tape.calls
     )
+    lost += [Note(kept.source, kept.text) for kept in recorder.python.kept()]
     recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)
     space = recorder.space
@@ -316,6 +327,16 @@ def _commit(
     space.renew(change.relinked)
     space.samples.settle(live)
     return lost
+
+
+def _keep_guards(recorder: Recorder, *, is_cell: bool) -> None:
+    """Attach the guards of a block to its graph, without those of blocks that are gone."""
+    graph, source = recorder.graph, recorder.where()
+    label = "the block" if source is None else source.label if is_cell else f"{source.label} line {source.line}"
+    owners = {node.owner.key for node in graph.nodes if node.owner is not None}
+    kept = {key: guards for key, guards in graph.attached.get(GUARDS, {}).items() if key in owners}
+    guards = recorder.python.guards(label, recorder.new, is_cell=is_cell)
+    graph.attached[GUARDS] = kept | {recorder.owner.key: guards}
 
 
 def _attempted(recorder: Recorder, error: Exception) -> tuple[Graph, Node | None]:

@@ -26,12 +26,15 @@ def _before(module: torch.nn.Module, args: Any) -> None:
             recording.tape.calls.append(range(new_id(), sys.maxsize))
         recording.buffers.meet([module])
         recording.scopes.enter(module, recording.buffers.held(module, deep=is_outermost))
+        if not isinstance(module, torch.jit.ScriptModule):
+            recording.python.enter(module)
 
 
 def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
     recording = open_recording()
     if recording is not None:
         recording.buffers.compare_held(recording.scopes.exit(module))
+        recording.python.exit(module)
         calls = recording.tape.calls
         if recording.scopes.module is None and calls:
             calls[-1] = range(calls[-1].start, new_id())

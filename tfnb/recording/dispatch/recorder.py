@@ -29,6 +29,7 @@ from tfnb.graph.variable import updated
 from tfnb.recording.dispatch.recorded_call import record_call
 from tfnb.recording.marks.held_interrupts import raise_held
 from tfnb.recording.marks.notes import asked_in, fixed_batches, warn_of_branch, warn_of_written
+from tfnb.recording.marks.python_state import PythonReads
 from tfnb.recording.marks.scopes import Scopes, clean
 from tfnb.recording.overrides import higher_order
 from tfnb.recording.overrides.constructors import constructing, fixed
@@ -78,6 +79,7 @@ class Recorder(TorchDispatchMode):
         self.operations: WeakSet[Operation] = WeakSet()  # every Operation that somebody still holds
         self.outside = Outside(self)
         self.buffers = Buffers(self)
+        self.python = PythonReads(self)
         self._warned: set[Any] = set()
         self.stop = stop
         self.default_device: Any = None

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfnb.graph import Graph, Node, Owner, Source, Value, Variable, current
 
 if TYPE_CHECKING:
+    from tfnb.recording.marks.python_state import PythonReads
     from tfnb.recording.marks.scopes import Scopes
     from tfnb.recording.shapes.symbols import Symbols
     from tfnb.recording.values.outside_tensors import Outside
@@ -34,6 +35,7 @@ class Recording(current.Recording, Protocol):
     tape: Tape
     outside: Outside
     buffers: Any  # `Buffers` of `writes.buffer_assignments`
+    python: PythonReads
     where: Callable[[], Source | None]
     stop: FrameType | None
     born: WeakIdKeyDictionary

@@ -1,0 +1,502 @@
+"""Python state that a recording reads: attributes, submodules and hooks of modules, flags of parameters, numbers.
+
+A graph has the values of its recording. `PythonReads` collects while a block is recorded which state it reads; the
+`PythonGuards` that it gives say later what has changed since. State that the block itself changes is carried from call
+to call in eager torch, and each run of the graph begins with the same one: that is noted. (torch.compile calls such
+conditions guards; it compiles again where one fails, and a recording is a cell that the user runs.)
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from tfnb.errors import StaleNode
+from tfnb.graph import Node, Source, Variable
+from tfnb.graph.current import is_recorded
+from tfnb.graph.graph import new_id
+from tfnb.recording.marks.attribute_reads import attribute_reads
+from tfnb.recording.marks.block_names import NameRead, Namespace, numbers
+
+GUARDS = "python guards"  # key of what is attached to a graph: the guards of each owner
+SHARE = 20  # a comparison may take one of so many parts of the time since the last one
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
+_KEPT = (list, dict, set)
+_FEW = 64  # items of a list or dict that is looked at
+_MISSING = object()
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_modes: weakref.WeakKeyDictionary[torch.nn.Module, set[bool]] = weakref.WeakKeyDictionary()  # as recordings found them
+_frozen_inside: weakref.WeakSet[Variable] = weakref.WeakSet()  # whose flag a recording set: cells set it in turn
+
+
+_executed = [0]  # how often user code ran that may have changed anything
+
+
+def user_code_ran() -> None:
+    """A cell or a callback was executed: the next run compares at once."""
+    _executed[0] += 1
+
+
+@dataclass(slots=True)
+class _Entered:
+    """A module whose forward a recording entered: its attributes before that, and ids of the nodes of its calls."""
+
+    module: torch.nn.Module
+    label: str
+    source: Source | None
+    before: dict[str, Any]
+    copies: dict[str, Any]  # of lists and dicts among ``before``
+    spans: list[range] | None  # None: in a loop or branch, whose nodes are not known by their ids
+    training: bool | None  # None: entered in both modes
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleGuard:
+    """What a recording read of one module; ``state`` is as `_state` gives it."""
+
+    module: weakref.ref[torch.nn.Module]
+    label: str
+    attributes: tuple[str, ...]
+    children: tuple[str, ...]
+    is_whole: bool  # whether further submodules would have been called, too
+    tensors: tuple[tuple[str, str], ...]  # table and name of the parameters and buffers
+    state: tuple[Any, ...]
+    spans: tuple[range, ...] | None
+    training: bool | None
+
+    def is_of(self, ids: Collection[int]) -> bool:
+        """Whether one of these nodes was recorded in a call of the module."""
+        return self.spans is None or any(at in span for span in self.spans for at in ids)
+
+    def is_kept(self) -> bool:
+        """Whether everything is as it was, as far as its module lives."""
+        module = self.module()
+        if module is None:
+            return True
+        try:
+            return self.state == _state(module, self.attributes, self.children, self.is_whole, self.tensors)
+        except Exception:  # a tensor or an array stands where a number stood
+            return False
+
+    def changes(self) -> Iterator[str]:
+        """What is another thing now."""
+        module = self.module()
+        if module is None:
+            return
+        now = _state(module, self.attributes, self.children, self.is_whole, self.tensors)
+        names = [
+            "the code of forward", "forward", *(f"attribute {n}" for n in self.attributes),
+            *(f"submodule {n}" for n in self.children), "the number of submodules",
+            *(f"{'buffer' if table == '_buffers' else 'parameter'} {n}" for table, n in self.tensors),
+            *(f"the {table[1:].replace('_', ' ')}" for table in _HOOKS),
+        ]  # fmt: skip
+        for name, old, new in zip(names, self.state, now, strict=True):
+            try:
+                is_same = bool(old == new)
+            except Exception:
+                is_same = False
+            if not is_same:
+                yield f"{name} of {self.label} {_told(name, old, new)}"
+
+
+def _told(name: str, old: Any, new: Any) -> str:
+    """The change of one item, in words."""
+    if name.startswith(("attribute", "the number")):
+        return f"was {_short(old)}, and is {_short(new)} now"
+    if name.startswith(("parameter", "buffer")):
+        return "was there, and is not now" if new else "was None or missing, and is there now"
+    if name.startswith("submodule") and new is None:
+        return "is gone"
+    if name.endswith("hooks"):
+        return f"are {len(new)} now, and were {len(old)}" if len(old) != len(new) else "are others now"
+    return "is another one now"
+
+
+def _short(value: Any) -> str:
+    text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def _state(
+    module: torch.nn.Module, attributes: Sequence[str], children: Sequence[str], is_whole: bool,
+    tensors: Sequence[tuple[str, str]],
+) -> tuple[Any, ...]:  # fmt: skip
+    """All that a guard compares of a module, in one tuple: comparing two of them is one call in C."""
+    own, kind = module.__dict__, type(module)
+    modules, forward = own["_modules"], own.get("forward")
+    inner = [modules.get(name) for name in children]
+    return (
+        getattr(kind.forward, "__code__", kind.forward), getattr(forward, "__func__", forward),
+        *map(own.get, attributes),
+        *[None if child is None else weakref.ref(child) for child in inner],
+        len(modules) if is_whole else 0,
+        *[own[table].get(name) is None for table, name in tensors],
+        *[tuple(own[hooks]) for hooks in _HOOKS],
+    )  # fmt: skip
+
+
+class FlagGuard(NamedTuple):
+    """``requires_grad`` and the gradient hooks of the Parameter or buffer of one Variable."""
+
+    tensor: weakref.ref[torch.Tensor]
+    variable: Variable
+    state: tuple[Any, ...]
+
+    def is_kept(self) -> bool:
+        """Whether the flag and the hooks are as they were, as far as the object lives."""
+        tensor = self.tensor()
+        return tensor is None or self.state == _flags(tensor) or self.variable in _frozen_inside
+
+    def changes(self) -> Iterator[str]:
+        """What is another thing now."""
+        tensor = self.tensor()
+        if tensor is not None:
+            now = _flags(tensor)
+            if now[0] != self.state[0]:
+                yield f"requires_grad of {self.variable.name} was {self.state[0]}, and is {now[0]} now"
+            if now[1:] != self.state[1:]:
+                yield f"the gradient hooks of {self.variable.name} are others now"
+
+
+def _flags(tensor: torch.Tensor) -> tuple[Any, ...]:
+    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return tensor.requires_grad, *[tuple(table) if table else () for table in hooks]
+
+
+class GroupGuard(NamedTuple):
+    """The parameters of each group of a torch optimizer of which a step was recorded, by their ids."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    state: tuple[tuple[int, ...], ...]
+    nodes: frozenset[int]  # of its updates
+
+    def is_kept(self) -> bool:
+        """Whether the groups have the same parameters."""
+        optimizer = self.optimizer()
+        return optimizer is None or self.state == _groups(optimizer)
+
+    def changes(self) -> Iterator[str]:
+        """What is another thing now."""
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            old, now = ([len(group) for group in groups] for groups in (self.state, _groups(optimizer)))
+            yield f"the groups of {type(optimizer).__name__} had {old} parameters, and have " + (
+                f"{now} now" if old != now else "others now"
+            )
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
+
+
+class NumberGuard(NamedTuple):
+    """A number, or a list of some, that the code of a block read by a name of the program."""
+
+    read: NameRead
+    value: Any
+    namespace: Namespace
+
+    def now(self) -> Any:
+        """The numbers that the name stands for; None where it stands for other things, or for nothing."""
+        return numbers(self.namespace.get(self.read.name))
+
+
+@dataclass(slots=True)
+class PythonGuards:
+    """The guards of one block."""
+
+    label: str  # of the cell or file
+    is_cell: bool
+    modules: list[ModuleGuard] = field(default_factory=list)
+    flags: list[FlagGuard] = field(default_factory=list)
+    groups: list[GroupGuard] = field(default_factory=list)
+    numbers: list[NumberGuard] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)  # notes, once each
+
+    def needed(self, ids: Collection[int], variables: Collection[Variable], *, trains: bool) -> PythonGuards | None:
+        """The guards of a run of these nodes; None for none. trains: it reaches gradients or updates."""
+        found = PythonGuards(
+            self.label, self.is_cell,
+            [guard for guard in self.modules if guard.is_of(ids)],
+            [guard for guard in self.flags if trains and guard.variable in variables],
+            [guard for guard in self.groups if not guard.nodes.isdisjoint(ids)], self.numbers, self.told,
+        )  # fmt: skip
+        return found if found.modules or found.flags or found.groups or found.numbers else None
+
+    @property
+    def cure(self) -> str:
+        """What to do where something changed."""
+        return f"run {self.label} again, or %tfgraph refresh" if self.is_cell else "record it again"
+
+    @property
+    def all(self) -> list[ModuleGuard | FlagGuard | GroupGuard]:
+        """The guards that make the block stale where they fail."""
+        return [*self.modules, *self.flags, *self.groups]
+
+    def is_kept(self) -> bool:
+        """Whether nothing changed that makes the block stale."""
+        return all(guard.is_kept() for guard in self.all)
+
+    def stale(self) -> StaleNode:
+        """The error that names what changed since the recording."""
+        changes = [change for guard in self.all if not guard.is_kept() for change in guard.changes()]
+        more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""
+        return StaleNode(
+            f"{'; '.join(changes[:3])}{more}. {self.label} was recorded before that: {self.cure}", cell=self.label
+        )
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether there is anything that `notes` could say."""
+        return bool(self.numbers) or any(guard.training is not None for guard in self.modules)
+
+    def notes(self) -> Iterator[str]:
+        """What changed and is only said, once each."""
+        for guard in self.numbers:
+            now = guard.now()
+            if now is not None and now != guard.value and str(guard.read) not in self.told:
+                self.told.add(str(guard.read))
+                yield (
+                    f"{guard.read} was {_short(guard.value)} when {self.label} was recorded, and is {_short(now)} now: "
+                    f"the graph computes with the former. To change it from run to run make it a placeholder or a "
+                    f"tfnb.Variable; else {self.cure}"
+                )
+        for one in self.modules:
+            module = one.module()
+            if module is None or one.training is None or module.training is one.training or "mode" in self.told:
+                continue
+            if module.training not in _modes.get(module, ()):
+                self.told.add("mode")
+                was, now = ("training" if mode else "evaluation" for mode in (one.training, module.training))
+                yield (
+                    f"{one.label} is in {now} mode now, and this run computes it in {was} mode, as "
+                    f"{self.label} recorded it: record the model in {now} mode in another cell, and run that"
+                )
+
+
+class Watched:
+    """The guards of one prepared step, and when to compare them."""
+
+    def __init__(self, guards: Sequence[PythonGuards]) -> None:
+        self._guards = [(each, [guard.is_kept for guard in each.all], each.has_notes) for each in guards]
+        self._next = 0.0  # time from which on a comparison is due
+        self._seen = -1
+
+    def check(self, tell: Callable[[str], None]) -> None:
+        """Compare where that is due: raise StaleNode for what changed, ``tell`` what is only to be said."""
+        now = time.perf_counter()
+        if now < self._next and self._seen == _executed[0]:
+            return
+        for guards, checks, has_notes in self._guards:
+            for is_kept in checks:
+                if not is_kept():
+                    raise guards.stale()
+            for note in guards.notes() if has_notes else ():
+                tell(note)
+        self._seen = _executed[0]
+        end = time.perf_counter()
+        self._next = end + SHARE * (end - now)
+
+
+def stale_owners(attached: Mapping[str, Any]) -> list[str]:
+    """The owners of a graph whose blocks read Python state that changed since."""
+    return [key for key, guards in attached.get(GUARDS, {}).items() if not guards.is_kept()]
+
+
+def watched(attached: Mapping[str, Any], nodes: Iterable[Node]) -> Watched | None:
+    """What is to be compared before runs of these nodes of a graph; None for nothing."""
+    blocks: Mapping[str, PythonGuards] = attached.get(GUARDS, {})
+    if not blocks:
+        return None
+    nodes = list(nodes)
+    ids = {node.id for node in nodes} | {node.forward for node in nodes if node.forward is not None}
+    variables = {node.attrs["variable"] for node in nodes if "variable" in node.attrs}
+    trains = any(node.forward is not None or not node.tags.isdisjoint(("gradient", "update")) for node in nodes)
+    owners = {node.owner.key for node in nodes if node.owner is not None}
+    needed = (blocks[key].needed(ids, variables, trains=trains) for key in owners & blocks.keys())
+    found = [guards for guards in needed if guards is not None]
+    return Watched(found) if found else None
+
+
+# -- while recording ------------------------------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """State of Python that a block changes, and so carries from call to call in eager torch."""
+
+    source: Source | None
+    text: str
+
+
+class PythonReads:
+    """Python state that one block reads, collected while it is recorded."""
+
+    def __init__(self, recording: Any, reads: Sequence[NameRead] = (), namespace: Namespace | None = None) -> None:
+        self._rec, self._namespace = recording, namespace
+        self._entered: dict[int, _Entered] = {}
+        self._open: list[tuple[_Entered, int]] = []
+        self._updates: dict[torch.optim.Optimizer, set[int]] = {}
+        self._reads = {} if namespace is None else {read: namespace.get(read.name) for read in reads}
+        self._attributes = {
+            read: vars(module)[read.attribute]
+            for read, module in self._reads.items()
+            if isinstance(module, torch.nn.Module) and read.attribute in vars(module)
+        }
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """A module's forward begins, in its scope."""
+        found = self._entered.get(id(module))
+        if found is None:
+            own = module.__dict__
+            before = {name: own[name] for name in attribute_reads(type(module)) if name in own and name != "training"}
+            copies = {n: _items(v) for n, v in before.items() if type(v) in _KEPT and len(v) < _FEW}
+            label = f"{'.'.join(self._rec.scopes.path)} ({type(module).__name__})"
+            found = _Entered(module, label, self._rec.where(), before, copies, [], module.training)
+            self._entered[id(module)] = found
+        elif found.training is not module.training:
+            found.training = None
+        if self._rec.inside:
+            found.spans = None
+        self._open.append((found, new_id()))
+
+    def exit(self, module: torch.nn.Module) -> None:
+        """A module's forward ends, also by an exception."""
+        while self._open:
+            found, start = self._open.pop()
+            if found.spans is not None:
+                found.spans.append(range(start, new_id()))
+            if found.module is module:
+                return
+
+    def updates(self, optimizer: torch.optim.Optimizer, nodes: Iterable[int]) -> None:
+        """Nodes of a step of a torch optimizer."""
+        self._updates.setdefault(optimizer, set()).update(nodes)
+
+    def sets_flag(self, variable: Variable) -> None:
+        """The block sets ``requires_grad`` of a Variable's Parameter."""
+        _frozen_inside.add(variable)
+
+    def guards(self, label: str, nodes: Iterable[Node], *, is_cell: bool) -> PythonGuards:
+        """At the end of the block: what runs of its nodes are to find unchanged."""
+        groups = [GroupGuard(weakref.ref(o), _groups(o), frozenset(ids)) for o, ids in self._updates.items()]
+        found = PythonGuards(label, is_cell, groups=groups)
+        used = self._used(variables := _variables(nodes))
+        found.modules = [_guard(entered, used) for entered in self._entered.values()]
+        found.modules += self._of_names()
+        for entered in self._entered.values():
+            if entered.training is not None and "training" in attribute_reads(type(entered.module)):
+                _modes.setdefault(entered.module, set()).add(entered.training)
+        for variable in variables:
+            tensor = None if variable.held is None else variable.held.tensor()
+            if tensor is not None:
+                found.flags.append(FlagGuard(weakref.ref(tensor), variable, _flags(tensor)))
+        if self._namespace is not None:
+            for read, value in self._reads.items():
+                is_same = not read.attribute and self._namespace.get(read.name) is value
+                if is_same and (before := numbers(value)) is not None:
+                    found.numbers.append(NumberGuard(read, before, self._namespace))
+        return found
+
+    def _of_names(self) -> Iterator[ModuleGuard]:
+        """Guards of the attributes that the code of the block itself read of modules."""
+        for read, value in self._attributes.items():
+            module = self._reads[read]
+            if _is_plain(value) and vars(module).get(read.attribute) is value and id(module) not in self._entered:
+                state = _state(module, (read.attribute,), (), False, ())
+                label = f"{read.name} ({type(module).__name__})"
+                yield ModuleGuard(weakref.ref(module), label, (read.attribute,), (), False, (), state, None, None)
+
+    def _used(self, variables: Iterable[Variable]) -> set[int]:
+        """Ids of the modules that were entered, or hold a Parameter or buffer that was read."""
+        places = (place() for v in variables if v.held is not None for place, _ in v.held.places)
+        return self._entered.keys() | {id(module) for module in places if module is not None}
+
+    def kept(self) -> Iterator[Kept]:
+        """State that the block changed, although its code reads it first."""
+        cure = (
+            "in Python, from call to call: every run of the graph begins with the value that the recording found. Keep "
+            "it in a buffer (register_buffer) or a tfnb.Variable"
+        )
+        for entered in self._entered.values():
+            if entered.module._forward_pre_hooks:  # which may set attributes before `forward` reads them
+                continue
+            for name in self._changed(entered):
+                yield Kept(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
+        for read, value in () if self._namespace is None else self._reads.items():
+            if not read.attribute and self._is_carried(value, self._namespace.get(read.name)):
+                yield Kept(None, f"this cell or block keeps {read.name} {cure}")
+
+    def _changed(self, entered: _Entered) -> Iterator[str]:
+        own = entered.module.__dict__
+        for name, before in entered.before.items():
+            if name not in own:
+                continue
+            if name in entered.copies and own[name] is before:
+                copy, now = entered.copies[name], _items(before)
+                if any(self._is_carried(copy.get(key, _MISSING), item) for key, item in now.items()):
+                    yield name
+            elif self._is_carried(before, own[name]):
+                yield name
+
+    def _is_carried(self, before: Any, now: Any) -> bool:
+        """Whether a value became another one that the next call would have found: a number, or a computed tensor."""
+        if is_recorded(before) or isinstance(before, torch.nn.Parameter):
+            return False
+        if isinstance(before, torch.Tensor):
+            _, handle = self._rec.tape.handles.get(id(before), (None, None))
+            if handle is None:
+                return False
+            return handle._family.version > 0 if now is before else self._is_computed(now)
+        if _is_plain(before):
+            return self._is_computed(now) or (_is_plain(now) and before != now)
+        return before is _MISSING and self._is_computed(now)
+
+    def _is_computed(self, value: Any) -> bool:
+        """Whether a value is a recorded tensor that is not the same in every run."""
+        rec = self._rec
+        return is_recorded(value) and value.graph is rec.graph and not rec.tape.is_fixed(rec.look(value).value)
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    """The items of a short list, dict or set by their keys."""
+    if isinstance(value, dict):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, list) else dict.fromkeys(map(id, value))
+
+
+def _variables(nodes: Iterable[Node]) -> list[Variable]:
+    return list(dict.fromkeys(node.attrs["variable"] for node in nodes if node.op == "tfnb.read"))
+
+
+def _guard(entered: _Entered, used: Collection[int]) -> ModuleGuard:
+    module, own = entered.module, entered.module.__dict__
+    modules = own["_modules"]
+    children = tuple(n for n, child in modules.items() if child is not None and _has_any(child, used))
+    attributes = tuple(
+        name for name, value in entered.before.items()
+        if own.get(name) is value and (_is_plain(value) or isinstance(value, _FUNCTIONS))
+    )  # fmt: skip
+    is_whole = bool(modules) and len(children) == len(modules)
+    tensors = tuple((table, name) for table in ("_parameters", "_buffers") for name in own[table])
+    state = _state(module, attributes, children, is_whole, tensors)
+    spans = None if entered.spans is None else tuple(entered.spans)
+    training = entered.training if "training" in attribute_reads(type(module)) else None
+    return ModuleGuard(
+        weakref.ref(module), entered.label, attributes, children, is_whole, tensors, state, spans, training
+    )
+
+
+def _has_any(module: torch.nn.Module, used: Collection[int]) -> bool:
+    return any(id(each) in used for each in module.modules())
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and len(value) < _FEW and all(map(_is_plain, value)))
