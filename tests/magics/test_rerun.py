@@ -82,3 +82,31 @@ def test_a_cell_that_cannot_be_recorded_again_shows_its_own_line(cells):
     assert "w" in tfnb.graph("g") and "z" not in tfnb.graph("g")
     cells.ok(f"%%tfgraph g --no-show --auto\n{X}\nw = torch.cat([x, x], 1)", cell_id="a")
     torch.testing.assert_close(tfnb.run("z", {"x": torch.ones(5, 3)}), torch.full((5,), 7.0))
+
+
+def test_a_cell_whose_module_changed_is_named_and_refreshed(notebook):
+    notebook.ok("net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))\nscale = 2.0")
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = net(x) * scale", cell_id="a")
+    notebook.ok("tfnb.run(y, {x: torch.ones(2, 3)})\nnet[1].p = 0.0")
+    error = notebook.run("tfnb.run(y, {x: torch.ones(2, 3)})").error
+    assert isinstance(error, tfnb.errors.StaleNode)
+    assert re.search(
+        r"attribute p of net.1 \(Dropout\) was 0.5, and is 0.0 now.*In\[\d+\].*%tfgraph refresh", str(error)
+    )
+    *_, note = notes(notebook.ok("%tfgraph g refresh"))
+    assert note.endswith("was recorded again")
+    names = notebook.names
+    value = notebook.ok("tfnb.run(y, {x: torch.ones(2, 3)})").result
+    torch.testing.assert_close(value, names["net"](torch.ones(2, 3)).detach() * 2)
+
+
+def test_a_number_of_the_notebook_that_a_cell_read_is_said_when_it_changed(notebook):
+    notebook.ok("scale = 2.0\nrows = 2\nsteps = 0")
+    notebook.ok("%%tfgraph g --no-show\nx = tfnb.placeholder(torch.ones(rows, 3))\ny = x * scale", cell_id="a")
+    notebook.ok("rows = 5\ntfnb.run(y, {x: torch.ones(2, 3)})")
+    notebook.ok("scale = 3.0")
+    with pytest.warns(UserWarning, match=r"scale was 2.0 when In\[\d+\] was recorded, and is 3.0 now"):
+        notebook.ok("tfnb.run(y, {x: torch.ones(2, 3)})")
+    notebook.ok("tfnb.run(y, {x: torch.ones(2, 3)})")
+    (note,) = notes(notebook.ok("%%tfgraph g --no-show\nsteps += 1\nz = x * steps", cell_id="b"))
+    assert "steps in Python" in note and "tfnb.Variable" in note

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import linecache
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from textwrap import dedent
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 _FEW = 64  # items of a list, tuple or dict of numbers
+_WITH = re.compile(r"\s*(async )?with\b")
+_ITEMS = 20  # lines that the items of a with statement may take
+_SCOPES = (
+    ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
 NUMBERS = (bool, int, float, complex)
 _SAMPLES = "placeholder"  # a function whose arguments are samples: what they are made of is no part of the graph
 
@@ -30,8 +36,8 @@ class NameRead(NamedTuple):
 def names_read(statements: Sequence[ast.stmt]) -> list[NameRead]:
     """The names and attributes that statements read before they assign the names, in order.
 
-    >>> names_read(ast.parse("y = x * scale + model.beta; n = 3; z = y * n").body)
-    [NameRead(name='x', attribute=''), NameRead(name='scale', attribute=''), NameRead(name='model', attribute='beta')]
+    >>> names_read(ast.parse("y = x * model.beta; n = 3; z = y * n").body)
+    [NameRead(name='x', attribute=''), NameRead(name='model', attribute='beta'), NameRead(name='model', attribute='')]
     """
     found: dict[NameRead, None] = {}
     assigned: set[str] = set()
@@ -47,29 +53,46 @@ def names_read(statements: Sequence[ast.stmt]) -> list[NameRead]:
     return list(found)
 
 
-def _reads(node: ast.AST) -> Iterator[NameRead]:
+def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameRead]:
+    """Names that a statement or expression reads; ``bound``: those of functions and comprehensions around it."""
     if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == _SAMPLES:
         return
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+    if isinstance(node, _SCOPES):
+        bound = bound | _own_names(node)
+    read = node.target if isinstance(node, ast.AugAssign) else node
+    if isinstance(read, ast.Name) and read.id not in bound and (read is not node or isinstance(read.ctx, ast.Load)):
+        yield NameRead(read.id)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in bound:
         yield NameRead(node.value.id, node.attr)
-    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        yield NameRead(node.target.id)
-        yield from _reads(node.value)
-    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield NameRead(node.id)
-    else:
-        for child in ast.iter_child_nodes(node):
-            yield from _reads(child)
+    for child in ast.iter_child_nodes(node):
+        yield from _reads(child, bound)
+
+
+def _own_names(scope: ast.AST) -> set[str]:
+    """Parameters and names that a function or comprehension assigns."""
+    nodes = list(ast.walk(scope))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
 def block_of(frame: FrameType) -> list[ast.stmt]:
     """The statements of the ``with`` block that a frame begins; none where its text is not known."""
-    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)[frame.f_lineno - 1 :]
-    try:
-        block = ast.parse(dedent("".join(inspect.getblock(lines)))).body
-    except (SyntaxError, IndentationError, IndexError):
+    lines, at = linecache.getlines(frame.f_code.co_filename, frame.f_globals), frame.f_lineno - 1
+    start = next((n for n in range(at, max(at - _ITEMS, -1), -1) if n < len(lines) and _WITH.match(lines[n])), None)
+    if start is None:
         return []
-    return block[0].body if block and isinstance(block[0], ast.With | ast.AsyncWith) else []
+    column = len(lines[start]) - len(lines[start].lstrip())
+
+    def is_inside(line: str) -> bool:
+        text = line.strip()
+        return not text or text[0] in ")#" or len(line) - len(line.lstrip()) > column
+
+    block = [lines[start], *takewhile(is_inside, lines[start + 1 :])]
+    try:
+        found = ast.parse(dedent("".join(block))).body
+    except SyntaxError:  # a text of several lines that begins further to the left
+        return []
+    return found[0].body if isinstance(found[0], ast.With) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +109,13 @@ class Namespace:
 
     def get(self, name: str) -> Any:
         """What a name stands for now; None for one that is not there, or whose function does not run any more."""
-        frame: FrameType | None = None if self.function is None else sys._getframe(1)
-        while frame is not None and frame.f_code is not self.function:
+        function = self.function
+        if function is None or name not in (*function.co_varnames, *function.co_cellvars, *function.co_freevars):
+            return self.names.get(name)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not function:
             frame = frame.f_back
-        found = self.names.get(name) if frame is None else frame.f_locals.get(name, self)
-        return self.names.get(name) if found is self else found
+        return None if frame is None else frame.f_locals.get(name)
 
 
 def numbers(value: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -29,10 +29,13 @@ SHARE = 20  # a comparison may take one of so many parts of the time since the l
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+_OF_CHILDREN = {"_modules", "children", "named_children", "modules", "named_modules"}
 _KEPT = (list, dict, set)
 _FEW = 64  # items of a list or dict that is looked at
 _MISSING = object()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_NO_HOOKS = ((),) * len(_HOOKS)
 _modes: weakref.WeakKeyDictionary[torch.nn.Module, set[bool]] = weakref.WeakKeyDictionary()  # as recordings found them
 _frozen_inside: weakref.WeakSet[Variable] = weakref.WeakSet()  # whose flag a recording set: cells set it in turn
 
@@ -54,7 +57,7 @@ class _Entered:
     source: Source | None
     before: dict[str, Any]
     copies: dict[str, Any]  # of lists and dicts among ``before``
-    spans: list[range] | None  # None: in a loop or branch, whose nodes are not known by their ids
+    spans: list[range] | None  # None: in a loop or branch, whose nodes are not known by their ids, or without nodes
     training: bool | None  # None: entered in both modes
 
 
@@ -68,7 +71,7 @@ class ModuleGuard:
     children: tuple[str, ...]
     is_whole: bool  # whether further submodules would have been called, too
     tensors: tuple[tuple[str, str], ...]  # table and name of the parameters and buffers
-    state: tuple[Any, ...]
+    state: list[Any]
     spans: tuple[range, ...] | None
     training: bool | None
 
@@ -93,8 +96,8 @@ class ModuleGuard:
             return
         now = _state(module, self.attributes, self.children, self.is_whole, self.tensors)
         names = [
-            "the code of forward", "forward", *(f"attribute {n}" for n in self.attributes),
-            *(f"submodule {n}" for n in self.children), "the number of submodules",
+            "the code of forward", "forward", "the number of submodules",
+            *(f"attribute {n}" for n in self.attributes), *(f"submodule {n}" for n in self.children),
             *(f"{'buffer' if table == '_buffers' else 'parameter'} {n}" for table, n in self.tensors),
             *(f"the {table[1:].replace('_', ' ')}" for table in _HOOKS),
         ]  # fmt: skip
@@ -128,19 +131,24 @@ def _short(value: Any) -> str:
 def _state(
     module: torch.nn.Module, attributes: Sequence[str], children: Sequence[str], is_whole: bool,
     tensors: Sequence[tuple[str, str]],
-) -> tuple[Any, ...]:  # fmt: skip
-    """All that a guard compares of a module, in one tuple: comparing two of them is one call in C."""
-    own, kind = module.__dict__, type(module)
-    modules, forward = own["_modules"], own.get("forward")
-    inner = [modules.get(name) for name in children]
-    return (
-        getattr(kind.forward, "__code__", kind.forward), getattr(forward, "__func__", forward),
-        *map(own.get, attributes),
-        *[None if child is None else weakref.ref(child) for child in inner],
-        len(modules) if is_whole else 0,
-        *[own[table].get(name) is None for table, name in tensors],
-        *[tuple(own[hooks]) for hooks in _HOOKS],
-    )  # fmt: skip
+) -> list[Any]:  # fmt: skip
+    """All that a guard compares of a module, in one list: comparing two of them is one call in C."""
+    own, forward = module.__dict__, type(module).forward
+    found = [forward.__code__ if type(forward) is FunctionType else forward, own.get("forward"), None]
+    if attributes:
+        found += map(own.get, attributes)
+    if children:
+        modules = own["_modules"]
+        found += [child if (child := modules.get(name)) is None else weakref.ref(child) for name in children]
+        if is_whole:
+            found[2] = len(modules)
+    if tensors:
+        found += [own[table].get(name) is None for table, name in tensors]
+    if own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
+        found += [tuple(own[hooks]) for hooks in _HOOKS]
+    else:
+        found += _NO_HOOKS
+    return found
 
 
 class FlagGuard(NamedTuple):
@@ -167,8 +175,10 @@ class FlagGuard(NamedTuple):
 
 
 def _flags(tensor: torch.Tensor) -> tuple[Any, ...]:
-    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    return tensor.requires_grad, *[tuple(table) if table else () for table in hooks]
+    hooks, accumulated = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    if hooks or accumulated:
+        return tensor.requires_grad, tuple(hooks or ()), tuple(accumulated or ())
+    return tensor.requires_grad, (), ()
 
 
 class GroupGuard(NamedTuple):
@@ -342,7 +352,7 @@ class PythonReads:
     def __init__(self, recording: Any, reads: Sequence[NameRead] = (), namespace: Namespace | None = None) -> None:
         self._rec, self._namespace = recording, namespace
         self._entered: dict[int, _Entered] = {}
-        self._open: list[tuple[_Entered, int]] = []
+        self._open: list[tuple[_Entered, int, int]] = []  # with the first id, and how many nodes there were
         self._updates: dict[torch.optim.Optimizer, set[int]] = {}
         self._reads = {} if namespace is None else {read: namespace.get(read.name) for read in reads}
         self._attributes = {
@@ -365,13 +375,15 @@ class PythonReads:
             found.training = None
         if self._rec.inside:
             found.spans = None
-        self._open.append((found, new_id()))
+        self._open.append((found, new_id(), len(self._rec.new)))
 
     def exit(self, module: torch.nn.Module) -> None:
         """A module's forward ends, also by an exception."""
         while self._open:
-            found, start = self._open.pop()
-            if found.spans is not None:
+            found, start, before = self._open.pop()
+            if len(self._rec.new) == before:  # it gave its input, or a part of it
+                found.spans = None
+            elif found.spans is not None:
                 found.spans.append(range(start, new_id()))
             if found.module is module:
                 return
@@ -390,7 +402,7 @@ class PythonReads:
         found = PythonGuards(label, is_cell, groups=groups)
         used = self._used(variables := _variables(nodes))
         found.modules = [_guard(entered, used) for entered in self._entered.values()]
-        found.modules += self._of_names()
+        found.modules += [*self._of_names(), *self._of_containers(used)]
         for entered in self._entered.values():
             if entered.training is not None and "training" in attribute_reads(type(entered.module)):
                 _modes.setdefault(entered.module, set()).add(entered.training)
@@ -409,10 +421,31 @@ class PythonReads:
         """Guards of the attributes that the code of the block itself read of modules."""
         for read, value in self._attributes.items():
             module = self._reads[read]
-            if _is_plain(value) and vars(module).get(read.attribute) is value and id(module) not in self._entered:
+            entered = self._entered.get(id(module))
+            is_known = entered is not None and read.attribute in entered.before
+            if _is_plain(value) and vars(module).get(read.attribute) is value and not is_known:
                 state = _state(module, (read.attribute,), (), False, ())
                 label = f"{read.name} ({type(module).__name__})"
                 yield ModuleGuard(weakref.ref(module), label, (read.attribute,), (), False, (), state, None, None)
+
+    def _of_containers(self, used: Collection[int]) -> Iterator[ModuleGuard]:
+        """Guards of what lies between: lists of modules, and modules of which only methods or parts were called."""
+        named = (module for module in self._reads.values() if isinstance(module, torch.nn.Module))
+        stack: list[tuple[torch.nn.Module, str, tuple[range, ...] | None]] = [
+            *((e.module, e.label, None if e.spans is None else tuple(e.spans)) for e in self._entered.values()),
+            *((module, f"{self._rec.scopes.python_name(module)} (", None) for module in named),
+        ]
+        seen: set[int] = set()
+        while stack:
+            module, label, spans = stack.pop()
+            if id(module) in seen or not _has_any(module, used):
+                continue
+            seen.add(id(module))
+            path = label.partition(" (")[0]
+            if id(module) not in self._entered:
+                entered = _Entered(module, f"{path} ({type(module).__name__})", None, {}, {}, None, None)
+                yield replace(_guard(entered, used), spans=spans)
+            stack += [(child, f"{path}.{name}", spans) for name, child in module._modules.items() if child is not None]
 
     def _used(self, variables: Iterable[Variable]) -> set[int]:
         """Ids of the modules that were entered, or hold a Parameter or buffer that was read."""
@@ -484,7 +517,7 @@ def _guard(entered: _Entered, used: Collection[int]) -> ModuleGuard:
         name for name, value in entered.before.items()
         if own.get(name) is value and (_is_plain(value) or isinstance(value, _FUNCTIONS))
     )  # fmt: skip
-    is_whole = bool(modules) and len(children) == len(modules)
+    is_whole = bool(modules) and len(children) == len(modules) and _goes_over_children(type(module))
     tensors = tuple((table, name) for table in ("_parameters", "_buffers") for name in own[table])
     state = _state(module, attributes, children, is_whole, tensors)
     spans = None if entered.spans is None else tuple(entered.spans)
@@ -492,6 +525,11 @@ def _guard(entered: _Entered, used: Collection[int]) -> ModuleGuard:
     return ModuleGuard(
         weakref.ref(module), entered.label, attributes, children, is_whole, tensors, state, spans, training
     )
+
+
+def _goes_over_children(kind: type) -> bool:
+    """Whether a further submodule would be called like the others."""
+    return issubclass(kind, _CONTAINERS) or not _OF_CHILDREN.isdisjoint(attribute_reads(kind))
 
 
 def _has_any(module: torch.nn.Module, used: Collection[int]) -> bool:

@@ -1,0 +1,450 @@
+"""Python state that a recording read: a change is an error before the next run, state that Python keeps is noted."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import tfnb
+from tfnb.errors import StaleNode
+from tfnb.recording import user_code_ran
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+class Net(nn.Module):
+    """Reads attributes, a text, a helper's attribute and one by its name; sets others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.0))
+        self.heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.norm = nn.BatchNorm1d(3)
+        self.beta, self.kind, self.slope, self.size = 2.0, "tanh", 0.5, (3,)
+        self.activation, self.extra = torch.tanh, None
+        self.unread = 1.0
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.body(x)) * self.beta
+        for block in self.blocks:
+            x = block(x)
+        x = self._bent(x).reshape(-1, *self.size)
+        if self.extra is not None:
+            x = x + self.extra
+        self.last = x.detach()
+        return self.heads[0](self.activation(x)) + self.last.sum() * 0
+
+    def _bent(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) if self.kind == "tanh" else x * getattr(self, "slope")  # noqa: B009  read by name
+
+    def report(self) -> float:
+        """No part of `forward`."""
+        return self.unread
+
+
+def stepped(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Any, ...]:
+    """A recorded step of a net."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
+    with tfnb.record():
+        x = tfnb.placeholder(X)
+        optimizer.zero_grad()
+        y = net(x)
+        loss = y.square().mean()
+        loss.backward()
+        step = optimizer.step()
+    return x, y, loss, step
+
+
+def run(fetch: Any, x: Any) -> Any:
+    user_code_ran()  # as after a cell: the next run compares at once
+    return tfnb.run(fetch, {x: X})
+
+
+def hooked(net: Net) -> None:
+    net.body[0].register_forward_hook(lambda module, args, out: out * 2)
+
+
+CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
+    "number": (lambda n: setattr(n, "beta", 3.0), r"attribute beta of net \(Net\) was 2.0, and is 3.0 now"),
+    "number to tensor": (lambda n: setattr(n, "beta", torch.ones(3)), r"beta .* is a tensor \(3,\) now"),
+    "text": (lambda n: setattr(n, "kind", "relu"), "attribute kind .* was 'tanh', and is 'relu' now"),
+    "tuple": (lambda n: setattr(n, "size", (1, 3)), r"attribute size .* was \(3,\), and is \(1, 3\) now"),
+    "none": (lambda n: setattr(n, "extra", 1.0), "attribute extra .* was None, and is 1.0 now"),
+    "function": (lambda n: setattr(n, "activation", torch.relu), "attribute activation"),
+    "of a module of torch": (lambda n: setattr(n.body[2], "p", 0.5), r"attribute p of net.body.2 \(Dropout\) was 0.0"),
+    "momentum": (lambda n: setattr(n.norm, "momentum", 0.5), r"attribute momentum of net.norm \(BatchNorm1d\)"),
+    "submodule": (lambda n: setattr(n, "norm", nn.BatchNorm1d(3)), r"submodule norm of net \(Net\) is another one"),
+    "deleted": (lambda n: n.body.__delitem__(1), "submodule 1 of net.body .*; the number|the number of submodules"),
+    "replaced in a list": (lambda n: n.blocks.__setitem__(0, nn.Linear(3, 3)), "submodule"),
+    "inserted": (lambda n: n.body.append(nn.Tanh()), r"the number of submodules of net.body \(Sequential\) was 3"),
+    "no bias": (lambda n: n.body[0].register_parameter("bias", None), r"parameter bias of net.body.0 .* was there"),
+    "hook": (hooked, "the forward hooks of net.body.0 .* are 1 now, and were 0"),
+    "forward": (lambda n: setattr(n.norm, "forward", lambda x: x), "forward of net.norm"),
+    "pruned": (lambda n: prune.l1_unstructured(n.body[0], "weight", 0.5), "net.body.0"),
+    "parametrized": (lambda n: parametrizations.weight_norm(n.body[0]), "net.body.0"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_after_the_recording_is_an_error_that_names_it(kind: str) -> None:
+    change, said = CHANGES[kind]
+    net = Net()
+    x, y, _, step = stepped(net)
+    run([y, step], x)
+    change(net)
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(StaleNode, match=f"(?s){said}.*test_python_state.py line .*record it again"):
+        run(step, x)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_change_that_is_taken_back_counts_no_more() -> None:
+    net = Net()
+    x, y, *_ = stepped(net)
+    want = run(y, x)
+    net.beta = 3.0
+    with pytest.raises(StaleNode):
+        run(y, x)
+    net.beta = 2.0
+    torch.testing.assert_close(run(y, x), want)
+
+
+def quiet_changes() -> dict[str, Callable[[Net], Any]]:
+    other = Net()
+    return {
+        "load_state_dict": lambda n: n.load_state_dict(other.state_dict()),
+        "assign": lambda n: n.load_state_dict(copy.deepcopy(other.state_dict()), assign=True),
+        "values": lambda n: n.body[0].weight.data.fill_(0.5),
+        "unread attribute": lambda n: setattr(n, "unread", 7.0),
+        "attribute that forward sets first": lambda n: setattr(n, "last", torch.ones(4, 3)),
+        "attribute of a branch not taken is one of the class": lambda n: setattr(n, "comment", "hello"),
+        "head that was not called": lambda n: n.heads.__setitem__(1, nn.Linear(3, 7)),
+        "further head": lambda n: n.heads.append(nn.Linear(3, 7)),
+        "further module": lambda n: setattr(n, "decoder", nn.Linear(3, 3)),
+        "eager call": lambda n: n(X),
+        "hook that went again": lambda n: n.register_forward_hook(print).remove(),
+        "evaluation and back": lambda n: (n.eval() and n(X) is None) or n.train(),
+        "gradients": lambda n: n(X).sum().backward(),
+        "state dict": lambda n: copy.deepcopy(n).state_dict(),
+    }
+
+
+@pytest.mark.parametrize("kind", quiet_changes())
+def test_other_changes_go_on(kind: str) -> None:
+    net = Net()
+    x, y, _, step = stepped(net)
+    run(step, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet_changes()[kind](net)
+        run([y, step], x)
+        net.double()
+    assert net.body[0].weight.dtype is torch.float64
+
+
+def frozen(net: nn.Module) -> None:
+    net.requires_grad_(False)
+
+
+GRADIENTS: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], Any], str]] = {
+    "frozen": (lambda n, o: n[0].requires_grad_(False), "requires_grad of 0.weight was True, and is False now"),
+    "parameter hook": (lambda n, o: n[0].weight.register_hook(lambda g: g * 0), "gradient hooks of 0.weight"),
+    "group": (lambda n, o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "groups of SGD"),
+    "list": (lambda n, o: o.param_groups[0]["params"].pop(), r"the groups of SGD had \[4\] parameters, and have \[3\]"),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_flags_and_groups_count_where_gradients_are_reached(kind: str) -> None:
+    change, said = GRADIENTS[kind]
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, y, _, step = stepped(net, optimizer)
+    run(step, x)
+    change(net, optimizer)
+    run(y, x)
+    with pytest.raises(StaleNode, match=said):
+        run(step, x)
+
+
+def test_learning_rates_and_flags_that_cells_set_in_turn_go_on() -> None:
+    torch.manual_seed(0)
+    critic, actor = nn.Linear(3, 1), nn.Linear(3, 3)
+    plain = copy.deepcopy((critic, actor))
+
+    def steps(critic: nn.Module, actor: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        of_critic, of_actor = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (critic, actor))
+
+        def first(x: torch.Tensor) -> Any:
+            critic.requires_grad_(True)
+            of_critic.zero_grad()
+            critic(actor(x).detach()).mean().backward()
+            return of_critic.step()
+
+        def second(x: torch.Tensor) -> Any:
+            critic.requires_grad_(False)
+            of_actor.zero_grad()
+            (-critic(actor(x)).mean()).backward()
+            return of_actor.step()
+
+        return first, second
+
+    made = []
+    for step in steps(critic, actor):
+        with tfnb.record():
+            x = tfnb.placeholder(X)
+            made.append((step(x), x))
+    eager = steps(*plain)
+    for _ in range(3):
+        for (step, x), twin in zip(made, eager, strict=True):
+            run(step, x)
+            twin(X)
+    torch.testing.assert_close([*critic.state_dict().values()], [*plain[0].state_dict().values()])
+    torch.testing.assert_close([*actor.state_dict().values()], [*plain[1].state_dict().values()])
+
+
+def test_only_runs_that_use_the_changed_part_are_stopped() -> None:
+    one, two = nn.Dropout(0.25), nn.Dropout(0.25)
+    with tfnb.record():
+        x = tfnb.placeholder(X)
+        y, z = one(x), two(x)
+    two.p = 0.5
+    run(y, x)
+    with pytest.raises(StaleNode, match="attribute p of two"):
+        run([y, z], x)
+
+
+def test_a_change_is_noticed_before_a_run_that_takes_long_enough_and_in_callables() -> None:
+    import time
+
+    net = nn.Dropout(0.0)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(X)
+        y = net(x * 2)
+    call = tfnb.Session(graph).make_callable(y, [x])
+    call(X)
+    net.p = 0.5
+    time.sleep(0.01)
+    with pytest.raises(StaleNode):
+        call(X)
+
+
+def test_fit_compares_at_its_start_and_after_each_callback() -> None:
+    net = Net()
+    x, _, loss, step = stepped(net)
+    seen = []
+
+    def anneal(progress: Any) -> None:
+        seen.append(progress.epoch)
+        net.beta = 0.5 if progress.epoch == 2 else 2.0
+
+    with pytest.raises(StaleNode, match="attribute beta"):
+        tfnb.fit(step, {x: X}, epochs=5, watch=[loss], callbacks=anneal)
+    assert seen == [1, 2]
+    with pytest.raises(StaleNode, match="attribute beta"):
+        tfnb.fit(step, {x: X})
+
+
+def test_the_mode_of_a_module_is_said_once_where_no_recording_has_it() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    with tfnb.record():
+        x = tfnb.placeholder(X)
+        y = net(x)
+    net.eval()
+    with pytest.warns(UserWarning, match=r"Dropout\) is in evaluation mode now, and this run computes it in training"):
+        run(y, x)
+    run(y, x)  # once
+    with tfnb.record():
+        z = net(tfnb.placeholder(X, name="z"))
+    assert z is not None
+    net.train()
+    run(y, x)
+
+
+def test_modes_of_two_recordings_are_no_change() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.BatchNorm1d(3))
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(X)
+        y = net(x)
+    net.eval()
+    with tfnb.record(graph):
+        z = net(x)
+    for fetch in (y, z, y):
+        run(fetch, x)
+
+
+# -- numbers of the program -----------------------------------------------------------------------------------------
+
+scale, parts, rows = 2.0, [1.0, 2.0], 4
+
+
+def test_numbers_of_the_program_are_said_once_and_samples_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(3, 3)
+    net.temperature = 1.0
+    bias = 1
+    with tfnb.record():
+        x = tfnb.placeholder(torch.zeros(rows, 3))
+        n = 5
+        y = net(x) * scale * parts[0] * n + bias
+    run(y, x)
+    monkeypatch.setitem(globals(), "rows", 7)
+    run(y, x)  # the size of a sample only
+    monkeypatch.setitem(globals(), "scale", 3.0)
+    with pytest.warns(UserWarning, match=r"scale was 2.0 when .*, and is 3.0 now: the graph computes with the former"):
+        run(y, x)
+    run(y, x)
+    monkeypatch.setitem(globals(), "parts", [0.5, 2.0])
+    with pytest.warns(UserWarning, match=r"parts was \[1.0, 2.0\]"):
+        run(y, x)
+    bias += 1
+    with pytest.warns(UserWarning, match="bias was 1 when"):
+        run(y, x)
+    n += 1
+    run(y, x)
+
+
+def test_an_attribute_that_the_block_itself_reads_of_a_module() -> None:
+    net = nn.Linear(3, 3)
+    net.temperature, net.epoch = 1.0, 0
+    with tfnb.record():
+        x = tfnb.placeholder(X)
+        y = net(x) / net.temperature
+    net.epoch = 1
+    run(y, x)
+    net.temperature = 2.0
+    with pytest.raises(StaleNode, match=r"attribute temperature of net \(Linear\) was 1.0, and is 2.0 now"):
+        run(y, x)
+
+
+# -- state that Python keeps ----------------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Each ``by_``: a `forward` that keeps something in another place from call to call, or only seems to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.count, self.hidden, self.seen, self.table = 0, torch.zeros(3), [], {"h": torch.zeros(3)}
+        self.nothing, self.is_ready, self.cache, self.output, self.losses = None, False, None, None, []
+        self.register_buffer("kept", torch.zeros(3))
+
+    def by_counter(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.count += 1
+        return x * self.count
+
+    def by_attribute(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.hidden = torch.tanh(x + self.hidden).mean(0).detach()
+        return x + self.hidden
+
+    def by_none(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.nothing is None:
+            self.nothing = torch.zeros(3)
+        self.nothing = (x.mean(0) + self.nothing).detach()
+        return x + self.nothing
+
+    def by_flag(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if not self.is_ready:
+            self.is_ready = True
+            x = x * 2
+        return x
+
+    def by_in_place(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        with torch.no_grad():
+            self.hidden.mul_(0.5).add_(x.mean(0))
+        return x + self.hidden
+
+    def by_list(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.seen.append(x.detach().mean(0))
+        return torch.stack(self.seen).sum(0) + x
+
+    def by_table(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.table["h"] = torch.tanh(x + self.table["h"]).mean(0).detach()
+        return x + self.table["h"]
+
+    def by_buffer(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        with torch.no_grad():
+            self.kept.add_(x.mean(0))
+        return x + self.kept
+
+    def by_output(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.output = x * 2
+        return self.output
+
+    def by_cache(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.cache is None:
+            self.cache = torch.arange(3.0)
+        return x + self.cache
+
+    def by_losses(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.losses.append(x.square().mean())
+        return x
+
+    @classmethod
+    def by(cls, how: str) -> Keeps:
+        return type("Keeps", (cls,), {"forward": vars(cls)[f"by_{how}"]})()
+
+
+KEPT = {
+    "counter": "count", "attribute": "hidden", "none": "nothing", "flag": "is_ready", "in_place": "hidden",
+    "list": "seen", "table": "table",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_state_that_python_keeps_is_said(how: str) -> None:
+    net = Keeps.by(how)
+    with (
+        pytest.warns(
+            UserWarning,
+            match=rf"line \d+: net \(Keeps\) keeps its attribute {KEPT[how]} in Python.*register_buffer.*tfnb.Variable",
+        ) as said,
+        tfnb.record(),
+    ):
+        y = net(tfnb.placeholder(X))
+    assert y is not None and len(said) == 1
+
+
+@pytest.mark.parametrize("how", ["buffer", "output", "cache", "losses"])
+def test_what_is_no_state_is_not_said(how: str) -> None:
+    net = Keeps.by(how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tfnb.record():
+            y = net(tfnb.placeholder(X)) + sum(net.losses)
+            net.losses.clear()
+    assert y is not None
+
+
+def test_state_of_the_block_itself_is_said() -> None:
+    total, steps, running, other = 0.0, 0, torch.zeros(3), torch.ones(3)
+    with pytest.warns(UserWarning) as said, tfnb.record():
+        x = tfnb.placeholder(X)
+        steps += 1
+        total = total + x.mean()
+        running = running * 0.9 + x.mean(0)
+        other = x + other.mul(2).sum() * steps
+        twice = [running * 0 for steps in range(2)] + list(map(lambda total: total * 2, [x]))  # names of their own
+    assert twice
+    names = sorted(str(w.message).split("keeps ")[1].split(" ")[0] for w in said)
+    assert names == ["other", "running", "steps", "total"]
