@@ -102,7 +102,8 @@ def fit(
     IterableDataset does: progress then has no total. A `tfnb.Source` stands behind the batch of the last step that
     counts, which `Session.save` keeps, however much was drawn ahead; with asynchronous tasks a step after a gap does
     not count.
-    An array is of torch or NumPy, or a Dask array, bag, dataframe or column of one: its chunks are computed and kept
+    An array is of torch, NumPy or pandas (float64 for a float32 placeholder is rounded batch by batch, with one note),
+    or a Dask array, bag, dataframe or column of one: its chunks are computed and kept
     on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are computed
     here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
     (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of

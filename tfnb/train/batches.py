@@ -16,7 +16,7 @@ import torch
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
 from tfnb.state.batch_order import Arrays, Order, Rows
-from tfnb.state.chunks import Chunked, as_rows, is_collection, without_frames
+from tfnb.state.chunks import Chunked, as_rows, as_tensor, is_collection, without_frames
 from tfnb.state.input_sources import Position, Source
 
 DEFAULT_BATCH = 32  # rows
@@ -111,10 +111,8 @@ def as_array(key: Any, value: Any) -> torch.Tensor | Chunked:
     if isinstance(value, Chunked):
         return value
     value = _computed(key, value) if is_collection(value) else current.plain(value)
-    if isinstance(value, np.ndarray) and not value.flags.writeable:
-        value = value.copy()  # torch warns of shared memory that must not be written
     try:
-        return torch.as_tensor(value).detach()
+        return as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidArgument(f"data for {name_of(key)} is {type(value).__name__}, no array: {error}") from None
 
