@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
+from tfnb.recording.marks.notes import NESTED
 from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
 from tfnb.recording.overrides.averaged_models import recorded_update
@@ -120,6 +121,15 @@ def _refused(why: str, but: Callable[[Any], bool] = lambda first: False) -> Call
     return make
 
 
+def _not_nested(original: Original) -> Any:
+    def call() -> Any:
+        if (rec := open_recording()) is not None:
+            raise Unsupported(f"{NESTED}{rec.tape.at()}")
+        return original()
+
+    return call
+
+
 def _is_new(scheduler: Any) -> bool:
     """Whether a scheduler is being made: constructors step, too."""
     return "_last_lr" not in scheduler.__dict__ or getattr(scheduler, "_is_initial", False)
@@ -158,6 +168,10 @@ def _compiled_modules() -> list[Any]:
     return [torch._dynamo.eval_frame.OptimizedModule]  # which the first Symbols imported
 
 
+def _jagged() -> list[Any]:
+    return [torch.nested._internal.nested_tensor]  # which the first Symbols imported
+
+
 def _loaders() -> list[Any]:
     return [torch.utils.data.DataLoader, torch.utils.data.dataloader._BaseDataLoaderIter]
 
@@ -189,6 +203,10 @@ PATCHES = (
           "a scaler decides in Python whether a step is taken"),
     Patch(_one(graph.saved_tensors_hooks), ("__enter__",), _refused(_PACKING, _keeps),
           "what a backward pass needs are values of the graph, which nothing packs"),
+    Patch(_one(torch.Tensor), ("as_subclass",), _unrecorded,
+          "of a plain tensor it gives a plain one, and wants no recorded alias of it"),
+    Patch(_jagged, ("_nt_view_dummy",), _not_nested,
+          "a nested tensor of the jagged layout is made of a class of torch's, which asks recorded values for memory"),
     Patch(_one(graph), ("register_multi_grad_hook",), _refused(_GROUP),
           "its hook hangs on the engine of autograd, which a recording has not"),
 )  # fmt: skip

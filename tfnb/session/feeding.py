@@ -190,7 +190,9 @@ def plain(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
                 f"cannot feed a {kind} tensor for {name}, which is {spec}: make it dense with {hint}{_at(source)}",
                 node=name,
             )
-        return tensor.detach().resolve_conj() if tensor.requires_grad or tensor.is_conj() else tensor
+        if tensor.requires_grad or tensor.is_conj():
+            tensor = tensor.detach().resolve_conj()
+        return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
     if isinstance(value, (list, tuple, int, float, complex)):
         return _from_python(value, spec, name)
     try:

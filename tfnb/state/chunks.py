@@ -170,7 +170,8 @@ def as_tensor(array: Any) -> torch.Tensor:
         array = array.to_numpy()
     if isinstance(array, np.ndarray) and not (array.flags.writeable and min(array.strides, default=0) >= 0):
         array = array.copy()  # torch warns of shared memory that must not be written, and knows no negative strides
-    return torch.as_tensor(array).detach()
+    tensor = torch.as_tensor(array).detach()
+    return tensor if type(tensor) is torch.Tensor or tensor.is_nested else tensor.as_subclass(torch.Tensor)
 
 
 def as_rows(computed: Any) -> Any:
