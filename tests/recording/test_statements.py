@@ -524,6 +524,28 @@ def test_a_line_that_writes_much_is_one_note() -> None:
     assert len(notes) == 1 and "written by hand: bias, weight;" in notes[0]
 
 
+def test_a_step_in_a_staged_branch_is_named_as_one_of_a_branch() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @tfnb.autograph
+    def train_where_large(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if loss > 1:
+            optimizer.step()
+        return loss
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(DATA[0])
+        loss = train_where_large(x)
+    notes = [note for note in graph.notes if "staged:" not in note]
+    assert loss.graph is graph and len(notes) == 1
+    assert "updated in a staged branch or loop, which is no step of the block: bias, weight;" in notes[0]
+    assert "tfnb.effects()" in notes[0] and "by hand" not in notes[0]
+
+
 def test_statistics_without_a_step_go_with_what_the_module_gives() -> None:
     plain, ours, still = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     with tfnb.record():

@@ -85,10 +85,25 @@ def test_feed_dicts_pass_as_they_are():
 
 
 def test_generator_ends_early_or_at_steps():
-    assert len(list(batches(({"x": X} for _ in range(5)), steps=9).each)) == 5
+    with pytest.warns(UserWarning, match="data ended after 5 of 9 steps: generator can be iterated only once"):
+        assert len(list(batches(({"x": X} for _ in range(5)), steps=9).each)) == 5
     made = batches(({"x": X} for _ in range(5)), steps=3)
     assert (made.total, len(list(made.each))) == (3, 3)
     assert batches({"x": X} for _ in range(5)).total is None
+
+
+class ByNumber:
+    """A dataset: items by their numbers."""
+
+    def __getitem__(self, number):
+        return X[number]
+
+
+def test_a_dataset_is_told_of_its_loader():
+    with pytest.raises(
+        InvalidArgument, match=r"not ByNumber; it gives items by number: .*DataLoader\(data, batch_size"
+    ):
+        batches(ByNumber(), feeds="x")
 
 
 class Unsized:

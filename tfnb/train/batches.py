@@ -1,10 +1,12 @@
 """Batches of training data: rows of arrays in shuffled order, or feed dicts that somebody else makes.
 
-The order depends on the seed alone, so a cluster trains on the same batches as this machine. Imports graph.
+The order depends on the seed alone, so a cluster trains on the same batches as this machine. Imports graph and
+recording.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
@@ -15,6 +17,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
+from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Arrays, Order, Rows
 from tfnb.state.chunks import Chunked, as_rows, as_tensor, is_collection, without_frames
 from tfnb.state.input_sources import Position, Source
@@ -182,7 +185,14 @@ def is_single_pass(data: Any) -> bool:
 
 def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) -> Batches:
     if not isinstance(data, Iterable):
-        raise InvalidArgument(f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}")
+        by_index = (
+            "; it gives items by number: torch.utils.data.DataLoader(data, batch_size=32) makes batches of them, "
+            "batch_size=None takes them as batches"
+        )
+        raise InvalidArgument(
+            f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}"
+            f"{by_index if hasattr(data, '__getitem__') else ''}"
+        )
     is_spent, source = is_single_pass(data), data if isinstance(data, Source) else None
     single_pass = (
         f"epochs={epochs} needs data that can be iterated again, and {type(data).__name__} can be only once: "
@@ -196,21 +206,29 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) 
     length = batch_count(data)
     if length == 0:
         raise InvalidArgument("data is empty")
+    last = None if steps is None else steps - begin if goes_on else steps
 
     def each() -> Iterator[Batch]:
+        given = 0
         for epoch in passes:
             found = False
             each = _pass_of(source) if source is not None and epoch == first and not goes_on else data
             for number, feeds in enumerate(each):
                 found = True
+                given += 1
                 batch = _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds))
                 yield batch if source is None else batch._replace(position=source.position)
             if not found and not (goes_on and epoch == first):  # it may stand at the end of a pass
                 if epoch > first and steps is None and source is None:  # iter(data) gave the exhausted iterator again
                     raise InvalidArgument(single_pass)
-                return
+                break
+        if last is not None and source is None:
+            warnings.warn(
+                f"data ended after {given} of {last} steps: {type(data).__name__} can be iterated only once; a list or "
+                "another container, or a DataLoader, begins again",
+                stacklevel=user_level(None),
+            )
 
-    last = None if steps is None else steps - begin if goes_on else steps
     return Batches(islice(each(), 0 if goes_on else begin, last), steps or (length and length * epochs))
 
 
