@@ -93,8 +93,10 @@ def test_watched_values_have_their_names():
 def test_feed_dicts_and_generators_are_data():
     count, x, value = counter()
     assert tfnb.fit(value, [{x: X[:, 0]}] * 3, epochs=2).steps == 6
-    assert tfnb.fit(value, ({x: X[:n, 0]} for n in (2, 5)), steps=7).steps == 2
-    assert count.value() == 8
+    assert tfnb.fit(value, [{x: X[:, 0]}] * 3, steps=6).stopped == ""
+    short = tfnb.fit(value, ({x: X[:n, 0]} for n in (2, 5)), steps=7)
+    assert short.steps == 2 and "generator ended after 2 of 7 steps" in short.summary
+    assert count.value() == 14
 
 
 class Rows(torch.utils.data.IterableDataset):

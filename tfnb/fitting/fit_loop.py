@@ -194,7 +194,7 @@ def fit(
                 if run.why_over is not None:
                     taken.close()  # tasks end what they have begun
                     break
-            return run.finished()
+            return run.finished(steps, type(data).__name__)
     except KeyboardInterrupt:
         stopped = run.stopped()
     except BaseException as error:
@@ -456,15 +456,17 @@ class _Run:
         if self.is_wanted:
             raise KeyboardInterrupt
 
-    def finished(self) -> RunResult:
-        """The end as planned."""
+    def finished(self, asked: int | None, data: str) -> RunResult:
+        """The end as planned, or that of ``data`` before so many steps as were asked for."""
         self._read()
         self._say_who_came()
         seconds = time.perf_counter() - self._start
         self.is_over = self.why_over is None
         steps = (self.step if self.is_over else self.steps.applied.steps) - self._begin
         history = [entry | self._validated.get(entry["epoch"], {}) for entry in self._metrics.history]
-        result = RunResult(steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or "")
+        is_short = asked is not None and self.why_over is None and steps < asked - self._begin
+        ended = f"{data} ended after {steps} of {asked} steps; a list or a DataLoader begins again" if is_short else ""
+        result = RunResult(steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or ended)
         self._finish(result.summary)
         return result
 

@@ -1,12 +1,10 @@
 """Batches of training data: rows of arrays in shuffled order, or feed dicts that somebody else makes.
 
-The order depends on the seed alone, so a cluster trains on the same batches as this machine. Imports graph and
-recording.
+The order depends on the seed alone, so a cluster trains on the same batches as this machine. Imports graph.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
@@ -17,7 +15,6 @@ import torch
 
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
-from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Arrays, Order, Rows
 from tfnb.state.chunks import Chunked, as_rows, as_tensor, is_collection, without_frames
 from tfnb.state.input_sources import Position, Source
@@ -209,25 +206,17 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) 
     last = None if steps is None else steps - begin if goes_on else steps
 
     def each() -> Iterator[Batch]:
-        given = 0
         for epoch in passes:
             found = False
             each = _pass_of(source) if source is not None and epoch == first and not goes_on else data
             for number, feeds in enumerate(each):
                 found = True
-                given += 1
                 batch = _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds))
                 yield batch if source is None else batch._replace(position=source.position)
             if not found and not (goes_on and epoch == first):  # it may stand at the end of a pass
                 if epoch > first and steps is None and source is None:  # iter(data) gave the exhausted iterator again
                     raise InvalidArgument(single_pass)
-                break
-        if last is not None and source is None:
-            warnings.warn(
-                f"data ended after {given} of {last} steps: {type(data).__name__} can be iterated only once; a list or "
-                "another container, or a DataLoader, begins again",
-                stacklevel=user_level(None),
-            )
+                return
 
     return Batches(islice(each(), 0 if goes_on else begin, last), steps or (length and length * epochs))
 
