@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -92,8 +93,10 @@ def test_watched_values_have_their_names():
 def test_feed_dicts_and_generators_are_data():
     count, x, value = counter()
     assert tfnb.fit(value, [{x: X[:, 0]}] * 3, epochs=2).steps == 6
-    assert tfnb.fit(value, ({x: X[:n, 0]} for n in (2, 5)), steps=7).steps == 2
-    assert count.value() == 8
+    assert tfnb.fit(value, [{x: X[:, 0]}] * 3, steps=6).stopped == ""
+    short = tfnb.fit(value, ({x: X[:n, 0]} for n in (2, 5)), steps=7)
+    assert short.steps == 2 and "generator ended after 2 of 7 steps" in short.summary
+    assert count.value() == 14
 
 
 class Rows(torch.utils.data.IterableDataset):
@@ -209,8 +212,39 @@ def test_missing_and_wrong_feeds_are_the_sessions_errors():
     x, y, _, step = recorded(network())
     with pytest.raises(InvalidArgument, match=r"placeholder y.*must be fed"):
         tfnb.fit(step, {x: X})
-    with pytest.raises(FeedError, match="float64 for x"):
-        tfnb.fit(step, {x: X.double(), y: Y})
+    with pytest.raises(FeedError, match="complex64 for x"):
+        tfnb.fit(step, {x: X.to(torch.complex64), y: Y})
+    with pytest.raises(FeedError, match="float32 for y"):
+        tfnb.fit(step, {x: X, y: Y.float()})
+
+
+@pytest.mark.parametrize("data", [
+    lambda x, y: {x: X.double().numpy(), y: Y},
+    lambda x, y: {x: pandas.DataFrame(X.double().numpy()), y: pandas.Series(Y.numpy())},
+    lambda x, y: [{x: X[at : at + 10].double().numpy(), y: Y[at : at + 10]} for at in range(0, 50, 10)],
+])  # fmt: skip
+def test_float64_data_is_rounded_batch_by_batch_with_one_note(data):
+    model, twin = network(), network()
+    x, y, _, step = recorded(model)
+    with pytest.warns(UserWarning, match="float64 is fed for x, which is float32") as notes:
+        given = data(x, y)
+        tfnb.fit(step, given, **({"batch_size": 10, "shuffle": False} if isinstance(given, dict) else {}))
+    assert len(notes) == 1
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    for at in range(0, 50, 10):
+        optimizer.zero_grad()
+        F.cross_entropy(twin(X[at : at + 10]), Y[at : at + 10]).backward()
+        optimizer.step()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_number_that_becomes_infinite_is_refused_before_its_step():
+    x, y, _, step = recorded(network())
+    rows = X.double()
+    rows[47, 3] = -1e39
+    with pytest.warns(UserWarning, match="rounded"), pytest.raises(FeedError, match=r"-1e\+39 \(at \[7, 3\]\) for x"):
+        tfnb.fit(step, {x: rows, y: Y}, batch_size=10, shuffle=False)
 
 
 def test_failing_step_is_named_and_leaves_whole_steps():

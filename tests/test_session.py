@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections import Counter, namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,7 +69,9 @@ def test_only_what_the_fetch_needs_is_run(small: tfnb.Graph) -> None:
     ({"a": torch.ones(2)}, InvalidArgument, ["placeholder b", "float32[B", "must be fed", "test_session.py"]),
     ({"a": torch.ones(2), "b": torch.ones(3)}, ShapeError, ["Cannot feed value of shape (3,)", "2 in another"]),
     ({"a": torch.ones(2, 2), "b": torch.ones(2)}, ShapeError, ["(2, 2)", "a", "(B,)"]),
-    ({"a": torch.ones(2).double(), "b": torch.ones(2)}, FeedError, ["float64", "float32[B]"]),
+    ({"a": torch.ones(2).to(torch.complex64), "b": torch.ones(2)}, FeedError, ["complex64 for a", "float32[B]"]),
+    ({"a": [0.5, 1e300], "b": torch.ones(2)}, FeedError, ["1e+300 (at [1]) for a", "largest float32 is 3.40282e+38"]),
+    ({"a": np.array([1e300, 1.0]), "b": torch.ones(2)}, FeedError, ["1e+300 (at [0]) for a"]),
     ({"a": torch.ones(2), "b": "text"}, FeedError, ["str", "b"]),
     ({"a": torch.ones(2).to_sparse(), "b": torch.ones(2)}, FeedError, ["sparse_coo tensor for a", "to_dense()"]),
     ({"a": torch.ones(2), "b": torch.ones(2).to_mkldnn()}, FeedError, ["mkldnn tensor for b", "float32[B]"]),
@@ -77,6 +82,50 @@ def test_bad_feeds_say_what_is_wrong(small: tfnb.Graph, feeds: dict, error: type
     with pytest.raises(error) as info:
         tfnb.Session(small).run("f", feeds)
     assert all(word in str(info.value) for word in words), str(info.value)
+
+
+FLOAT64 = {
+    "numpy": lambda tensor: tensor.numpy(),
+    "reversed": lambda tensor: tensor.flip(0).numpy()[::-1],
+    "pandas": lambda tensor: pandas.DataFrame(tensor.numpy()),
+    "torch": lambda tensor: tensor,
+}
+
+
+@pytest.mark.parametrize("kind", FLOAT64)
+def test_float64_is_rounded_with_one_note_for_each_placeholder(kind: str) -> None:
+    with tfnb.record() as graph:
+        x, y = tfnb.placeholder(torch.zeros(2, 3), name="x"), tfnb.placeholder(torch.zeros(2, 3), name="y")
+        total = x * y
+    data = torch.rand(4, 3, dtype=torch.float64)
+    data[0, 0] = torch.inf  # one that was infinite stays so
+    feeds = {x: FLOAT64[kind](data), y: FLOAT64[kind](data + 1)}
+    with pytest.warns(UserWarning, match="float64 is fed for [xy], which is float32") as notes:
+        found = [tfnb.Session(graph).run(total, feeds) for _ in range(2)]
+    assert sorted(str(note.message).split(",")[0][-1] for note in notes) == ["x", "y"]
+    assert all(note.filename == __file__ for note in notes)
+    for one in found:
+        assert torch.equal(one, data.float() * (data + 1).float())
+
+
+@pytest.mark.parametrize("dtype, given, fits", [
+    (torch.bfloat16, torch.float64, True), (torch.complex64, torch.complex128, True),
+    (torch.complex64, torch.float64, True), (torch.float32, torch.complex128, False),
+    (torch.int64, torch.float64, False), (torch.bfloat16, torch.float32, False), (torch.int32, torch.int64, False),
+    (torch.float64, torch.float32, True), (torch.bool, torch.float64, False),
+])  # fmt: skip
+def test_only_dtypes_that_nobody_asked_for_are_rounded(dtype: torch.dtype, given: torch.dtype, fits: bool) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.zeros(2, dtype=dtype), name="x")
+        y = torch.stack([x, x])
+    value = torch.tensor([0.3, 1.7]).to(given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if fits:
+            assert torch.equal(tfnb.Session(graph).run(y, {x: value})[0], value.to(dtype))
+        else:
+            with pytest.raises(FeedError, match="values would be lost"):
+                tfnb.Session(graph).run(y, {x: value})
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -19,7 +19,7 @@ from tornado.iostream import IOStream
 
 import tfnb
 from tests.quick import quick
-from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError, UnsupportedDtype
+from tfnb.errors import FeedError, InvalidArgument, ResourceExhausted, ShapeError, UnsupportedDtype
 from tfnb.session import default_session
 from tfnb.train.batches import batches
 
@@ -77,6 +77,34 @@ def test_columns_of_a_dataframe(connect, problem):
     frame = frames.from_pandas(pandas.DataFrame({**columns, "y": p.labels.numpy()}), npartitions=4)
     found, _ = fitted(p, {x: frame[list("abcd")], y: frame["y"]})
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", quick(2, ["chunks", "array", "batches"]))
+def test_float64_data_of_a_float32_graph_is_rounded_with_one_note(connect, problem, kind):
+    p = problem(dtype=torch.float32)
+    x, y = p.feeds
+    rows, options = p.data.double(), {"shuffle": False}
+    connect(2)
+    expected = trained(p, {x: p.data, y: p.labels}, **options)
+    given = {
+        "chunks": {x: array(rows, 13, 4), y: p.labels},
+        "array": {x: rows.numpy(), y: p.labels},
+        "batches": [{x: rows[at : at + 13].numpy(), y: p.labels[at : at + 13]} for at in range(0, len(rows), 13)],
+    }[kind]
+    with pytest.warns(UserWarning, match="float64 is fed for") as notes:
+        found = trained(p, given, **({} if kind == "batches" else options))
+    assert len(notes) == 1
+    torch.testing.assert_close(found, expected)
+    rows[17, 2] = 1e300
+    with pytest.raises(FeedError, match=r"1e\+300 \(at \[(4|17), 2\]\)"):
+        trained(p, {x: array(rows, 13, 4) if kind == "chunks" else rows.numpy(), y: p.labels}, **options)
+
+
+def trained(p, data, **options):
+    """Values after one pass from the start."""
+    p.reset()
+    tfnb.fit(p.train, data, **({} if isinstance(data, list) else {"batch_size": 13}), **options)
+    return p.values()
 
 
 class Sums:

@@ -87,7 +87,7 @@ def test_steps_draw_from_an_iterator(net):
         ("%tfrun loss", tfnb.errors.InvalidArgument, "placeholder x (float32[B, 3])"),
         ("%tfrun lss", tfnb.errors.NotFound, "near: loss"),
         ("%tfrun loss -f x=torch.zeros(5,4)", tfnb.errors.ShapeError, "(5, 4)"),
-        ("%tfrun loss -f x=torch.zeros(5,3).double()", tfnb.errors.FeedError, "float64"),
+        ("%tfrun loss -f x=torch.zeros(5,3)+1j", tfnb.errors.FeedError, "complex64"),
         ("%tfrun loss -f z=1", tfnb.errors.NotFound, "'z'"),
     ],
 )
@@ -96,6 +96,14 @@ def test_mistakes_name_what_was_found(net, line, error, words):
     ran = net.run(line)
     assert isinstance(ran.error, error) and words in str(ran.error)
     assert ran.frames[-1] == f"Cell In[{number}], line 1"
+
+
+def test_a_float64_array_is_rounded_with_one_note(net):
+    rows = "__import__('numpy').full((5,3),0.1)"
+    with pytest.warns(UserWarning, match="float64 is fed for x") as notes:
+        first, again = (net.ok(f"%tfrun loss -f x={rows}").result for _ in range(2))
+    assert len(notes) == 1
+    assert torch.equal(first, again) and torch.equal(first, net.ok("%tfrun loss -f x=torch.full((5,3),0.1)").result)
 
 
 def test_feed_without_a_value_is_one_line(net):

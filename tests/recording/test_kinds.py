@@ -99,7 +99,6 @@ SPARSE = {
     "conversion to COO": lambda x: x.to_sparse(),
     "conversion to CSR": lambda x: x.to_sparse_csr(),
     "conversion to mkldnn": lambda x: x.to_mkldnn(),
-    "nested": lambda x: torch.nested.nested_tensor([x, x]),
 }
 
 
@@ -108,3 +107,42 @@ SPARSE = {
 def test_other_layouts_are_refused_with_the_line(name: str) -> None:
     with pytest.raises(Unsupported, match=r"test_kinds\.py line \d+"), tfnb.record():
         SPARSE[name](tfnb.placeholder(torch.randn(4, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("program", [
+    lambda x, *_: torch.nested.nested_tensor([x, x[:1]]),
+    lambda x, *_: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
+    lambda x, *_: torch.nested.as_nested_tensor([x, x[:1]], layout=torch.jagged),
+    lambda x, *_: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 3])),
+    lambda x, strided, jagged: x * strided,
+    lambda x, strided, jagged: x * jagged,
+    lambda x, strided, jagged: tfnb.placeholder(strided),
+    lambda x, strided, jagged: tfnb.placeholder(jagged),
+])  # fmt: skip
+def test_a_nested_tensor_is_refused_with_what_serves_instead(program: Any) -> None:
+    parts = [torch.ones(2, 3), torch.ones(1, 3)]
+    nested = [torch.nested.nested_tensor(parts, layout=layout) for layout in (torch.strided, torch.jagged)]
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3, 3))
+        with pytest.raises(Unsupported, match=r"nested tensor.*pad_sequence.*\n  at test_kinds.py line"):
+            program(x, *nested)
+
+
+class Named(torch.Tensor):
+    pass
+
+
+def test_a_recorded_tensor_becomes_no_other_class() -> None:
+    sample, ones = torch.ones(3, 3).as_subclass(Named), torch.ones(3)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(sample)
+        y = x.as_subclass(torch.Tensor) * torch.ones(3)
+        with pytest.raises(Unsupported, match=r"as_subclass\(Named\).*\n  at test_kinds.py line"):
+            x.as_subclass(Named)
+        z = x * ones.as_subclass(Named)
+    assert type(y.as_subclass(Named)) is Named, "outside of the recording it is the sample's"
+    assert type(torch.ones(2).as_subclass(Named)) is Named and "as_subclass" not in vars(torch.Tensor)
+    for fed in (torch.ones(2, 3).as_subclass(Named), nn.Parameter(torch.ones(2, 3))):
+        for result in tfnb.Session(graph).run([y, z], {x: fed}):
+            assert type(result) is torch.Tensor and torch.equal(result, torch.ones(2, 3))

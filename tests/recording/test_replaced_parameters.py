@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tfnb
-from tfnb.errors import FailedPrecondition, ShapeError
+from tfnb.errors import FailedPrecondition, ShapeError, Unsupported
 
 DATA = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -167,3 +167,52 @@ def test_nothing_keeps_a_module_alive() -> None:
     gc.collect()
     assert gone() is None
     torch.testing.assert_close(tfnb.run(out, {x: DATA}), want)
+
+
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("h", torch.zeros(3))
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + self.h)
+
+
+STATE = Kept().state_dict()
+
+
+def _del_assigned(model: Any) -> None:
+    model.h = model.h + 1
+    del model.h
+
+
+def _del_buffer(model: Any) -> None:
+    del model.h
+
+
+def _del_parameter(model: Any) -> None:
+    del model.inner[0].bias
+
+
+def _del_module(model: Any) -> None:
+    del model.inner[1]
+
+
+def _assign_all(model: Any) -> None:
+    model.load_state_dict(STATE, assign=True)
+
+
+@pytest.mark.parametrize("change", [_del_assigned, _del_buffer, _del_parameter, _del_module, _assign_all])
+def test_a_module_of_outside_keeps_what_it_has(change: Callable[[Any], None]) -> None:
+    model = Kept()
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    with pytest.raises(Unsupported, match=r"change the module for good.*\n  at test_replaced_param"), tfnb.record():
+        model(tfnb.placeholder(DATA))
+        change(model)
+    now = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert now.keys() == held.keys() and all(now[name] is held[name] for name in held)
+    with tfnb.record():  # one that is made there is the recording's
+        made = Kept()
+        change(made)
+    assert "__delattr__" in vars(nn.Module) and nn.Module.__delattr__.__module__ == "torch.nn.modules.module"

@@ -192,6 +192,9 @@ ROW: dict[str, tuple[Function, tuple[Any, ...]]] = {
     ),
     "interpolate bicubic": (lambda x: F.interpolate(x, (7, 9), mode="bicubic"), ("B", 3, 4, 6)),
     "interpolate antialias": (lambda x: F.interpolate(x, (3, 3), mode="bilinear", antialias=True), ("B", 3, 4, 6)),
+    "interpolate bicubic antialias": (
+        lambda x: F.interpolate(x, scale_factor=1.7, mode="bicubic", antialias=True).sin(), ("B", 3, 4, 6),
+    ),
     "interpolate trilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), ("B", 2, 3, 4, 3)),
     "interpolate area": (lambda x: F.interpolate(x, (2, 3), mode="area"), ("B", 3, 4, 6)),
     "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2).sin(), ("B", 8, 3, 4)),

@@ -91,6 +91,20 @@ def test_generator_ends_early_or_at_steps():
     assert batches({"x": X} for _ in range(5)).total is None
 
 
+class ByNumber:
+    """A dataset: items by their numbers."""
+
+    def __getitem__(self, number):
+        return X[number]
+
+
+def test_a_dataset_is_told_of_its_loader():
+    with pytest.raises(
+        InvalidArgument, match=r"not ByNumber; it gives items by number: .*DataLoader\(data, batch_size"
+    ):
+        batches(ByNumber(), feeds="x")
+
+
 class Unsized:
     """Feed dicts whose ``len`` raises; ``passes`` counts calls of iter."""
 

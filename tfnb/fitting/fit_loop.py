@@ -103,7 +103,8 @@ def fit(
     IterableDataset does: progress then has no total. A `tfnb.Source` stands behind the batch of the last step that
     counts, which `Session.save` keeps, however much was drawn ahead; with asynchronous tasks a step after a gap does
     not count.
-    An array is of torch or NumPy, or a Dask array, bag, dataframe or column of one: its chunks are computed and kept
+    An array is of torch, NumPy or pandas (float64 for a float32 placeholder is rounded batch by batch, with one note),
+    or a Dask array, bag, dataframe or column of one: its chunks are computed and kept
     on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are computed
     here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
     (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of
@@ -195,7 +196,7 @@ def fit(
                 if run.why_over is not None:
                     taken.close()  # tasks end what they have begun
                     break
-            return run.finished()
+            return run.finished(steps, type(data).__name__)
     except KeyboardInterrupt:
         stopped = run.stopped()
     except BaseException as error:
@@ -458,15 +459,17 @@ class _Run:
         if self.is_wanted:
             raise KeyboardInterrupt
 
-    def finished(self) -> RunResult:
-        """The end as planned."""
+    def finished(self, asked: int | None, data: str) -> RunResult:
+        """The end as planned, or that of ``data`` before so many steps as were asked for."""
         self._read()
         self._say_who_came()
         seconds = time.perf_counter() - self._start
         self.is_over = self.why_over is None
         steps = (self.step if self.is_over else self.steps.applied.steps) - self._begin
         history = [entry | self._validated.get(entry["epoch"], {}) for entry in self._metrics.history]
-        result = RunResult(steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or "")
+        is_short = asked is not None and self.why_over is None and steps < asked - self._begin
+        ended = f"{data} ended after {steps} of {asked} steps; a list or a DataLoader begins again" if is_short else ""
+        result = RunResult(steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or ended)
         self._finish(result.summary)
         return result
 

@@ -8,6 +8,7 @@ It holds only text, so it travels to files and other processes; it is evaluated 
 from __future__ import annotations
 
 import ast
+import cmath
 import keyword
 import math
 import operator
@@ -19,7 +20,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from tfnb.errors import GraphFormatError, InvalidArgument, ShapeError
+from tfnb.errors import FeedError, GraphFormatError, InvalidArgument, ShapeError
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -210,6 +211,36 @@ _SHORT = {
 def flows(dtype: torch.dtype) -> bool:
     """Whether gradients flow through tensors of this dtype: floating and complex ones."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def is_rounded(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether values of ``dtype`` may be fed where ``to`` is asked for, though digits are lost.
+
+    float64 and complex128 are what NumPy and pandas make where nobody named a dtype.
+    """
+    return flows(to) if dtype is torch.float64 else dtype is torch.complex128 and to.is_complex
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype, owner: str) -> torch.Tensor:
+    """The tensor in a dtype of fewer digits; raises FeedError where a finite number would become infinite.
+
+    >>> rounded(torch.tensor([0.1], dtype=torch.float64), torch.float32, "x")
+    tensor([0.1000])
+    >>> rounded(torch.tensor([0.1, 1e300], dtype=torch.float64), torch.float32, "x")
+    Traceback (most recent call last):
+    tfnb.errors.FeedError: cannot feed 1e+300 (at [1]) for x: the largest float32 is 3.40282e+38
+    """
+    if tensor.dtype is dtype:
+        return tensor
+    found = tensor.to(dtype)
+    if found.is_meta or cmath.isfinite(found.sum().item()):  # one quick look at all of them
+        return found
+    lost = (tensor.isfinite() & ~found.isfinite()).nonzero()
+    if not len(lost):
+        return found
+    at = lost[0].tolist()
+    largest = f"the largest {dtype_name(dtype)} is {torch.finfo(dtype).max:g}"
+    raise FeedError(f"cannot feed {tensor[tuple(at)].item():g} (at {at}) for {owner}: {largest}")
 
 
 def tensor_of(value: Any, dtype: torch.dtype | None, owner: str) -> torch.Tensor:

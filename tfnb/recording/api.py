@@ -62,7 +62,8 @@ def placeholder(
 def _sample(sample: Any, dtype: torch.dtype | None, device: Any, recorder: Recorder) -> torch.Tensor:
     if isinstance(sample, Variable):
         sample = sample.value()
-    tensor = dense(torch.as_tensor(current.plain(sample)).detach(), recorder.tape.at).resolve_conj().resolve_neg()
+    tensor = dense(torch.as_tensor(current.plain(sample)).detach(), recorder.tape.at)
+    tensor = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     if isinstance(sample, np.ndarray):
         tensor = tensor.clone()
     # as every feed will be

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
+from tfnb.recording.marks.notes import NESTED
 from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
 from tfnb.recording.overrides.averaged_models import recorded_update
@@ -120,6 +122,58 @@ def _refused(why: str, but: Callable[[Any], bool] = lambda first: False) -> Call
     return make
 
 
+def _delete(original: Original) -> Any:
+    def delete(self: torch.nn.Module, name: str) -> None:
+        rec = open_recording()
+        if rec is not None and any(map(partial(_is_earlier, rec), _lost(rec, self, name))):
+            raise Unsupported(f"del {type(self).__name__}.{name}{_FOR_GOOD}{rec.tape.at()}")
+        original(self, name)
+
+    return delete
+
+
+def _is_earlier(rec: Any, tensor: Any) -> bool:
+    """Whether a tensor was there before the recording."""
+    return isinstance(tensor, torch.Tensor) and not isinstance(tensor, Tensor) and tensor not in rec.born
+
+
+def _lost(rec: Any, module: torch.nn.Module, name: str) -> list[Any]:
+    """The tensors that a module loses with this attribute; of a buffer that holds a recorded one its own."""
+    own, binding = vars(module), rec.tape.bindings.get((id(module), name))
+    inner = own.get("_modules", {}).get(name)
+    if inner is not None:
+        return [*inner.parameters(), *inner.buffers()]
+    return [
+        table.get(name) if binding is None else binding.original
+        for table in (own.get("_parameters", {}), own.get("_buffers", {}))
+    ]
+
+
+def _load(original: Original) -> Any:
+    def load_state_dict(
+        self: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False, **more: Any
+    ) -> Any:
+        rec = open_recording()
+        own = chain(self.parameters(), self.buffers())
+        if rec is not None and assign and any(map(partial(_is_earlier, rec), own)):
+            raise Unsupported(
+                f"{type(self).__name__}.load_state_dict(assign=True){_FOR_GOOD}, or leave out assign=True: each run "
+                f"then writes these values into its Variables{rec.tape.at()}"
+            )
+        return original(self, state_dict, strict, assign, **more)
+
+    return load_state_dict
+
+
+def _not_nested(original: Original) -> Any:
+    def call() -> Any:
+        if (rec := open_recording()) is not None:
+            raise Unsupported(f"{NESTED}{rec.tape.at()}")
+        return original()
+
+    return call
+
+
 def _is_new(scheduler: Any) -> bool:
     """Whether a scheduler is being made: constructors step, too."""
     return "_last_lr" not in scheduler.__dict__ or getattr(scheduler, "_is_initial", False)
@@ -138,6 +192,7 @@ _SCHEDULER = (
     "() inside a recording would change the rate once, while recording: call it outside, between runs; a recorded "
     "optimizer.step() reads the rate at each run"
 )
+_FOR_GOOD = " inside a recording would change the module for good: do so before the recording"
 _SCALER = (
     "() inside a recording would decide once, while recording, which steps are taken: use bfloat16, which needs no "
     "scaling, or GradScaler(enabled=False), or scale the loss by a number of your own"
@@ -158,6 +213,10 @@ def _compiled_modules() -> list[Any]:
     return [torch._dynamo.eval_frame.OptimizedModule]  # which the first Symbols imported
 
 
+def _jagged() -> list[Any]:
+    return [torch.nested._internal.nested_tensor]  # which the first Symbols imported
+
+
 def _loaders() -> list[Any]:
     return [torch.utils.data.DataLoader, torch.utils.data.dataloader._BaseDataLoaderIter]
 
@@ -176,6 +235,10 @@ PATCHES = (
           "calls the `apply` of its base: so that one is shadowed"),
     Patch(_one(torch.utils.checkpoint), ("_checkpoint_without_reentrant_generator",), checkpoint_generator,
           "what checkpoint(use_reentrant=False) runs is computed again by the backward pass of a run"),
+    Patch(_one(torch.nn.Module), ("__delattr__",), _delete,
+          "torch has no hook for what a module loses; a module that was there before is not changed by a recording"),
+    Patch(_one(torch.nn.Module), ("load_state_dict",), _load,
+          "with assign=True a module that was there before would hold other Parameters afterwards"),
     Patch(_compiled_modules, ("__call__",), _call_compiled,
           "a compiled module is the module: a recording sees torch's calls, not what a compiler makes of them"),
     Patch(_loaders, ("__iter__", "__next__"), batch, "how a loader draws is no part of the graph, and a batch is data"),
@@ -189,6 +252,10 @@ PATCHES = (
           "a scaler decides in Python whether a step is taken"),
     Patch(_one(graph.saved_tensors_hooks), ("__enter__",), _refused(_PACKING, _keeps),
           "what a backward pass needs are values of the graph, which nothing packs"),
+    Patch(_one(torch.Tensor), ("as_subclass",), _unrecorded,
+          "of a plain tensor it gives a plain one, and wants no recorded alias of it"),
+    Patch(_jagged, ("_nt_view_dummy",), _not_nested,
+          "a nested tensor of the jagged layout is made of a class of torch's, which asks recorded values for memory"),
     Patch(_one(graph), ("register_multi_grad_hook",), _refused(_GROUP),
           "its hook hangs on the engine of autograd, which a recording has not"),
 )  # fmt: skip

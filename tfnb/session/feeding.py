@@ -1,26 +1,28 @@
 """Feeds: from what a user gives to tensors that fit the graph, or an error that says what does not.
 
-dtype changes must be lossless; every symbol gets one size; guards of the recording are checked before the run.
+dtype changes must be lossless, but for float64 and complex128, which are rounded with a note; every symbol gets one
+size; guards of the recording are checked before the run.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from tfnb.errors import FeedError, ShapeError
 from tfnb.graph import Dim, Graph, Guard, Node, Spec, Value, current
 from tfnb.graph.node import where
-from tfnb.graph.spec import dtype_name
+from tfnb.graph.spec import dtype_name, is_rounded, rounded
 from tfnb.recording.marks.notes import user_level
+from tfnb.state.chunks import as_tensor
 
 T = TypeVar("T")
 
@@ -39,11 +41,13 @@ class _Row:
     count: int  # how many values it stands for
     source: Any
     dtype: torch.dtype | None
+    value: Value
+    noted: set[Value]  # values of the graph of whose rounded feeds a note was given
 
     @classmethod
-    def of(cls, name: str, spec: Spec, count: int, source: Any) -> _Row:
+    def of(cls, name: str, spec: Spec, count: int, source: Any, value: Value, noted: set[Value]) -> _Row:
         ready = spec.device == "cpu" and not spec.dtype.is_complex  # a complex one may be conjugate in name only
-        return cls(name, spec, count, source, spec.dtype if ready else None)
+        return cls(name, spec, count, source, spec.dtype if ready else None, value, noted)
 
     def tensor(self, value: Any) -> torch.Tensor:
         """The value as a tensor that may still have a shape that does not fit."""
@@ -52,7 +56,28 @@ class _Row:
             and not value.is_nested and value.is_contiguous() and not value.requires_grad
         ):  # fmt: skip
             return value
-        return converted(value, self.spec, self.name, self.source)
+        tensor, wanted = plain(value, self.spec, self.name, self.source), self.spec.dtype
+        if tensor.dtype is not wanted and torch.promote_types(tensor.dtype, wanted) is not wanted:
+            tensor = self._rounded(tensor)
+        return _moved(tensor, self.spec, self.name, self.source).contiguous()
+
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of more digits than the spec's, in its dtype; one note for each value of a graph."""
+        dtype, spec = tensor.dtype, self.spec
+        if not is_rounded(dtype, spec.dtype):
+            raise FeedError(
+                f"cannot feed {dtype_name(dtype)} for {self.name}, which is {spec}: values would be lost; "
+                f"convert it with .to(torch.{dtype_name(spec.dtype)}){_at(self.source)}", node=self.name,
+            )  # fmt: skip
+        found = rounded(tensor, spec.dtype, self.name)
+        if self.value not in self.noted:
+            self.noted.add(self.value)
+            warnings.warn(
+                f"{dtype_name(dtype)} is fed for {self.name}, which is {spec}: numbers are rounded at each feed. "
+                f"To round them once: torch.as_tensor(data, dtype={spec.dtype}){_at(self.source)}",
+                stacklevel=user_level(None),
+            )
+        return found
 
 
 class Feeder:
@@ -61,6 +86,7 @@ class Feeder:
     def __init__(self, graph: Graph, keys: Iterable[tuple[Any, tuple[Value, ...]]]) -> None:
         by_id = graph.contents.by_id
         self._rows: list[_Row] = []
+        noted: set[Value] = graph.attached.setdefault("rounded feeds", set())
         values: list[Value] = []
         for key, targets in keys:
             node = by_id[targets[0].node]
@@ -71,7 +97,7 @@ class Feeder:
             values.extend(targets)
             index = f":{targets[0].index}" if targets[0].index else ""
             spec = node.outputs[targets[0].index]
-            self._rows.append(_Row.of(f"{node.name}{index}", spec, len(targets), node.source))
+            self._rows.append(_Row.of(f"{node.name}{index}", spec, len(targets), node.source, targets[0], noted))
         self.values = tuple(values)
         self.repeats = len(values) != len(self._rows)
         self._fitting: set[Shapes] = set()
@@ -153,8 +179,8 @@ class Feeder:
         return f" ({', '.join(found)})" if found else ""
 
 
-def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
-    """The value as a tensor of the spec's dtype and device, laid out in memory as it was while recording: in rows."""
+def plain(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
+    """The value as a dense tensor without a gradient, of a dtype and on a device that may not be the spec's."""
     if isinstance(value, torch.Tensor):
         tensor = current.plain(value)
         if tensor.layout is not _STRIDED or tensor.is_nested:
@@ -164,26 +190,25 @@ def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
                 f"cannot feed a {kind} tensor for {name}, which is {spec}: make it dense with {hint}{_at(source)}",
                 node=name,
             )
-        here = tensor.is_cpu if spec.device == "cpu" else spec.is_on(tensor.device)
-        if here and tensor.dtype is spec.dtype and not tensor.requires_grad and not tensor.is_conj():
-            return tensor.contiguous()
-        tensor = tensor.detach().resolve_conj()
-    elif isinstance(value, (np.ndarray, np.generic)):
-        tensor = torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) and value.ndim else value)
-    else:
-        tensor = _from_python(value, spec, name)
-    if tensor.dtype is not spec.dtype and torch.promote_types(tensor.dtype, spec.dtype) is not spec.dtype:
-        raise FeedError(
-            f"cannot feed {dtype_name(tensor.dtype)} for {name}, which is {spec}: values would be lost; "
-            f"convert it with .to(torch.{dtype_name(spec.dtype)}){_at(source)}", node=name,
-        )  # fmt: skip
-    return _moved(tensor, spec, name, source).contiguous()
+        if tensor.requires_grad or tensor.is_conj():
+            tensor = tensor.detach().resolve_conj()
+        return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
+    if isinstance(value, (list, tuple, int, float, complex)):
+        return _from_python(value, spec, name)
+    try:
+        return as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_tensor(value, spec, name, error) from None
+
+
+def _no_tensor(value: Any, spec: Spec, name: str, error: Exception) -> FeedError:
+    return FeedError(f"cannot feed {type(value).__name__} for {name}, which is {spec}: {error}", node=name)
 
 
 def _moved(tensor: torch.Tensor, spec: Spec, name: str, source: Any) -> torch.Tensor:
     """On the device of the spec, in its dtype. From pinned memory the step does not wait for the copy."""
-    if spec.is_on(tensor.device):
-        return tensor.to(spec.dtype)
+    if tensor.is_cpu if spec.device == "cpu" else spec.is_on(tensor.device):
+        return tensor if tensor.dtype is spec.dtype else tensor.to(spec.dtype)
     if tensor.device.type not in ("cpu", "meta"):
         _say_once(f"each step moves what is fed for {name} from {tensor.device} to {spec.device}{_at(source)}")
     try:
@@ -201,12 +226,15 @@ def _say_once(text: str) -> None:
 
 def _from_python(value: Any, spec: Spec, name: str) -> torch.Tensor:
     """Numbers and nested lists have no dtype of their own: floats fit any float, ints any number."""
+    is_float = isinstance(value, float) and spec.dtype.is_floating_point
+    if is_float and (abs(value) <= torch.finfo(spec.dtype).max or not math.isfinite(value)):
+        return torch.as_tensor(value, dtype=spec.dtype)
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise FeedError(f"cannot feed {type(value).__name__} for {name}, which is {spec}: {error}", node=name) from None
+        raise _no_tensor(value, spec, name, error) from None
     if tensor.dtype.is_floating_point and spec.dtype.is_floating_point:
-        return torch.as_tensor(value, dtype=spec.dtype)
+        return rounded(torch.as_tensor(value, dtype=torch.float64), spec.dtype, name)
     if tensor.dtype is torch.int64 and spec.dtype is not torch.bool:
         return torch.as_tensor(value, dtype=spec.dtype)
     return tensor

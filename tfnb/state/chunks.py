@@ -158,6 +158,22 @@ def without_frames(collection: Any) -> Any:
     return collection.to_dask_array() if callable(getattr(type(collection), "to_dask_array", None)) else collection
 
 
+def as_tensor(array: Any) -> torch.Tensor:
+    """An array of NumPy or pandas, or what torch takes, as a tensor; shares the memory where torch can.
+
+    Raises what torch raises for it: TypeError, ValueError or RuntimeError.
+
+    >>> as_tensor(np.arange(3)[::-1])
+    tensor([2, 1, 0])
+    """
+    if hasattr(array, "to_numpy"):  # of pandas
+        array = array.to_numpy()
+    if isinstance(array, np.ndarray) and not (array.flags.writeable and min(array.strides, default=0) >= 0):
+        array = array.copy()  # torch warns of shared memory that must not be written, and knows no negative strides
+    tensor = torch.as_tensor(array).detach()
+    return tensor if type(tensor) is torch.Tensor or tensor.is_nested else tensor.as_subclass(torch.Tensor)
+
+
 def as_rows(computed: Any) -> Any:
     """What a part of a Dask collection computed to, as an array: of a bag the items are the rows.
 

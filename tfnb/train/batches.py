@@ -16,7 +16,7 @@ import torch
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
 from tfnb.state.batch_order import Arrays, Order, Rows
-from tfnb.state.chunks import Chunked, as_rows, is_collection, without_frames
+from tfnb.state.chunks import Chunked, as_rows, as_tensor, is_collection, without_frames
 from tfnb.state.input_sources import Position, Source
 
 DEFAULT_BATCH = 32  # rows
@@ -111,10 +111,8 @@ def as_array(key: Any, value: Any) -> torch.Tensor | Chunked:
     if isinstance(value, Chunked):
         return value
     value = _computed(key, value) if is_collection(value) else current.plain(value)
-    if isinstance(value, np.ndarray) and not value.flags.writeable:
-        value = value.copy()  # torch warns of shared memory that must not be written
     try:
-        return torch.as_tensor(value).detach()
+        return as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidArgument(f"data for {name_of(key)} is {type(value).__name__}, no array: {error}") from None
 
@@ -184,7 +182,14 @@ def is_single_pass(data: Any) -> bool:
 
 def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) -> Batches:
     if not isinstance(data, Iterable):
-        raise InvalidArgument(f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}")
+        by_index = (
+            "; it gives items by number: torch.utils.data.DataLoader(data, batch_size=32) makes batches of them, "
+            "batch_size=None takes them as batches"
+        )
+        raise InvalidArgument(
+            f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}"
+            f"{by_index if hasattr(data, '__getitem__') else ''}"
+        )
     is_spent, source = is_single_pass(data), data if isinstance(data, Source) else None
     single_pass = (
         f"epochs={epochs} needs data that can be iterated again, and {type(data).__name__} can be only once: "
@@ -198,6 +203,7 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) 
     length = batch_count(data)
     if length == 0:
         raise InvalidArgument("data is empty")
+    last = None if steps is None else steps - begin if goes_on else steps
 
     def each() -> Iterator[Batch]:
         for epoch in passes:
@@ -212,7 +218,6 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) 
                     raise InvalidArgument(single_pass)
                 return
 
-    last = None if steps is None else steps - begin if goes_on else steps
     return Batches(islice(each(), 0 if goes_on else begin, last), steps or (length and length * epochs))
 
 

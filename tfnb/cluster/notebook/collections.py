@@ -16,7 +16,8 @@ from distributed import Client, Future, futures_of, wait
 
 from tfnb.cluster.tasks.reading import described
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShapeError, TfnbError
-from tfnb.state.chunks import Chunked, as_rows, is_collection, without_frames
+from tfnb.graph.spec import rounded
+from tfnb.state.chunks import Chunked, as_rows, as_tensor, is_collection, without_frames
 
 MOST = 4 << 30  # bytes of chunks that are read into the notebook
 
@@ -42,8 +43,8 @@ def read(client: Client, array: torch.Tensor | Chunked) -> torch.Tensor:
             f"(at most {MOST / 2**30:.0f} GiB): every step of it is led from here, or axis 0 of {array.name} has a "
             "fixed size"
         )
-    parts = [torch.as_tensor(as_rows(part)) for part in client.gather(list(array.held))]
-    return torch.cat([part for part in parts if len(part)]).to(array.dtype)
+    parts = [as_tensor(as_rows(part)) for part in client.gather(list(array.held))]
+    return rounded(torch.cat([part for part in parts if len(part)]), array.dtype, array.name)
 
 
 def _kept(client: Client, key: Any, collection: Any) -> list[Future]:
@@ -69,7 +70,7 @@ def _chunked(client: Client, key: Any, futures: Sequence[Future], end: float | N
     if len(found) == 1 and not found[0][0]:  # a value without an axis: every step takes it whole
         left = None if end is None else max(0.0, end - time.monotonic())
         try:
-            return torch.as_tensor(as_rows(futures[0].result(timeout=left)))
+            return as_tensor(as_rows(futures[0].result(timeout=left)))
         except TimeoutError:
             raise DeadlineExceeded(f"data for {name} did not come from its worker in time") from None
     lengths = tuple(shape[0] if shape else -1 for shape, _ in found)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tfnb.errors import ProtocolError, ResourceExhausted, ShapeError
-from tfnb.graph.spec import dtype_name
+from tfnb.graph.spec import dtype_name, rounded
 from tfnb.state.chunks import Chunked, Chunks
 
 ALIGNED = 64  # bytes
@@ -114,7 +114,7 @@ class Data:
         found = await self._read(_key(about["keys"][number]), what)
         if tuple(found.shape) != (stop - first, *chunks.tail):
             raise ShapeError(f"{what} has shape {list(found.shape)}, it had {[stop - first, *chunks.tail]}")
-        chunks.here[number] = _aligned(found.to(chunks.dtype).contiguous())
+        chunks.here[number] = _aligned(rounded(found, chunks.dtype, what).contiguous())
         self._kept[place, number] = chunks.nbytes(number)
 
     def _make_room(self) -> None:

@@ -10,7 +10,7 @@ from distributed import Client, Future, Worker
 
 from tfnb.errors import DeadlineExceeded, InvalidArgument, UnsupportedDtype
 from tfnb.graph.spec import dtype_name
-from tfnb.state.chunks import as_rows
+from tfnb.state.chunks import as_rows, as_tensor
 
 WITHIN = 600.0  # seconds for one chunk: Dask may have to compute it again
 
@@ -21,10 +21,8 @@ def as_chunk(computed: Any) -> torch.Tensor:
         rows = as_rows(computed)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{type(computed).__name__} has no rows of one shape: {error}") from error
-    if not isinstance(rows, torch.Tensor) and not rows.flags.writeable:
-        rows = rows.copy()  # torch warns of shared memory that must not be written
     try:
-        return torch.as_tensor(rows).detach()
+        return as_tensor(rows)
     except TypeError as error:
         raise UnsupportedDtype(f"torch has no dtype {rows.dtype}: {error}") from error
 

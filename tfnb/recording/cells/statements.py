@@ -63,7 +63,7 @@ class Lost(NamedTuple):
 
     source: Source | None
     why: str
-    by_hand: bool = False
+    by_hand: str = ""  # how the block updates Parameters beside its steps
     waits: bool = False
     is_named: bool = False  # it has a result, which may be given a name
 
@@ -214,7 +214,10 @@ class _Block:
         first = statement.nodes[0]
         waits = any(uses_queues(self.contents.by_id[i]) for i in self._reached(n.id for n in statement.nodes))
         is_named = STATEMENT not in first.tags
-        lost = Lost(first.source, why, statement.is_by_hand and not self.steps, waits, is_named)
+        staged = any(self.contents.by_id[value.node].op in REGIONS for value in first.inputs)
+        how = "updated in a staged branch or loop, which is no step of the block" if staged else "written by hand"
+        by_hand = how if statement.is_by_hand and not self.steps else ""
+        lost = Lost(first.source, why, by_hand, waits, is_named)
         self.lost.setdefault(lost, []).extend(statement.nodes)
 
     def _step_of(self, statement: Statement) -> Node | None:
@@ -297,7 +300,7 @@ class _Block:
         for lost, nodes in self.lost.items():
             changes = _changed(nodes)
             if lost.by_hand:
-                text = f"written by hand: {changes}; a run does it when the parameter, or a tfnb.group of them, is "
+                text = f"{lost.by_hand}: {changes}; a run does it when the parameter, or a tfnb.group of them, is "
                 text += f"fetched, and not for the loss or another cell; {_CURE}"
             else:
                 named = "give its result a name and fetch that"

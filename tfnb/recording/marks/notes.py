@@ -48,10 +48,19 @@ def explained(
     )  # fmt: skip
 
 
+NESTED = (
+    "a nested tensor cannot stand in a graph, whose values are dense: pad the parts to one length with "
+    "torch.nn.utils.rnn.pad_sequence, and mask what was added, as in attn_mask=; or keep all rows in one tensor with "
+    "the number of the part that each belongs to, for index_add and scatter_reduce"
+)
+
+
 def dense(tensor: torch.Tensor, at: Callable[[], str]) -> torch.Tensor:
     """The tensor; raises Unsupported for a sparse, nested or other layout, which no graph value has."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    if tensor.is_nested:
+        raise Unsupported(f"{NESTED}{at()}")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
         raise Unsupported(
             f"a {layout} tensor of shape {list(tensor.shape)} cannot stand in a graph{at()}; make it dense"
         )

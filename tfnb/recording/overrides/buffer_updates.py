@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tfnb.errors import Unsupported
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.writes.in_place_calls import rebind
@@ -56,6 +57,24 @@ def _batch_norm_with_update(
     rebind(rec, mean, found[4])
     rebind(rec, var, found[5])
     return found[:4]
+
+
+@override(Stage.OP, aten._fused_moving_avg_obs_fq_helper.default)
+def _observed(
+    rec: Recording, x: Any, observes: Any, quantizes: Any, least: Any, most: Any, scale: Any, zero: Any, *rest: Any
+) -> Any:
+    """The range that an observer of quantization-aware training sees moves with the batches of the runs."""
+    if least.numel() == 0:
+        raise Unsupported(
+            "torch.ao.quantization: an observer of channels learns how many there are from its first batch, and has "
+            f"seen none: call the prepared model once before recording it, as in model(batch){rec.tape.at()}"
+        )
+    *outs, new_least, new_most, new_scale, new_zero = aten._fused_moving_avg_obs_fq_helper_functional(
+        x, observes, quantizes, least, most, scale, zero, *rest
+    )
+    for stored, new in ((least, new_least), (most, new_most), (scale, new_scale), (zero, new_zero)):
+        rebind(rec, stored, new)
+    return tuple(outs)
 
 
 @override(Stage.OP, aten.rrelu_with_noise.default)

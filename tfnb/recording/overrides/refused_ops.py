@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tfnb.errors import Unsupported
+from tfnb.recording.marks.notes import NESTED
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 
@@ -26,6 +27,7 @@ def _refused(why: str) -> Any:
 override(Stage.OP, aten._fw_primal.default)(
     _refused("torch.func.linearize and torch.autograd.forward_ad are not recorded: use torch.func.jvp, or tfnb.jvp")
 )
+override(Stage.OP, aten._nested_tensor_from_tensor_list.default)(_refused(NESTED))
 override(Stage.OP, *(getattr(aten, f"_sobol_engine_{name}").default for name in _SEQUENCE))(
     _refused(
         "torch.quasirandom.SobolEngine goes along a sequence of its own, which is not recorded: draw its points before "

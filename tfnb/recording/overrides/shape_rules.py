@@ -51,9 +51,35 @@ def _view(x: Any, size: Any) -> Any:
         return torch._refs._reshape_view_helper(x, *size, allow_copy=False)
 
 
-@override(Stage.SHAPE, aten._sample_dirichlet.default, aten._dirichlet_grad.default, aten._standard_gamma_grad.default)
+@override(
+    Stage.SHAPE,
+    aten._sample_dirichlet.default,
+    aten._dirichlet_grad.default,
+    aten._standard_gamma_grad.default,
+    aten._fake_quantize_learnable_per_tensor_affine.default,
+    aten._fake_quantize_learnable_per_channel_affine.default,
+)
 def _like_first(*args: Any, **_: Any) -> Any:
     return torch.empty_like(args[0])
+
+
+@override(
+    Stage.SHAPE,
+    aten.fake_quantize_per_tensor_affine_cachemask.default,
+    aten.fake_quantize_per_channel_affine_cachemask.default,
+    aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
+)
+def _rounded_and_mask(x: Any, *_: Any) -> Any:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+@override(
+    Stage.SHAPE,
+    aten._fake_quantize_learnable_per_tensor_affine_backward.default,
+    aten._fake_quantize_learnable_per_channel_affine_backward.default,
+)
+def _learned_quantization(dy: Any, x: Any, scale: Any, zero: Any, *_: Any) -> Any:
+    return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(zero)
 
 
 @override(
@@ -70,6 +96,12 @@ def _like_first(*args: Any, **_: Any) -> Any:
 def _like_second(*args: Any) -> Any:
     """The gradient of an op by its first argument, which stands behind the cotangent."""
     return torch.empty_like(args[1])
+
+
+@override(Stage.SHAPE, aten._upsample_bicubic2d_aa_backward.default)
+def _resized_back(dy: Any, output_size: Any, input_size: Any, *_: Any) -> Any:
+    """torch's rule is C++ that takes only sizes that are numbers."""
+    return dy.new_empty(input_size)
 
 
 @override(Stage.SHAPE, aten.slice.Tensor)

@@ -321,6 +321,18 @@ class Tensor(Recorded):
             f"a recorded tensor has no memory of its own: use .nbytes or .numel(), or .sample.untyped_storage(){_at()}"
         )
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Outside of a recording the sample's; inside it is refused with the line."""
+        if isinstance(self, cls):
+            return self
+        if current.recording() is None:
+            return self.sample.as_subclass(cls)
+        raise Unsupported(
+            f"as_subclass({cls.__name__}): a recorded tensor stays a tfnb.Tensor, and the graph would miss what "
+            f"{cls.__name__} makes of torch's calls. Call on the tensor itself what it is made for, or do so outside "
+            f"of the recording and feed the result{_at()}"
+        )
+
     def data_ptr(self) -> int:
         raise FailedPrecondition(
             "a recorded tensor has no memory of its own: make the function that asks for data_ptr() a "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from operator import eq
 from typing import Any
 
 import torch
@@ -102,12 +103,22 @@ def _look_again(rec: Recording, func: Op, other: Op, own: Facts, named: Mapping[
     """A call that changes the shape of its target and no value: the handle looks through one more view."""
     target = named[own.writes[0]]
     if not facts(other).is_view:
-        raise _refused(rec, func, "gives a tensor other memory, which is not recorded: use a new tensor")
+        if func is aten.resize_.default and _is_of_shape(target, named["size"]):
+            return target
+        raise _refused(
+            rec, func, "gives a tensor other memory, which is not recorded: use a new tensor, or, where a package does "
+            "it at its first call, call that once before the recording",
+        )  # fmt: skip
     if not isinstance(target, Tensor) or target not in rec.live:
         raise _refused(rec, func, "changes the shape of a tensor made outside of the recording: use a view of it")
     look = rec.handle(_called(other, named)[0])
     target.look_as(look)
     return target
+
+
+def _is_of_shape(target: torch.Tensor, shape: Any) -> bool:
+    known = len(shape) == target.dim() and all(map(statically_known_true, map(eq, target.shape, shape)))
+    return known and target.is_contiguous()
 
 
 def _grow(rec: Recording, func: Op, target: torch.Tensor, result: torch.Tensor) -> None:
