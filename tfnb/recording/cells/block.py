@@ -24,6 +24,7 @@ from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
+from tfnb.recording.cells.draw_flow import notes_of_draws
 from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.cells.statements import LEFT, Note, attached
@@ -294,6 +295,7 @@ def _commit(
     nodes, lost = attached(
         recorder.tape.kept, nodes, _user_held(recorder, aliases, names), recorder.tape.everything, recorder.tape.calls
     )
+    lost += notes_of_draws(recorder.tape, names, _results(recorder, names))
     recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)
     space = recorder.space
@@ -342,6 +344,12 @@ def _user_held(recorder: Recorder, aliases: Mapping[str, Value], names: Mapping[
     hidden |= {id(binding.given) for binding in recorder.tape.bindings.values()} - named
     tensors = {tensor.shown.value.node for tensor in recorder.live if id(tensor) not in hidden}
     return tensors | {v.node for v in aliases.values()} | {op.value.node for op in recorder.operations}
+
+
+def _results(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:
+    """The values of the recorded tensors of this block that have a name."""
+    tensors = {name: value.shown.value for name, value in names.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in tensors.items() if value.node in recorder.tape.by_id}
 
 
 def _captured(recorder: Recorder) -> set[int]:
