@@ -216,7 +216,9 @@ class _Flow:
                 after = after or (left and not is_loop)
                 decides = decides or (left and is_loop)
         leaves = _LEAVES if not is_loop else ast.Return
-        return after or (decides and any(isinstance(n, leaves) for body in inner for each in body for n in ast.walk(each)))
+        return after or (
+            decides and any(isinstance(n, leaves) for body in inner for each in body for n in ast.walk(each))
+        )
 
     def _simple(self, statement: ast.stmt, own: Sequence[ast.AST], is_hit: bool, is_seed: bool, forced: bool) -> None:
         if isinstance(statement, ast.Return):
