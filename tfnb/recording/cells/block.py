@@ -200,7 +200,7 @@ def _opened(
         before = graph.contents
         kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
-        recorder.default_device = device
+        recorder.default_device, recorder.is_cell = device, is_cell
         recorder.buffers.meet(modules_of(names()), is_earlier=True)
         try:
             with ExitStack() as stack:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tfnb.errors import file_label
-from tfnb.graph import Node, Source, Value
+from tfnb.graph import Source, Value
 from tfnb.recording.cells.statements import Note
 from tfnb.recording.overrides.python_draws import Draw, Place
 from tfnb.recording.values.tape import Tape

@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self.outside = Outside(self)
         self.buffers = Buffers(self)
         self._warned: set[Any] = set()
-        self.stop = stop
+        self.stop, self.is_cell = stop, False
         self.default_device: Any = None
         self.packings: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the tensor of their batch sizes
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph

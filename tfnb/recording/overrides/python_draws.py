@@ -138,7 +138,7 @@ def _hear(recording: Recording, called: str) -> None:
     count = recording.tape.drawn[key] = recording.tape.drawn.get(key, 0) + 1
     if count > _MANY:
         return
-    places = _places(frame, recording.stop)
+    places = _places(frame, recording.stop, recording.is_cell)
     if places:
         drawn = Draw(outer, is_clock(called), places, new_id())
         known = (each for each in recording.tape.draws if _way(each.places) == _way(places))
@@ -154,7 +154,7 @@ def _way(places: tuple[Place, ...]) -> list[tuple[str, int]]:
     return [(place.file, place.line) for place in places]
 
 
-def _places(frame: FrameType, stop: FrameType | None) -> tuple[Place, ...]:
+def _places(frame: FrameType, stop: FrameType | None, is_cell: bool) -> tuple[Place, ...]:
     """The frames of the program from a draw outwards; none where the draw is no part of what a step computes.
 
     That is in code of packages, except for the forward method of a module; where a module is made; and in a loader.
@@ -165,6 +165,8 @@ def _places(frame: FrameType, stop: FrameType | None) -> tuple[Place, ...]:
     found: list[Place] = []
     in_forward = package is None
     for each in _outwards(frame, stop):
+        if each is stop and is_cell:
+            break
         code = each.f_code
         if code.co_name == "__init__" and isinstance(each.f_locals.get("self"), torch.nn.Module):
             return ()
