@@ -64,13 +64,25 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
     return share * x + (1 - share) * x.flip(0)
 
 
+def projected(x: torch.Tensor) -> torch.Tensor:
+    rng, own = np.random.default_rng(0), random.Random(3)  # the same numbers at every call
+    return x @ torch.from_numpy(rng.standard_normal((3, 2))).float() * own.random()
+
+
 def batch(rows: int = 4) -> Any:
     return np.random.rand(rows, 3).astype("float32")
 
 
 def names() -> dict[str, Any]:
     found = {"torch": torch, "tfnb": tfnb, "np": np, "random": random, "time": time, "nn": nn, "F": nn.functional}
-    found |= {"mixed": mixed, "batch": batch, "layers": LayerDrop(), "Timed": Timed, "cutout": Cutout()}
+    found |= {
+        "mixed": mixed,
+        "projected": projected,
+        "batch": batch,
+        "layers": LayerDrop(),
+        "Timed": Timed,
+        "cutout": Cutout(),
+    }
     found |= {"rng": np.random.default_rng(0), "old": np.random.RandomState(0), "own": random.Random(0)}
     found["__builtins__"] = builtins
     return {**found, "plain_random": plain_random, "uniform": random.uniform, "randn": np.random.randn}
@@ -142,6 +154,7 @@ SILENT = {
     "parameter": f"{X}w = nn.Parameter(torch.from_numpy(np.random.randn(3)).float())\ny = x @ w",
     "Variable": f"{X}w = tfnb.Variable(torch.tensor(random.random()))\ny = x * w",
     "module": f"{X}m = Timed()\ny = m(x)",
+    "a function that seeds": f"{X}y = projected(x)",
     "seeds": f"{X}random.seed(0)\nnp.random.seed(0)\ng = np.random.default_rng(0)\nnp.random.get_state()\ny = x * 2",
     "timing": f"{X}began = time.time()\ny = x * 2\nprint(f'took {{time.time() - began:.0f}} s')",
     "text": f"{X}y = x * 2\nif random.random() < 2:\n    print('now and then')",

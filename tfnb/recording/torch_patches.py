@@ -32,9 +32,9 @@ from tfnb.recording.overrides.autograd_function import recorded_apply
 from tfnb.recording.overrides.averaged_models import recorded_update
 from tfnb.recording.overrides.loader_batches import batch
 from tfnb.recording.overrides.override_table import module_rows
-from tfnb.recording.overrides.python_draws import numpy_functions, of_class, of_module
 from tfnb.recording.overrides.rng_state import Followed
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
+from tfnb.recording.values.python_draws import making, numpy_functions, of_class, of_module, seeding
 from tfnb.recording.values.recording import open_recording
 from tfnb.recording.values.tensor import Tensor
 
@@ -192,6 +192,8 @@ PATCHES = (
           "seeds given inside are noted with their line, since recorded draws have streams of their own"),
     Patch(_one(random), ("random", "getrandbits"), of_module, "numbers that Python draws are noted with their line"),
     Patch(_python_generators, ("random", "getrandbits"), of_class, "the same, of `random.uniform` and all others"),
+    Patch(_one(random.Random), ("seed",), seeding, "a function that seeds a generator draws the same at each call"),
+    Patch(_one(np.random), ("default_rng",), making, "the same, of NumPy"),
     Patch(_one(np.random), numpy_functions(), of_module, "the same, of NumPy"),
     Patch(_one(time), ("time", "time_ns", "perf_counter", "monotonic"), of_module, "the same, of clocks"),
     Patch(_one(torch.optim.swa_utils.AveragedModel), ("update_parameters",), recorded_update,

@@ -30,7 +30,7 @@ from tfnb.control_flow.staging.python_numbers import given, item_of
 from tfnb.control_flow.staging.statement import OPERATORS, status
 from tfnb.control_flow.structure import recorder_if_open
 from tfnb.recording.marks.user_code import is_foreign, is_of_package
-from tfnb.recording.overrides.python_draws import drawing, heard, is_clock
+from tfnb.recording.values.python_draws import drawing, heard, is_clock
 
 _MARK = "__tfnb_converted__"
 _factories: WeakKeyDictionary[CodeType, CodeType | None] = WeakKeyDictionary()

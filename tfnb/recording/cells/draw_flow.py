@@ -1,6 +1,6 @@
 """Which draws of Python reached the graph, by the source of the block: pure functions over syntax trees.
 
-A recording puts each draw on its tape (`tfnb.recording.overrides.python_draws`). Whether a run repeats a number that
+A recording puts each draw on its tape (`tfnb.recording.values.python_draws`). Whether a run repeats a number that
 matters depends on where the number went: into nodes that are computed of feeds and Variables, or only into the sample
 of a placeholder, the initial value of a parameter, or a text. So names are followed from the draw's statement on,
 through the function that drew and through the block. Where there is no source, a draw counts as one that matters.
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from tfnb.errors import file_label
 from tfnb.graph import Source, Value
 from tfnb.recording.cells.statements import Note
-from tfnb.recording.overrides.python_draws import Draw, Place
+from tfnb.recording.values.python_draws import Draw, Place
 from tfnb.recording.values.tape import Tape
 
 _ABSORBING = frozenset({

@@ -1,6 +1,6 @@
 """Scopes of nodes, notes for the user, and changes to torch while a recording is open.
 
-`scopes` names module paths and torch functions, `notes` words what a user is
-told. `while_recording` changes things of torch for as long as any thread records. `held_interrupts` keeps Ctrl-C out
+`scopes` names module paths and torch functions, `notes` words what a user is told, `user_code` tells whose code a file
+holds. `while_recording` changes things of torch for as long as any thread records. `held_interrupts` keeps Ctrl-C out
 of half-made nodes.
 """

@@ -92,11 +92,12 @@ def _unheard(function: Any) -> Any:
 def heard(function: Callable[..., Any], called: str) -> Callable[..., Any]:
     """The same function, which puts its call on the tape of the recording."""
     function = _unheard(function)
+    owner = getattr(function, "__self__", None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         recording = open_recording()
         if recording is not None:
-            _hear(recording, called)
+            _hear(recording, called, owner)
         return function(*args, **kwargs)
 
     call.__dict__[_ORIGINAL] = function
@@ -114,10 +115,49 @@ def of_class(original: Any) -> Any:
     def method(self: random.Random, *args: Any) -> Any:
         recording = open_recording()
         if recording is not None:
-            _hear(recording, drawing(MethodType(original, self)) or original.__name__)
+            _hear(recording, drawing(MethodType(original, self)) or original.__name__, self)
         return original(self, *args)
 
     return method
+
+
+def seeding(original: Any) -> Any:
+    """The replacement of ``random.Random.seed``, which also the constructor calls."""
+
+    def seed(self: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
+        original(self, a, *args, **kwargs)
+        if a is not None and id(self) not in _GLOBAL:
+            _remember_seeded(self)
+
+    return seed
+
+
+def making(original: Any) -> Any:
+    """The replacement of ``numpy.random.default_rng``."""
+
+    def default_rng(seed: Any = None) -> Any:
+        made = original(seed)
+        if isinstance(seed, (int, np.integer)):
+            _remember_seeded(made)
+        return made
+
+    return default_rng
+
+
+def _remember_seeded(generator: Any) -> None:
+    """What a function seeds itself draws the same numbers whenever it is called, as a run does."""
+    recording = open_recording()
+    if recording is None:
+        return
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (frame.f_code.co_filename == _PLAIN or _is_ours(frame)):
+        frame = frame.f_back
+    if frame is not None and len(_outer_code(_places(frame, recording.stop, recording.is_cell))) > 1:
+        recording.tape.seeded.append(generator)
+
+
+def _outer_code(places: tuple[Place, ...]) -> set[tuple[str, str]]:
+    return {(place.file, place.function) for place in places}
 
 
 def numpy_functions() -> tuple[str, ...]:
@@ -125,7 +165,9 @@ def numpy_functions() -> tuple[str, ...]:
     return tuple(name for name, each in vars(np.random).items() if drawing(each) is not None)
 
 
-def _hear(recording: Recording, called: str) -> None:
+def _hear(recording: Recording, called: str, owner: Any) -> None:
+    if any(owner is seeded for seeded in recording.tape.seeded):
+        return
     outer = called
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (frame.f_code.co_filename == _PLAIN or _is_ours(frame)):
