@@ -180,6 +180,18 @@ def test_a_draw_that_runs_repeat_is_noted_in_a_block(code: str, called: str, ins
     assert called in note and instead in note and " line " in note
 
 
+@pytest.mark.parametrize(("code", "called", "instead"), named(BY_OTHER_NAMES))
+def test_generators_that_a_block_has_names_for_are_noted_by_their_state(code: str, called: str, instead: str) -> None:
+    found = notes(X + code, is_cell=False)
+    assert len(found) == 1 and called.partition(".")[0] in found[0]
+
+
+def test_a_generator_that_only_makes_samples_is_not_noted_in_a_block() -> None:
+    code = "a = rng.random((4, 3))\nx = tfnb.placeholder(a)\ny = x * float(plain_random() > -1 and 2)"
+    assert len(notes(code, is_cell=False)) == 1
+    assert notes(code.partition("* float")[0] + "* 2", is_cell=False) == []
+
+
 @pytest.mark.parametrize("code", SILENT.values(), ids=SILENT)
 @pytest.mark.parametrize("is_cell", [True, False], ids=["cell", "block"])
 def test_a_draw_that_no_run_repeats_is_not_noted(code: str, is_cell: bool) -> None:

@@ -24,7 +24,7 @@ from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
-from tfnb.recording.cells.draw_flow import notes_of_draws
+from tfnb.recording.cells.draw_flow import notes_of_draws, unheard_draws
 from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.cells.statements import LEFT, Note, attached
@@ -36,6 +36,7 @@ from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.scopes import clean, modules_of
 from tfnb.recording.overrides.rng_state import own_streams
 from tfnb.recording.torch_patches import surroundings
+from tfnb.recording.values.python_draws import held_generators
 from tfnb.recording.values.tensor import Operation, Tensor
 
 _UNUSED = "it holds data that nothing recorded uses, which is not kept: use .sample, or make it a tfnb.constant"
@@ -202,6 +203,7 @@ def _opened(
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
         recorder.default_device, recorder.is_cell = device, is_cell
         recorder.buffers.meet(modules_of(names()), is_earlier=True)
+        recorder.held = [] if is_cell else held_generators(names())
         try:
             with ExitStack() as stack:
                 _enter(stack, recorder, device)
@@ -295,6 +297,8 @@ def _commit(
     nodes, lost = attached(
         recorder.tape.kept, nodes, _user_held(recorder, aliases, names), recorder.tape.everything, recorder.tape.calls
     )
+    if not recorder.is_cell and recorder.stop is not None:
+        recorder.tape.draws += unheard_draws(recorder.held, recorder.tape.heard, recorder.stop)
     lost += notes_of_draws(recorder.tape, names, _results(recorder, names))
     recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)

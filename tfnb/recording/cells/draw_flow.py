@@ -12,7 +12,7 @@ import ast
 import linecache
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from tfnb.errors import file_label
 from tfnb.graph import Source, Value
 from tfnb.recording.cells.statements import Note
-from tfnb.recording.values.python_draws import Draw, Place
+from tfnb.recording.values.python_draws import Draw, Held, Place, have_drawn
 from tfnb.recording.values.tape import Tape
 
 _ABSORBING = frozenset({
@@ -63,6 +63,27 @@ def notes_of_draws(tape: Tape, names: Mapping[str, Any], results: Mapping[str, V
         if key not in found and _matters(draw, tape, names, results):
             found[key] = _note(draw)
     return list(found.values())
+
+
+def unheard_draws(held: Iterable[Held], heard: Collection[int], block: FrameType) -> list[Draw]:
+    """Draws of generators whose state changed although no call was heard, at the lines of the block that name them."""
+    found: list[Draw] = []
+    names, file, first = block.f_globals, block.f_code.co_filename, block.f_lineno
+    tree = _tree(file, "".join(linecache.getlines(file)))
+    blocks = [] if tree is None else [n for n in ast.walk(tree) if isinstance(n, ast.With) and n.lineno <= first]
+    around = max((n for n in blocks if first <= (n.end_lineno or 0)), key=lambda n: n.lineno, default=None)
+    for each in have_drawn(held, heard):
+        lines = {(first, "")} if around is None else {
+            (n.lineno, _method(around, n)) for n in ast.walk(around) if isinstance(n, ast.Name) and n.id == each.name
+        }  # fmt: skip
+        for line, method in sorted(lines or {(first, "")}):
+            called = f"{type(each.owner).__name__}.{method}" if method else each.called
+            found.append(Draw(called, False, (Place(file, line, block.f_code.co_name, names),), 0))
+    return found
+
+
+def _method(around: ast.AST, name: ast.Name) -> str:
+    return next((n.attr for n in ast.walk(around) if isinstance(n, ast.Attribute) and n.value is name), "")
 
 
 def _note(draw: Draw) -> Note:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
 import random
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import BuiltinMethodType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -160,6 +161,43 @@ def _outer_code(places: tuple[Place, ...]) -> set[tuple[str, str]]:
     return {(place.file, place.function) for place in places}
 
 
+class Held(NamedTuple):
+    """A generator that the program has a name for, and its state when the recording began."""
+
+    name: str
+    called: str
+    owner: Any
+    state: bytes
+
+
+def held_generators(names: Mapping[str, Any]) -> list[Held]:
+    """The generators behind names of a block and in its modules: code that is not converted draws of them unheard."""
+    named = [(name, value) for name, value in names.items() if isinstance(value, _SOURCES) or drawing(value)]
+    named += [
+        (name, value)
+        for name, module in names.items() if isinstance(module, torch.nn.Module)
+        for inner in module.modules() for value in vars(inner).values() if isinstance(value, _SOURCES)
+    ]  # fmt: skip
+    found = []
+    for name, value in named:
+        owner = value if isinstance(value, _SOURCES) else getattr(value, "__self__", None)
+        if isinstance(owner, _SOURCES):
+            found.append(Held(name, drawing(value) or f"{type(owner).__name__}.random", owner, _state(owner)))
+    return found
+
+
+def have_drawn(held: Iterable[Held], heard: Collection[int]) -> list[Held]:
+    """Those of them that drew meanwhile, without a call that was heard."""
+    return [each for each in held if id(each.owner) not in heard and _state(each.owner) != each.state]
+
+
+def _state(owner: Any) -> bytes:
+    if isinstance(owner, random.Random):
+        return pickle.dumps(owner.getstate())
+    is_new = isinstance(owner, np.random.Generator)
+    return pickle.dumps(owner.bit_generator.state if is_new else owner.get_state(legacy=False))
+
+
 def numpy_functions() -> tuple[str, ...]:
     """The names under which ``numpy.random`` has functions that draw."""
     return tuple(name for name, each in vars(np.random).items() if drawing(each) is not None)
@@ -168,6 +206,7 @@ def numpy_functions() -> tuple[str, ...]:
 def _hear(recording: Recording, called: str, owner: Any) -> None:
     if any(owner is seeded for seeded in recording.tape.seeded):
         return
+    recording.tape.heard.add(id(owner))
     outer = called
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (frame.f_code.co_filename == _PLAIN or _is_ours(frame)):

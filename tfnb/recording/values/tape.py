@@ -80,6 +80,7 @@ class State:
     fixed: list[Source | None] = field(default_factory=list)  # where a batch of a DataLoader became a constant
     draws: list[Any] = field(default_factory=list)  # `values.python_draws.Draw`: what Python drew, each way once
     seeded: list[Any] = field(default_factory=list)  # generators that functions of the program made, with their seeds
+    heard: set[int] = field(default_factory=set)  # ids of generators of which a draw is among them, or needs no note
     drawn: dict[Any, int] = field(default_factory=dict)  # how often, by the function and its line
 
     @property
