@@ -120,14 +120,19 @@ REPEATED = {
     "permutation": ("i = torch.from_numpy(np.random.permutation(3))\ny = x[:, i]", "permutation", "randperm"),
     "crop": ("i = random.randint(0, 1)\ny = x[:, i : i + 2] * 1", "random.randint", "torch.randint"),
     "choice": ("f = random.choice([torch.sin, torch.cos])\ny = f(x)", "random.choice", "torch.randint"),
-    "shuffle": ("fs = [lambda v: v * 2, lambda v: v + 1]\nrandom.shuffle(fs)\ny = fs[1](fs[0](x))", "shuffle", "randperm"),
-    "append": ("fs = []\nif random.random() < 2:\n    fs.append(torch.sin)\ny = x\nfor f in fs:\n    y = f(y)", "random", "rand"),
+    "shuffle": (
+        "fs = [lambda v: v * 2, lambda v: v + 1]\nrandom.shuffle(fs)\ny = fs[1](fs[0](x))", "shuffle", "randperm"),
+    "append": (
+        "fs = []\nif random.random() < 2:\n    fs.append(torch.sin)\ny = x\nfor f in fs:\n    y = f(y)",
+        "random", "rand"),
     "layer drop": ("y = layers(x)", "random.random", "torch.rand"),
     "a sequence of modules": ("y = nn.Sequential(nn.Linear(3, 3), layers)(x)", "random.random", "torch.rand"),
     "in place": ("y = x.clone()\ny.mul_(random.random())", "random.random", "torch.rand"),
     "item": ("y = x.clone()\ny[:, random.randrange(3)] = 0", "random.randrange", "torch.randint"),
-    "noise": ("noise = np.random.randn(4, 3).astype('float32')\ny = x + torch.from_numpy(noise)", "randn", "torch.randn"),
-    "sample and noise": ("a = batch()\nz = tfnb.placeholder(a)\ny = z + torch.from_numpy(batch())", "np.random.rand", "rand"),
+    "noise": (
+        "noise = np.random.randn(4, 3).astype('float32')\ny = x + torch.from_numpy(noise)", "randn", "torch.randn"),
+    "sample and noise": (
+        "a = batch()\nz = tfnb.placeholder(a)\ny = z + torch.from_numpy(batch())", "np.random.rand", "rand"),
     "nothing is fed": ("y = torch.ones(3) * random.random()", "random.random", "torch.rand"),
     "clock": ("y = x * (time.time() % 10)", "time.time", "same in each run"),
 }  # fmt: skip
@@ -142,12 +147,16 @@ BY_OTHER_NAMES = {
 }
 SILENT = {
     "sample": "x = tfnb.placeholder(np.random.rand(4, 3).astype('float32'))\ny = x * 2",
-    "sample by a name": "a = np.random.randn(9, 3)\nb = a[:4] * 2\nx = tfnb.placeholder(b.astype('float32'))\ny = x.sum()",
+    "sample by a name":
+        "a = np.random.randn(9, 3)\nb = a[:4] * 2\nx = tfnb.placeholder(b.astype('float32'))\n"
+        "y = x.sum()",
     "sample of a function": "x = tfnb.placeholder(batch())\ny = x.sum()",
     "sample by its own name": "x = batch()\nx = tfnb.placeholder(x)\ny = x * 2",
     "sample as a tensor": "a = torch.tensor(np.random.randn(4, 3)) * 2\nx = tfnb.placeholder(a)\ny = x.sum()",
     "rows of a sample": "n = random.randint(3, 5)\nx = tfnb.placeholder(torch.rand(n, 3))\ny = x * 2",
-    "data and labels": "w = np.random.randn(3)\na = batch(9)\nb = a @ w + np.random.randn(9)\nx = tfnb.placeholder(a[:4])\n"
+    "data and labels":
+        "w = np.random.randn(3)\na = batch(9)\nb = a @ w + np.random.randn(9)\n"
+        "x = tfnb.placeholder(a[:4])\n"
                        "z = tfnb.placeholder(b[:4])\nloss = (x.sum(1) - z).square().mean()",
     "list of samples": "rows = []\nfor i in range(4):\n    rows.append([random.random()] * 3)\n"
                        "x = tfnb.placeholder(torch.tensor(rows))\ny = x * 2",
@@ -158,7 +167,9 @@ SILENT = {
     "seeds": f"{X}random.seed(0)\nnp.random.seed(0)\ng = np.random.default_rng(0)\nnp.random.get_state()\ny = x * 2",
     "timing": f"{X}began = time.time()\ny = x * 2\nprint(f'took {{time.time() - began:.0f}} s')",
     "text": f"{X}y = x * 2\nif random.random() < 2:\n    print('now and then')",
-    "loader": "d = torch.utils.data.TensorDataset(torch.randn(8, 3))\nl = torch.utils.data.DataLoader(d, 4, shuffle=True)\n"
+    "loader":
+        "d = torch.utils.data.TensorDataset(torch.randn(8, 3))\n"
+        "l = torch.utils.data.DataLoader(d, 4, shuffle=True)\n"
               "x = tfnb.placeholder(next(iter(l))[0])\ny = x * 2",
     "drawn by torch": f"{X}y = x * torch.rand(()) + nn.functional.dropout(x, 0.5)",
 }  # fmt: skip

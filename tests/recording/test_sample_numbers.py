@@ -33,7 +33,8 @@ def said(program: Callable[[], Any]) -> list[warnings.WarningMessage]:
 
 @pytest.mark.parametrize("take", [
     lambda t: t.item(), float, int, lambda t: t.tolist(), lambda t: t.numpy(), np.asarray, lambda t: f"{t:.3f}",
-    lambda t: t.detach().item(), lambda t: t.data.tolist(), lambda t: t.cpu().numpy(), lambda t: t.detach().cpu().numpy(),
+    lambda t: t.detach().item(), lambda t: t.data.tolist(), lambda t: t.cpu().numpy(),
+    lambda t: t.detach().cpu().numpy(),
 ], ids=["item", "float", "int", "tolist", "numpy", "asarray", "format", "detach", "data", "cpu", "all"])  # fmt: skip
 def test_a_loop_that_prints_the_samples_number_is_told_once(take: Callable[[Any], Any]) -> None:
     x, loss, train = trained()
