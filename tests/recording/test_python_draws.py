@@ -153,6 +153,8 @@ SILENT = {
     "sample of a function": "x = tfnb.placeholder(batch())\ny = x.sum()",
     "sample by its own name": "x = batch()\nx = tfnb.placeholder(x)\ny = x * 2",
     "sample as a tensor": "a = torch.tensor(np.random.randn(4, 3)) * 2\nx = tfnb.placeholder(a)\ny = x.sum()",
+    "a package that draws": "from sklearn.model_selection import train_test_split\n"
+    "a, b = train_test_split(batch(8), test_size=0.5)\nx = tfnb.placeholder(a)\ny = x * 2",
     "rows of a sample": "n = random.randint(3, 5)\nx = tfnb.placeholder(torch.rand(n, 3))\ny = x * 2",
     "data and labels":
         "w = np.random.randn(3)\na = batch(9)\nb = a @ w + np.random.randn(9)\n"

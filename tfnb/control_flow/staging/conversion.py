@@ -149,7 +149,7 @@ def _rewrapped(function: FunctionType) -> FunctionType:
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, FunctionType) or not function.__closure__:
         return function
-    new = fn(inner)
+    new = _function(inner)
     cells = [CellType(new) if _content(cell) is inner else cell for cell in function.__closure__]
     if new is inner or all(a is b for a, b in zip(cells, function.__closure__, strict=True)):
         return function
