@@ -1,4 +1,4 @@
-"""All that a recording patches in torch, in one table, with the reason for each.
+"""All that a recording patches in torch, and in Python's and NumPy's random modules, with the reason for each.
 
 The patches are there while any thread records. A replacement asks `open_recording()`, which is of its own thread,
 and does as torch does where that is None. What torch offers hooks for is no patch: forward hooks of modules
@@ -8,6 +8,8 @@ beside the tensors: caches of autocast and of parametrisations, TorchScript's op
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -15,6 +17,7 @@ from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.optim.swa_utils
 import torch.utils.checkpoint
@@ -33,6 +36,7 @@ from tfnb.recording.overrides.loader_batches import batch
 from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import Followed
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
+from tfnb.recording.values.python_draws import making, numpy_functions, of_class, of_module, seeding
 from tfnb.recording.values.recording import open_recording
 from tfnb.recording.values.tensor import Tensor
 
@@ -221,6 +225,10 @@ def _loaders() -> list[Any]:
     return [torch.utils.data.DataLoader, torch.utils.data.dataloader._BaseDataLoaderIter]
 
 
+def _python_generators() -> list[Any]:
+    return [random.Random, random.SystemRandom]
+
+
 def _one(owner: Any) -> Callable[[], list[Any]]:
     return lambda: [owner]
 
@@ -245,6 +253,12 @@ PATCHES = (
     Patch(_one(torch._utils), ("_rebuild_tensor",), _unrecorded, "what is read from a file is a plain tensor"),
     Patch(_one(torch.random), ("default_generator",), Followed,
           "seeds given inside are noted with their line, since recorded draws have streams of their own"),
+    Patch(_one(random), ("random", "getrandbits"), of_module, "numbers that Python draws are noted with their line"),
+    Patch(_python_generators, ("random", "getrandbits"), of_class, "the same, of `random.uniform` and all others"),
+    Patch(_one(random.Random), ("seed",), seeding, "a function that seeds a generator draws the same at each call"),
+    Patch(_one(np.random), ("default_rng",), making, "the same, of NumPy"),
+    Patch(_one(np.random), numpy_functions(), of_module, "the same, of NumPy"),
+    Patch(_one(time), ("time", "time_ns", "perf_counter", "monotonic"), of_module, "the same, of clocks"),
     Patch(_one(torch.optim.swa_utils.AveragedModel), ("update_parameters",), recorded_update,
           "it asks in Python whether it is the first update, which each run has to decide"),
     Patch(_schedulers, ("step",), _refused(_SCHEDULER, _is_new), "a scheduler's step is Python: it would happen once"),

@@ -7,7 +7,6 @@ import collections
 import heapq
 import inspect
 import operator
-import random
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodDescriptorType
 from typing import Any
@@ -146,10 +145,9 @@ def _advanced(items: Any, how: str, *rest: Any) -> None:
         refuse_change(items, how)
 
 
-def refuse_draw(owner: Any) -> None:
+def refuse_draw(called: str) -> None:
     """Raise CannotStage where Python draws a number, which would be the same in each iteration and each run."""
-    if isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random"):
-        raise CannotStage(f"a {type(owner).__name__} of Python's draws a number, which is another one each time")
+    raise CannotStage(f"{called}() draws a number in Python, which is another one each time")
 
 
 _CHANGING: dict[Any, Callable[..., None]] = {

@@ -28,8 +28,9 @@ from tfnb.control_flow.staging.iterables import BUILTINS
 from tfnb.control_flow.staging.lists import append_to, cat, grown, plain, stack
 from tfnb.control_flow.staging.python_numbers import given, item_of
 from tfnb.control_flow.staging.statement import OPERATORS, status
-from tfnb.control_flow.staging.user_frames import is_foreign, is_of_package
 from tfnb.control_flow.structure import recorder_if_open
+from tfnb.recording.marks.user_code import is_foreign, is_of_package
+from tfnb.recording.values.python_draws import drawing, heard, is_clock
 
 _MARK = "__tfnb_converted__"
 _factories: WeakKeyDictionary[CodeType, CodeType | None] = WeakKeyDictionary()
@@ -39,6 +40,10 @@ def fn(function: Any) -> Any:
     """The function to call in place of ``function``: the converted one, if it is the user's and its source is there."""
     if status.off or recorder_if_open() is None:
         return function
+    if (drawn := drawing(function)) is not None:
+        if status.depth and not is_clock(drawn):
+            refuse_draw(drawn)
+        return heard(function, drawn)
     kind = type(function)
     if status.depth and (found := changing(function)) is not None:
         return found
@@ -50,8 +55,6 @@ def fn(function: Any) -> Any:
     if kind is MethodType:
         if (found := item_of(function, function.__self__)) is not None:
             return found
-        if status.depth:
-            refuse_draw(function.__self__)
         inner = fn(function.__func__)
         return function if inner is function.__func__ else MethodType(inner, function.__self__)
     if kind is BuiltinMethodType:
@@ -72,8 +75,6 @@ def _builtin(function: Any) -> Any:
     owner, name = function.__self__, function.__name__
     if (found := item_of(function, owner)) is not None:
         return found
-    if status.depth:
-        refuse_draw(owner)
     if isinstance(owner, CONTAINERS):
         return _of_container(function, owner, name)
     if status.depth and function is iter:
@@ -148,7 +149,7 @@ def _rewrapped(function: FunctionType) -> FunctionType:
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, FunctionType) or not function.__closure__:
         return function
-    new = fn(inner)
+    new = _function(inner)
     cells = [CellType(new) if _content(cell) is inner else cell for cell in function.__closure__]
     if new is inner or all(a is b for a, b in zip(cells, function.__closure__, strict=True)):
         return function

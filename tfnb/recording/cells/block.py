@@ -25,6 +25,7 @@ from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
+from tfnb.recording.cells.draw_flow import notes_of_draws, unheard_draws
 from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.cells.statements import LEFT, Note, attached
@@ -38,6 +39,7 @@ from tfnb.recording.marks.python_state import GUARDS, PythonReads
 from tfnb.recording.marks.scopes import clean, modules_of
 from tfnb.recording.overrides.rng_state import own_streams
 from tfnb.recording.torch_patches import surroundings
+from tfnb.recording.values.python_draws import held_generators
 from tfnb.recording.values.tensor import Operation, Tensor
 
 _UNUSED = "it holds data that nothing recorded uses, which is not kept: use .sample, or make it a tfnb.constant"
@@ -207,9 +209,10 @@ def _opened(
         before = graph.contents
         kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
-        recorder.default_device = device
+        recorder.default_device, recorder.is_cell = device, is_cell
         recorder.python = PythonReads(recorder, names_read(body), namespace)
         recorder.buffers.meet(modules_of(names()), is_earlier=True)
+        recorder.held = [] if is_cell else held_generators(names())
         try:
             with ExitStack() as stack:
                 _enter(stack, recorder, device)
@@ -305,6 +308,9 @@ def _commit(
         recorder.tape.kept, nodes, _user_held(recorder, aliases, names), recorder.tape.everything, recorder.tape.calls
     )
     lost += [Note(kept.source, kept.text) for kept in recorder.python.kept()]
+    if not recorder.is_cell and recorder.stop is not None:
+        recorder.tape.draws += unheard_draws(recorder.held, recorder.tape.heard, recorder.stop)
+    lost += notes_of_draws(recorder.tape, names, _results(recorder, names))
     recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)
     space = recorder.space
@@ -363,6 +369,12 @@ def _user_held(recorder: Recorder, aliases: Mapping[str, Value], names: Mapping[
     hidden |= {id(binding.given) for binding in recorder.tape.bindings.values()} - named
     tensors = {tensor.shown.value.node for tensor in recorder.live if id(tensor) not in hidden}
     return tensors | {v.node for v in aliases.values()} | {op.value.node for op in recorder.operations}
+
+
+def _results(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:
+    """The values of the recorded tensors of this block that have a name."""
+    tensors = {name: value.shown.value for name, value in names.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in tensors.items() if value.node in recorder.tape.by_id}
 
 
 def _captured(recorder: Recorder) -> set[int]:

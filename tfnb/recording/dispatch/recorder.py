@@ -36,6 +36,7 @@ from tfnb.recording.overrides.constructors import constructing, fixed
 from tfnb.recording.overrides.override_table import OVERRIDES, Stage
 from tfnb.recording.overrides.python_answers import guard_number, settle_size, stands_for_number
 from tfnb.recording.values.outside_tensors import Outside
+from tfnb.recording.values.python_draws import Held
 from tfnb.recording.values.samples import physical
 from tfnb.recording.values.tape import Tape
 from tfnb.recording.values.tensor import Base, Entry, Operation, Tensor, missing
@@ -81,8 +82,9 @@ class Recorder(TorchDispatchMode):
         self.buffers = Buffers(self)
         self.python = PythonReads(self)
         self._warned: set[Any] = set()
-        self.stop = stop
+        self.stop, self.is_cell = stop, False
         self.default_device: Any = None
+        self.held: list[Held] = []  # generators of numbers of Python, as they were when the block began
         self.packings: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the tensor of their batch sizes
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now

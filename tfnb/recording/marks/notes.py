@@ -17,6 +17,7 @@ from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsup
 from tfnb.graph import Node, Source, Variable
 from tfnb.graph.node import where
 from tfnb.graph.op_facts import Op, op_name
+from tfnb.recording.marks.user_code import is_foreign
 
 _PLUMBING = frozenset({"tfnb", "torch", "sympy", "functools", "contextlib"})
 _HERE = str(Path(__file__).parents[2])  # the package
@@ -119,6 +120,28 @@ def _nearest(stop: FrameType | None) -> tuple[FrameType | None, int]:
             break
         frame, level = frame.f_back, level + 1
     return frame, level
+
+
+def warn_of_sample(name: str, how: str, told: set[tuple[str, str, int]]) -> None:
+    """Outside of a recording, the user's line took a number of a recorded tensor: it is the sample's after any run.
+
+    told: the tensors and lines that were warned of. Nothing is said of tfnb's own code.
+    """
+    frame, level = sys._getframe(1), 1
+    methods = str(Path(frame.f_code.co_filename).parent)  # of the tensor
+    while frame.f_back is not None and is_foreign(file := frame.f_code.co_filename):
+        if file.startswith(_HERE) and not file.startswith(methods):
+            return
+        frame, level = frame.f_back, level + 1
+    key = name, frame.f_code.co_filename, frame.f_lineno
+    if key not in told:
+        told.add(key)
+        warnings.warn(
+            f"{line_of(*key[1:])}: `{how}` of {name} is its value on the sample, the same after every run. Fetch the "
+            f"value of a run: `value = tfnb.run({name}, feeds)`, or with a step `_, value = tfnb.run([step, {name}], "
+            f"feeds)`; the sample's is `{name}.sample`",
+            stacklevel=level + 1,
+        )
 
 
 # -- when Python decides, and at the end ------------------------------------------------------------------------

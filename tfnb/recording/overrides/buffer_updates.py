@@ -34,7 +34,7 @@ def _batch_norm(
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)[0]
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)[0]
-    count = _batches(rec.scopes.module)
+    count = batch_count(rec.scopes.module)
     momentum = momentum if count is None else 1.0
     out, _, _, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
     for stored, new in ((mean, new_mean), (var, new_var)):
@@ -42,9 +42,11 @@ def _batch_norm(
     return out
 
 
-def _batches(module: Any) -> Any:
-    """The counter of a batch norm with ``momentum=None``, which keeps the mean of all batches; torch's forward makes a
-    number of it."""
+def batch_count(module: Any) -> Any:
+    """The counter of a batch norm with ``momentum=None``, which keeps the mean of all batches; None for other modules.
+
+    torch's forward makes a Python number of it, which the recorded update does without.
+    """
     cumulative = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.momentum is None
     return module.num_batches_tracked if cumulative else None
 

@@ -14,6 +14,7 @@ import torch
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Value
 from tfnb.graph.op_facts import Op, op_name
+from tfnb.recording.overrides.buffer_updates import batch_count
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.shapes.symbols import is_relation
 from tfnb.recording.values.recording import Recording
@@ -58,7 +59,8 @@ def item(rec: Recording, tensor: torch.Tensor) -> Any:
             with rec.on():
                 rec.branch(rec.handle(tensor), outcome, is_state=var is not None)
             return outcome
-        rec.escaped(tensor, "item()")
+        if tensor is not batch_count(rec.scopes.module):
+            rec.escaped(tensor, "item()")
     if isinstance(tensor, Tensor):
         return tensor.sample.item()
     return (tensor if entry.sample is None else entry.sample).item()

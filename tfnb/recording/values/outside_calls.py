@@ -19,6 +19,7 @@ from tfnb.graph import current
 from tfnb.recording.marks.notes import calling_line
 
 _WRITES = frozenset({"__set__", "__delete__", "__setitem__", "requires_grad_"})  # of which no op tells
+_PLAIN = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # by which programs get at a number
 _KINDS: Mapping[type[Exception], type[TfnbError]] = {
     RuntimeError: FailedPrecondition, NotImplementedError: FailedPrecondition, ValueError: InvalidArgument,
 }  # fmt: skip
@@ -39,6 +40,10 @@ class Recorded(torch.Tensor):
 
     def described(self) -> str:
         """Name and spec."""
+        raise NotImplementedError
+
+    def taken_outside(self, how: str) -> None:
+        """Say that the user's line took the sample's value where nothing is recorded."""
         raise NotImplementedError
 
     @classmethod
@@ -81,14 +86,17 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     if name in _WRITES and isinstance(args[0], Recorded):
         raise _refused(getattr(getattr(func, "__self__", func), "__name__", name), args[0])
+    if func in _PLAIN:
+        args[0].taken_outside("detach()")
     with torch._C.DisableTorchFunctionSubclass():
         given = tree_map(_stand_in, (args, kwargs))
         try:
-            return func(*given[0], **given[1])
+            found = func(*given[0], **given[1])
         except tuple(_KINDS) as error:
             if type(error) not in _KINDS:
                 raise
             raise _explained(func, error, (args, kwargs)) from error
+    return found.recorded if isinstance(found, StandIn) else found  # `x.cpu()` of a tensor that is there
 
 
 def _stand_in(x: Any) -> Any:

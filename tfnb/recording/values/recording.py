@@ -38,6 +38,7 @@ class Recording(current.Recording, Protocol):
     python: PythonReads
     where: Callable[[], Source | None]
     stop: FrameType | None
+    is_cell: bool  # a cell's frames end below `stop`, which is the frame of any other block
     born: WeakIdKeyDictionary
     live: WeakIdKeyDictionary
     packings: WeakIdKeyDictionary

@@ -78,6 +78,10 @@ class State:
     everything: list[int] = field(default_factory=list)  # groups that run all writes and steps of the block
     asked: dict[Variable, Source | None] = field(default_factory=dict)  # taken as a Python number or truth: where
     fixed: list[Source | None] = field(default_factory=list)  # where a batch of a DataLoader became a constant
+    draws: list[Any] = field(default_factory=list)  # `values.python_draws.Draw`: what Python drew, each way once
+    seeded: list[Any] = field(default_factory=list)  # generators that functions of the program made, with their seeds
+    heard: set[int] = field(default_factory=set)  # ids of generators of which a draw is among them, or needs no note
+    drawn: dict[Any, int] = field(default_factory=dict)  # how often, by the function and its line
 
     @property
     def said(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Container
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, TfnbError, Unsupported
 from tfnb.graph import Graph, Node, Spec, Value, Variable, current
 from tfnb.graph.subgraph import path_to
+from tfnb.recording.marks.notes import warn_of_sample
 from tfnb.recording.values.checks import is_check
 from tfnb.recording.values.layout_queries import FORMATS, contiguous
 from tfnb.recording.values.outside_calls import Recorded
@@ -256,15 +258,25 @@ class Tensor(Recorded):
         recording = current.recording()
         if recording is not None:
             recording.text_of("format()")
+        elif self.found_sample() is not None:
+            self.taken_outside("format()")
         with _disable_current_modes():
             return format(self.sample, spec)
 
     def _escaped(self, how: str) -> torch.Tensor:
-        """The sample, leaving the graph: an open recording notes the line."""
-        recording = current.recording()
+        """The sample, leaving the graph: an open recording notes the line, and outside of one the line is warned of."""
+        recording, sample = current.recording(), self.sample
         if recording is not None:
             recording.escaped(self, how)
-        return self.sample
+        else:
+            self.taken_outside(how)
+        return sample
+
+    def taken_outside(self, how: str) -> None:
+        """Say that the user's line took the sample's value where nothing is recorded."""
+        with suppress(StaleNode):  # a run would say that
+            if self.node.op != "tfnb.constant":
+                warn_of_sample(self.name, how, self._space.told)
 
     def __bool__(self) -> bool:
         __tracebackhide__ = True

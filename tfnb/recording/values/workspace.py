@@ -66,6 +66,7 @@ class Workspace:
         self.outside: dict[int, list[Met]] = {}  # memory of plain tensors that recordings met, by storage
         self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
         self.asked: dict[int, tuple[str, int]] = {}  # nodes of a function that the user's line called: where in it
+        self.told: set[tuple[str, str, int]] = set()  # tensors and lines that took their samples' numbers outside
         self.derivatives: tuple[Derivative, ...] = ()
         self.assigned: set[int] = set()  # nodes that have the name to which the user assigned them
 

@@ -1,0 +1,25 @@
+"""Which files hold the user's code, and which belong to Python, to tfnb or to an installed package."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+import torch
+
+_FOREIGN = tuple({
+    *(f"{Path(__file__).parents[3] / room}{os.sep}" for room in ("tfnb", "kernels", "magics", "widgets")),
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(torch.__file__).parent}{os.sep}", "<frozen", "<string>",
+})  # fmt: skip
+
+
+def is_foreign(filename: str) -> bool:
+    """Whether a file is of Python, of tfnb, or of an installed package."""
+    return filename.startswith(_FOREIGN) or is_of_package(filename)
+
+
+def is_of_package(filename: str) -> bool:
+    """Whether a file is of an installed package."""
+    return f"{os.sep}site-packages{os.sep}" in filename

@@ -1,0 +1,281 @@
+"""Random numbers of Python and NumPy, and clocks: each call that a recording's own code makes is put on the tape.
+
+Calls in converted code come from `tfnb.control_flow.staging.conversion`, whatever name they are called by. Elsewhere
+the functions of the modules ``random``, ``numpy.random`` and ``time`` are replaced while a thread records. At the end
+`tfnb.recording.cells.draw_flow` decides which of the numbers reached the graph.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import random
+import secrets
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import BuiltinMethodType, FrameType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tfnb.graph.graph import new_id
+from tfnb.recording.marks.user_code import is_foreign
+from tfnb.recording.values.recording import Recording, open_recording
+
+_SOURCES = (random.Random, np.random.RandomState, np.random.Generator)
+_NO_DRAWS = frozenset({
+    "seed", "getstate", "setstate", "get_state", "set_state", "spawn", "jumped", "__init__", "__reduce__",
+    "__getstate__", "__setstate__",
+})  # fmt: skip
+_CLOCKS = {
+    **{getattr(time, name): f"time.{name}" for name in (
+        "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
+    )},
+    datetime.datetime.now: "datetime.now", datetime.datetime.utcnow: "datetime.utcnow",
+    datetime.datetime.today: "datetime.today",
+}  # fmt: skip
+_FUNCTIONS = {
+    np.random.sample: "np.random.sample", np.random.ranf: "np.random.ranf", os.urandom: "os.urandom",
+    secrets.randbelow: "secrets.randbelow", secrets.token_bytes: "secrets.token_bytes",
+}  # fmt: skip
+_CLOCK_NAMES = frozenset(_CLOCKS.values())
+_KINDS = frozenset({FunctionType, MethodType, BuiltinMethodType, type(np.random.sample)})
+_ORIGINAL = "__tfnb_draws__"
+_GLOBAL = {id(random.random.__self__): "random", id(np.random.rand.__self__): "np.random"}  # type: ignore[attr-defined]
+_PLAIN = random.__file__
+_MANY = 64  # draws of one line of which the way to the graph is looked at
+
+
+class Place(NamedTuple):
+    """A frame that led to a draw: its file and line, the function's name, and the names that it sees."""
+
+    file: str
+    line: int
+    function: str
+    names: Mapping[str, Any]
+
+
+class Draw(NamedTuple):
+    """One call that gives another value each time. ``places``: the innermost first; later nodes than ``node``."""
+
+    called: str
+    is_clock: bool
+    places: tuple[Place, ...]
+    node: int
+
+
+def drawing(function: Any) -> str | None:
+    """What a function that draws a number or reads a clock is called; None for any other."""
+    kind = type(function)
+    if kind not in _KINDS:
+        return None
+    if kind is FunctionType:
+        function = _unheard(function)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, _SOURCES):
+        name = function.__name__
+        return None if name in _NO_DRAWS else f"{_GLOBAL.get(id(owner), type(owner).__name__)}.{name}"
+    return None if kind is MethodType else _CLOCKS.get(function) or _FUNCTIONS.get(function)
+
+
+def is_clock(called: str) -> bool:
+    """Whether a function of this name reads a clock."""
+    return called in _CLOCK_NAMES
+
+
+def _unheard(function: Any) -> Any:
+    return function.__dict__.get(_ORIGINAL, function) if type(function) is FunctionType else function
+
+
+def heard(function: Callable[..., Any], called: str) -> Callable[..., Any]:
+    """The same function, which puts its call on the tape of the recording."""
+    function = _unheard(function)
+    owner = getattr(function, "__self__", None)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recording = open_recording()
+        if recording is not None:
+            _hear(recording, called, owner)
+        return function(*args, **kwargs)
+
+    call.__dict__[_ORIGINAL] = function
+    return call
+
+
+def of_module(original: Any) -> Any:
+    """The replacement of a function of a module while a thread records."""
+    return heard(original, drawing(original) or original.__name__)
+
+
+def of_class(original: Any) -> Any:
+    """The replacement of a method of Python's generators, to which all their other methods come."""
+
+    def method(self: random.Random, *args: Any) -> Any:
+        recording = open_recording()
+        if recording is not None:
+            _hear(recording, drawing(MethodType(original, self)) or original.__name__, self)
+        return original(self, *args)
+
+    return method
+
+
+def seeding(original: Any) -> Any:
+    """The replacement of ``random.Random.seed``, which also the constructor calls."""
+
+    def seed(self: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
+        original(self, a, *args, **kwargs)
+        if a is not None and id(self) not in _GLOBAL:
+            _remember_seeded(self)
+
+    return seed
+
+
+def making(original: Any) -> Any:
+    """The replacement of ``numpy.random.default_rng``."""
+
+    def default_rng(seed: Any = None) -> Any:
+        made = original(seed)
+        if isinstance(seed, (int, np.integer)):
+            _remember_seeded(made)
+        return made
+
+    return default_rng
+
+
+def _remember_seeded(generator: Any) -> None:
+    """What a function seeds itself draws the same numbers whenever it is called, as a run does."""
+    recording = open_recording()
+    if recording is None:
+        return
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (frame.f_code.co_filename == _PLAIN or _is_ours(frame)):
+        frame = frame.f_back
+    if frame is not None and len(_outer_code(_places(frame, recording.stop, recording.is_cell))) > 1:
+        recording.tape.seeded.append(generator)
+
+
+def _outer_code(places: tuple[Place, ...]) -> set[tuple[str, str]]:
+    return {(place.file, place.function) for place in places}
+
+
+class Held(NamedTuple):
+    """A generator that the program has a name for, and its state when the recording began."""
+
+    name: str
+    called: str
+    owner: Any
+    state: bytes
+
+
+def held_generators(names: Mapping[str, Any]) -> list[Held]:
+    """The generators behind names of a block and in its modules: code that is not converted draws of them unheard."""
+    named = [(name, value) for name, value in names.items() if isinstance(value, _SOURCES) or drawing(value)]
+    named += [
+        (name, value)
+        for name, module in names.items() if isinstance(module, torch.nn.Module)
+        for inner in module.modules() for value in vars(inner).values() if isinstance(value, _SOURCES)
+    ]  # fmt: skip
+    found = []
+    for name, value in named:
+        owner = value if isinstance(value, _SOURCES) else getattr(value, "__self__", None)
+        if isinstance(owner, _SOURCES):
+            found.append(Held(name, drawing(value) or f"{type(owner).__name__}.random", owner, _state(owner)))
+    return found
+
+
+def have_drawn(held: Iterable[Held], heard: Collection[int]) -> list[Held]:
+    """Those of them that drew meanwhile, without a call that was heard."""
+    return [each for each in held if id(each.owner) not in heard and _state(each.owner) != each.state]
+
+
+def _state(owner: Any) -> bytes:
+    if isinstance(owner, random.Random):
+        return pickle.dumps(owner.getstate())
+    is_new = isinstance(owner, np.random.Generator)
+    return pickle.dumps(owner.bit_generator.state if is_new else owner.get_state(legacy=False))
+
+
+def numpy_functions() -> tuple[str, ...]:
+    """The names under which ``numpy.random`` has functions that draw."""
+    return tuple(name for name, each in vars(np.random).items() if drawing(each) is not None)
+
+
+def _hear(recording: Recording, called: str, owner: Any) -> None:
+    if any(owner is seeded for seeded in recording.tape.seeded):
+        return
+    recording.tape.heard.add(id(owner))
+    outer = called
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (frame.f_code.co_filename == _PLAIN or _is_ours(frame)):
+        if not _is_ours(frame) and frame.f_code.co_name[0] != "_":  # `uniform`, which calls `random`
+            outer = f"{called.rpartition('.')[0]}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    if frame is None:
+        return
+    key = outer, frame.f_code, frame.f_lineno
+    count = recording.tape.drawn[key] = recording.tape.drawn.get(key, 0) + 1
+    if count > _MANY:
+        return
+    places = _places(frame, recording.stop, recording.is_cell)
+    if places:
+        drawn = Draw(outer, is_clock(called), places, new_id())
+        known = (each for each in recording.tape.draws if _way(each.places) == _way(places))
+        if next(known, None) is None:
+            recording.tape.draws.append(drawn)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "tfnb"
+
+
+def _way(places: tuple[Place, ...]) -> list[tuple[str, int]]:
+    return [(place.file, place.line) for place in places]
+
+
+def _places(frame: FrameType, stop: FrameType | None, is_cell: bool) -> tuple[Place, ...]:
+    """The frames of the program from a draw outwards; none where the draw is no part of what a step computes.
+
+    That is in code of packages, except for the forward method of a module; where a module is made; and in a loader.
+    """
+    package = _package(frame)
+    if package in _NOT_MODULES:
+        return ()
+    found: list[Place] = []
+    in_forward = package is None
+    for each in _outwards(frame, stop):
+        if each is stop and is_cell:
+            break
+        code = each.f_code
+        if code.co_name == "__init__" and isinstance(each.f_locals.get("self"), torch.nn.Module):
+            return ()
+        if f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}" in code.co_filename:
+            return ()
+        own = _package(each)
+        if own == package and code.co_name == "forward":
+            in_forward = True
+        if own is None or own == package:
+            found.append(Place(code.co_filename, each.f_lineno, code.co_name, each.f_globals))
+    return tuple(found) if in_forward else ()
+
+
+def _outwards(frame: FrameType | None, stop: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        if frame is stop:
+            return
+        frame = frame.f_back
+
+
+_NOT_MODULES = frozenset({"", "torch", "numpy", "tfnb"})
+
+
+def _package(frame: FrameType) -> str | None:
+    """The package that a frame's code is of, empty for Python's own; None for the user's."""
+    file = frame.f_code.co_filename
+    if not is_foreign(file):
+        return None
+    name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return "" if name in sys.stdlib_module_names else name
