@@ -175,7 +175,7 @@ class FromTorch(Optimizer):
 
             label = f"{self._label}/{name}{f'_{number}' if number else ''}"
             self._rates[number, name] = Variable.looked_up(
-                find, name=label, leads=True, ready=partial(self._hold_to, number)
+                find, name=label, leads=self, ready=partial(self._hold_to, number)
             )
         return self._rates[number, name]
 
