@@ -75,12 +75,15 @@ class Hooks:
         wanted = {id(tensor) for tensor in held if tensor is not None}
         found: list[Holder] = [variable.leads.optimizer for variable in variables if variable.leads is not None]
         for module in _modules() if wanted else ():
-            with suppress(AttributeError):  # one that is not made yet
+            with suppress(Exception):  # one that is not made yet, or whose class gives its parameters in its own way
                 if not wanted.isdisjoint(map(id, tensors_of(module))):
                     found.append(module)
         for holder in found:
             if holder not in self._handles:
-                self._handles[holder] = holder.register_state_dict_pre_hook(pull_first)
+                kind = Optimizer if isinstance(holder, Optimizer) else nn.Module
+                self._handles[holder] = kind.register_state_dict_pre_hook(
+                    holder, pull_first
+                )  # refused by scripted ones
                 _holders[holder] = _holders.get(holder, 0) + 1
 
     def remove(self) -> None:
