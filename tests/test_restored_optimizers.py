@@ -144,7 +144,7 @@ def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, scheduler: str, order:
     elif order == "by hand":
         assert len(told) == 1 and f"not the state of {scheduler}: load it, scheduler.load_state_dict(state)" in told[0]
     elif scheduler != "ReduceLROnPlateau":  # which leaves no trace in the groups
-        assert len(told) == 1 and "Session.reads(scheduler) gives it the state that the file holds" in told[0]
+        assert len(told) == 1 and ".reads(scheduler) gives it the state that the file holds" in told[0]
     assert again.scheduler.state_dict().keys() == first.scheduler.state_dict().keys()
     again.run(4).is_like(whole)
     again.session.save(tmp_path / "v")

@@ -214,13 +214,14 @@ class SavedState:
         if not others and (loaded or not is_to_come):
             return ""
         kinds = [type(one).__name__ for one in others]
+        reads = f"tfnb.Session({self._graph.name!r}).reads(scheduler)"
         saved = [name for name in self.inputs.states if name.startswith(tuple(kinds)) or not kinds]
         if saved:
-            how = "Session.reads(scheduler) gives it the state that the file holds"
+            how = f"{reads} gives it the state that the file holds"
         else:
             how = (
                 "load it, scheduler.load_state_dict(state), as you saved scheduler.state_dict(); with "
-                "Session.reads(scheduler) before them save and restore do so"
+                f"{reads} before them save and restore do so"
             )
         named = " and ".join(kinds or saved) or "its scheduler"
         return f"restored the param groups of {label}, but not the state of {named}: {how}"
