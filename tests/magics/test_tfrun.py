@@ -232,6 +232,20 @@ def test_variables_survive_a_file(net, tmp_path):
     assert torch.equal(net.names["model"].weight, weight)
 
 
+def test_a_file_gives_a_torch_optimizer_its_learning_rate(net, tmp_path):
+    net.ok("opt = torch.optim.SGD(model.parameters(), lr=0.1)")
+    net.ok("%%tfgraph net --no-show\nstep = tfnb.train.from_torch(opt).minimize(model(x).mean())")
+    net.ok("opt.param_groups[0]['lr'] = 0.025")
+    assert "SGD" in repr(net.ok(f"%tfsave {tmp_path / 'net.safetensors'}").result)
+    net.ok("opt.param_groups[0]['lr'] = 0.1")
+    with pytest.warns(UserWarning, match=r"^restored the param groups: SGD: lr 0.1 -> 0.025$"):
+        net.ok(f"%tfload {tmp_path / 'net.safetensors'}")
+    assert net.names["opt"].param_groups[0]["lr"] == 0.025
+    net.ok("opt.param_groups[0]['lr'] = 0.1")
+    net.ok(f"%tfload {tmp_path / 'net.safetensors'} --no-strict")
+    assert net.names["opt"].param_groups[0]["lr"] == 0.1
+
+
 def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
     net.ok(f"%tfsave {tmp_path / 'net.safetensors'}")
     net.ok("%%tfgraph net --no-show\nextra = tfnb.Variable(torch.zeros(2), name='extra')\nz = y + extra")

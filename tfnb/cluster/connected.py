@@ -13,6 +13,11 @@ def connected(own: Any = None) -> Any:
     return own if own is not None else _current[-1] if _current else None
 
 
+def everyone() -> tuple[Any, ...]:
+    """All connected Clusters."""
+    return tuple(_current)
+
+
 def connect(cluster: Any) -> None:
     """Make ``cluster`` the one that runs go to."""
     notices.clear()

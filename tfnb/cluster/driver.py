@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -36,6 +36,7 @@ from tfnb.errors import TfnbError, Unavailable, Unimplemented
 from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
+from tfnb.recording.marks.notes import user_level
 from tfnb.state.queue_contents import Held, held_by, labelled
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import machine_of
@@ -251,6 +252,28 @@ class Cluster:
         self._settle_writes()
         return self._variables.pull()
 
+    def show(self, tensors: Collection[int]) -> bool:
+        """Refresh the local storages before a ``state_dict()`` with these tensors (by id); whether it warned.
+
+        With a server lost, and in the event loop, which cannot wait for itself, they show the last pulled values.
+        """
+        engine, why = self._engine, ""
+        if engine.is_closing or engine.is_closed:  # which brings the values home
+            return False
+        if self._waiting.is_here:
+            why = "a follower of the cluster cannot wait for the servers"
+        else:
+            try:
+                self._variables.show(tensors)
+            except TfnbError as error:
+                if engine.lost is None:
+                    raise
+                why = error.message
+        if why:
+            text = f"state_dict() holds the last pulled values, of step {self.pulled_step}: {why}"
+            warnings.warn(text, stacklevel=user_level(None))
+        return bool(why)
+
     def _settle_writes(self) -> None:
         self._engine.notes += map(gives_way, self._variables.sent_but_behind())
         self._waiting.say_notes()
@@ -359,6 +382,7 @@ class Cluster:
                 self._link.start(self._registered.close)
         connected.notices.clear()  # whoever closes it knows
         self._variables.release()
+        self._variables.hooks.remove()
         self._steps.forget()
         connected.disconnect(self)
         for member in (*self._engine.tasks, *self._engine.servers):

@@ -18,7 +18,8 @@ class Snapshots:
     fetch: anything of the graph that is trained. every: steps between two snapshots. keep: how many there are at most;
     the oldest goes first. `restore` puts the Variables, the random streams and the place in the data back, so that
     ``fit(..., resume=True)`` takes the same steps again, and ``fit(...)`` with other options is a branch. What the
-    queues of the graph hold is in a snapshot, too, as if the steps under way were stopped then.
+    queues of the graph hold is in a snapshot, too, as if the steps under way were stopped then, and so are the numbers
+    in the param groups of torch optimizers and the states of schedulers that `Session.reads` was given.
 
     >>> import tfnb
     >>> w = torch.nn.Parameter(torch.zeros(1))

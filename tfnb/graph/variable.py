@@ -39,6 +39,13 @@ class Home(Protocol):
     def assign(self, variable: Variable, value: torch.Tensor) -> None: ...
 
 
+class Leader(Protocol):
+    """Who says the value of a Variable: the twin of a torch optimizer."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+
 class Variable:
     """A tensor that survives runs.
 
@@ -111,12 +118,13 @@ class Variable:
 
     @classmethod
     def looked_up(
-        cls, find: Callable[[], torch.Tensor], *, name: str, leads: bool = False,
+        cls, find: Callable[[], torch.Tensor], *, name: str, leads: Leader | None = None,
         ready: Callable[[], None] | None = None,
     ) -> Variable:  # fmt: skip
         """A Variable, not trainable, whose storage is what ``find`` gives each time: always of one shape and dtype.
 
-        leads: the value here counts also while the variable lives elsewhere: its owner looks here before each step.
+        leads: whose number it shows. The value here counts also while the variable lives elsewhere: its owner looks
+        here before each step.
         ready: raises where no step may take the value, which can be shown and saved all the same.
         """
         self = cls.__new__(cls)
@@ -150,7 +158,7 @@ class Variable:
         self.writes = counter()
         self.name = name
         self._trainable = trainable
-        self.leads = False
+        self.leads: Leader | None = None
         self.spec = spec
         self.shape = torch.Size(spec.sizes({}))
         self.home: Home | None = None

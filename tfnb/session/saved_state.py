@@ -1,7 +1,8 @@
-"""What a session saves and restores, of one moment: Variables, what queues hold, and where all that it reads is."""
+"""What a session saves and restores, of one moment: Variables, queues, positions of sources, numbers of optimizers."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import queues_of
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.interrupts import no_interrupt
+from tfnb.recording.marks.notes import user_level
 from tfnb.session.step_runner import StepRunner
-from tfnb.state import checkpoint, queue_contents
+from tfnb.state import checkpoint, param_groups, queue_contents
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_contents import Held
 from tfnb.state.queue_elements import QueueElements
@@ -31,6 +33,7 @@ from tfnb.state.source_puts import position_behind, standing
 from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
 
 _NO_QUEUES: Mapping[str, Held] = MappingProxyType({})
+_OF_OPTIMIZERS = "optimizers", "schedulers"  # positions that only a whole restore takes
 
 
 class Moment(NamedTuple):
@@ -54,13 +57,16 @@ class Moment(NamedTuple):
 @dataclass
 class Inputs:
     """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, queues
-    that no node uses, restored contents by label of queues that are not known yet, steps of a training of `fit` that is
-    not at its end, and the one in progress."""
+    that no node uses, restored contents by label of queues that are not known yet, schedulers of torch optimizers,
+    restored states by label of those that are not known yet, steps of a training of `fit` that is not at its end, and
+    the one in progress."""
 
     sources: dict[str, Source] = field(default_factory=dict)
     positions: dict[str, dict[str, int]] = field(default_factory=dict)
     queues: WeakKeyDictionary[Queue, None] = field(default_factory=WeakKeyDictionary)
     contents: dict[str, queue_contents.Saved] = field(default_factory=dict)
+    schedulers: list[Any] = field(default_factory=list)
+    states: dict[str, Any] = field(default_factory=dict)
     trained: int = 0
     training: StepsTaken | None = None
 
@@ -134,16 +140,42 @@ class SavedState:
         }
 
     def go_back(self, moment: Moment) -> None:
-        """Everything is as it was, or nothing is changed; Variables and queues that are newer stay as they are."""
-        variables, queues = self._graph.contents.variables, self._queues()
+        """Everything is as it was, or nothing is changed; Variables and queues that are newer stay as they are.
+
+        One note tells which hyperparameters of torch optimizers changed, and another one names the schedulers that
+        stay as they are.
+        """
+        variables, queues = self._settable(), self._queues()
         values = {variables[label]: value for label, value in moment.values.items() if label in variables}
         held = {label: one for label, one in moment.queues.items() if label in queues}
         for name, position in moment.positions.get("sources", {}).items():
             if (source := self.inputs.sources.get(name)) is not None:
                 source.ensure_position(position)
+        optimizers, schedulers = self._optimizers(), param_groups.labelled(self.inputs.schedulers)
+        groups, states = (moment.positions.get(name, {}) for name in _OF_OPTIMIZERS)
+        for label, optimizer in optimizers.items():
+            param_groups.ensure_alike(label, optimizer, groups.get(label))
+        for label, scheduler in schedulers.items():
+            param_groups.ensure_alike(label, scheduler.optimizer, states.get(label, {}).get("groups"))
         with standing(self.inputs.sources.values()), self._restoring(values, queues, held) as become, no_interrupt():
             become()
             self.go_to(moment.positions)
+            changes = {
+                label: param_groups.write_back(one, groups[label])
+                for label, one in optimizers.items()
+                if label in groups
+            }
+            loaded = [one for label, one in schedulers.items() if label in states]
+            for label in schedulers.keys() & states.keys():
+                param_groups.load_state(schedulers[label], states[label])
+            if "schedulers" in moment.positions:
+                self.inputs.states = {label: state for label, state in states.items() if label not in schedulers}
+        if changed := [f"{label}: {', '.join(lines)}" for label, lines in changes.items() if lines]:
+            text = "; ".join(changed)
+            warnings.warn(f"restored the param groups: {text}", stacklevel=user_level(None))
+        unloaded = [self._unloaded(label, optimizers[label], lines, loaded) for label, lines in changes.items()]
+        if text := "; ".join(filter(None, unloaded)):
+            warnings.warn(text, stacklevel=user_level(None))
 
     @contextmanager
     def _restoring(
@@ -165,6 +197,34 @@ class SavedState:
 
         with LOCKS.write(*values):
             yield become_here
+
+    def _settable(self) -> dict[str, Variable]:
+        """The Variables by label, but for those that show what a torch optimizer says of itself."""
+        return {label: one for label, one in self._graph.contents.variables.items() if one.leads is None}
+
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The torch optimizers whose steps the graph takes, by label."""
+        leading = (variable.leads for variable in self._graph.contents.variables.values())
+        return param_groups.labelled(dict.fromkeys(twin.optimizer for twin in leading if twin is not None))
+
+    def _unloaded(self, label: str, optimizer: torch.optim.Optimizer, changes: list[str], loaded: list[Any]) -> str:
+        """The note on schedulers of an optimizer that did not get their saved state; empty for none."""
+        others = [one for one in param_groups.at_work(optimizer) if not any(one is known for known in loaded)]
+        is_to_come = any(line.startswith("initial_lr") for line in changes)  # it was made there, and was not here
+        if not others and (loaded or not is_to_come):
+            return ""
+        kinds = [type(one).__name__ for one in others]
+        reads = f"tfnb.Session({self._graph.name!r}).reads(scheduler)"
+        saved = [name for name in self.inputs.states if name.startswith(tuple(kinds)) or not kinds]
+        if saved:
+            how = f"{reads} gives it the state that the file holds"
+        else:
+            how = (
+                "load it, scheduler.load_state_dict(state), as you saved scheduler.state_dict(); with "
+                f"{reads} before them save and restore do so"
+            )
+        named = " and ".join(kinds or saved) or "its scheduler"
+        return f"restored the param groups of {label}, but not the state of {named}: {how}"
 
     def _queues(self) -> dict[str, Queue]:
         """Those that are there still, by label."""
@@ -188,7 +248,15 @@ class SavedState:
             sources[training.source.name] = position  # type: ignore[union-attr]
         return {
             "streams": {"seed": self._graph.seed, "runs": run}, "sources": sources, "training": {"steps": trained},
+            **self._of_optimizers(),
         }  # fmt: skip
+
+    def _of_optimizers(self) -> dict[str, Any]:
+        """Hyperparameters of torch optimizers and states of schedulers, by label."""
+        groups = {label: param_groups.groups_of(one) for label, one in self._optimizers().items()}
+        schedulers = param_groups.labelled(self.inputs.schedulers)
+        states = self.inputs.states | {label: param_groups.state_of(one) for label, one in schedulers.items()}
+        return {name: facts for name, facts in zip(_OF_OPTIMIZERS, (groups, states), strict=True) if facts}
 
     def go_to(self, positions: Mapping[str, Any]) -> None:
         """Go on from where `positions` of this session, or of a file, says."""
@@ -206,7 +274,12 @@ class SavedState:
         saved, about = checkpoint.load(path)
         checkpoint.ensure_told(about)
         tensors, held = queue_contents.split(saved, about.get("queues", ()))
-        specs = {label: variable.spec for label, variable in self._graph.contents.variables.items()}
+        if not strict or mapping:
+            about = {name: facts for name, facts in about.items() if name not in _OF_OPTIMIZERS}
+        else:
+            older = {} if "optimizers" in about else param_groups.of_older_files(tensors, self._optimizers())
+            about = {"optimizers": older, "schedulers": {}} | about
+        specs = {label: variable.spec for label, variable in self._settable().items()}
         values = checkpoint.match(tensors, specs, strict=strict, mapping=mapping)
         queues = self._queues() if "queues" in about else {}
         needed = set(queues_of(self._graph.nodes)) if strict else ()
@@ -214,8 +287,11 @@ class SavedState:
         self.go_back(Moment(values, about, found))
         self.inputs.contents = queue_contents.others(about.get("queues", {}), held, queues)
 
-    def reads(self, source: Source | TensorQueue) -> None:
-        """Keep the position of a source, or the contents of a queue: `Session.reads`."""
+    def reads(self, source: Any) -> None:
+        """Keep the position of a source, the contents of a queue or the state of a scheduler: `Session.reads`."""
+        if param_groups.is_scheduler(source):
+            self._goes_by(source)
+            return
         if isinstance(source, TensorQueue):
             self.inputs.queues[source] = None
             for label, queue in self._queues().items():
@@ -233,6 +309,18 @@ class SavedState:
             )
         if (position := self.inputs.positions.pop(source.name, None)) is not None:
             source.seek(position)
+
+    def _goes_by(self, scheduler: Any) -> None:
+        """A scheduler sets learning rates of the session's optimizers."""
+        param_groups.state_of(scheduler)  # raises for what no file can hold
+        schedulers = self.inputs.schedulers
+        if not any(one is scheduler for one in schedulers):
+            schedulers.append(scheduler)
+        label = next(name for name, one in param_groups.labelled(schedulers).items() if one is scheduler)
+        if (saved := self.inputs.states.get(label)) is not None:
+            param_groups.ensure_alike(label, scheduler.optimizer, saved["groups"])
+            param_groups.load_state(scheduler, saved)
+            del self.inputs.states[label]
 
     @property
     def trained(self) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from tfnb.cluster.connected import connected, notices
 from tfnb.cluster.engine.members import Ahead
@@ -515,12 +516,13 @@ class Session:
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
         """Write the graph's variables to one safetensors file; the result says what it holds.
 
-        With them go what the queues, accumulators and barriers of the graph hold, the positions of its random streams,
-        of the sources that `fit` read or that `reads` names, and of a training of the graph that is not at its end,
-        so that ``fit(resume=path)`` goes on from there. All of it is as if the steps under way were stopped at that
-        moment: what they took is in its queue, unless they put elements, too. The steps go on, and queues keep what
-        they hold. A callback of `fit` may call it, and another thread. Raises CheckpointWriteError, with an older
-        file unchanged, FailedPrecondition for a Variable without a value, which it names, and DeadlineExceeded.
+        With them go what the queues, accumulators and barriers of the graph hold, the numbers in the param groups of
+        its torch optimizers, the states of schedulers that `reads` names, the positions of its random streams, of the
+        sources that `fit` read or that `reads` names, and of a training of the graph that is not at its end, so that
+        ``fit(resume=path)`` goes on from there. All of it is as if the steps under way were stopped at that moment:
+        what they took is in its queue, unless they put elements, too. The steps go on, and queues keep what they hold.
+        A callback of `fit` may call it, and another thread. Raises CheckpointWriteError, with an older file unchanged,
+        FailedPrecondition for a Variable without a value, which it names, and DeadlineExceeded.
         """
         return self.state.save(path)
 
@@ -534,23 +536,29 @@ class Session:
         of them changes; where one is lost while they do, all is here afterwards, and a warning says so.
         Random nodes draw what they would have drawn after the save: the graph takes the seed, the session its number
         of runs. A source goes on from its saved position once `fit` or `reads` is given one of that name, and likewise
-        a queue that is not known yet holds what it held.
+        a queue that is not known yet holds what it held. The param groups of torch optimizers get their saved numbers
+        (learning rate, ``initial_lr``, momentum ...), written in place: a note tells the changes. A scheduler that
+        `reads` was given gets its saved state; a note names others, which ``scheduler.load_state_dict`` loads.
 
         A safetensors file of another library has values only: random streams and sources stay where they are.
-        strict: a variable or queue missing in the file is an error. mapping: label here -> key in the file. Raises
+        strict: a variable or queue missing in the file is an error. mapping: label here -> key in the file. With
+        ``strict=False`` or a mapping optimizers and schedulers keep their numbers. Raises
         CheckpointCorrupt, NotFound or CheckpointIncompatible, and DeadlineExceeded where a run of another thread takes
         too long, with nothing assigned.
         """
         self.state.restore(path, strict=strict, mapping=mapping)
         return self
 
-    def reads(self, source: Source | TensorQueue) -> None:
+    def reads(self, source: Source | TensorQueue | LRScheduler) -> None:
         """Keep the position of a source in `save`; one that was restored under its name counts now.
 
         `fit` does this for its data, and a `QueueRunner` with a session; in a loop of one's own call it once. Where a
         runner puts the elements into a queue of the graph, the position is behind what the queue holds. A queue that
-        the graph does not use: keep what it holds; what was restored under its name it holds now. Raises
-        InvalidArgument where another source of that name is known, CheckpointIncompatible for a queue of another kind.
+        the graph does not use: keep what it holds; what was restored under its name it holds now. A scheduler of a
+        torch optimizer: keep its ``state_dict``; the restored one of its class it gets now, and its optimizer the
+        learning rates that go with it (of several schedulers of one class in the order of these calls). Raises
+        InvalidArgument where another source of that name is known, and for a scheduler whose state no file can hold,
+        CheckpointIncompatible for a queue of another kind.
         """
         self.state.reads(source)
 

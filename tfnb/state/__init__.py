@@ -1,1 +1,1 @@
-"""The store of values on a server, queues, accumulators and tokens, and variable files."""
+"""The store of values on a server, queues, accumulators and tokens, variable files and optimizers in them."""

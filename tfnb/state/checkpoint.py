@@ -19,6 +19,7 @@ import torch
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound
 from tfnb.graph import Spec
 from tfnb.graph.files import read_tensors, write_tensors
+from tfnb.state import param_groups
 
 FORMAT, VERSION = "tfnb-variables", 1
 _FEW = 12  # keys of a file that an error tells
@@ -42,7 +43,8 @@ class Checkpoint:
         found = [(name, str(self.meta[name])) for name in ("graph", "graph_hash") if name in self.meta]
         for name, key in (("training", "steps"), ("streams", "runs")):
             found += [(key, str(self.meta[name][key]))] if name in self.meta else []
-        found += [("sources", ", ".join(self.meta["sources"]))] if self.meta.get("sources") else []
+        for name in ("sources", "optimizers", "schedulers"):
+            found += [(name, ", ".join(self.meta[name]))] if self.meta.get(name) else []
         held = [f"{label} ({about['found']['size']})" for label, about in self.meta.get("queues", {}).items()]
         found += [("queues", ", ".join(held))] if held else []
         return [*found, ("bytes", f"{self.bytes:,}"), *((name, str(spec)) for name, spec in self.specs.items())]
@@ -96,6 +98,7 @@ def ensure_told(about: Mapping[str, Any]) -> None:
         are_dicts = all(isinstance(one, dict) for one in queues.values())
     if not are_dicts or any(type(number) is not int for some in numbers for number in some):
         raise CheckpointCorrupt("the checkpoint has damaged facts about streams, sources, training or queues")
+    param_groups.ensure_told(about)
 
 
 def match(

@@ -35,8 +35,8 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     Of exactly the classes of torch.optim, but not LBFGS; one optimizer has one twin. Learning rates,
     state, and a momentum that a scheduler cycles are the torch optimizer's, looked up at each run; the other
     hyperparameters are those at the time of recording. While a
-    cluster is connected its servers hold the state: the torch optimizer shows it again after ``fit``. A rate that
-    changes there counts from the next ``run`` or ``fit`` on.
+    cluster is connected its servers hold the state: ``state_dict()`` brings it home, and so does ``fit`` at its end. A
+    rate that changes there counts from the next ``run`` or ``fit`` on.
 
     Raises Unsupported for another class, and for ``differentiable=True``.
 
@@ -175,7 +175,7 @@ class FromTorch(Optimizer):
 
             label = f"{self._label}/{name}{f'_{number}' if number else ''}"
             self._rates[number, name] = Variable.looked_up(
-                find, name=label, leads=True, ready=partial(self._hold_to, number)
+                find, name=label, leads=self, ready=partial(self._hold_to, number)
             )
         return self._rates[number, name]
 

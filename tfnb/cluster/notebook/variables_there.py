@@ -7,7 +7,7 @@ A Variable moves when a step uses it for the first time. What is written here by
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.notebook.holdings import Holdings
+from tfnb.cluster.notebook.state_dicts import Hooks
 from tfnb.cluster.queues.contents_there import Copies
 from tfnb.errors import Aborted, FailedPrecondition, TfnbError
 from tfnb.graph import Variable, lazy_memory
@@ -33,7 +34,7 @@ class VariablesThere:
     """
 
     def __init__(self, engine: Engine, do: Callable[..., Any]) -> None:
-        self.engine, self.do, self.held = engine, do, Holdings()
+        self.engine, self.do, self.held, self.hooks = engine, do, Holdings(), Hooks()
         self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
 
     @property
@@ -61,6 +62,7 @@ class VariablesThere:
                 raise FailedPrecondition(f"variable {variable.name} lives on {variable.home}; close that cluster first")
         if strays:
             self.do("moving variables to the servers", None, self._move, strays, homes)
+            self.hooks.add(strays)
 
     async def _move(self, variables: Sequence[Variable], homes: Homes) -> None:
         """All of them, or none: what was made is dropped again where another one finds no room."""
@@ -146,6 +148,12 @@ class VariablesThere:
             asked.setdefault(shard, []).append(key)
         values, step, held = await self.engine.pull(wanted, asked)
         return {variable.key: _joined(homes[variable.key], values) for variable in variables}, step, held
+
+    def show(self, tensors: Collection[int]) -> None:
+        """A pull, where servers have newer values of one of these tensors (by id). What was written here stays."""
+        newer = [variable for variable in self.held.variables if variable.key in self.held.stale]
+        if any(variable.held is not None and id(variable.held.tensor()) in tensors for variable in newer):
+            self.pull(self.held.written(self.held.variables, thorough=True))
 
     def refresh(self) -> None:
         """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,13 @@ class Waiting:
             raise FailedPrecondition("this cluster is closed; tfnb.connect(...) makes another")
         if self._engine.lost is not None:
             raise self.explained(self._engine.lost)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is that of the event loop, which cannot wait for itself."""
+        with suppress(RuntimeError):
+            return asyncio.get_running_loop() is self._link.loop
+        return False
 
     def do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""

@@ -1,0 +1,101 @@
+"""``state_dict()`` of modules and optimizers brings home what servers hold of them first.
+
+The hook stands in the objects themselves, which are pickled and copied with it: it is a function, and finds clusters
+when it is called. A copy has the hook, but does not stand in `_holders`, and nothing is done for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tfnb.cluster import connected
+from tfnb.graph import Variable
+from tfnb.graph.current import recording
+from tfnb.recording.marks.notes import user_level
+
+Holder = nn.Module | Optimizer
+
+_holders = WeakIdKeyDictionary()  # module or optimizer -> how many clusters hold Variables of it
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_holders.clear)  # a forked child has no thread that would ask the servers
+
+
+def pull_first(holder: Holder, *_: Any) -> None:
+    """The hook: storages show one step of the servers before they are read."""
+    if holder not in _holders or recording() is not None or _is_inner(holder):
+        return
+    tensors = set(map(id, tensors_of(holder)))
+    told = [cluster.show(tensors) for cluster in connected.everyone()]
+    for text in connected.notices if not any(told) else ():
+        warnings.warn(f"state_dict() holds the last pulled values: {text}", stacklevel=user_level(None))
+
+
+def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a module and of those in it, or the parameters of an optimizer."""
+    if isinstance(holder, Optimizer):
+        return (parameter for group in holder.param_groups for parameter in group["params"])
+    return chain(holder.parameters(), holder.buffers())
+
+
+def _is_inner(holder: Holder) -> bool:
+    """Whether another module's ``state_dict()``, which pulled already, asks for this one's."""
+    frame, code = sys._getframe(2), nn.Module.state_dict.__code__
+    if frame.f_code is not code:
+        return False
+    destination, outer = frame.f_locals["destination"], frame.f_back
+    while outer is not None:
+        if outer.f_code is code and outer.f_locals["destination"] is destination and outer.f_locals["self"] in _holders:
+            return True
+        outer = outer.f_back
+    return False
+
+
+class Hooks:
+    """The hooks of one cluster, in everything whose ``state_dict()`` has values of its Variables."""
+
+    def __init__(self) -> None:
+        self._handles = WeakIdKeyDictionary()  # module or optimizer -> the handle of its hook
+
+    def add(self, variables: Iterable[Variable]) -> None:
+        """Hook the modules that hold these Variables, at any depth, and the optimizers that lead them."""
+        variables = list(variables)
+        held = (variable.held.tensor() for variable in variables if variable.held is not None)
+        wanted = {id(tensor) for tensor in held if tensor is not None}
+        found: list[Holder] = [variable.leads.optimizer for variable in variables if variable.leads is not None]
+        for module in _modules() if wanted else ():
+            with suppress(Exception):  # one that is not made yet, or whose class gives its parameters in its own way
+                if not wanted.isdisjoint(map(id, tensors_of(module))):
+                    found.append(module)
+        for holder in found:
+            if holder not in self._handles:
+                kind = Optimizer if isinstance(holder, Optimizer) else nn.Module
+                self._handles[holder] = kind.register_state_dict_pre_hook(
+                    holder, pull_first
+                )  # refused by scripted ones
+                _holders[holder] = _holders.get(holder, 0) + 1
+
+    def remove(self) -> None:
+        """The cluster is closed."""
+        for holder, handle in list(self._handles.items()):
+            handle.remove()
+            _holders[holder] -= 1
+            if not _holders[holder]:
+                del _holders[holder]
+        self._handles.clear()
+
+
+def _modules() -> list[nn.Module]:
+    """All modules there are: those that hold a tensor need not be known to a recording, nor those around them."""
+    return [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
