@@ -22,7 +22,7 @@ from typing import Any
 from tfnb.cluster.engine.members import Mode
 from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
 from tfnb.fitting.fit_display import front
-from tfnb.fitting.fit_options import begin, known_keys, mode_of, watched_by
+from tfnb.fitting.fit_options import begin, exact_of, known_keys, mode_of, watched_by
 from tfnb.interrupts import handled
 from tfnb.session import Session, default_session
 from tfnb.session.structures import graph_of
@@ -91,8 +91,8 @@ def fit(
     fetch: Any, data: Any, *, feeds: Any = None, epochs: int = 1, steps: int | None = None,
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = (), validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
-    resume: bool | str | Path = False, check: str | None = None, timeout: float | None = None,
-    progress_after: float = 2.0,
+    resume: bool | str | Path = False, check: str | None = None, exact: bool | None = None,
+    timeout: float | None = None, progress_after: float = 2.0,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -131,7 +131,9 @@ def fit(
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
-    over rows. What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm``
+    over rows. exact: None compares both on at most 64 rows before the first of these trainings of a recording, and
+    warns of a loss that is none, such as a sum or a mean over what a mask leaves, with the line; False averages without
+    a look. What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm``
     scales, is what the first task made of its rows. ``backup`` of the tasks are spare: a step is made of the first
     gradients that all servers have, over as many rows as asked for; later ones are dropped and counted in the
     cluster's status. `tfnb.train.SyncReplicas` has more options of this.
@@ -153,7 +155,7 @@ def fit(
     6
     """
     __tracebackhide__ = True
-    how = mode_of(mode, backup, staleness)
+    how, exact = mode_of(mode, backup, staleness), exact_of(exact)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
     if isinstance(progress_after, bool) or not isinstance(progress_after, int | float) or not progress_after >= 0:
@@ -182,7 +184,7 @@ def fit(
     else:
 
         def there(watched: tuple[Any, ...]) -> Taken:
-            return _there(session, fetch, watched, source, run, check, by_pass=validation is not None)
+            return _there(session, fetch, watched, source, run, check, by_pass=validation is not None, exact=exact)
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
         taken = there(watched) if looks is None else looks.followed(watched, there)
@@ -251,10 +253,11 @@ def _by_epoch(taken: Taken, run: _Run) -> Taken:
 
 def _there(
     session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None, *,
-    by_pass: bool,
+    by_pass: bool, exact: bool | None,
 ) -> Taken:  # fmt: skip
     """Steps that the connected cluster takes, in groups; by_pass: its tasks stand still after each epoch."""
     options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left, "check": check}
+    options["exact"] = exact
     if source.rows is not None and source.total is not None:
         options["by_pass"] = by_pass
         yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, options)
