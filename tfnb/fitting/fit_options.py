@@ -104,8 +104,9 @@ def exact_of(exact: Any) -> bool | None:
     """Whether tasks look first if averaging by rows is exact; raises Unimplemented for sums that would make it so."""
     if exact is True:
         raise Unimplemented(
-            "exact=True, sums over tasks in mid-step, is not there yet: exact=None warns where the average of gradients "
-            "by rows is not that of the whole batch; tfnb.run(step, feeds) in a loop gives each step to one task"
+            "exact=True, sums over tasks in mid-step, is not there yet: exact=None warns where the average of "
+            "gradients by rows is not that of the whole batch; tfnb.run(step, feeds) in a loop gives each step to one "
+            "task"
         )
     if exact is not None and exact is not False:
         raise InvalidArgument(f"exact is None or False, not {exact!r}")

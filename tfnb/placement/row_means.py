@@ -1,4 +1,4 @@
-"""Whether averaging by rows gives the gradients of a whole batch: what is computed to see it, and which node is why not.
+"""Whether averaging by rows gives the gradients of a whole batch: what is computed to see it, and the node if not.
 
 Gradients of parts, averaged by rows, are those of all rows where the loss is a mean over rows. A `Probe` computes them
 from all rows and from parts alike: dropout passes everything on, batch norm takes its running statistics, and what else
@@ -247,9 +247,9 @@ def _held(node: Node) -> Node:
         return replace(node, attrs={**node.attrs, "train": False}, stream=None)
     if _mixes(node) and node.attrs.get("running_mean") is not None:
         return replace(node, op=_NORM, attrs={**node.attrs, "training": False})
-    if node.op == _NORM_BACK and node.attrs["train"] and node.attrs["running_mean"] is not None:
-        if all(isinstance(size, int) for spec in node.outputs for size in _channels(spec)):
-            return replace(node, attrs={**node.attrs, "train": False})
+    is_back = node.op == _NORM_BACK and node.attrs["train"] and node.attrs["running_mean"] is not None
+    if is_back and all(isinstance(size, int) for spec in node.outputs for size in _channels(spec)):
+        return replace(node, attrs={**node.attrs, "train": False})
     return node
 
 

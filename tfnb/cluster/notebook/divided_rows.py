@@ -1,7 +1,7 @@
 """Before a synchronous training: would the gradients of parts of a batch, averaged by rows, be those of all its rows?
 
 They are computed here, of at most 64 rows of the data and of the values that Variables have in this process, and
-nothing is applied. `tfnb.placement.row_means` says what is computed, and names what a loss is if it is no mean over rows.
+nothing is applied. `tfnb.placement.row_means` says what is computed, and why a loss is no mean over rows.
 """
 
 from __future__ import annotations
@@ -10,28 +10,33 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from tfnb.cluster.engine.members import Batch
 from tfnb.cluster.modes.plan import divide
 from tfnb.cluster.server.parts import MERGES
-from tfnb.errors import DeadlineExceeded, ResourceExhausted, TfnbError
+from tfnb.errors import DeadlineExceeded, ResourceExhausted
 from tfnb.execution import Program, lower
 from tfnb.execution.running import Running
 from tfnb.graph import Node, Value
 from tfnb.graph.lazy_memory import ensure_room
+from tfnb.graph.spec import flows
+from tfnb.graph.subgraph import nested
 from tfnb.passes import StepGraph, feed_symbols, peak
 from tfnb.placement.placement import Homes
 from tfnb.placement.row_means import Probe, Reason, probe
 
 ROWS = 64  # of a batch, at most
+FEW = 16  # rows that are looked at first: steps may take long
 BATCHES = 8  # of arrays that are looked at: by chance one has rows that are alike
 SECONDS = 5.0
-MORE = 0.5  # seconds after which one batch that told something is enough
-APART = 1e-3  # of the size of a gradient of float32: kernels add its parts in another order
-UNITS = 32  # in the last place, of coarser numbers
-LEAST = 1e-2  # of APART: a gradient that small beside others is what rounding leaves of a zero
+MORE = 0.5  # seconds after which what was seen is enough
+APART = 1e-3  # of the size of a gradient: kernels add its parts in another order
+ZERO = 1e-5  # of the size of others: a gradient that small is what rounding leaves of a zero
+UNITS = 8  # in the last place of the coarsest numbers: both at least
+TF32 = 2.0**-10  # what a product of float32 may be rounded to on a device
 _TURNED_OFF = "fit(..., exact=False) averages without a look"
 
 
@@ -56,7 +61,7 @@ def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[Batch]) ->
     try:
         seen = _Comparing(step, found, tasks).first(batches)
     except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError) as error:
-        why = error.message if isinstance(error, TfnbError) else "its memory does not suffice"
+        why = error.message if isinstance(error, DeadlineExceeded) else "this process has not the memory for it"
         return Seen((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
     except Exception:  # of the step: it will say so itself, with its line
         return Seen(tuple(notes), is_settled=False)
@@ -72,8 +77,8 @@ def _of_norms(norms: Sequence[Node], tasks: int) -> str:
     first = next(iter(lines))
     others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
     return (
-        f"{first or norms[0].name}: batch norm in training{others} takes the statistics of the rows that a task has, one "
-        f"of {tasks} parts of a batch, and the running statistics are those of the first task, as with "
+        f"{first or norms[0].name}: batch norm in training{others} takes the statistics of the rows that a task has, "
+        f"one of {tasks} parts of a batch, and the running statistics are those of the first task, as with "
         "DistributedDataParallel without SyncBatchNorm. Larger batches, GroupNorm, or the module in eval mode make no "
         "such difference; tfnb.run(step, feeds) in a loop gives whole steps to one task"
     )
@@ -99,36 +104,33 @@ class _Comparing:
             self._draw = lower(found.graph, found.drawn, found.feeds)
         self._compute = lower(found.graph, found.fetches, (*found.feeds, *found.drawn))
         told = Seen(is_settled=False)
-        for batch in batches:
-            if told.is_settled and time.monotonic() > begin + MORE:
-                break
-            rows = min(batch.rows or 0, ROWS)
-            ranges = divide(rows, self.tasks)
-            if len(ranges) < 2:
-                continue
-            told = self._of(batch, rows, ranges) or told
-            if told.notes:
+        few = max(FEW, 2 * self.tasks)
+        looks = ((batch, rows) for batch in batches for rows in sorted({min(few, _rows(batch)), _rows(batch)}))
+        for batch, rows in looks:
+            if rows > 1:
+                told = self._of(batch, rows) or told
+            if told.notes or (told.is_settled and time.monotonic() > begin + MORE):
                 break
         return told
 
-    def _of(self, batch: Batch, rows: int, ranges: Sequence[tuple[int, int]]) -> Seen | None:
-        """What one batch tells; None where all its gradients are zero, or not finite."""
+    def _of(self, batch: Batch, rows: int) -> Seen | None:
+        """What these rows of a batch tell; None where all gradients are zero, or not finite."""
         feeds = batch.part(0, rows)
         drawn = self._run(self._draw, feeds) if self._draw is not None else []
         whole = self._part(batch, (0, rows), drawn)
-        size = _Sizes.of(self._grads([whole], [rows]))
+        size = self._sizes_of(self._grads([whole], [rows]))
         if not size.all:
             return None
-        uneven = [(0, rows // 4), (rows // 4, rows)]  # halves may be alike by chance
-        for division in (ranges, uneven) if rows >= 4 else (ranges,):
+        uneven = [(0, rows // 4), (rows // 4, rows)] if rows >= 4 else []  # halves may be alike by chance
+        for division in (divide(rows, self.tasks), uneven):
             try:
                 parts = [self._part(batch, part, drawn) for part in division]
-            except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError):
-                raise
             except Exception:
-                if division is uneven:  # rows that belong together, it may be
+                if division is uneven:  # rows that belong together, it may be; and one look is enough
                     return Seen()
                 raise
+            if not parts:
+                break
             counts = [stop - start for start, stop in division]
             worst = size.furthest(self._grads([whole], [rows]), self._grads(parts, counts))
             if worst is not None:
@@ -190,9 +192,26 @@ class _Comparing:
         for at, value in enumerate(self.probe.numbers, len(self.probe.borders)):
             mean = MERGES["grad"]([part[at] for part in parts], rows)
             one = {"": whole[at]}
-            if mean.shape != whole[at].shape or _Sizes.of(one).furthest(one, {"": mean}) is not None:
+            if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}) is not None:
                 apart.add(value)
         return self.probe.reason(self.step, apart)
+
+    def _sizes_of(self, grads: Mapping[str, torch.Tensor]) -> _Sizes:
+        norms = {name: _norm(grad) for name, grad in grads.items()}
+        each = [norm / math.sqrt(max(1, grads[name].numel())) for name, norm in norms.items() if math.isfinite(norm)]
+        return _Sizes(norms, max(each, default=0.0), UNITS * self._unit)
+
+    @cached_property
+    def _unit(self) -> float:
+        """The last place of the coarsest numbers that take part."""
+        specs = {spec for node in self._compute.graph.nodes for one in (node, *nested(node)) for spec in one.outputs}
+        kinds = {(spec.dtype, spec.device) for spec in specs if flows(spec.dtype)}
+        return max(
+            [
+                torch.finfo(dtype).eps if device == "cpu" else max(torch.finfo(dtype).eps, TF32)
+                for dtype, device in kinds
+            ]
+        )
 
     def _words(self, name: str, share: float, parts: int, rows: int, reason: Reason | None) -> str:
         loss = next(iter(self.probe.losses), None)
@@ -214,7 +233,7 @@ _LATE = f"it takes more than {SECONDS:.0f} s"
 
 
 def _by_row(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    """Row-sparse entries as one vector for each row of the table, in its order; the same rows, whatever the division."""
+    """Row-sparse entries, summed: one vector for each row of the table that has some, in its order."""
     rows, place = entries.unique(return_inverse=True)
     total = values.new_zeros(len(rows), *values.shape[1:])
     return total.index_add_(0, place, values)
@@ -222,17 +241,14 @@ def _by_row(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How large gradients are: ``of_each`` its norm, ``typical`` the root mean square of the largest one."""
+    """How large gradients are: ``of_each`` its norm, ``typical`` the root mean square of the largest one.
+
+    ``rounding``: a share of them that may be nothing else.
+    """
 
     of_each: Mapping[str, float]
     typical: float
-
-    @classmethod
-    def of(cls, grads: Mapping[str, torch.Tensor]) -> _Sizes:
-        """The sizes of these."""
-        norms = {name: _norm(grad) for name, grad in grads.items()}
-        each = [norm / math.sqrt(max(1, grads[name].numel())) for name, norm in norms.items() if math.isfinite(norm)]
-        return cls(norms, max(each, default=0.0))
+    rounding: float
 
     @property
     def all(self) -> bool:
@@ -251,9 +267,8 @@ class _Sizes:
                 continue
             away = _norm(one.to(torch.promote_types(one.dtype, torch.float32)) - other)
             share = away / max(norm, 1e-300) if math.isfinite(away) else math.inf
-            close = _closeness(one.dtype)
-            noise = close * LEAST * self.typical * math.sqrt(max(1, one.numel()))
-            if not math.isfinite(away) or (share > close and away > noise):
+            zero = max(ZERO, self.rounding) * self.typical * math.sqrt(max(1, one.numel()))
+            if not math.isfinite(away) or (share > max(APART, self.rounding) and away > zero):
                 found[name] = share
         return max(found.items(), key=lambda pair: pair[1], default=None)
 
@@ -263,5 +278,5 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.to(wide))) if tensor.numel() else 0.0
 
 
-def _closeness(dtype: torch.dtype) -> float:
-    return max(APART, UNITS * torch.finfo(dtype).eps)
+def _rows(batch: Batch) -> int:
+    return min(batch.rows or 0, ROWS)

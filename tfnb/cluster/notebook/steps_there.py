@@ -166,8 +166,9 @@ class Steps:
         Close the generator (or exhaust it): local storages then show the values of the last step, also after Ctrl-C.
         ``timeout``: seconds for all of it. ``one_by_one``: why the notebook has to see every step before the next one
         begins; each is a group of its own then. Asynchronous tasks end their steps in any order: a group has their
-        numbers. ``check``, ``compile``: as of `run`. ``see``, too: then each step is taken by one task. ``exact``: unless
-        it is False, see first whether gradients averaged by rows are those of whole batches, and warn where not.
+        numbers. ``check``, ``compile``: as of `run`. ``see``, too: then each step is taken by one task.
+        ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
+        warn where they are not.
 
         Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
         before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
