@@ -114,7 +114,7 @@ def branching() -> Kind:
         error = model(x) - y
         loss = tfnb.cond(data_mean(x) > 0, lambda: error.square().mean(), lambda: error.abs().mean() * 2)
         train = tfnb.train.Adam(1e-2).minimize(loss)
-    return Kind(train, loss, {x: data, y: labels}, _state(model), is_divided=False, said="the loss is no mean over rows")
+    return Kind(train, loss, {x: data, y: labels}, _state(model), is_divided=False, said="is no mean over rows")
 
 
 def data_mean(x: Any) -> Any:

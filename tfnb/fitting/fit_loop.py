@@ -112,9 +112,11 @@ def fit(
     updates; their means by rows stand in the history as ``val_...``. The tasks of a cluster stand still meanwhile.
     callbacks: functions that are called with a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or
     ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``. The tasks of a
-    cluster tell their steps in groups, up to half a second late; what they have begun by then still counts, and
-    without validation data an epoch is over there when a step of the next one is told. An error in one ends the
-    training between two steps.
+    cluster tell their steps in groups, up to half a second late, and what they have begun by then still counts. Between
+    epochs they wait for what is called then in mode ``"sync"``, so that a learning rate that it sets holds from the
+    first step of the next epoch; in other modes, without validation data, an epoch is over when a step of the next one
+    is told, and the rate holds from the first step that begins after that. An error in one ends the training between
+    two steps.
 
     resume: True goes on with the training of this graph that was interrupted, failed or was stopped, a path with the
     one that `Session.save` wrote there, which is restored first: the same call with the same data takes the steps that
@@ -184,7 +186,8 @@ def fit(
     else:
 
         def there(watched: tuple[Any, ...]) -> Taken:
-            return _there(session, fetch, watched, source, run, check, by_pass=validation is not None, exact=exact)
+            waits = validation is not None or (run.callbacks.follow_epochs and how.name == "sync")
+            return _there(session, fetch, watched, source, run, check, by_pass=waits, exact=exact)
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
         taken = there(watched) if looks is None else looks.followed(watched, there)
@@ -348,7 +351,7 @@ class _Run:
         self.why_over: str | None = None  # a callback ended it
         self.mode = mode
         self._change: Mode | None = None  # a callback asked for it
-        self._callbacks, self._validate = callbacks, validate
+        self.callbacks, self._validate = callbacks, validate
         self._validated: dict[int, dict[str, float]] = {}  # by epoch
         self.timeout = timeout
         self._cluster = cluster
@@ -374,11 +377,11 @@ class _Run:
         self.steps.ends()
         if isinstance(self._reads, QueueElements) and (position := self.steps.applied.position) is not None:
             self._reads.counted(position)
-        if self._callbacks.follow_steps:
+        if self.callbacks.follow_steps:
             for one in told.one_by_one():
                 self._count(one)
                 named = dict(zip(self._metrics.names, (value.reshape(()) for value in one.values), strict=False))
-                self._heed(self._callbacks.on_step(Progress(self.step, one.epochs[0], named, self._samples)))
+                self._heed(self.callbacks.on_step(Progress(self.step, one.epochs[0], named, self._samples)))
                 if self.why_over is not None:
                     break
         else:
@@ -402,7 +405,7 @@ class _Run:
         if found:
             self._validated[epoch] = found
         values = {**self._metrics.means_of(epoch), **found}
-        self._heed(self._callbacks.on_epoch(Progress(self.step, epoch, values, self._samples)))
+        self._heed(self.callbacks.on_epoch(Progress(self.step, epoch, values, self._samples)))
 
     def _heed(self, progress: Progress) -> None:
         """What a callback asked for."""

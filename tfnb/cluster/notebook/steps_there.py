@@ -206,6 +206,9 @@ class Steps:
                 for group in steps:
                     yield group
                     if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
+                        self._variables.send_leading(
+                            step.variables
+                        )  # a callback set a rate: for steps begun from now on
                         self._variables.refresh()
             finally:
                 steps.close()
