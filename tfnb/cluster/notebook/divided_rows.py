@@ -34,6 +34,7 @@ BATCHES = 8  # of arrays that are looked at: by chance one has rows that are ali
 SECONDS = 5.0
 MORE = 0.5  # seconds after which what was seen is enough
 APART = 1e-3  # of the size of a gradient: kernels add its parts in another order
+NEAR = 2e-6  # the same of sums and means: of losses that begin alike, they tell what makes the difference
 ZERO = 1e-5  # of the size of others: a gradient that small is what rounding leaves of a zero
 UNITS = 8  # in the last place of the coarsest numbers: both at least
 TF32 = 2.0**-10  # what a product of float32 may be rounded to on a device
@@ -192,7 +193,7 @@ class _Comparing:
         for at, value in enumerate(self.probe.numbers, len(self.probe.borders)):
             mean = MERGES["grad"]([part[at] for part in parts], rows)
             one = {"": whole[at]}
-            if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}) is not None:
+            if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}, NEAR) is not None:
                 apart.add(value)
         return self.probe.reason(self.step, apart)
 
@@ -256,7 +257,7 @@ class _Sizes:
         return self.typical > 0 and all(map(math.isfinite, self.of_each.values()))
 
     def furthest(
-        self, whole: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor]
+        self, whole: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor], least: float = APART
     ) -> tuple[str, float] | None:  # fmt: skip
         """The gradient that is furthest from the mean of parts, and how far in sizes of it; None where none is."""
         found: dict[str, float] = {}
@@ -267,8 +268,8 @@ class _Sizes:
                 continue
             away = _norm(one.to(torch.promote_types(one.dtype, torch.float32)) - other)
             share = away / max(norm, 1e-300) if math.isfinite(away) else math.inf
-            zero = max(ZERO, self.rounding) * self.typical * math.sqrt(max(1, one.numel()))
-            if not math.isfinite(away) or (share > max(APART, self.rounding) and away > zero):
+            zero = max(min(ZERO, least), self.rounding) * self.typical * math.sqrt(max(1, one.numel()))
+            if not math.isfinite(away) or (share > max(least, self.rounding) and away > zero):
                 found[name] = share
         return max(found.items(), key=lambda pair: pair[1], default=None)
 
