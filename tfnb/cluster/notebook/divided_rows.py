@@ -20,7 +20,7 @@ from tfnb.cluster.server.parts import MERGES
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
 from tfnb.execution import Program, lower
 from tfnb.execution.running import Running
-from tfnb.graph import Node, Value
+from tfnb.graph import Node, Spec, Value
 from tfnb.graph.lazy_memory import ensure_room
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested
@@ -108,8 +108,12 @@ class _Comparing:
         few = max(FEW, 2 * self.tasks)
         looks = ((batch, rows) for batch in batches for rows in sorted({min(few, _rows(batch)), _rows(batch)}))
         for batch, rows in looks:
-            if rows > 1:
-                told = self._of(batch, rows) or told
+            try:
+                told = (self._of(batch, rows) if rows > 1 else None) or told
+            except Exception:
+                if told.is_settled:  # one look is enough
+                    break
+                raise
             if told.notes or (told.is_settled and time.monotonic() > begin + MORE):
                 break
         return told
@@ -160,7 +164,7 @@ class _Comparing:
         )
         return out  # type: ignore[return-value]  # of values of the graph
 
-    def _spec(self, value: Value) -> object:
+    def _spec(self, value: Value) -> Spec:
         return self.probe.graph.contents.by_id[value.node].outputs[value.index]
 
     def _sizes(self, feeds: Sequence[torch.Tensor]) -> dict[str, int]:

@@ -226,13 +226,15 @@ class Steps:
         key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), tasks
         if key in known or tasks < 2 or not placed.writes or placed.task is not None:
             return source, ()
+        first: Iterable[Batch | None]
         if isinstance(source, Ahead):
             first = self._heads(step, source)
         else:
             source = iter(source)
-            drawn = list(itertools.islice(source, 1))
-            source, first = itertools.chain(drawn, source), (batch for batch in drawn if batch is not None)
-        seen = divided_rows.look(step, placed.placement.homes, tasks, first)
+            first = list(itertools.islice(source, 1))
+            source = itertools.chain(first, source)
+        whole = (batch for batch in first if batch is not None)
+        seen = divided_rows.look(step, placed.placement.homes, tasks, whole)
         if seen.is_settled:
             known.add(key)
         return source, seen.notes
