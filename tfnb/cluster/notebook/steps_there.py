@@ -389,7 +389,7 @@ def _apart(names: Sequence[str], how: Mode, is_joint: bool) -> str:
     """What is said where several tasks write Variables along no gradient."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     if is_joint:
-        found = f"the step writes {shown} itself, not along a gradient, and several tasks divide its rows"
+        found = f"the step writes {shown} itself, not along a gradient that tasks average, and they divide its rows"
         kept = "takes what the first task makes of its rows"
     else:
         found = f"each task makes the new value of {shown} of the one that it read"
