@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Kind(NamedTuple):
     state: Callable[[], list[torch.Tensor]]
     seen: tuple[Any, ...] = ()
     is_divided: bool = True  # what two tasks compute of halves is what one computes of the whole
+    said: str = ""  # else, if something other than random numbers makes the difference
 
 
 def _state(*parts: Any) -> Callable[[], list[torch.Tensor]]:
@@ -63,7 +65,7 @@ def normalized() -> Kind:
         x, y = _feeds(data, labels)
         loss = F.cross_entropy(model(x), y)
         train = tfnb.train.Momentum(0.05, 0.9).minimize(loss)
-    return Kind(train, loss, {x: data, y: labels}, _state(model), is_divided=False)
+    return Kind(train, loss, {x: data, y: labels}, _state(model), is_divided=False, said="batch norm in training")
 
 
 def dropped() -> Kind:
@@ -112,7 +114,7 @@ def branching() -> Kind:
         error = model(x) - y
         loss = tfnb.cond(data_mean(x) > 0, lambda: error.square().mean(), lambda: error.abs().mean() * 2)
         train = tfnb.train.Adam(1e-2).minimize(loss)
-    return Kind(train, loss, {x: data, y: labels}, _state(model), is_divided=False)
+    return Kind(train, loss, {x: data, y: labels}, _state(model), is_divided=False, said="is no mean over rows")
 
 
 def data_mean(x: Any) -> Any:
@@ -221,7 +223,10 @@ def test_a_run_is_bitwise_that_of_here(here, there, kind):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_sync_fit_is_bitwise_that_of_here_on_one_task_and_close_on_two(here, there, kind):
     model = made(kind)
-    expected, found = here[kind, by_fit], pulled(there, by_fit, model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        expected, found = here[kind, by_fit], pulled(there, by_fit, model)
+    assert [model.said in str(one.message) for one in said] == [True] * (len(there.tasks) > 1 and bool(model.said))
     if len(there.tasks) == 1:
         assert all(torch.equal(a, b) for a, b in zip(found.state, expected.state, strict=True))
     elif model.is_divided:

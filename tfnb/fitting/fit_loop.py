@@ -22,7 +22,7 @@ from typing import Any
 from tfnb.cluster.engine.members import Mode
 from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
 from tfnb.fitting.fit_display import front
-from tfnb.fitting.fit_options import begin, known_keys, mode_of, watched_by
+from tfnb.fitting.fit_options import begin, exact_of, known_keys, mode_of, watched_by
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
@@ -92,8 +92,8 @@ def fit(
     fetch: Any, data: Any, *, feeds: Any = None, epochs: int = 1, steps: int | None = None,
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = (), validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
-    resume: bool | str | Path = False, check: str | None = None, timeout: float | None = None,
-    progress_after: float = 2.0,
+    resume: bool | str | Path = False, check: str | None = None, exact: bool | None = None,
+    timeout: float | None = None, progress_after: float = 2.0,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -114,9 +114,11 @@ def fit(
     updates; their means by rows stand in the history as ``val_...``. The tasks of a cluster stand still meanwhile.
     callbacks: functions that are called with a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or
     ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``. The tasks of a
-    cluster tell their steps in groups, up to half a second late; what they have begun by then still counts, and
-    without validation data an epoch is over there when a step of the next one is told. An error in one ends the
-    training between two steps.
+    cluster tell their steps in groups, up to half a second late, and what they have begun by then still counts. Between
+    epochs they wait for what is called then in mode ``"sync"``, so that a learning rate that it sets holds from the
+    first step of the next epoch; in other modes, without validation data, an epoch is over when a step of the next one
+    is told, and the rate holds from the first step that begins after that. An error in one ends the training between
+    two steps.
 
     resume: True goes on with the training of this graph that was interrupted, failed or was stopped, a path with the
     one that `Session.save` wrote there, which is restored first: the same call with the same data takes the steps that
@@ -133,7 +135,9 @@ def fit(
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
-    over rows. What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm``
+    over rows. exact: None compares both on at most 64 rows before the first of these trainings of a recording, and
+    warns of a loss that is none, such as a sum or a mean over what a mask leaves, with the line; False averages without
+    a look. What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm``
     scales, is what the first task made of its rows. ``backup`` of the tasks are spare: a step is made of the first
     gradients that all servers have, over as many rows as asked for; later ones are dropped and counted in the
     cluster's status. `tfnb.train.SyncReplicas` has more options of this.
@@ -155,7 +159,7 @@ def fit(
     6
     """
     __tracebackhide__ = True
-    how = mode_of(mode, backup, staleness)
+    how, exact = mode_of(mode, backup, staleness), exact_of(exact)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
     if isinstance(progress_after, bool) or not isinstance(progress_after, int | float) or not progress_after >= 0:
@@ -185,7 +189,8 @@ def fit(
     else:
 
         def there(watched: tuple[Any, ...]) -> Taken:
-            return _there(session, fetch, watched, source, run, check, by_pass=validation is not None)
+            waits = validation is not None or (run.callbacks.follow_epochs and how.name == "sync")
+            return _there(session, fetch, watched, source, run, check, by_pass=waits, exact=exact)
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
         taken = there(watched) if looks is None else looks.followed(watched, there)
@@ -254,10 +259,11 @@ def _by_epoch(taken: Taken, run: _Run) -> Taken:
 
 def _there(
     session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None, *,
-    by_pass: bool,
+    by_pass: bool, exact: bool | None,
 ) -> Taken:  # fmt: skip
     """Steps that the connected cluster takes, in groups; by_pass: its tasks stand still after each epoch."""
     options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left, "check": check}
+    options["exact"] = exact
     if source.rows is not None and source.total is not None:
         options["by_pass"] = by_pass
         yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, options)
@@ -348,7 +354,7 @@ class _Run:
         self.why_over: str | None = None  # a callback ended it
         self.mode = mode
         self._change: Mode | None = None  # a callback asked for it
-        self._callbacks, self._validate = callbacks, validate
+        self.callbacks, self._validate = callbacks, validate
         self._validated: dict[int, dict[str, float]] = {}  # by epoch
         self.timeout = timeout
         self._cluster = cluster
@@ -374,11 +380,11 @@ class _Run:
         self.steps.ends()
         if isinstance(self._reads, QueueElements) and (position := self.steps.applied.position) is not None:
             self._reads.counted(position)
-        if self._callbacks.follow_steps:
+        if self.callbacks.follow_steps:
             for one in told.one_by_one():
                 self._count(one)
                 named = dict(zip(self._metrics.names, (value.reshape(()) for value in one.values), strict=False))
-                self._heed(self._callbacks.on_step(Progress(self.step, one.epochs[0], named, self._samples)))
+                self._heed(self.callbacks.on_step(Progress(self.step, one.epochs[0], named, self._samples)))
                 if self.why_over is not None:
                     break
         else:
@@ -402,7 +408,7 @@ class _Run:
         if found:
             self._validated[epoch] = found
         values = {**self._metrics.means_of(epoch), **found}
-        self._heed(self._callbacks.on_epoch(Progress(self.step, epoch, values, self._samples)))
+        self._heed(self.callbacks.on_epoch(Progress(self.step, epoch, values, self._samples)))
 
     def _heed(self, progress: Progress) -> None:
         """What a callback asked for; it may have changed what recordings read."""

@@ -100,6 +100,19 @@ def begin(session: Session, resume: Any) -> int:
     return steps
 
 
+def exact_of(exact: Any) -> bool | None:
+    """Whether tasks look first if averaging by rows is exact; raises Unimplemented for sums that would make it so."""
+    if exact is True:
+        raise Unimplemented(
+            "exact=True, sums over tasks in mid-step, is not there yet: exact=None warns where the average of "
+            "gradients by rows is not that of the whole batch; tfnb.run(step, feeds) in a loop gives each step to one "
+            "task"
+        )
+    if exact is not None and exact is not False:
+        raise InvalidArgument(f"exact is None or False, not {exact!r}")
+    return exact
+
+
 def mode_of(mode: Any, backup: Any, staleness: Any) -> Mode:
     """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
     if isinstance(mode, SyncReplicas):

@@ -178,8 +178,11 @@ class _Cut:
     def _writes(self) -> tuple[int, ...]:
         return shards_of(self.state.final, self.homes)
 
-    def _apart(self) -> Iterator[str]:
-        """Variables, no buffers of modules, whose new value hangs on rows that are fed, and on no gradient."""
+    def _apart(self, transfers: Iterable[Transfer]) -> Iterator[str]:
+        """Variables, no buffers of modules, whose new value hangs on rows that are fed, and on no gradient.
+
+        Or on one that the server computes after another update, of the rows that the first task sends.
+        """
         shapes = {value: self._spec(value).shape for value in self.feeds}
         fed = {value for value, shape in shapes.items() if shape and not isinstance(shape[0], int)}  # the divided ones
         hangs: set[int] = set()
@@ -187,9 +190,27 @@ class _Cut:
             at = _gradient_of(node)
             if any((v in fed or v.node in hangs) and i != at for i, v in enumerate(node.inputs)):
                 hangs.add(node.id)
+        rows = {t.value for t in transfers if t.kind == "value" and (t.value in fed or t.value.node in hangs)}
         for variable, value in self.state.final.items():
-            if (value in fed or value.node in hangs - self.gradient) and not _is_buffer(variable):
+            own = value in fed or value.node in hangs - self.gradient
+            is_late = not rows.isdisjoint(self._made_of(variable, value, transfers)[1])
+            if (own or (is_late and value.node in self.state.updated)) and not _is_buffer(variable):
                 yield variable.name
+
+    def _made_of(
+        self, variable: Variable, value: Value, transfers: Iterable[Transfer]
+    ) -> tuple[set[Value], set[Value]]:  # fmt: skip
+        """What the server of a Variable makes its new value of: values that are there, and those that tasks send."""
+        shards = {piece.shard for piece in self.homes[variable.key]}
+        borders = {t.value for t in transfers if t.shard in shards}
+        stack, seen = [value], {value}
+        while stack:
+            value = stack.pop()
+            if value not in borders:
+                new = {*self.state.nodes[value.node].inputs} - seen
+                stack.extend(new)
+                seen |= new
+        return seen - borders, seen & borders
 
     def _raced(self, transfers: Iterable[Transfer]) -> Iterator[str]:
         """Variables, no buffers of modules, whose new value a task makes of the one that it read.
@@ -197,18 +218,10 @@ class _Cut:
         Where the server adds what a task made of it to the value now, nothing is lost: so it is with gradients.
         """
         for variable, value in self.state.final.items():
-            shards = {piece.shard for piece in self.homes[variable.key]}
-            borders = {t.value for t in transfers if t.shard in shards}
-            stack, seen = [value], {value}
-            while stack:
-                value = stack.pop()
-                if value not in borders:
-                    new = {*self.state.nodes[value.node].inputs} - seen
-                    stack.extend(new)
-                    seen |= new
-            own = {v for v in seen - borders if self.state.nodes[v.node].op == "tfnb.read"}
+            there, sent = self._made_of(variable, value, transfers)
+            own = {v for v in there if self.state.nodes[v.node].op == "tfnb.read"}
             is_added = any(self.state.nodes[v.node].attrs["variable"] is variable for v in own)
-            made = any(v.node not in self.gradient and self._hangs_on(v, variable) for v in seen & borders)
+            made = any(v.node not in self.gradient and self._hangs_on(v, variable) for v in sent)
             if made and not is_added and not _is_buffer(variable):
                 yield variable.name
 
@@ -225,8 +238,8 @@ class _Cut:
                 changed = _changed_by(value, self.pruned.contents)
                 transfers.append(Transfer(value, shard, kind, rows.get(value), changed))
         return Placement(
-            devices, self.homes, tuple(transfers), self._writes, self.task, self._changed, tuple(self._apart()),
-            tuple(self._raced(transfers)),
+            devices, self.homes, tuple(transfers), self._writes, self.task, self._changed,
+            tuple(self._apart(transfers)), tuple(self._raced(transfers)),
         )  # fmt: skip
 
     def _server(self, placement: Placement, shard: int, targets: Mapping[Variable, Value]) -> Server:

@@ -19,7 +19,8 @@ class Progress:
 
     Here a callback hears of each step before the next one begins. The tasks of a cluster do not wait for it: it hears
     of their steps in groups, up to half a second late, and what it changes counts for steps that no task has
-    begun by then. Between epochs they wait where there is ``validation=``.
+    begun by then. Between epochs they wait in mode ``"sync"`` where a callback is called after each, and in every mode
+    where there is ``validation=``.
     """
 
     step: int
@@ -68,6 +69,11 @@ class Callbacks:
     def follow_steps(self) -> bool:
         """Whether anything is called after each step."""
         return bool(self._steps)
+
+    @property
+    def follow_epochs(self) -> bool:
+        """Whether anything is called after each epoch."""
+        return bool(self._epochs)
 
     def on_step(self, progress: Progress) -> Progress:
         """After a step; with what was asked for."""

@@ -1,7 +1,8 @@
 """What of the notebook lives on a cluster, and what the notebook shows of it.
 
-`steps_there` takes steps, `waiting` is how threads wait for them. `variables_there` moves Variables, `holdings` knows
-which of them are there, `state_dicts` lets ``state_dict()`` show them as they are there. `queue_homes` moves queues,
+`steps_there` takes steps, `divided_rows` looks whether their rows may be divided, `waiting` is how threads wait for
+them. `variables_there` moves Variables, `holdings` knows which of them are there, `state_dicts` lets ``state_dict()``
+show them as they are there. `queue_homes` moves queues,
 `restoring` lets all of them be what a file holds. `collections` is Dask data. `overview` gathers what the status shows,
 `card` draws it.
 """

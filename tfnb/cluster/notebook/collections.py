@@ -14,7 +14,7 @@ import torch
 from dask.core import flatten
 from distributed import Client, Future, futures_of, wait
 
-from tfnb.cluster.tasks.reading import described
+from tfnb.cluster.tasks.reading import described, first_rows
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShapeError, TfnbError
 from tfnb.graph.spec import rounded
 from tfnb.state.chunks import Chunked, as_rows, as_tensor, is_collection, without_frames
@@ -45,6 +45,19 @@ def read(client: Client, array: torch.Tensor | Chunked) -> torch.Tensor:
         )
     parts = [as_tensor(as_rows(part)) for part in client.gather(list(array.held))]
     return rounded(torch.cat([part for part in parts if len(part)]), array.dtype, array.name)
+
+
+def head(client: Client, array: torch.Tensor | Chunked, rows: int) -> torch.Tensor:
+    """The first rows of an array, here: of chunks only these are brought. An array without an axis is whole."""
+    if isinstance(array, torch.Tensor):
+        return array[:rows] if array.dim() else array
+    parts: list[torch.Tensor] = []
+    left = rows
+    for length, chunk in zip(array.lengths, array.held, strict=True):
+        if left > 0 and length:
+            parts.append(client.submit(first_rows, chunk, left, pure=False).result())
+            left -= length
+    return torch.cat(parts).to(array.dtype)
 
 
 def _kept(client: Client, key: Any, collection: Any) -> list[Future]:

@@ -21,7 +21,8 @@ from tfnb.cluster.engine.sources import drawn_from
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes.joins import join, joins
 from tfnb.cluster.modes.leases import Offer
-from tfnb.cluster.notebook.collections import read
+from tfnb.cluster.notebook import divided_rows
+from tfnb.cluster.notebook.collections import head, read
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, begin_look
@@ -154,7 +155,7 @@ class Steps:
     def train(
         self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, mode: Mode | str = "sync",
         timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
-        check: bool = False, see: See | None = None, compile: Compile = "off",
+        check: bool = False, see: See | None = None, compile: Compile = "off", exact: bool | None = False,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
 
@@ -166,6 +167,8 @@ class Steps:
         ``timeout``: seconds for all of it. ``one_by_one``: why the notebook has to see every step before the next one
         begins; each is a group of its own then. Asynchronous tasks end their steps in any order: a group has their
         numbers. ``check``, ``compile``: as of `run`. ``see``, too: then each step is taken by one task.
+        ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
+        warn where they are not.
 
         Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
         before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
@@ -188,6 +191,10 @@ class Steps:
         names = placed.placement.apart if is_joint else placed.placement.raced
         if names and not is_stepwise and tasks > 1 and placed.placement.task is None:
             warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
+        if exact is not False and is_joint and placed.why_whole is None and see is None:
+            source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
+            for note in notes:
+                warnings.warn(note, stacklevel=user_level(None))
         steps = (
             self._stepwise(step, placed, source, end, see)
             if is_stepwise
@@ -199,6 +206,9 @@ class Steps:
                 for group in steps:
                     yield group
                     if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
+                        self._variables.send_leading(
+                            step.variables
+                        )  # a callback set a rate: for steps begun from now on
                         self._variables.refresh()
             finally:
                 steps.close()
@@ -207,6 +217,40 @@ class Steps:
         finally:
             if not is_shown and self._engine.lost is None:  # an error, or Ctrl-C at whatever instant, also in `_show`
                 self._show()
+
+    def _looked_at(
+        self, step: StepGraph, placed: Placed, tasks: int, source: Ahead | Iterable[Batch | None]
+    ) -> tuple[Ahead | Iterable[Batch | None], tuple[str, ...]]:  # fmt: skip
+        """The batches of a training, and what is said of a loss that is no mean over their rows, once for each."""
+        known: set[Any] = step.whole.attached.setdefault("divided", set())
+        key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), tasks
+        if key in known or tasks < 2 or not placed.writes or placed.task is not None:
+            return source, ()
+        first: Iterable[Batch | None]
+        if isinstance(source, Ahead):
+            first = self._heads(step, source)
+        else:
+            source = iter(source)
+            first = list(itertools.islice(source, 1))
+            source = itertools.chain(first, source)
+        whole = (batch for batch in first if batch is not None)
+        seen = divided_rows.look(step, placed.placement.homes, tasks, whole)
+        if seen.is_settled:
+            known.add(key)
+        return source, seen.notes
+
+    def _heads(self, step: StepGraph, data: Ahead) -> Iterator[Batch | None]:
+        """The first rows of some batches of a pass; of arrays in chunks their own first rows, which are one batch."""
+        rows = min(divided_rows.ROWS, data.order.batch_size, data.order.rows)
+        if any(not isinstance(array, torch.Tensor) for array in data.arrays):
+            heads = [head(self._client, array, rows) for array in data.arrays]
+            yield from batches(step, [(heads, 0)])
+            return
+        taken = Rows([array for array in data.arrays if isinstance(array, torch.Tensor)], data.order)
+        steps = min(data.total, data.order.per_pass)
+        for at in sorted({number * steps // divided_rows.BATCHES for number in range(divided_rows.BATCHES)}):
+            _, start, stop = data.order.place(at)
+            yield from batches(step, [(taken.part(at, 0, min(rows, stop - start)), 0)])
 
     def _possible(self, mode: Mode) -> Mode:
         """The mode, if there are the tasks that it needs."""
@@ -345,7 +389,7 @@ def _apart(names: Sequence[str], how: Mode, is_joint: bool) -> str:
     """What is said where several tasks write Variables along no gradient."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     if is_joint:
-        found = f"the step writes {shown} itself, not along a gradient, and several tasks divide its rows"
+        found = f"the step writes {shown} itself, not along a gradient that tasks average, and they divide its rows"
         kept = "takes what the first task makes of its rows"
     else:
         found = f"each task makes the new value of {shown} of the one that it read"

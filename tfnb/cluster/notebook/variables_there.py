@@ -94,6 +94,13 @@ class VariablesThere:
                 _ = variable.storage
         self.send(variables, thorough=thorough)
 
+    def send_leading(self, variables: Iterable[Variable]) -> None:
+        """Those whose value here counts, such as the learning rate of an optimizer, where it is another one now."""
+        leading = [variable for variable in variables if variable.leads]
+        for variable in leading:
+            _ = variable.kept  # which looks it up, also where the next step may not take it
+        self.send(leading, thorough=False)
+
     def send(self, variables: Iterable[Variable], *, thorough: bool = True) -> None:
         """What was written here by other means than a step goes to the servers; raises where that would lose steps."""
         written = self.held.written(variables, thorough=thorough)

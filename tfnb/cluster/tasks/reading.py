@@ -37,6 +37,15 @@ def described(computed: Any) -> tuple[list[int], str]:
     return list(chunk.shape), dtype_name(chunk.dtype)
 
 
+def first_rows(computed: Any, rows: int) -> torch.Tensor:
+    """So many rows of a chunk, at most.
+
+    >>> first_rows([1.5, 2.5, 3.5], 2)
+    tensor([1.5000, 2.5000], dtype=torch.float64)
+    """
+    return as_chunk(computed)[:rows].clone()
+
+
 class Reader:
     """The chunks that a task reads, through a Dask client of its own, which is there while a training needs it."""
 

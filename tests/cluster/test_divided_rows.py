@@ -1,0 +1,413 @@
+"""A loss that is no mean over rows is named before tasks divide them; ordinary losses are not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dask import array as dask_array
+from torch import nn
+
+import tfnb
+from tfnb.cluster.notebook import divided_rows
+from tfnb.cluster.notebook.steps_there import batches
+from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.graph import lazy_memory
+from tfnb.placement.placement import Piece
+from tfnb.session import default_session
+
+ROWS = 48
+Build = Callable[..., torch.Tensor]
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+
+
+class Data:
+    """Feeds that the losses take, by the letters of their arguments."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.x, self.y = torch.randn(ROWS, 3, 4), torch.randint(0, 4, (ROWS,))
+        self.z = torch.where(torch.rand(ROWS) < 0.2, -100, self.y)  # some are to be ignored
+        self.k = (torch.rand(ROWS, 4) > 0.4).float()  # a mask
+        self.w = torch.rand(ROWS)
+        self.t = torch.randint(0, 9, (ROWS, 5))  # words
+
+
+def recorded(loss: Build, feeds: Sequence[torch.Tensor], name: str = "divided") -> tuple[Any, dict[Any, torch.Tensor]]:
+    """A step of plain descent, and its data."""
+    with tfnb.record(name):
+        given = [tfnb.placeholder(rows[:8]) for rows in feeds]
+        train = tfnb.train.SGD(0.1).minimize(loss(*given))
+    return train, dict(zip(given, feeds, strict=True))
+
+
+def seen(loss: Build, letters: str, *, batch: int = 16, tasks: int = 2) -> divided_rows.Seen:
+    """What a look at a loss of these feeds tells, without a cluster."""
+    data = Data()
+    train, feeds = recorded(loss, [getattr(data, letter) for letter in letters])
+    step = default_session(train.graph)._prepare(train, tuple(feeds)).code.step
+    homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
+    parts = ([rows[at : at + batch] for rows in feeds.values()] for at in range(0, ROWS, batch))
+    return divided_rows.look(step, homes, tasks, [b for b in batches(step, ((p, 0) for p in parts)) if b is not None])
+
+
+# -- losses that are a mean over rows ----------------------------------------------------------------------------
+
+
+def with_penalty() -> Build:
+    m = flat()
+    return lambda x, y: F.cross_entropy(m(x), y) + 0.1 * sum(p.square().sum() for p in m.parameters())
+
+
+def with_dropouts() -> Build:
+    m = nn.Sequential(nn.Dropout1d(0.3), nn.Flatten(), nn.Dropout(0.5), nn.AlphaDropout(0.1), nn.Linear(12, 4))
+    return lambda x, y: F.cross_entropy(m(x), y, label_smoothing=0.1)
+
+
+def with_norms_by_row() -> Build:
+    m = nn.Sequential(nn.InstanceNorm1d(3), nn.GroupNorm(3, 3), nn.LayerNorm(4), nn.BatchNorm1d(3).eval(), flat())
+    tracked = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+    return lambda x, y: F.cross_entropy(m(tracked(x)), y)
+
+
+def of_words() -> Build:
+    e, enc, h = nn.Embedding(9, 8), nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True), nn.Linear(8, 9)
+    return lambda t: F.cross_entropy(h(enc(e(t)))[:, :-1].flatten(0, 1), t[:, 1:].flatten())
+
+
+def with_sparse_rows() -> Build:
+    e, h = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 4)
+    return lambda t, y: F.cross_entropy(h(e(t).mean(1)), y)
+
+
+def recurrent() -> Build:
+    r, h = nn.LSTM(4, 5, 2, dropout=0.3, batch_first=True), nn.Linear(5, 4)
+    return lambda x, y: F.cross_entropy(h(r(x)[0][:, -1]), y)
+
+
+def in_a_loop() -> Build:
+    cell, h = nn.GRUCell(4, 5), nn.Linear(5, 4)
+
+    def loss(x: Any, y: Any) -> Any:
+        init = (0, torch.zeros(x.shape[0], 5))
+        step = lambda t, s: (t + 1, F.dropout(cell(x[:, t], s), 0.3))  # noqa: E731
+        return F.cross_entropy(h(tfnb.while_loop(lambda t, s: t < 3, step, init)[1]), y)
+
+    return loss
+
+
+def attentive() -> Build:
+    """The bias of keys has a gradient of zero, but for what rounding leaves."""
+    a, h = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 4)
+    return lambda x, y: F.cross_entropy(h(a(x, x, x)[0].mean(1)), y)
+
+
+def variational() -> Build:
+    a, b = nn.Linear(12, 4), nn.Linear(2, 12)
+
+    def loss(x: Any) -> Any:
+        x = x.flatten(1)
+        m, s = a(x).chunk(2, 1)
+        z = m + torch.randn_like(m) * (s / 2).exp()
+        return F.mse_loss(b(z), x) - 0.5 * (1 + s - m.square() - s.exp()).sum(1).mean()
+
+    return loss
+
+
+def noised() -> Build:
+    a = nn.Linear(13, 12)
+
+    def loss(x: Any) -> Any:
+        x = x.flatten(1)
+        t, noise = torch.randint(0, 100, (x.shape[0], 1)) / 100, torch.randn_like(x)
+        return F.mse_loss(a(torch.cat([x * t + noise * (1 - t), t], 1)), noise)
+
+    return loss
+
+
+def mixed_up() -> Build:
+    m = flat()
+
+    def loss(x: Any, y: Any) -> Any:
+        at, share = torch.randperm(x.shape[0]), torch.rand(())
+        out = m(share * x + (1 - share) * x[at])
+        return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[at])
+
+    return loss
+
+
+def of_pairs() -> Build:
+    """Two batches behind each other: dropout masks are no slices of consecutive rows."""
+    m = nn.Sequential(flat(), nn.Dropout(0.5))
+
+    def loss(x: Any) -> Any:
+        a, b = (m(torch.cat([x, -x])) * torch.rand(2 * x.shape[0], 4)).chunk(2)
+        return (a - b).square().sum(1).mean()
+
+    return loss
+
+
+def summed_by_rows() -> Build:
+    m = flat()
+    return lambda x, y: F.cross_entropy(m(x), y, reduction="sum") / x.shape[0]
+
+
+def of_rows_of_their_own() -> Build:
+    """Maxima, masks and weights within a row."""
+    m = flat()
+    return lambda x, k, w: (m(x).max(1).values * w + (m(x) * k).sum(1) / (k.sum(1) + 1)).mean()
+
+
+QUIET = {
+    with_penalty: "xy", with_dropouts: "xy", with_norms_by_row: "xy", of_words: "t", with_sparse_rows: "ty",
+    recurrent: "xy", in_a_loop: "xy", attentive: "xy", variational: "x", noised: "x", mixed_up: "xy", of_pairs: "x",
+    summed_by_rows: "xy", of_rows_of_their_own: "xkw",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "make"), [*enumerate(QUIET)], ids=lambda one: getattr(one, "__name__", ""))
+def test_nothing_is_said_of_a_mean_over_rows(number: int, make: Callable[[], Build]) -> None:
+    assert seen(make(), QUIET[make], tasks=2 + number % 2) == divided_rows.Seen()
+
+
+# -- and losses that are none -----------------------------------------------------------------------------------
+
+
+def contrasted(m: nn.Module, x: Any) -> Any:
+    z = F.normalize(m(x))
+    return F.cross_entropy(z @ z.T / 0.5, torch.arange(x.shape[0]))
+
+
+def normed_by_hand(m: nn.Module, x: Any) -> Any:
+    z = m(x)
+    return (((z - z.mean(0)) / (z.var(0) + 1e-3).sqrt()) ** 3 - 1).square().mean()
+
+
+NAMED: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "a sum": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"), "xy", "is a sum over rows"),
+    "a sum in torch's loss": (
+        lambda m, x, k: F.binary_cross_entropy_with_logits(m(x), k, reduction="sum"), "xk", "is a sum over rows",
+    ),
+    "a sum beside a mean": (
+        lambda m, x, y: F.cross_entropy(m(x), y) + 1e-2 * m(x).square().sum(), "xy", "is a sum over rows",
+    ),
+    "a number of rows": (
+        lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / 16, "xy", "is a sum over rows",
+    ),
+    "ignored": (lambda m, x, z: F.cross_entropy(m(x), z), "xz", "ignore_index=-100"),
+    "ignored words": (
+        lambda m, t: F.cross_entropy(F.one_hot(t, 9).float().transpose(1, 2) * m.get_parameter("1.bias").sum().exp()
+                                     + m.get_parameter("1.bias")[0] * torch.arange(9.0)[:, None], t, ignore_index=0),
+        "t", "ignore_index=0",
+    ),
+    "classes": (
+        lambda m, x, y: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 5, 0.1, 2])), "xy", "class weights",
+    ),
+    "weights": (
+        lambda m, x, y, w: (F.cross_entropy(m(x), y, reduction="none") * w).sum() / w.sum(), "xyw", "sample weights",
+    ),
+    "a mask": (lambda m, x, k: (m(x).square() * k).sum() / k.sum(), "xk", "a mask"),
+    "an index": (lambda m, x, y: m(x).square().mean(1)[y > 1].mean(), "xy", "boolean index"),
+    "a selection": (lambda m, x: torch.masked_select(m(x), m(x) > 0).mean(), "x", "boolean index"),
+    "a maximum": (lambda m, x, y: F.cross_entropy(m(x), y) + m(x).max(), "xy", "largest or smallest of all rows"),
+    "a root": (lambda m, x: m(x).square().mean().sqrt(), "x", "sqrt of a mean over rows is no mean"),
+    "contrast": (contrasted, "x", "its rows are computed with each other"),
+    "a norm by hand": (normed_by_hand, "x", "its rows are computed with each other"),
+    "a deviation": (lambda m, x: F.relu(3 - m(x).std(0)).mean(), "x", "statistic of all rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_loss_that_is_none_is_named(name: str) -> None:
+    loss, letters, why = NAMED[name]
+    module = flat()
+    (note,) = seen(lambda *feeds: loss(module, *feeds), letters).notes
+    assert why in note and "test_divided_rows.py line " in note and "tfnb.run(step, feeds)" in note, note
+
+
+def test_what_one_batch_hides_another_shows() -> None:
+    """All targets of the first batch are ignored; the halves of the others have as many."""
+    module, y = flat(), torch.arange(ROWS) % 4
+    y[:16] = -100
+    y[16::4] = -100
+    data = Data()
+    data.z = y
+    train, feeds = recorded(lambda x, z: F.cross_entropy(module(x), z), [data.x, y])
+    step = default_session(train.graph)._prepare(train, tuple(feeds)).code.step
+    homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
+    taken = batches(step, (([data.x[at : at + 7], y[at : at + 7]], 0) for at in (0, 7, 16, 24)))
+    found = divided_rows.look(step, homes, 2, [batch for batch in taken if batch is not None])
+    assert ["ignore_index" in note for note in found.notes] == [True] and found.is_settled
+
+
+def test_batch_norm_in_training_is_one_note_and_the_loss_is_compared_without_it() -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4, affine=False))
+    (note,) = seen(lambda x, y: F.cross_entropy(plain(x), y), "xy").notes
+    assert "batch norm in training and 1 more" in note and "SyncBatchNorm" in note
+    norm, total = seen(lambda x, y: F.cross_entropy(plain(x), y, reduction="sum"), "xy").notes
+    assert "batch norm in training and 1 more" in norm and "is a sum over rows" in total
+    bare = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), flat())
+    (note,) = seen(lambda x, y: F.cross_entropy(bare(x), y), "xy").notes
+    assert "batch norm in training" in note
+
+
+def test_coarse_numbers_are_compared_as_such() -> None:
+    m = nn.Sequential(nn.Flatten(), nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    def loss(x: Any, y: Any, **options: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = m(x)
+        return F.cross_entropy(out.float(), y, **options)
+
+    assert seen(loss, "xy") == divided_rows.Seen()
+    (note,) = seen(lambda x, y: loss(x, y, reduction="sum"), "xy").notes
+    assert "is a sum over rows" in note
+
+
+def test_a_look_that_takes_too_long_or_too_much_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = flat()
+    loss = lambda x, y: F.cross_entropy(m(x), y, reduction="sum")  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(divided_rows, "SECONDS", 0.0)
+        (note,) = seen(loss, "xy").notes
+        assert "was not looked at: it takes more than" in note
+    monkeypatch.setattr(lazy_memory, "_free", lambda: 1000)
+    (note,) = seen(loss, "xy").notes
+    assert "was not looked at: this process has not the memory" in note
+
+
+def test_draws_inside_of_a_loop_are_not_compared_and_said() -> None:
+    m = flat()
+
+    def loss(x: Any, y: Any) -> Any:
+        init = (0, torch.zeros_like(m(x)))
+        step = lambda t, s: (t + 1, s + m(x) * torch.rand(x.shape[0], 1))  # noqa: E731
+        return F.cross_entropy(tfnb.while_loop(lambda t, s: t < 2, step, init)[1], y)
+
+    (note,) = seen(loss, "xy").notes
+    assert "was not looked at" in note and "draws random numbers" in note
+
+
+def test_a_look_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3), flat())
+    before = [t.clone() for t in m.state_dict().values()]
+    states: list[torch.Tensor] = []
+    look = divided_rows._Comparing.first
+
+    def watched(self: Any, given: Any) -> Any:
+        states.append(torch.get_rng_state())
+        found = look(self, given)
+        states.append(torch.get_rng_state())
+        return found
+
+    monkeypatch.setattr(divided_rows._Comparing, "first", watched)
+    seen(lambda x, y: F.cross_entropy(m(x) * torch.rand(x.shape[0], 1), y), "xy")
+    assert all(torch.equal(a, b) for a, b in zip(m.state_dict().values(), before, strict=True))
+    assert len(states) == 2 and torch.equal(*states)
+
+
+# -- on a cluster -----------------------------------------------------------------------------------------------
+
+
+def said(step: Any, data: Any, **options: Any) -> list[str]:
+    """The warnings of a fit."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        tfnb.fit(step, data, shuffle=False, **{"batch_size": 8, **options})
+    return [str(one.message) for one in found]
+
+
+def summed(name: str) -> tuple[nn.Module, Any, dict[Any, torch.Tensor]]:
+    torch.manual_seed(3)
+    module, data = flat(), Data()
+    return module, *recorded(lambda x, y: F.cross_entropy(module(x), y, reduction="sum"), [data.x, data.y], name)
+
+
+def test_a_fit_says_it_once_for_each_recording_and_number_of_tasks(connect: Callable[..., Any]) -> None:
+    cluster = connect(2)
+    _, step, data = summed("once")
+    (note,) = said(step, data)
+    assert "is a sum over rows" in note and "2 tasks divide the rows" in note and "exact=False" in note
+    assert said(step, data) == []
+    _, again, more = summed("once")  # recorded again
+    assert len(said(again, more)) == 1
+    for options in ({"exact": False}, {"mode": "async"}):
+        assert said(*summed("others")[1:], **options) == []
+    _, fed, feeds = summed("feeds")
+    rows = [dict(zip(feeds, part, strict=True)) for part in zip(*(v.split(8) for v in feeds.values()), strict=True)]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        steps = tfnb.fit(fed, rows).steps
+    assert (len(found), steps) == (1, 6)
+    _, chunked, arrays = summed("chunks")
+    pieces = {key: dask_array.from_array(rows.numpy(), chunks=(5, *rows.shape[1:])) for key, rows in arrays.items()}
+    assert len(said(chunked, pieces)) == 1
+    cluster.close()
+    connect(3)
+    (note,) = said(step, data)
+    assert "3 tasks divide" in note
+    assert said(step, data, backup=1) == []  # two make a step
+
+
+def test_a_look_leaves_a_training_as_it_is(connect: Callable[..., Any]) -> None:
+    cluster, found = connect(2), []
+    for exact in (None, False):
+        module, step, data = summed("same")
+        said(step, data, exact=exact, epochs=2)
+        cluster.pull()
+        found.append([p.detach().clone() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("exact", "kind"), [(True, Unimplemented), ("no", InvalidArgument), (0, InvalidArgument)])
+def test_what_exact_may_be(exact: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="exact"):
+        tfnb.fit(*summed("options")[1:], exact=exact)
+
+
+def test_how_many_rows_of_a_batch_a_task_takes(connect: Callable[..., Any]) -> None:
+    """The table of the README: the gradient is the number of rows that a task has."""
+    cluster, rows = connect(2), torch.ones(64, 1)
+    module = nn.Linear(1, 1, bias=False)
+    with tfnb.record("rows"):
+        x = tfnb.placeholder(rows[:4])
+        step = tfnb.train.SGD(1.0).minimize(module(x).sum())
+
+    def took(train: Callable[[], Any]) -> float:
+        with torch.no_grad():
+            module.weight.zero_()
+        train()
+        cluster.pull()
+        return -float(module.weight.detach())
+
+    assert took(lambda: tfnb.fit(step, {x: rows}, batch_size=64, exact=False)) == 32  # 32 and 32, averaged
+    assert took(lambda: tfnb.fit(step, {x: rows}, batch_size=64, mode="async")) == 64
+    assert took(lambda: tfnb.fit(step, {x: rows}, epochs=2, batch_size=64, mode="async")) == 2 * 64
+    assert took(lambda: tfnb.run(step, {x: rows})) == 64
+
+
+def test_an_update_after_another_one_of_the_same_step_is_named(connect: Callable[..., Any]) -> None:
+    """As of a GAN whose two steps are one: the second gradient hangs on what the first one wrote."""
+    torch.manual_seed(4)
+    make, judge, rows = nn.Linear(2, 3), nn.Linear(3, 1), torch.randn(16, 2)
+    ones = lambda x: torch.ones(x.shape[0], 1)  # noqa: E731
+    with tfnb.record("adversaries"):
+        z = tfnb.placeholder(rows[:4])
+        made = make(z)
+        one = torch.optim.SGD(judge.parameters(), 0.1)
+        F.mse_loss(judge(made.detach()), ones(z)).backward()
+        first = one.step()
+        other = torch.optim.SGD(make.parameters(), 0.1)
+        other.zero_grad()
+        F.mse_loss(judge(made), ones(z)).backward()
+        both = tfnb.group(first, other.step())
+    connect(2)
+    (note,) = said(both, {z: rows})
+    assert "the step writes weight, bias itself, not along a gradient that tasks average" in note

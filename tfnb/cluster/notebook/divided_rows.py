@@ -1,0 +1,287 @@
+"""Before a synchronous training: would the gradients of parts of a batch, averaged by rows, be those of all its rows?
+
+They are computed here, of at most 64 rows of the data and of the values that Variables have in this process, and
+nothing is applied. `tfnb.placement.row_means` says what is computed, and why a loss is no mean over rows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from tfnb.cluster.engine.members import Batch
+from tfnb.cluster.modes.plan import divide
+from tfnb.cluster.server.parts import MERGES
+from tfnb.errors import DeadlineExceeded, ResourceExhausted
+from tfnb.execution import Program, lower
+from tfnb.execution.running import Running
+from tfnb.graph import Node, Spec, Value
+from tfnb.graph.lazy_memory import ensure_room
+from tfnb.graph.spec import flows
+from tfnb.graph.subgraph import nested
+from tfnb.passes import StepGraph, feed_symbols, peak
+from tfnb.placement.placement import Homes
+from tfnb.placement.row_means import Probe, Reason, probe
+
+ROWS = 64  # of a batch, at most
+FEW = 16  # rows that are looked at first: steps may take long
+BATCHES = 8  # of arrays that are looked at: by chance one has rows that are alike
+SECONDS = 5.0
+MORE = 0.5  # seconds after which what was seen is enough
+APART = 1e-3  # of the size of a gradient: kernels add its parts in another order
+NEAR = 2e-6  # the same of sums and means: of losses that begin alike, they tell what makes the difference
+ZERO = 1e-5  # of the size of others: a gradient that small is what rounding leaves of a zero
+UNITS = 8  # in the last place of the coarsest numbers: both at least
+TF32 = 2.0**-10  # what a product of float32 may be rounded to on a device
+_TURNED_OFF = "fit(..., exact=False) averages without a look"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen, in words to warn of. is_settled: whether another look would tell nothing more."""
+
+    notes: tuple[str, ...] = ()
+    is_settled: bool = True
+
+
+def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[Batch]) -> Seen:
+    """Compare on ``batches``, more than one where that is quick. ``tasks``: so many divide the rows of a batch."""
+    found = probe(step, homes)
+    if found is None:
+        return Seen()
+    notes = [_of_norms(found.norms, tasks)] if found.norms else []
+    if found.why_not and not found.norms:
+        return Seen((f"{_NOT_SEEN}: {found.why_not}. {_TURNED_OFF}",))
+    if found.why_not:
+        return Seen(tuple(notes))
+    try:
+        seen = _Comparing(step, found, tasks).first(batches)
+    except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError) as error:
+        why = error.message if isinstance(error, DeadlineExceeded) else "this process has not the memory for it"
+        return Seen((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
+    except Exception:  # of the step: it will say so itself, with its line
+        return Seen(tuple(notes), is_settled=False)
+    return Seen((*notes, *seen.notes), seen.is_settled)
+
+
+_NOT_SEEN = "whether the loss is a mean over rows, so that tasks may divide them, was not looked at"
+
+
+def _of_norms(norms: Sequence[Node], tasks: int) -> str:
+    """The note on batch norm in training."""
+    lines = {node.source: None for node in norms}
+    first = next(iter(lines))
+    others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+    return (
+        f"{first or norms[0].name}: batch norm in training{others} takes the statistics of the rows that a task has, "
+        f"one of {tasks} parts of a batch, and the running statistics are those of the first task, as with "
+        "DistributedDataParallel without SyncBatchNorm. Larger batches, GroupNorm, or the module in eval mode make no "
+        "such difference; tfnb.run(step, feeds) in a loop gives whole steps to one task"
+    )
+
+
+@dataclass
+class _Comparing:
+    """One comparison in progress."""
+
+    step: StepGraph
+    probe: Probe
+    tasks: int
+    _end: float = field(init=False)
+    _draw: Program | None = field(init=False, default=None)
+    _compute: Program = field(init=False)
+
+    def first(self, batches: Iterable[Batch]) -> Seen:
+        """What the first batch tells whose gradients differ, or several that are equal."""
+        begin = time.monotonic()
+        self._end = begin + SECONDS
+        found = self.probe
+        if found.drawn:
+            self._draw = lower(found.graph, found.drawn, found.feeds)
+        self._compute = lower(found.graph, found.fetches, (*found.feeds, *found.drawn))
+        told = Seen(is_settled=False)
+        few = max(FEW, 2 * self.tasks)
+        looks = ((batch, rows) for batch in batches for rows in sorted({min(few, _rows(batch)), _rows(batch)}))
+        for batch, rows in looks:
+            try:
+                told = (self._of(batch, rows) if rows > 1 else None) or told
+            except Exception:
+                if told.is_settled:  # one look is enough
+                    break
+                raise
+            if told.notes or (told.is_settled and time.monotonic() > begin + MORE):
+                break
+        return told
+
+    def _of(self, batch: Batch, rows: int) -> Seen | None:
+        """What these rows of a batch tell; None where all gradients are zero, or not finite."""
+        feeds = batch.part(0, rows)
+        drawn = self._run(self._draw, feeds) if self._draw is not None else []
+        whole = self._part(batch, (0, rows), drawn)
+        size = self._sizes_of(self._grads([whole], [rows]))
+        if not size.all:
+            return None
+        uneven = [(0, rows // 4), (rows // 4, rows)] if rows >= 4 else []  # halves may be alike by chance
+        for division in (divide(rows, self.tasks), uneven):
+            try:
+                parts = [self._part(batch, part, drawn) for part in division]
+            except Exception:
+                if division is uneven:  # rows that belong together, it may be; and one look is enough
+                    return Seen()
+                raise
+            if not parts:
+                break
+            counts = [stop - start for start, stop in division]
+            worst = size.furthest(self._grads([whole], [rows]), self._grads(parts, counts))
+            if worst is not None:
+                return Seen((self._words(*worst, len(division), rows, self._reason(whole, parts, counts)),))
+        return Seen()
+
+    def _part(self, batch: Batch, part: tuple[int, int], drawn: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The fetches, of some rows."""
+        feeds = batch.part(*part)
+        sizes = self._sizes(feeds)
+        alike = [self.probe.alike(value, one, sizes) for value, one in zip(self.probe.drawn, drawn, strict=True)]
+        return self._run(self._compute, [*feeds, *alike])
+
+    def _run(self, program: Program, feeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        specs = [self._spec(value) for value in program.feeds]
+        feeds = [tensor.to(spec.device) for tensor, spec in zip(feeds, specs, strict=True)]
+        sizes = self._sizes(feeds[: len(self.probe.feeds)])
+        nbytes = 2 * peak(program.graph, program.fetches, program.feeds, sizes)  # those of all rows are kept meanwhile
+        ensure_room(nbytes, f"a step of {max(sizes.values(), default=0)} rows in this process")
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(_LATE)
+        storages = [variable.kept for variable in program.variables]
+        out, _ = Running().compute(
+            lambda: program.compute(feeds, storages, 0), until=(left, lambda _: DeadlineExceeded(_LATE))
+        )
+        return out  # type: ignore[return-value]  # of values of the graph
+
+    def _spec(self, value: Value) -> Spec:
+        return self.probe.graph.contents.by_id[value.node].outputs[value.index]
+
+    def _sizes(self, feeds: Sequence[torch.Tensor]) -> dict[str, int]:
+        of = dict(zip(self.probe.feeds, feeds, strict=True))
+        shown = feed_symbols(self.probe.graph.contents, self.probe.feeds)
+        return {symbol: of[value].shape[axis] for symbol, (value, axis) in shown.items()}
+
+    def _grads(self, parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The mean by rows, as servers make it, of each gradient, by the name of its Variable."""
+        merged = {
+            border.value: MERGES[border.kind]([part[at] for part in parts], rows)
+            for at, border in enumerate(self.probe.borders)
+        }
+        found: dict[str, torch.Tensor] = {}
+        for number, border in enumerate(self.probe.borders):
+            value, name = merged[border.value], border.variable or f"number {number}"
+            if border.kind == "grad":
+                found[f"{name}#{number}"] = value
+            elif border.kind == "rows":
+                entries = merged.get(Value(border.value.node, 1))
+                if entries is not None:
+                    found[f"{name}#{number}"] = _by_row(value, entries)
+        return found
+
+    def _reason(
+        self, whole: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int]
+    ) -> Reason | None:
+        """What makes the difference."""
+        apart: set[Value] = set()
+        for at, value in enumerate(self.probe.numbers, len(self.probe.borders)):
+            mean = MERGES["grad"]([part[at] for part in parts], rows)
+            one = {"": whole[at]}
+            if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}, NEAR) is not None:
+                apart.add(value)
+        return self.probe.reason(self.step, apart)
+
+    def _sizes_of(self, grads: Mapping[str, torch.Tensor]) -> _Sizes:
+        norms = {name: _norm(grad) for name, grad in grads.items()}
+        each = [norm / math.sqrt(max(1, grads[name].numel())) for name, norm in norms.items() if math.isfinite(norm)]
+        return _Sizes(norms, max(each, default=0.0), UNITS * self._unit)
+
+    @cached_property
+    def _unit(self) -> float:
+        """The last place of the coarsest numbers that take part."""
+        specs = {spec for node in self._compute.graph.nodes for one in (node, *nested(node)) for spec in one.outputs}
+        kinds = {(spec.dtype, spec.device) for spec in specs if flows(spec.dtype)}
+        return max(
+            [
+                torch.finfo(dtype).eps if device == "cpu" else max(torch.finfo(dtype).eps, TF32)
+                for dtype, device in kinds
+            ]
+        )
+
+    def _words(self, name: str, share: float, parts: int, rows: int, reason: Reason | None) -> str:
+        loss = next(iter(self.probe.losses), None)
+        node = None if loss is None else self.step.whole.contents.by_id[loss.node]
+        at = reason.node if reason is not None else node
+        where = "the step" if at is None else str(at.source or at.name)
+        why = "" if reason is None else f": {reason.text}"
+        cure = f"{reason.cure[0].upper()}{reason.cure[1:]}; or give" if reason is not None and reason.cure else "Give"
+        away = "is not finite" if math.isinf(share) else f"is {share:.2g} of its size away"
+        return (
+            f"{where}: the loss is no mean over rows{why}. {self.tasks} tasks divide the rows of each step and average "
+            f"their gradients by rows: of the first {rows} rows in {parts} parts, that of {name.partition('#')[0]} "
+            f"{away} from that of all of them together. {cure} each step to one task, tfnb.run(step, feeds) in a "
+            f"loop. {_TURNED_OFF}"
+        )
+
+
+_LATE = f"it takes more than {SECONDS:.0f} s"
+
+
+def _by_row(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """Row-sparse entries, summed: one vector for each row of the table that has some, in its order."""
+    rows, place = entries.unique(return_inverse=True)
+    total = values.new_zeros(len(rows), *values.shape[1:])
+    return total.index_add_(0, place, values)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How large gradients are: ``of_each`` its norm, ``typical`` the root mean square of the largest one.
+
+    ``rounding``: a share of them that may be nothing else.
+    """
+
+    of_each: Mapping[str, float]
+    typical: float
+    rounding: float
+
+    @property
+    def all(self) -> bool:
+        """Whether there is something to compare."""
+        return self.typical > 0 and all(map(math.isfinite, self.of_each.values()))
+
+    def furthest(
+        self, whole: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor], least: float = APART
+    ) -> tuple[str, float] | None:  # fmt: skip
+        """The gradient that is furthest from the mean of parts, and how far in sizes of it; None where none is."""
+        found: dict[str, float] = {}
+        for name, norm in self.of_each.items():
+            one, other = whole[name], mean[name]
+            if one.shape != other.shape:  # sparse rows that are all zero in one of them
+                found[name] = math.inf
+                continue
+            away = _norm(one.to(torch.promote_types(one.dtype, torch.float32)) - other)
+            share = away / max(norm, 1e-300) if math.isfinite(away) else math.inf
+            zero = max(min(ZERO, least), self.rounding) * self.typical * math.sqrt(max(1, one.numel()))
+            if not math.isfinite(away) or (share > max(least, self.rounding) and away > zero):
+                found[name] = share
+        return max(found.items(), key=lambda pair: pair[1], default=None)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(tensor.to(wide))) if tensor.numel() else 0.0
+
+
+def _rows(batch: Batch) -> int:
+    return min(batch.rows or 0, ROWS)
