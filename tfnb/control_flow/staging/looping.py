@@ -309,10 +309,14 @@ class Stage:
         """The bases of the carried memory before the loop."""
         return [bases_of(self.recorder, leaf) for value in self.first.values() for leaf in tree_flatten(value)[0]]
 
-    def begun(self, loop: Loop, values: Sequence[Any]) -> list[Tensor]:
-        """The names that the body set first, carried as well from here on: what they are after the iteration."""
+    def begun(self, loop: Loop, values: Sequence[Any], written: set[Any]) -> list[Tensor]:
+        """The names that the body set first, carried as well from here on: what they are after the iteration.
+
+        A name that holds memory which the iteration writes is left without a value.
+        """
         found: list[Tensor] = []
         self.extra: list[Tensor] = []
+        self.all_labels = list(self.labels)
         for place in self.late:
             value, is_set = values[place], None
             if isinstance(value, SetInSomeRuns):
@@ -330,6 +334,8 @@ class Stage:
             if not all(bound_outside(self.recorder, spec) for spec in specs):
                 continue
             bases = self._bases(leaves)
+            if any(not written.isdisjoint(each) for each in bases):
+                continue
             given = [loop.begun(spec, name) for spec in specs]
             if is_set is not None:
                 tensors = [torch.where(is_set, *pair) for pair in zip(tensors, given, strict=True)]
@@ -337,6 +343,7 @@ class Stage:
                 tensors.append(given[-1] | is_set)
             self.late[place] = _First(form, numbers, len(self.extra), is_set is not None)
             self.extra += given
+            self.all_labels += [self.st.label(name)] * len(given)
             self.bases += [*bases, *[Bases()] * (len(given) - len(bases))]
             found += tensors
         return found
@@ -351,7 +358,8 @@ class Stage:
             as_number(leaf) if number else leaf
             for leaf, number in zip(late[first.at : end], first.numbers, strict=True)
         ]
-        why = f"it is first set in the loop of {st.place}, {'which did not set it' if first.has_flag else 'which took no turn'}"
+        how = "did not set it" if first.has_flag else "took no turn"
+        why = f"it is first set in the loop of {st.place}, which {how}"
         is_set = late[end] if first.has_flag else iterations > 0
         found = SetInSomeRuns(st.names[place], why, self.recorder, leaves, first.form, is_set)
         sample = is_set.sample
@@ -364,8 +372,7 @@ class Stage:
         values = list(self._values(carried, is_after=True))
         for outer, name in self.lost:
             self._lose(outer, name)
-        labels = [*self.labels, *("a name that the loop sets first" for _ in late)]
-        self.aliases.share(self.st, [*carried, *late], labels)
+        self.aliases.share(self.st, [*carried, *late], self.all_labels)
         st = self.st
         for place in self.late:
             values[place] = self._first_set(place, late, iterations)
@@ -428,13 +435,13 @@ class _Attempt:
         self.st.refuse_attributes()
         after = stage.leaves(values, carried)
         stage.set_back()
-        late = stage.begun(self.loop, values)
+        late = stage.begun(self.loop, values, written)
         stacks = {row._family: stack for row, stack in zip(rows, self.iterations.xs, strict=True)}
         aliases = stage.aliases = LoopAliases(
             recorder, [*carried, *stage.extra], [*stage.before_bases(), *[Bases()] * len(stage.extra)], stage.bases,
             stacks,
         )  # fmt: skip
-        aliases.check(self.st, written, stage.labels)
+        aliases.check(self.st, written, stage.all_labels)
         if stage.growth.is_new:
             raise Retry(stage)
         index = [place + self.iterations.step for place in given[: self.head]]
