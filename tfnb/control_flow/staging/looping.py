@@ -319,6 +319,8 @@ class Stage:
         self.all_labels = list(self.labels)
         for place in self.late:
             value, is_set = values[place], None
+            if self.before[place].why is not None:  # another statement gave it a value in some runs
+                continue
             if isinstance(value, SetInSomeRuns):
                 leaves, form, is_set = value.leaves, value.form, value.is_set
             elif isinstance(value, Undefined):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from tfnb.errors import InvalidArgument

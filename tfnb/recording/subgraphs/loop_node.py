@@ -262,7 +262,8 @@ class Loop:
         """Each carried value leaves the body as it came, and every row has the same shape."""
         recorder, at = self.recorder, self.recorder.tape.at()
         names = [
-            *self.names, *("a name that the body sets first" for _ in self.late),
+            *self.names,
+            *("a name that the body sets first" for _ in self.late),
             *(f"a tensor written inside ({base.entry.value})" for base in self.held),
         ]
         for name, spec, value, out in zip(names, inner, before, region.outputs, strict=False):
