@@ -40,7 +40,7 @@ from tfnb.control_flow.tensor_array import arrays, has_blanks
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Tensor
-from tfnb.recording.subgraphs.capture import Retry, bound_outside, now, retried
+from tfnb.recording.subgraphs.capture import Retry, bound_before, bound_outside, now, retried
 from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop, zeros
 from tfnb.recording.writes.aliases import REFUSED, family, lose
 
@@ -333,7 +333,7 @@ class Stage:
             name = self.st.names[place]
             tensors = [tensor_of(self.recorder, leaf) for leaf in leaves]
             specs = [self._spec(tensor) for tensor in tensors]
-            if not all(bound_outside(self.recorder, spec) for spec in specs):
+            if not all(bound_before(self.recorder, spec) for spec in specs):
                 continue
             bases = self._bases(leaves)
             if any(not written.isdisjoint(each) for each in bases):

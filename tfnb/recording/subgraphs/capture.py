@@ -354,6 +354,13 @@ def bound_outside(recorder: Recording, spec: Spec) -> bool:
     return not spec.symbols or _bound(recorder.tape.nodes).issuperset(spec.symbols)
 
 
+def bound_before(recorder: Recording, spec: Spec) -> bool:
+    """Inside of a function that is being recorded: whether the sizes are those of values from before its call."""
+    made = {node.id for node in recorder.new[recorder.inside[-1].at :]}
+    outer = (node for node in recorder.tape.nodes if node.id not in made)
+    return not spec.symbols or _bound(outer).issuperset(spec.symbols)
+
+
 def _bound(nodes: Iterable[Node]) -> set[str]:
     """Symbols that some value has as an axis."""
     return axes(spec for node in nodes for spec in node.outputs)
