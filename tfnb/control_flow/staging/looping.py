@@ -34,13 +34,13 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
+from tfnb.control_flow.staging.unset import SetInSomeRuns, Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.control_flow.tensor_array import arrays, has_blanks
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Tensor
-from tfnb.recording.subgraphs.capture import Retry, bound_outside, now, retried
+from tfnb.recording.subgraphs.capture import Retry, bound_before, bound_outside, now, retried
 from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop, zeros
 from tfnb.recording.writes.aliases import REFUSED, family, lose
 
@@ -83,6 +83,16 @@ class Iterations:
     step: Any = 1
 
 
+@dataclass(frozen=True)
+class _First:
+    """A name's first value as carried values from ``at`` on, and behind them, with a flag, whether it was set."""
+
+    form: TreeSpec
+    numbers: list[bool]  # which stand for Python numbers
+    at: int
+    has_flag: bool
+
+
 class Stage:
     """One loop to be staged: which names it carries, as which tensors.
 
@@ -96,7 +106,7 @@ class Stage:
         self.st, self.recorder, self.by_size, self.entered = st, st.recorder, by_size, entered
         self.before = st.get()
         self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
-        self.late: set[int] = set()  # names that the body gives a first value, which ends with the iteration
+        self.late: dict[int, _First | None] = {}  # names that the body gives a first value; None: no tensors
         self.returned: dict[int, tuple[list[Spec], TreeSpec]] = {}  # what the body returns of the function
         self.elements: dict[int, list[Spec | None]] = {}  # of arrays that know theirs by the body only
         self.stay: set[int] = set()  # names that no iteration rebinds; the body may write into their memory
@@ -186,6 +196,7 @@ class Stage:
         """The carried leaves after one iteration; raises Retry where they are not those that were planned."""
         found: list[Any] = []
         self.bases: list[Bases] = []  # of each leaf: what may have its memory after the iteration
+        self.late = {}
         self.lost: list[tuple[Any, str]] = []  # what names held before the loop, which writes into it
         given = iter(carried)
         again = False
@@ -222,7 +233,8 @@ class Stage:
 
     def _new(self, place: int, value: Any, old: Any) -> bool:
         """A name that is not carried: left as it was, or given its first value."""
-        name = self.st.label(self.st.names[place])
+        st = self.st
+        name = st.label(st.names[place])
         if value is old or (not isinstance(old, Undefined) and type(value) is type(old) and same(value, old)):
             return False
         if place in self.stay:
@@ -233,7 +245,12 @@ class Stage:
             instead = Instead.FIRST_ITERATION if None in tree_flatten(old)[0] else Instead.RUN
             raise CannotStage(f"{name} is {kind(old)} before the loop and {kind(value)} after an iteration", instead)
         if not isinstance(old, UndefinedReturnValue):
-            self.late.add(place)
+            if isinstance(old, SetInSomeRuns) and old.is_read:
+                raise InvalidArgument(
+                    f"{name} is read and set in the `{st.what}` of {st.place}: {old.why}; give it a value before\n  "
+                    f"{st.place}{self.recorder.tape.at()}", details=DISAGREE,
+                )  # fmt: skip
+            self.late[place] = None
             return False
         leaves, form = tree_flatten(value)
         if not all(map(is_value, leaves)):
@@ -292,15 +309,75 @@ class Stage:
         """The bases of the carried memory before the loop."""
         return [bases_of(self.recorder, leaf) for value in self.first.values() for leaf in tree_flatten(value)[0]]
 
-    def finish(self, carried: Sequence[Any]) -> None:
+    def begun(self, loop: Loop, values: Sequence[Any], written: set[Any]) -> list[Tensor]:
+        """The names that the body set first, carried as well from here on: what they are after the iteration.
+
+        A name that holds memory which the iteration writes is left without a value.
+        """
+        found: list[Tensor] = []
+        self.extra: list[Tensor] = []
+        self.all_labels = list(self.labels)
+        for place in self.late:
+            value, is_set = values[place], None
+            if self.before[place].why is not None:  # another statement gave it a value in some runs
+                continue
+            if isinstance(value, SetInSomeRuns):
+                leaves, form, is_set = value.leaves, value.form, value.is_set
+            elif isinstance(value, Undefined):
+                continue
+            else:
+                leaves, form = tree_flatten(value)
+            if not leaves or not all(map(is_value, leaves)):
+                continue
+            numbers = [is_number(leaf) or not isinstance(leaf, (torch.Tensor, Variable)) for leaf in leaves]
+            name = self.st.names[place]
+            tensors = [tensor_of(self.recorder, leaf) for leaf in leaves]
+            specs = [self._spec(tensor) for tensor in tensors]
+            if not all(bound_before(self.recorder, spec) for spec in specs):
+                continue
+            bases = self._bases(leaves)
+            if any(not written.isdisjoint(each) for each in bases):
+                continue
+            given = [loop.begun(spec, name) for spec in specs]
+            if is_set is not None:
+                tensors = [torch.where(is_set, *pair) for pair in zip(tensors, given, strict=True)]
+                given.append(loop.begun(spec_of(is_set), f"{name}_is_set"))
+                tensors.append(given[-1] | is_set)
+            self.late[place] = _First(form, numbers, len(self.extra), is_set is not None)
+            self.extra += given
+            self.all_labels += [self.st.label(name)] * len(given)
+            self.bases += [*bases, *[Bases()] * (len(given) - len(bases))]
+            found += tensors
+        return found
+
+    def _first_set(self, place: int, late: Sequence[Tensor], iterations: Tensor) -> Any:
+        """The value after the loop of a name that the body set first."""
+        st, first = self.st, self.late[place]
+        if first is None:
+            return Undefined(st.names[place], f"it is first set in the loop of {st.place}")
+        end = first.at + len(first.numbers)
+        leaves = [
+            as_number(leaf) if number else leaf
+            for leaf, number in zip(late[first.at : end], first.numbers, strict=True)
+        ]
+        how = "did not set it" if first.has_flag else "took no turn"
+        why = f"it is first set in the loop of {st.place}, which {how}"
+        is_set = late[end] if first.has_flag else iterations > 0
+        found = SetInSomeRuns(st.names[place], why, self.recorder, leaves, first.form, is_set)
+        sample = is_set.sample
+        if self.recorder.inside or (sample is not None and not sample):
+            return found
+        return found.read()
+
+    def finish(self, carried: Sequence[Any], late: Sequence[Tensor], iterations: Tensor) -> None:
         """Give the names what the loop leaves them."""
         values = list(self._values(carried, is_after=True))
         for outer, name in self.lost:
             self._lose(outer, name)
-        self.aliases.share(self.st, carried, self.labels)
+        self.aliases.share(self.st, [*carried, *late], self.all_labels)
         st = self.st
         for place in self.late:
-            values[place] = Undefined(st.names[place], f"it is first set in the loop of {st.place}")
+            values[place] = self._first_set(place, late, iterations)
         st.set(tuple(values))
 
     def _lose(self, outer: Any, name: str) -> None:
@@ -329,13 +406,14 @@ class _Attempt:
     def record(self) -> None:
         """Record it and set the names to what the loop gives; raises Retry where the body told something new."""
         stage, iterations, st = self.stage, self.iterations, self.st
-        loop = Loop(
+        loop = self.loop = Loop(
             self.recorder, self.start, self.labels, iterations.xs, specs=self.specs, limit=iterations.limit,
             what=self.st.what.split()[0], entered=stage.entered,
         )  # fmt: skip
         result = loop.record(None if iterations.test is None else self._condition, self._iteration)
-        carried = result.carried[self.head :]
-        stage.finish(carried)
+        count = len(self.start)
+        carried = result.carried[self.head : count]
+        stage.finish(carried, result.carried[count:], result.iterations)
         if stage.growth.lists:
             stage.growth.finish(
                 result.rows, st.place, lambda rows, bases: stage.aliases.share_elements(st, rows, bases, carried)
@@ -359,14 +437,18 @@ class _Attempt:
         self.st.refuse_attributes()
         after = stage.leaves(values, carried)
         stage.set_back()
+        late = stage.begun(self.loop, values, written)
         stacks = {row._family: stack for row, stack in zip(rows, self.iterations.xs, strict=True)}
-        aliases = stage.aliases = LoopAliases(recorder, carried, stage.before_bases(), stage.bases, stacks)
-        aliases.check(self.st, written, stage.labels)
+        aliases = stage.aliases = LoopAliases(
+            recorder, [*carried, *stage.extra], [*stage.before_bases(), *[Bases()] * len(stage.extra)], stage.bases,
+            stacks,
+        )  # fmt: skip
+        aliases.check(self.st, written, stage.all_labels)
         if stage.growth.is_new:
             raise Retry(stage)
         index = [place + self.iterations.step for place in given[: self.head]]
         elements = stage.growth.rows(recorder, lambda bases: aliases.check_element(self.st, bases, written))
-        return [*index, *after, *elements]
+        return [*index, *after, *late, *elements]
 
     def _taken(self, given: Sequence[Any], carried: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
         """Run the body once; returns the values of the names after it."""

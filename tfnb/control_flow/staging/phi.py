@@ -30,9 +30,10 @@ from tfnb.control_flow.staging.statement import (
     part_of,
     plain_number,
     same,
+    status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
+from tfnb.control_flow.staging.unset import SetInSomeRuns, Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import SIZES, truth
 from tfnb.control_flow.tensor_array import has_blanks, varying
 from tfnb.errors import InvalidArgument
@@ -206,10 +207,12 @@ class Phi:
         """A name that one branch leaves without a value: only what a function returns is carried."""
         st, after = self.st, self.sides[side]
         name, value = st.names[place], after.values[place]
+        if isinstance(value, SetInSomeRuns):  # its tensors are of inside of the branch
+            return lambda _: Undefined(name, value.why)
         if isinstance(value, Undefined):
             return lambda _: value
         if not any(isinstance(s.values[place], UndefinedReturnValue) for s in self.sides.values()):
-            return lambda _: Undefined(name, f"it is set in one branch of {st.place} only")
+            return self._set_in_some_runs(place, side)
         leaves, form = tree_flatten(value)
         if not all(map(is_value, leaves)) or not all(self._fits(after, place, at) for at in range(len(leaves))):
             raise CannotStage(f"it returns {kind(value)}, and goes on in the other branch")
@@ -219,6 +222,38 @@ class Phi:
             column = self._column((value_at, None) if side else (None, value_at), st.label(name))
             parts.append(self._shared(place, at, column, st.label(name)))
         return lambda results: tree_unflatten([part(results) for part in parts], form)
+
+    def _set_in_some_runs(self, place: int, side: bool) -> Callable[[list[Any]], Any]:
+        """A name that one branch alone sets: in a loop, where an iteration before may have, the value and the test."""
+        st, after = self.st, self.sides[side]
+        name, value = st.names[place], after.values[place]
+        why = f"it is set in one branch of {st.place} only"
+        leaves, form = tree_flatten(value)
+        is_carried = isinstance(self.sides[not side].values[place], SetInSomeRuns) or not all(map(is_value, leaves))
+        fits = not is_carried and all(self._fits(after, place, at) for at in range(len(leaves)))
+        if status.growth is None or not leaves or not fits or self._writes(after, leaves):
+            return lambda _: Undefined(name, why)
+        parts = []
+        for at, leaf in enumerate(leaves):
+            value_at = self._value(side, place, at, leaf, None)
+            column = self._column((value_at, None) if side else (None, value_at), st.label(name))
+            parts.append(self._shared(place, at, column, st.label(name)))
+        numbers = [is_number(leaf) or not isinstance(leaf, (torch.Tensor, Variable)) for leaf in leaves]
+        is_set = self.predicate if side else torch.logical_not(self.predicate)
+
+        def made(results: list[Any]) -> SetInSomeRuns:
+            found = [
+                as_number(part(results)) if number else part(results)
+                for part, number in zip(parts, numbers, strict=True)
+            ]
+            return SetInSomeRuns(name, why, st.recorder, found, form, is_set, is_partial=True)
+
+        return made
+
+    def _writes(self, after: After, leaves: list[Any]) -> bool:
+        """Whether the branch writes one of these tensors of outside, which it gives too."""
+        are_state = (leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, Variable)))
+        return any(self._base(leaf) in after.region.written for leaf in are_state)
 
     def _fits(self, after: After, place: int, at: int) -> bool:
         """Whether its sizes are known where the branch was not taken."""

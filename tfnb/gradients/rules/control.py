@@ -402,6 +402,8 @@ class _Back:
     def _recorded(self, dys: Cotangents) -> list[Any]:
         n, part, count = self.n, self.part, self.count
         rows = [(count + i, at) for i, at in enumerate(row_places(n.attrs)) if dys.given(at[0]) is not None]
+        asked = self._asked([*(i for i in range(count) if dys.given(i) is not None), *(i for i, _ in rows)])
+        self.carried = [i for i in self.carried if i in asked]
         given: list[Any] = [(dys[at[0]], n.outs[at[1]]) if len(at) > 1 else dys[at[0]] for _, at in rows]
         sums = [i for i in self.shared if i not in self.rows]
         start: list[Any] = [*(dys[i] for i in self.carried), *(_zeros(self.kept[i]) for i in sums)]
@@ -431,6 +433,24 @@ class _Back:
         for i in self.rows:
             entries[kept[i]] = _all_rows(self.kept[i], next(pairs), next(pairs))
         return entries
+
+    def _asked(self, outputs: Sequence[int]) -> set[int]:
+        """The carried values on which these outputs of the body depend, in any number of iterations."""
+        body, count = self.part.part, self.count
+        by_id = body.contents.by_id
+        places = {value: i for i, value in enumerate(body.inputs[:count])}
+        asked, seen = set[int](), set[int]()
+        stack = [value for i in outputs if (value := body.outputs[i]) is not None]
+        asked.update(i for i in outputs if i < count)
+        while stack:
+            value = stack.pop()
+            if (place := places.get(value)) is not None and place not in asked:
+                asked.add(place)
+                stack += filter(None, [body.outputs[place]])
+            if value.node not in seen and value.node in by_id:
+                seen.add(value.node)
+                stack += by_id[value.node].inputs
+        return asked
 
     def _iteration(self, outputs: Sequence[int], values: Sequence[Tensor]) -> list[torch.Tensor]:
         """One iteration: the cotangents of its inputs from those of its outputs, and the sums so far."""

@@ -83,14 +83,15 @@ class Region:
 
 def record_region(
     recorder: Recording, function: Function, given: Sequence[Given], *, scope: str, iterations: bool,
-    held: Sequence[Base] = (), inner: Inner | None = None, entered: bool = True,
+    held: Sequence[Base] = (), inner: Inner | None = None, entered: bool = True, more: Sequence[Tensor] = (),
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
     scope: the path of the scope that it is recorded in. iterations: whether it runs many times: what is the same each
     time is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they
     mean at the end are the last outputs. inner: of a subgraph that is differentiated. entered: whether the samples get
-    there; an op that fails on those that do not has a shape and no sample.
+    there; an op that fails on those that do not has a shape and no sample. more: further arguments, which the
+    function asks for while it is recorded.
     """
     while True:
         before = Savepoint(recorder)
@@ -102,7 +103,7 @@ def record_region(
                 _sealed(recorder, iterations),
                 setting(recorder, entered=recorder.entered and entered),
             ):
-                tensors = [_placeholder(recorder, item) for item in given]
+                tensors = [argument(recorder, item) for item in given]
                 inputs = tuple(tensor._entry.value for tensor in tensors)  # before any is written in place
                 for base, tensor in zip(held, tensors[len(tensors) - len(held) :], strict=True):
                     base.become(tensor._entry)
@@ -114,6 +115,7 @@ def record_region(
                 outputs = [recorder._entry(recorder._as_tensor(item)).value for item in found]
                 before.release()
                 outputs += [base.entry.value for base in held]
+                inputs += tuple(tensor._entry.value for tensor in more)
         except BaseException:
             before.undo()
             raise
@@ -167,7 +169,8 @@ def _sealed(recorder: Recording, iterations: bool) -> Any:
     return sealed(recorder, refuse) if iterations else nullcontext()
 
 
-def _placeholder(recorder: Recording, given: Given) -> Tensor:
+def argument(recorder: Recording, given: Given) -> Tensor:
+    """An argument of the function that is being recorded."""
     value = recorder.tape.append("tfnb.placeholder", clean(given.name), (given.spec,))
     fake = recorder.space.fakes[value] = recorder.symbols.fake(given.spec)
     recorder.space.samples.root(value, given.sample)
@@ -349,6 +352,13 @@ def same_shape(recorder: Recording, a: Spec, b: Spec) -> bool:
 def bound_outside(recorder: Recording, spec: Spec) -> bool:
     """Whether the sizes are those of values that are recorded here, and not those of values inside of something."""
     return not spec.symbols or _bound(recorder.tape.nodes).issuperset(spec.symbols)
+
+
+def bound_before(recorder: Recording, spec: Spec) -> bool:
+    """Inside of a function that is being recorded: whether the sizes are those of values from before its call."""
+    made = {node.id for node in recorder.new[recorder.inside[-1].at :]}
+    outer = (node for node in recorder.tape.nodes if node.id not in made)
+    return not spec.symbols or _bound(outer).issuperset(spec.symbols)
 
 
 def _bound(nodes: Iterable[Node]) -> set[str]:

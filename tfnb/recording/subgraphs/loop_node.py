@@ -18,6 +18,7 @@ from tfnb.recording.subgraphs.capture import (
     Inner,
     Region,
     append,
+    argument,
     bound_outside,
     captures,
     record_region,
@@ -91,6 +92,8 @@ class Loop:
     swap: bool | None = None
     entered: bool = True
     held: list[Base] = field(default_factory=list)  # what the body writes of outside: carried as well
+    late: list[Tensor] = field(default_factory=list)  # arguments that the body asked for, see `begun`
+    late_specs: list[Spec] = field(default_factory=list)
     path: str = ""
 
     def record(self, cond: Function | None, body: Function) -> Result:
@@ -101,6 +104,15 @@ class Loop:
         with self.recorder.scope(self.what) as self.path:
             return self._recorded(cond, body)
 
+    def begun(self, spec: Spec, name: str) -> Tensor:
+        """Inside the body: one more carried value, zeros of this spec before the first iteration.
+
+        The body gives what it is after the iteration behind the other carried values, in the order of these calls.
+        """
+        self.late.append(argument(self.recorder, Given(spec, name)))
+        self.late_specs.append(spec)
+        return self.late[-1]
+
     def _recorded(self, cond: Function | None, body: Function) -> Result:
         recorder = self.recorder
         entries = [recorder._entry(tensor) for tensor in self.init]
@@ -108,6 +120,10 @@ class Loop:
         inner = list(self.specs or map(self._spec, entries))
         given = [self._given(e, spec, name) for e, spec, name in zip(entries, inner, self.names, strict=True)]
         region = self._body(body, given, [self._row(e, i) for i, e in enumerate(sequences)])
+        late = self.late_specs
+        inner += late
+        entries += [recorder._entry(zeros(recorder, spec)) for spec in late]
+        given += [Given(spec, "first_set") for spec in late]
         count = len(entries)
         test = None if cond is None else self._test(cond, given)
         written = [base.entry for base in self.held]
@@ -154,9 +170,11 @@ class Loop:
         """The body; what it writes of outside is carried behind the other carried values."""
         apart: set[Base] = set()
         while True:
+            self.late.clear()
+            self.late_specs.clear()
             region = record_region(
                 self.recorder, body, [*given, *rows, *self._kept()], scope=self.path, iterations=True, held=self.held,
-                inner=None if self.saver is None else self.saver.inner, entered=self.entered,
+                inner=None if self.saver is None else self.saver.inner, entered=self.entered, more=self.late,
             )  # fmt: skip
             if self.saver is not None:
                 self.saver.adopt(region.moved)
@@ -171,9 +189,12 @@ class Loop:
                 break
             region.undo()
             self.held += more
-        first, at, last = len(given), len(given) + len(rows), len(region.outputs) - len(self.held)
-        region.inputs = (*region.inputs[:first], *region.inputs[at:], *region.inputs[first:at])
-        region.outputs = [*region.outputs[:first], *region.outputs[last:], *region.outputs[first:last]]
+        first, at, end = len(given), len(given) + len(rows), len(given) + len(rows) + len(self.held)
+        carried, last = first + len(self.late), len(region.outputs) - len(self.held)
+        region.inputs = (
+            *region.inputs[:first], *region.inputs[end:], *region.inputs[at:end], *region.inputs[first:at]
+        )  # fmt: skip
+        region.outputs = [*region.outputs[:carried], *region.outputs[last:], *region.outputs[carried:last]]
         return region
 
     def _test(self, cond: Function, given: list[Given]) -> Region:
@@ -242,6 +263,7 @@ class Loop:
         recorder, at = self.recorder, self.recorder.tape.at()
         names = [
             *self.names,
+            *("a name that the body sets first" for _ in self.late),
             *(f"a tensor written inside ({base.entry.value})" for base in self.held),
         ]
         for name, spec, value, out in zip(names, inner, before, region.outputs, strict=False):
