@@ -18,7 +18,7 @@ import tfnb
 from tfnb.errors import FailedPrecondition, FeedError
 from tfnb.graph import Spec
 from tfnb.kernels import random
-from tfnb.session.feeding import converted
+from tfnb.session.feeding import _moved as moved
 
 FAKE = """
 import torch
@@ -69,15 +69,15 @@ def on(device: str) -> torch.Tensor:
 def test_a_feed_on_another_accelerator_is_moved_and_that_is_said_once() -> None:
     spec = Spec(torch.float32, (2,), "cpu")
     with pytest.warns(UserWarning, match=r"moves what is fed for elsewhere from cuda:0 to cpu"):
-        assert converted(on("cuda:0"), spec, "elsewhere", None).device == torch.device("cpu")
+        assert moved(on("cuda:0"), spec, "elsewhere", None).device == torch.device("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        converted(on("cuda:0"), spec, "elsewhere", None)
+        moved(on("cuda:0"), spec, "elsewhere", None)
 
 
 def test_a_feed_that_is_there_is_taken_as_it_is() -> None:
     given = on("cuda:1")
-    assert converted(given, Spec(torch.float32, (2,), "cuda:1"), "x", None) is given
+    assert moved(given, Spec(torch.float32, (2,), "cuda:1"), "x", None) is given
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -107,15 +107,15 @@ class Namespace:
         """The names of a frame."""
         return cls(frame.f_globals, None if frame.f_locals is frame.f_globals else frame.f_code)
 
-    def get(self, name: str) -> Any:
-        """What a name stands for now; None for one that is not there, or whose function does not run any more."""
+    def get(self, name: str, missing: Any = None) -> Any:
+        """The value of a name now; ``missing`` where it has none, or its function does not run any more."""
         function = self.function
         if function is None or name not in (*function.co_varnames, *function.co_cellvars, *function.co_freevars):
-            return self.names.get(name)
+            return self.names.get(name, missing)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not function:
             frame = frame.f_back
-        return None if frame is None else frame.f_locals.get(name)
+        return missing if frame is None else frame.f_locals.get(name, missing)
 
 
 def numbers(value: Any) -> Any:

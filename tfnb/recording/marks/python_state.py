@@ -354,7 +354,8 @@ class PythonReads:
         self._entered: dict[int, _Entered] = {}
         self._open: list[tuple[_Entered, int, int]] = []  # with the first id, and how many nodes there were
         self._updates: dict[torch.optim.Optimizer, set[int]] = {}
-        self._reads = {} if namespace is None else {read: namespace.get(read.name) for read in reads}
+        values = {} if namespace is None else {read: namespace.get(read.name, _MISSING) for read in reads}
+        self._reads = {read: value for read, value in values.items() if value is not _MISSING}
         self._attributes = {
             read: vars(module)[read.attribute]
             for read, module in self._reads.items()
@@ -438,7 +439,7 @@ class PythonReads:
         seen: set[int] = set()
         while stack:
             module, label, spans = stack.pop()
-            if id(module) in seen or not _has_any(module, used):
+            if id(module) in seen or isinstance(module, torch.jit.ScriptModule) or not _has_any(module, used):
                 continue
             seen.add(id(module))
             path = label.partition(" (")[0]
@@ -464,7 +465,8 @@ class PythonReads:
             for name in self._changed(entered):
                 yield Kept(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
         for read, value in () if self._namespace is None else self._reads.items():
-            if not read.attribute and self._is_carried(value, self._namespace.get(read.name)):
+            now = self._namespace.get(read.name)
+            if not read.attribute and now is not value and self._is_carried(value, now):  # in place: noted there
                 yield Kept(None, f"this cell or block keeps {read.name} {cure}")
 
     def _changed(self, entered: _Entered) -> Iterator[str]:
