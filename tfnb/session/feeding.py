@@ -32,8 +32,10 @@ MOST_FITTING = 64  # shapes of a signature that are known to fit
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one feed key takes. dtype: of CPU tensors that can be taken as they are; None where none can. fixed: the line that made a
-    constant of each axis's varying size."""
+    """What one feed key takes.
+
+    dtype: of CPU tensors that can be taken as they are; None where none can. fixed: see `Node.fixed`.
+    """
 
     name: str
     spec: Spec
