@@ -36,7 +36,10 @@ def _level_below(op: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
         return _functorch.get_unwrapped(leaf).movedim(_functorch.maybe_get_bdim(leaf), 0) if is_batched(leaf) else leaf
 
     with _ExcludeDispatchKeyGuard(DispatchKeySet(_BATCHED)):
-        batch = next(opened(leaf).shape[0] for leaf in tree_leaves((args, kwargs)) if is_batched(leaf))
+        batched = next(filter(is_batched, tree_leaves((args, kwargs))), None)
+        if batched is None:  # all are of other levels
+            return op(*args, **kwargs)
+        batch = opened(batched).shape[0]
 
         def with_batch(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -142,14 +145,15 @@ def _beside(weight: Any, x: Any) -> Any:
 
 
 @_batch_rule(
-    aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten.max_pool2d_with_indices_backward.default,
+    aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default,
 )  # fmt: skip
 def _pooled(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The batch and the samples' own rows are one axis; an image without rows has its batch there."""
     if x.dim() == 4:
         return op(x, *args, **kwargs)
     flat = tree_map(lambda leaf: leaf.flatten(0, 1) if isinstance(leaf, torch.Tensor) else leaf, args)
-    return op(x.flatten(0, 1), *flat, **kwargs).unflatten(0, x.shape[:2])
+    return tree_map(lambda out: out.unflatten(0, x.shape[:2]), op(x.flatten(0, 1), *flat, **kwargs))
 
 
 @_batch_rule(aten.convolution.default)
