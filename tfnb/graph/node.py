@@ -80,6 +80,7 @@ class Node:
     tags: frozenset[str] = frozenset()
     stream: int | None = None
     forward: int | None = None  # the forward node this backward node belongs to
+    fixed: tuple[str, ...] = ()  # of a placeholder: for each axis the line that made its varying size a constant, or ""
     _symbols: tuple[str, ...] | None = field(default=None, init=False, repr=False)
 
     @property

@@ -33,6 +33,7 @@ from tfnb.recording.overrides import (  # noqa: F401  they fill the table of ove
     shape_rules,
     size_arguments,
     varying_sizes,
+    vmap_rules,
 )  # fmt: skip
 from tfnb.recording.print_and_assert import assert_, print
 from tfnb.recording.subgraphs.recompute import recompute

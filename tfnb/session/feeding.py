@@ -34,20 +34,24 @@ MOST_FITTING = 64  # shapes of a signature that are known to fit
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one feed key takes. dtype: of CPU tensors that can be taken as they are; None where none can."""
+    """What one feed key takes.
+
+    dtype: of CPU tensors that can be taken as they are; None where none can. fixed: see `Node.fixed`.
+    """
 
     name: str
     spec: Spec
     count: int  # how many values it stands for
     source: Any
     dtype: torch.dtype | None
+    fixed: tuple[str, ...]
     value: Value
     noted: set[Value]  # values of the graph of whose rounded feeds a note was given
 
     @classmethod
-    def of(cls, name: str, spec: Spec, count: int, source: Any, value: Value, noted: set[Value]) -> _Row:
+    def of(cls, name: str, spec: Spec, count: int, node: Node, value: Value, noted: set[Value]) -> _Row:
         ready = spec.device == "cpu" and not spec.dtype.is_complex  # a complex one may be conjugate in name only
-        return cls(name, spec, count, source, spec.dtype if ready else None, value, noted)
+        return cls(name, spec, count, node.source, spec.dtype if ready else None, node.fixed, value, noted)
 
     def tensor(self, value: Any) -> torch.Tensor:
         """The value as a tensor that may still have a shape that does not fit."""
@@ -97,7 +101,7 @@ class Feeder:
             values.extend(targets)
             index = f":{targets[0].index}" if targets[0].index else ""
             spec = node.outputs[targets[0].index]
-            self._rows.append(_Row.of(f"{node.name}{index}", spec, len(targets), node.source, targets[0], noted))
+            self._rows.append(_Row.of(f"{node.name}{index}", spec, len(targets), node, targets[0], noted))
         self.values = tuple(values)
         self.repeats = len(values) != len(self._rows)
         self._fitting: set[Shapes] = set()
@@ -253,20 +257,31 @@ def _fit(given: torch.Size, row: _Row, symbols: dict[str, int]) -> None:
                 return
         except ShapeError:  # an expression over a symbol that no feed shows: nothing to compare with
             return
-    if not why and len(given) == len(spec.shape) and (fixed := _other(given, spec)):
-        why = (
-            f": {fixed} fixed by its recording; placeholder(sample, shape=(None, ...)) names the axes that vary by None"
-        )
+    if not why and len(given) == len(spec.shape):
+        why = _fixed(given, row)
     raise ShapeError(
         f"Cannot feed value of shape {tuple(given)} for Tensor {row.name}, which has shape {_shape(spec)}{why}"
         f"{_at(row.source)}", node=row.name,
     )  # fmt: skip
 
 
-def _other(given: torch.Size, spec: Spec) -> str:
-    """The axes of another length than the fixed one."""
-    axes = [str(axis) for axis, size in enumerate(spec.shape) if isinstance(size, int) and size != given[axis]]
-    return "" if not axes else f"axis {axes[0]} is" if len(axes) == 1 else f"axes {', '.join(axes)} are"
+def _fixed(given: torch.Size, row: _Row) -> str:
+    """Why axes of another length than the recording's do not vary, and how they would."""
+    lines = row.fixed or ("",) * len(given)
+    axes = [axis for axis, size in enumerate(row.spec.shape) if isinstance(size, int) and size != given[axis]]
+    asked = [
+        f": axis {axis} varied, and became the constant {row.spec.shape[axis]} at {lines[axis]}\n"
+        "  write that line without the number of rows as a Python number, or record again with a sample of this size"
+        for axis in axes
+        if lines[axis]
+    ]
+    declared = [str(axis) for axis in axes if not lines[axis]]
+    if declared:
+        names = f"axis {declared[0]} is" if len(declared) == 1 else f"axes {', '.join(declared)} are"
+        asked.append(
+            f": {names} fixed by its recording; placeholder(sample, shape=(None, ...)) names the axes that vary by None"
+        )
+    return "".join(asked)
 
 
 def _holds(guard: Guard, symbols: dict[str, int]) -> bool:

@@ -144,7 +144,7 @@ DOCUMENT = frozenset({
 })  # fmt: skip
 NODE = frozenset({
     "name", "op", "in", "out", "attrs", "control", "effects", "scope", "source", "owner", "device", "tags", "stream",
-    "forward",
+    "forward", "fixed",
 })  # fmt: skip
 SPEC = frozenset({"dtype", "shape", "device"})
 RECURSION = frozenset({"id", "name", "limit", "body"})
@@ -365,6 +365,7 @@ class _Reader:
             tags=frozenset(_strings(record, "tags", path)),
             stream=field(record, "stream", int, path, None),
             forward=None if forward is None else self.place(forward, f"{path}.forward"),
+            fixed=tuple(_strings(record, "fixed", path)),
         )
 
     def attrs(self, record: dict[str, Any], path: str) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class Writer:
             "tags": sorted(node.tags),
             "stream": node.stream,
             "forward": self.position.get(node.forward) if node.forward is not None else None,
+            "fixed": list(node.fixed),
         }
         named = {key: fields[key] for key in self.only} if self.only else fields
         return {key: value for key, value in named.items() if value is not None and value != [] and value != {}}

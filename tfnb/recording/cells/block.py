@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -21,7 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, file_label
-from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
+from tfnb.graph import Contents, Dim, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
@@ -43,6 +44,7 @@ from tfnb.recording.values.python_draws import held_generators
 from tfnb.recording.values.tensor import Operation, Tensor
 
 _UNUSED = "it holds data that nothing recorded uses, which is not kept: use .sample, or make it a tfnb.constant"
+_UNKNOWN_LINE = "a line that is not known"
 _graphs: dict[str, Graph] = {}
 _lock = threading.Lock()
 
@@ -303,7 +305,9 @@ def _commit(
     nodes = [recorder.outside.own(node) for node in nodes]
     sizes = _unified(recorder)
     if sizes:
-        nodes = [substitute(node, sizes) for node in nodes]
+        fixed = {letter: _fixed_by(recorder, letter) for letter, size in sizes.items() if isinstance(size, int)}
+        _warn_fixed(sizes, fixed)
+        nodes = [substitute(_explained(node, fixed), sizes) for node in nodes]
     nodes, lost = attached(
         recorder.tape.kept, nodes, _user_held(recorder, aliases, names), recorder.tape.everything, recorder.tape.calls
     )
@@ -416,19 +420,32 @@ def _unified(recorder: Recorder) -> dict[str, int | str]:
         size = now[letter]
         if isinstance(size, int):
             sizes[letter] = size
-            _warn_fixed(recorder, letter, size)
         elif size.is_symbol:
             sizes[letter] = first[size] if size.expr in own else size.expr
     return {letter: size for letter, size in sizes.items() if size != letter}
 
 
-def _warn_fixed(recorder: Recorder, letter: str, size: int) -> None:
+def _fixed_by(recorder: Recorder, letter: str) -> str:
+    """The line whose question made a size a constant; a general text where none is known."""
     found = next((s for text, _, s in recorder.tape.equalities if letter in text.replace("(", " ").split()), None)
-    at = next((s for text, _, s in recorder.tape.equalities if letter in text), found)
-    warnings.warn(
-        f"size {letter} became the constant {size}{f' at {at}' if at else ''}: the graph takes only feeds of that size",
-        stacklevel=2,
-    )
+    return next((s for text, _, s in recorder.tape.equalities if letter in text), found) or _UNKNOWN_LINE
+
+
+def _warn_fixed(sizes: Mapping[str, int | str], fixed: Mapping[str, str]) -> None:
+    for letter, line in fixed.items():
+        at = f" at {line}" if line != _UNKNOWN_LINE else ""
+        warnings.warn(
+            f"size {letter} became the constant {sizes[letter]}{at}: the graph takes only feeds of that size",
+            stacklevel=2,
+        )
+
+
+def _explained(node: Node, fixed: Mapping[str, str]) -> Node:
+    """A placeholder with the lines that made constants of its sizes, for the error of a feed of other sizes."""
+    if node.op != "tfnb.placeholder":
+        return node
+    lines = tuple(fixed.get(size.expr, "") if isinstance(size, Dim) else "" for size in node.outputs[0].shape)
+    return replace(node, fixed=lines) if any(lines) else node
 
 
 __all__ = ["InvalidArgument", "forget", "graph", "graphs", "record", "record_cell", "reopen"]

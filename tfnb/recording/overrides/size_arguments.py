@@ -4,6 +4,7 @@ than they need: each is called in the place of torch's own."""
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -52,6 +53,21 @@ def _pad(rec: Recording, x: Any, pad: Any, mode: str = "constant", value: Any = 
     if mode == "constant" and isinstance(value, (torch.SymInt, torch.SymFloat)):
         return torch.constant_pad_nd(x, pad, value)  # type: ignore[arg-type]  # F.pad makes a number of it
     return NotImplemented
+
+
+@override(Stage.FUNCTION, F.affine_grid)
+def _affine_grid(rec: Recording, theta: Any, size: Any, align_corners: Any = None) -> Any:
+    """Each size is compared with one: torch finds the least of all, which would fix their order."""
+    ranks = len(size) - 2, len(size) - 1
+    fits = len(size) in (4, 5) and theta.dim() == 3 and all(map(operator.eq, theta.shape[1:], ranks))
+    if not any(isinstance(each, torch.SymInt) for each in size) or not theta.is_floating_point() or not fits:
+        return NotImplemented
+    for each in size:
+        if isinstance(each, torch.SymInt):
+            rec.symbols.decided(each >= 1)
+    if align_corners is None:
+        rec.note("F.affine_grid without align_corners= takes align_corners=False")
+    return torch.affine_grid_generator(theta, size, bool(align_corners))  # type: ignore[arg-type]  # SymInts
 
 
 @override(Stage.FUNCTION, torch.einsum)
