@@ -10,7 +10,7 @@ import torch
 
 from tfnb.kernels import optim
 from tfnb.kernels.borrowed import BORROWED
-from tfnb.kernels.optim import FUSED
+from tfnb.kernels.optim import FUSED, NUMBERS
 from tfnb.train.update_rules import Rule, settings_of
 
 SHAPES = [(5, 7), (3,), (), (2, 0), (33, 4)]
@@ -370,3 +370,22 @@ def test_a_kernel_with_temporaries_goes_through_large_variables_in_pieces(monkey
         torch.testing.assert_close(w, parameter.detach(), rtol=1e-12, atol=1e-14)
         for value, name in zip(mine, case.slots, strict=True):
             torch.testing.assert_close(value, optimizer.state[parameter][name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "sparse" not in name])
+def test_the_numbers_of_a_vector_count_in_place_of_the_settings(name: str) -> None:
+    case = CASES[name]
+    settings = {key: value for key, value in case.given.items() if key != "initial_accumulator_value"}
+    numbers = NUMBERS[case.op]
+    for dtype in (torch.float32, torch.float64):
+        ws, grads = values(case, dtype, 0), values(case, dtype, 1)
+        rows = [(w, grad, *initial(case, w)) for w, grad in zip(ws, grads, strict=True)]
+        others = [tuple(x.clone() for x in row) for row in rows]
+        moved = {key: settings[key] * 0.75 for key in numbers if settings.get(key)}
+        defaults = {a.name: a.default_value for a in getattr(torch.ops.tfnb, case.op).default._schema.arguments}
+        vector = [0.1, *(moved.get(key, settings.get(key, defaults[key])) for key in numbers)]
+        FUSED[f"tfnb.{case.op}.default"](rows, lr=0.1, **settings | moved)
+        rate = torch.tensor(vector, dtype=torch.float64)
+        FUSED[f"tfnb.{case.op}.default"]([(*row, rate) for row in others], **settings)
+        for row, other in zip(rows, others, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
