@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfnb.kernels.optim import MOVING, SGD, SGD_PRODUCT
+from tfnb.kernels.optim import SGD, SGD_PRODUCT, moved
 
 Rate = float | Tensor
 
@@ -23,7 +23,6 @@ class Formula(NamedTuple):
 
     rule: Callable[..., list[Tensor]]
     after: int = 0  # operands behind the slots, beside the rate
-    moving: str = ""  # the setting that the second of two rates stands for
 
     def state(self, count: int, settings: Mapping[str, Any]) -> tuple[int, ...]:
         """Places of ``w`` and the slots in a row of so many."""
@@ -32,20 +31,24 @@ class Formula(NamedTuple):
     def new(self, row: Sequence[Tensor], **settings: Any) -> list[Tensor]:
         if "lr" not in settings:
             *row, rate = row
-            settings |= {"lr": rate} if not rate.dim() else {"lr": rate[0], self.moving: rate[1]}
-        return self.rule(*row, **settings)
+            lr, *numbers = rate.unbind() if rate.dim() else [rate]
+            settings |= {"lr": lr} | (moved(self.rule.__name__, settings, numbers) if numbers else {})
+        new = self.rule(*row, **settings)
+        places = self.state(len(row), settings)
+        return [value.to(row[at].dtype) for value, at in zip(new, places, strict=True)]  # a 0-d one takes the rate's
 
 
 def sgd(
-    w: Tensor, grad: Tensor, *slots: Tensor, lr: Rate, momentum: Rate = 0.0, dampening: float = 0.0,
-    weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
+    w: Tensor, grad: Tensor, *slots: Tensor, lr: Rate, momentum: Rate = 0.0, dampening: Rate = 0.0,
+    weight_decay: Rate = 0.0, nesterov: bool = False, maximize: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """See `tfnb.kernels.optim.sgd`."""
+    lr, momentum, undampened = (_once(x, w) for x in (lr, momentum, 1 - dampening))
     grad = _decayed(w, grad, weight_decay, maximize)
     if not slots:
         return [w - lr * grad]
     buffer, *steps = slots
-    new = momentum * buffer + (1 - dampening) * grad
+    new = momentum * buffer + undampened * grad
     if steps:  # the first step takes the gradient undampened
         new = torch.where(steps[0] == 0, grad, new)
     return [w - lr * (grad + momentum * new if nesterov else new), new, *(step + 1 for step in steps)]
@@ -59,36 +62,45 @@ def sgd_product(w: Tensor, left: Tensor, *slots: Tensor, lr: float, momentum: fl
 
 def adam(
     w: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor, *maxima: Tensor, lr: Rate, beta1: Rate = 0.9,
-    beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, maximize: bool = False,
+    beta2: Rate = 0.999, eps: Rate = 1e-8, weight_decay: Rate = 0.0, amsgrad: bool = False, maximize: bool = False,
     decoupled_weight_decay: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """See `tfnb.kernels.optim.adam`."""
     step = step + 1
-    decay, other = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
-    grad = _decayed(w, grad, decay, maximize)
-    w = w * (1 - lr * other) if other else w
-    mean = mean + (grad - mean) * (1 - beta1)
-    square = square * beta2 + grad * grad * (1 - beta2)
+    grad = _decayed(w, grad, 0.0 if decoupled_weight_decay else weight_decay, maximize)
+    w = w * _once(1 - lr * weight_decay, w) if decoupled_weight_decay and not _is_zero(weight_decay) else w
+    mean = mean + (grad - mean) * _once(1 - beta1, w)
+    square = square * _once(beta2, w) + grad * grad * _once(1 - beta2, w)
     count = step.double()
-    size, root = (_once(x.to(w.dtype)) for x in (lr / (1 - beta1**count), (1 - beta2**count).sqrt()))
+    size, root = (_once(x, w) for x in (lr / (1 - beta1**count), (1 - beta2**count).sqrt()))
     largest = [torch.maximum(maximum, square) for maximum in maxima]
-    scale = (largest[0] if amsgrad else square).sqrt() / root + eps
+    scale = (largest[0] if amsgrad else square).sqrt() / root + _once(eps, w)
     return [w - size * mean / scale, mean, square, step, *largest]
 
 
-def _once(number: Tensor) -> Tensor:
-    """A number that compiled code computes once, and not for each element: inductor keeps what is seen with strides."""
-    return number.as_strided((), ())
+def _once(number: Rate, w: Tensor) -> Rate:
+    """A number beside a variable that compiled code computes once, in float64, and not for each element.
+
+    Inductor keeps what is seen with strides. It is rounded as the fused kernels do, to float32 for shorter variables.
+    """
+    if isinstance(number, float):
+        return number
+    return number.to(torch.promote_types(w.dtype, torch.float32)).as_strided((), ())
 
 
-def _decayed(w: Tensor, grad: Tensor, weight_decay: float, maximize: bool) -> Tensor:
+def _is_zero(number: Rate) -> bool:
+    """Whether it is 0 in every run."""
+    return isinstance(number, float) and number == 0
+
+
+def _decayed(w: Tensor, grad: Tensor, weight_decay: Rate, maximize: bool) -> Tensor:
     grad = -grad if maximize else grad
-    return grad + weight_decay * w if weight_decay else grad
+    return grad if _is_zero(weight_decay) else grad + _once(weight_decay, w) * w
 
 
 FORMULAS: dict[str, Formula] = {
-    "tfnb.adam.default": Formula(adam, moving=MOVING["adam"]),
-    SGD: Formula(sgd, moving=MOVING["sgd"]),
+    "tfnb.adam.default": Formula(adam),
+    SGD: Formula(sgd),
     SGD_PRODUCT: Formula(sgd_product, after=1),
 }
 """By the op's qualified name."""

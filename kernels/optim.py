@@ -2,11 +2,11 @@
 
 Each rule below defines both. The op is ``tfnb::NAME(w, grad, slots, rate=None, *, lr=None, ...)`` and gives
 ``[w, *slots]``, the new value of ``w`` and of each slot; it writes nothing. The learning rate is ``lr`` if it
-is a number, else the 0-d tensor ``rate``; or ``rate`` is two numbers, the second in place of the setting that
-`MOVING` names. ``FUSED["tfnb.NAME.default"](rows, lr=None, **settings)`` is its
-in-place twin for many variables at once: a row is the flat inputs of one node, ``(w, grad, *slots)`` and then
-``rate`` if there is no ``lr``; ``w`` and the slots are written. They are bitwise equal: the op is the twin run
-on copies.
+is a number, else the 0-d tensor ``rate``; or ``rate`` is a float64 vector of the learning rate and the settings that
+`NUMBERS` names, which count in place of those that are given, but for `SWITCHES` that are 0.
+``FUSED["tfnb.NAME.default"](rows, lr=None, **settings)`` is its in-place twin for many variables at once: a row is the
+flat inputs of one node, ``(w, grad, *slots)`` and then ``rate`` if there is no ``lr``; ``w`` and the slots are written.
+They are bitwise equal: the op is the twin run on copies.
 
 ``tfnb::NAME_rows(w, grad, slots, indices, rate=None, *, lr=None, ...)`` does the same to some rows of ``w`` and of
 the slots that are shaped like it: ``grad`` holds the gradients of the distinct rows ``indices``. Its in-place twin
@@ -19,7 +19,7 @@ neither shapes nor strides: what can fail is checked, and what needs memory is a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,14 +31,20 @@ from tfnb.kernels.define import op
 Row = tuple[Tensor, ...]
 Column = list[Tensor]
 Rate = float | Tensor
-Rates = Rate | tuple[float, float]  # the second is that of the setting that moves
+Rates = Rate | tuple[float, ...]  # the learning rate, and the settings that NUMBERS names
 Group = tuple[Column, Column, list[Column], Rates]  # ws, grads, slots, rate
 
 FUSED: dict[str, Callable[..., None]] = {}
 """In-place twin of each op, by the op's qualified name."""
 
-MOVING = {"adam": "beta1", "rmsprop": "momentum", "sgd": "momentum"}
-"""The setting that schedules of ``torch.optim`` change beside the learning rate, by the op's name."""
+NUMBERS: dict[str, tuple[str, ...]] = {}
+"""By the op's name, its settings that a vector has behind the learning rate: the numbers that a schedule may change."""
+
+SWITCHES = frozenset({"weight_decay", "momentum", "dampening"})
+"""Numbers that are 0 in another formula than otherwise: one without the product, or without the slot."""
+
+PIECE = 2**17
+"""So many numbers of a variable for each thread are updated at a time, where the kernel makes temporaries."""
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -57,8 +63,8 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
         for ws, grads, slots, rate in groups:
             own = settings
             if isinstance(rate, tuple):
-                rate, moving = rate
-                own = settings | {MOVING[kernel.__name__]: moving}
+                rate, *numbers = rate
+                own = settings | moved(kernel.__name__, settings, numbers)
             kernel(ws, grads, slots, rate, **own)
         for target, value in late:
             target.copy_(value)
@@ -82,9 +88,20 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
     def fake(w: Tensor, grad: Tensor, slots: list[Tensor], *_: object, **__: object) -> list[Tensor]:
         return [torch.empty_like(state) for state in (w, *slots)]
 
+    NUMBERS[kernel.__name__] = tuple(p.name for p in _settings(kernel) if type(p.default) is float and p.name != "eps1")
     _define(kernel, "", fused, functional, fake)
     _define(kernel, "_rows", partial(_in_rows, fused), partial(_rows_of_copies, fused), fake)
     return kernel
+
+
+def moved(op: str, settings: Mapping[str, Any], numbers: Sequence[Any]) -> dict[str, Any]:
+    """The settings that the numbers of a vector stand for, behind its learning rate."""
+    named = zip(NUMBERS[op], numbers, strict=True)
+    return {name: number for name, number in named if name not in SWITCHES or settings.get(name)}
+
+
+def _settings(kernel: Callable[..., None]) -> list[inspect.Parameter]:
+    return [p for p in inspect.signature(kernel).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 def _define(kernel: Callable[..., None], form: str, fused: Any, functional: Any, fake: Any) -> None:
@@ -97,8 +114,7 @@ def _define(kernel: Callable[..., None], form: str, fused: Any, functional: Any,
 
 def _schema(kernel: Callable[..., None], more: str) -> str:
     """The op's schema; the settings are the kernel's keyword-only arguments, each of the type of its default."""
-    settings = [p for p in inspect.signature(kernel).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    texts = [f"{_TYPES[type(p.default)]} {p.name}={_text_of(p.default)}" for p in settings]
+    texts = [f"{_TYPES[type(p.default)]} {p.name}={_text_of(p.default)}" for p in _settings(kernel)]
     state = f"Tensor w, Tensor grad, Tensor[] slots{more}, Tensor? rate=None, *, float? lr=None"
     return f"({', '.join([state, *texts])}) -> Tensor[]"
 
@@ -166,8 +182,14 @@ def _is_ready(rows: Sequence[Row]) -> bool:
 
 def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[tuple[Tensor, Tensor]]]:
     """Columns that the fused kernels can take, with their rate, and what to copy back at the end."""
-    rates: list[Rates] = [lr] * len(rows) if lr is not None else [_rate(row[-1], row[0]) for row in rows]
-    if lr is None:
+    if lr is not None:
+        rates: list[Rates] = [lr] * len(rows)
+    else:  # one tensor serves for many rows
+        known: dict[tuple[int, torch.device], Rates] = {}
+        for w, *_, rate in rows:
+            if (id(rate), w.device) not in known:
+                known[id(rate), w.device] = _rate(rate, w)
+        rates = [known[id(row[-1]), row[0].device] for row in rows]
         rows = [row[:-1] for row in rows]
     _check(rows)
     late: list[tuple[Tensor, Tensor]] = []
@@ -177,11 +199,10 @@ def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[
 def _rate(rate: Tensor, w: Tensor) -> Rates:
     """A number if it can be had without waiting for a device, else what the fused kernels expect.
 
-    Two numbers are waited for: those kernels take the second as a number only.
+    A vector is waited for: those kernels take settings as numbers only.
     """
     if rate.dim():
-        both = rate.tolist()
-        return both[0], both[1]
+        return tuple(rate.tolist())
     return float(rate) if rate.is_cpu else rate.to(w.device, torch.float32)
 
 
@@ -245,6 +266,70 @@ def _groups(rows: Sequence[Row], rates: Sequence[Rates]) -> Iterator[Group]:
 
 
 # ----- the rules -----------------------------------------------------------------------------------------
+
+
+@update
+def adadelta(
+    ws: Column,
+    grads: Column,
+    slots: list[Column],
+    rate: Rate,
+    *,
+    rho: float = 0.9,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> None:
+    """w -= rate * d, where d = sqrt(acc + eps) / sqrt(square + eps) * g, with running means of d*d and g*g.
+
+    Slots: square_avg, acc_delta, step. There is no fused kernel in torch: the temporaries of a piece are made before
+    the writes, and serve for all pieces.
+    """
+    *means, steps = slots
+    pieces = [(piece, [x.numel() for x in piece[0]]) for piece in _pieces([ws, grads, *means])]
+    scratch = ws[0].new_empty(3, max(sum(sizes) for _, sizes in pieces))
+    for (ws, grads, squares, sums), sizes in pieces:
+        roots, deltas, ready = ([*row[: sum(sizes)].split(sizes)] for row in scratch)
+        if maximize or weight_decay != 0:
+            torch._foreach_copy_(ready, grads)
+            grads = ready
+        if maximize:
+            torch._foreach_neg_(grads)
+        if weight_decay != 0:
+            torch._foreach_add_(grads, ws, alpha=weight_decay)
+        torch._foreach_mul_(squares, rho)
+        torch._foreach_addcmul_(squares, grads, grads, value=1 - rho)
+        for column, made in ((squares, roots), (sums, deltas)):
+            for x, out in zip(column, made, strict=True):
+                torch.add(x, eps, out=out)
+            torch._foreach_sqrt_(made)
+        torch._foreach_div_(deltas, roots)
+        torch._foreach_mul_(deltas, grads)
+        torch._foreach_mul_(sums, rho)
+        torch._foreach_addcmul_(sums, deltas, deltas, value=1 - rho)
+        if isinstance(rate, Tensor):  # of a device, which nobody waits for
+            torch._foreach_mul_(deltas, rate)
+            torch._foreach_sub_(ws, deltas)
+        else:
+            torch._foreach_add_(ws, deltas, alpha=-rate)
+    torch._foreach_add_(steps, 1)
+
+
+def _pieces(columns: list[Column]) -> Iterator[list[Column]]:
+    """The columns, flat, in pieces to be updated one after the other: on CPU each short enough for the cache."""
+    length = max(1, sum(x.numel() for x in columns[0]))  # one launch for all
+    if columns[0][0].is_cpu:
+        length = PIECE * torch.get_num_threads()
+    piece: list[Row] = []
+    total = 0
+    for row in zip(*columns, strict=True):
+        for part in zip(*(x.view(-1).split(length) for x in row), strict=True):
+            if piece and total + part[0].numel() > length:
+                yield [[*column] for column in zip(*piece, strict=True)]
+                piece, total = [], 0
+            piece.append(part)
+            total += part[0].numel()
+    yield [[*column] for column in zip(*piece, strict=True)]
 
 
 @update

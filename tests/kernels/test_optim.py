@@ -10,7 +10,7 @@ import torch
 
 from tfnb.kernels import optim
 from tfnb.kernels.borrowed import BORROWED
-from tfnb.kernels.optim import FUSED
+from tfnb.kernels.optim import FUSED, NUMBERS
 from tfnb.train.update_rules import Rule, settings_of
 
 SHAPES = [(5, 7), (3,), (), (2, 0), (33, 4)]
@@ -80,6 +80,8 @@ CASES = {
     "adam amsgrad": Case(torch.optim.Adam, {"amsgrad": True}, "adam", (*ADAM, "max_exp_avg_sq")),
     "adamw": Case(torch.optim.AdamW, {}, "adam", ADAM, {"weight_decay": 0.01, "decoupled_weight_decay": True}),
     "adadelta": borrowed(torch.optim.Adadelta, "adadelta", "square_avg acc_delta step", weight_decay=0.1),
+    "adadelta decays": borrowed(torch.optim.Adadelta, "adadelta", "square_avg acc_delta step", rho=0.5, **DECAYS),
+    "adadelta maximizes": borrowed(torch.optim.Adadelta, "adadelta", "square_avg acc_delta step", maximize=True),
     "adafactor": adafactor("adafactor", "row_var col_var step", MATRICES, weight_decay=0.1),
     "adafactor vector": adafactor("adafactor_vector", "variance step", [(3,), (9,)], maximize=True),
     "adamax": borrowed(torch.optim.Adamax, "adamax", "exp_avg exp_inf step", betas=(0.5, 0.9)),
@@ -351,3 +353,39 @@ def test_a_factor_in_memory_of_a_momentum_is_read_before_that_is_written() -> No
     wanted = 0.9 * buffer + buffer @ right
     FUSED["tfnb.sgd_product.default"]([(w.clone(), buffer, buffer, right)], lr=0.1, momentum=0.9)
     torch.testing.assert_close(buffer, wanted)
+
+
+def test_a_kernel_with_temporaries_goes_through_large_variables_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "PIECE", 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    case = CASES["adadelta decays"]
+    parameters, optimizer = reference(case, torch.float64, 4, 0.1)
+    ws = values(case, torch.float64, 0)
+    slots = [initial(case, w) for w in ws]
+    for step in range(4):
+        grads = values(case, torch.float64, step + 1)
+        rows = [(w, grad, *mine) for w, grad, mine in zip(ws, grads, slots, strict=True)]
+        FUSED["tfnb.adadelta.default"](rows, lr=0.1, **case.given)
+    for w, mine, parameter in zip(ws, slots, parameters, strict=True):
+        torch.testing.assert_close(w, parameter.detach(), rtol=1e-12, atol=1e-14)
+        for value, name in zip(mine, case.slots, strict=True):
+            torch.testing.assert_close(value, optimizer.state[parameter][name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "sparse" not in name])
+def test_the_numbers_of_a_vector_count_in_place_of_the_settings(name: str) -> None:
+    case = CASES[name]
+    settings = {key: value for key, value in case.given.items() if key != "initial_accumulator_value"}
+    numbers = NUMBERS[case.op]
+    for dtype in (torch.float32, torch.float64):
+        ws, grads = values(case, dtype, 0), values(case, dtype, 1)
+        rows = [(w, grad, *initial(case, w)) for w, grad in zip(ws, grads, strict=True)]
+        others = [tuple(x.clone() for x in row) for row in rows]
+        moved = {key: settings[key] * 0.75 for key in numbers if settings.get(key)}
+        defaults = {a.name: a.default_value for a in getattr(torch.ops.tfnb, case.op).default._schema.arguments}
+        vector = [0.1, *(moved.get(key, settings.get(key, defaults[key])) for key in numbers)]
+        FUSED[f"tfnb.{case.op}.default"](rows, lr=0.1, **settings | moved)
+        rate = torch.tensor(vector, dtype=torch.float64)
+        FUSED[f"tfnb.{case.op}.default"]([(*row, rate) for row in others], **settings)
+        for row, other in zip(rows, others, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))

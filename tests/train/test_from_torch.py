@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -518,6 +518,104 @@ def test_a_cycled_momentum_is_that_of_each_run(cycle: str, kind: Any, settings: 
     tfnb.Session(graph).save(tmp_path / "cycled.safetensors")
 
 
+def by_hand(**values: Sequence[Any]) -> Callable[[torch.optim.Optimizer], Callable[[int], None]]:
+    """Settings of the first group that change at each step, those of the second group at every other one."""
+
+    def started(optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+        def change(step: int) -> None:
+            for number, group in enumerate(optimizer.param_groups):
+                group.update({name: some[(step >> number) % len(some)] for name, some in values.items()})
+
+        return change
+
+    return started
+
+
+BETAS = [(0.9, 0.999), (0.5, 0.9), (0.99, 0.9999)]
+NUMBERS: dict[str, tuple[Any, dict[str, Any], dict[str, Sequence[Any]]]] = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}, {
+        "momentum": [0.9, 0.1], "dampening": [0.3, 0.5], "weight_decay": [0.1, 0.5, 2.0]}),
+    "SGD nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, {"momentum": [0.9, 0.1]}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}, {"betas": BETAS, "eps": [1e-8, 1.0], "weight_decay": [0.1, 1]}),
+    "Adam amsgrad": (torch.optim.Adam, {"amsgrad": True}, {"betas": BETAS}),
+    "AdamW": (torch.optim.AdamW, {}, {"betas": BETAS, "eps": [1e-8, 1.0], "weight_decay": [0.01, 2.0]}),
+    "AdamW, lr a tensor": (
+        torch.optim.AdamW, {"lr": torch.tensor(0.01, dtype=torch.float64)}, {"weight_decay": [0.01, 2.0]}),
+    "NAdam": (torch.optim.NAdam, {"weight_decay": 0.1}, {
+        "betas": BETAS, "eps": [1e-8, 1.0], "weight_decay": [0.1, 1.0], "momentum_decay": [0.004, 0.1]}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "weight_decay": 0.1}, {
+        "alpha": [0.99, 0.5], "eps": [1e-8, 0.1], "momentum": [0.9, 0.3], "weight_decay": [0.1, 0.4]}),
+    "RMSprop centered": (torch.optim.RMSprop, {"centered": True}, {"alpha": [0.99, 0.5]}),
+    "Adagrad": (torch.optim.Adagrad, {"weight_decay": 0.1}, {"lr_decay": [0.0, 0.1], "eps": [1e-10, 0.1]}),
+    "Adadelta": (torch.optim.Adadelta, {}, {"rho": [0.9, 0.5], "eps": [1e-6, 1e-2], "lr": [1.0, 0.5]}),
+    "RAdam": (torch.optim.RAdam, {"weight_decay": 0.1}, {"betas": BETAS, "weight_decay": [0.1, 0.4]}),
+    "Adamax": (torch.optim.Adamax, {}, {"betas": BETAS, "eps": [1e-8, 0.1]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_groups_are_those_of_each_run(name: str, dtype: torch.dtype) -> None:
+    kind, settings, changes = NUMBERS[name]
+    x = torch.randn(3, 2, dtype=dtype)
+    nets = [nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    made = [kind([{"params": net[0].parameters()}, {"params": net[2].parameters()}], **settings) for net in nets]
+    mine, theirs = (by_hand(**changes)(optimizer) for optimizer in made)
+    with tfnb.record():
+        fed = tfnb.placeholder(x)
+        step = train.from_torch(made[0]).minimize(nets[0](fed).square().sum())
+    for i in range(6):
+        tfnb.run(step, {fed: x})
+        made[1].zero_grad()
+        nets[1](x).square().sum().backward()
+        made[1].step()
+        tolerance = {"rtol": 1e-6, "atol": 1e-7} if dtype is torch.float32 else {"rtol": 1e-12, "atol": 1e-14}
+        for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            torch.testing.assert_close(one, other, **tolerance)
+        mine(i + 1)
+        theirs(i + 1)
+
+
+@pytest.mark.parametrize(("kind", "settings", "change", "found"), [
+    (torch.optim.SGD, {"momentum": 0.9}, {"nesterov": True}, "nesterov was False, and is True now"),
+    (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0}, "momentum was 0.9, and is 0.0 now"),
+    (torch.optim.SGD, {"momentum": 0.9}, {"dampening": 0.1}, "dampening was 0, and is 0.1 now"),
+    (torch.optim.Adam, {}, {"weight_decay": 0.1}, "weight_decay was 0, and is 0.1 now"),
+    (torch.optim.AdamW, {"weight_decay": 0.1}, {"weight_decay": 0}, "weight_decay was 0.1, and is 0 now"),
+    (torch.optim.Adam, {}, {"amsgrad": True}, "amsgrad was False, and is True now"),
+    (torch.optim.NAdam, {}, {"maximize": True}, "maximize was False, and is True now"),
+    (torch.optim.RMSprop, {}, {"centered": True}, "centered was False, and is True now"),
+], ids=str)  # fmt: skip
+def test_a_formula_that_changed_is_refused_until_it_is_back(
+    kind: Any, settings: dict[str, Any], change: dict[str, Any], found: str
+) -> None:
+    layer, x = nn.Linear(2, 1), torch.ones(3, 2)
+    optimizer = kind(layer.parameters(), lr=0.1, **settings)
+
+    def recorded() -> tuple[Any, Any]:
+        with tfnb.record():
+            fed = tfnb.placeholder(x)
+            return fed, train.from_torch(optimizer).minimize(layer(fed).sum())
+
+    fed, step = recorded()
+    tfnb.run(step, {fed: x})
+    group, before = optimizer.param_groups[0], layer.weight.detach().clone()
+    was = {name: group[name] for name in change}
+    group.update(change)
+    with pytest.raises(FailedPrecondition, match=rf"{found} \(group 0\).*Record the step again"):
+        tfnb.run(step, {fed: x})
+    assert torch.equal(layer.weight, before)
+    fed_anew, anew = recorded()
+    tfnb.run(anew, {fed_anew: x})
+    with pytest.raises(FailedPrecondition, match=found):  # a step of another cell has its own formula
+        tfnb.run(step, {fed: x})
+    group.update(was)
+    tfnb.run(step, {fed: x})
+    with pytest.raises(FailedPrecondition, match="Record the step again"):
+        tfnb.run(anew, {fed_anew: x})
+
+
 def test_hyperparameters_that_change_after_the_recording_are_not_passed_over(tmp_path: Path) -> None:
     layer, x = nn.Linear(2, 1), torch.ones(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -533,12 +631,30 @@ def test_hyperparameters_that_change_after_the_recording_are_not_passed_over(tmp
     session = tfnb.Session(graph)
     session.save(tmp_path / "here.safetensors")  # the refusal is of steps only
     session.restore(tmp_path / "here.safetensors")
-    assert float(graph.contents.variables["SGD/lr"].value()) == optimizer.param_groups[0]["lr"]
+    assert float(graph.contents.variables["SGD/hyperparameters"].value()[0]) == optimizer.param_groups[0]["lr"]
     with tfnb.record():
         fed = tfnb.placeholder(x)
         step = train.from_torch(optimizer).minimize(layer(fed).sum())
     tfnb.run(step, {fed: x})
     assert not torch.equal(layer.weight, before)
+
+
+def test_a_rate_that_is_a_tensor_is_filled_between_runs() -> None:
+    x, rates = torch.randn(3, 2), [torch.tensor(0.1), torch.tensor(0.1)]
+    layers = [nn.Linear(2, 1) for _ in rates]
+    layers[1].load_state_dict(layers[0].state_dict())
+    made = [torch.optim.Adam(layer.parameters(), lr=rate) for layer, rate in zip(layers, rates, strict=True)]
+    with tfnb.record():
+        fed = tfnb.placeholder(x)
+        step = train.from_torch(made[0]).minimize(layers[0](fed).square().sum())
+    for _ in range(4):
+        tfnb.run(step, {fed: x})
+        made[1].zero_grad()
+        layers[1](x).square().sum().backward()
+        made[1].step()
+        assert_same(dict(layers[0].state_dict()), dict(layers[1].state_dict()))
+        for rate in rates:
+            rate.mul_(0.5)
 
 
 def test_a_cycled_momentum_is_that_of_its_own_optimizer() -> None:

@@ -2,14 +2,14 @@
 
 The state is torch's own: a slot is the tensor in ``optimizer.state``, looked up at every run, so `state_dict` shows
 what the graph did, `load_state_dict` counts, and an eager `step` may follow. Recording alone adds nothing to it. The
-learning rate is read at every run, too, so schedulers work between runs; so is the momentum of a group that a
-scheduler of torch cycles.
+numbers of a group (learning rate, betas, momentum, weight decay ...) are read at every run, too, so schedulers work
+between runs; what changes the formula is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,11 @@ from tfnb.errors import FailedPrecondition, Unsupported
 from tfnb.gradients import IndexedSlices
 from tfnb.gradients.rules.index import without_padding
 from tfnb.graph import Variable, current
-from tfnb.kernels.optim import MOVING
+from tfnb.kernels.optim import NUMBERS, SWITCHES
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
 from tfnb.train.optimizer import Optimizer, Pair, Rate, buffer_writes
-from tfnb.train.update_rules import OPTIMIZERS, Rule, settings_of
+from tfnb.train.update_rules import OPTIMIZERS, Rule, parts_of, settings_of
 
 _CLASSES = {getattr(torch.optim, name) for name in OPTIMIZERS}
 _TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and pickles leave it out
@@ -32,11 +32,12 @@ _TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies an
 def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     """The graph's twin of a torch optimizer: every param group with its own hyperparameters, and the same state.
 
-    Of exactly the classes of torch.optim, but not LBFGS; one optimizer has one twin. Learning rates,
-    state, and a momentum that a scheduler cycles are the torch optimizer's, looked up at each run; the other
-    hyperparameters are those at the time of recording. While a
-    cluster is connected its servers hold the state: ``state_dict()`` brings it home, and so does ``fit`` at its end. A
-    rate that changes there counts from the next ``run`` or ``fit`` on.
+    Of exactly the classes of torch.optim, but not LBFGS; one optimizer has one twin. State and the numbers of groups
+    (learning rate, betas, eps, momentum, weight decay ...) are the torch optimizer's, looked up at each run; what
+    changes the formula (``nesterov``, ``amsgrad``, a momentum or weight decay from or to 0) is that of the recording:
+    another one raises FailedPrecondition in a run. While a cluster is connected its servers hold the state:
+    ``state_dict()`` brings it home, and so does ``fit`` at its end. A number that changes there counts from the next
+    ``run`` or ``fit`` on.
 
     Raises Unsupported for another class, and for ``differentiable=True``.
 
@@ -77,14 +78,90 @@ class _Place(NamedTuple):
     group: int
 
 
+class Hyperparameters:
+    """The hyperparameters of a param group, for the steps that are recorded with one formula.
+
+    variable: a float64 vector of the learning rate and the op's `NUMBERS`, as the group says them at each run.
+    formula: the other settings, and whether a number is 0 where that decides.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        self.optimizer, self.number, self.kind = optimizer, number, type(optimizer).__name__
+        self.settings = settings_of(self.kind, self._group)
+        self.formula = _formula(self.kind, self.settings)
+        self._seen: list[Any] = []
+        self._fits: list[Any] = []
+        self._vector = _plain([0.0])
+
+    @cached_property
+    def variable(self) -> Variable:
+        label = f"{self.kind}/hyperparameters{f'_{self.number}' if self.number else ''}"
+        return Variable.looked_up(self._find, name=label, leads=self, ready=self._hold_to)
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[self.number]
+
+    def _now(self) -> list[Any]:
+        """The numbers and other settings, pairs taken apart; before each run, hence the plain loop."""
+        group, found = self._group, [self._group["lr"]]
+        for name in self.settings:
+            value = group[name]
+            if isinstance(value, (tuple, list)):
+                found += value
+            else:
+                found.append(value)
+        return [float(value) if isinstance(value, torch.Tensor) else value for value in found]
+
+    def _find(self) -> torch.Tensor:
+        if current.recording() is None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where no step was
+        now = self._now()
+        if now != self._seen:
+            parts = parts_of(settings_of(self.kind, self._group))
+            self._vector = _plain([self._group["lr"], *(parts[name] for name in NUMBERS[OPTIMIZERS[self.kind].op])])
+            self._seen = now
+        return self._vector
+
+    def _hold_to(self) -> None:
+        """Raise FailedPrecondition in a run whose group asks for another formula than was recorded."""
+        if current.recording() is not None or (now := self._now()) == self._fits:
+            return
+        settings = settings_of(self.kind, self._group)
+        formula = _formula(self.kind, settings)
+        if formula != self.formula:
+            before, after = parts_of(self.settings), parts_of(settings)
+            differ = [name for name in formula if formula[name] != self.formula[name]]
+            changed = ", ".join(f"{name} was {before[name]}, and is {after[name]} now" for name in differ)
+            cycled = (
+                ". OneCycleLR and CyclicLR set the momentum when they are made: make them above the cell that records "
+                "the step, or with cycle_momentum=False"
+            )
+            raise FailedPrecondition(
+                f"{self.kind}: {changed} (group {self.number}): a recorded step takes its numbers at each run, but has "
+                f"the formula of its recording. Record the step again{cycled if 'momentum' in differ else ''}"
+            )
+        self._fits = now
+
+
+def _formula(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each setting, by the names of the op, what a recorded step cannot take anew at each run."""
+    numbers = NUMBERS[OPTIMIZERS[kind].op]
+    decisive = SWITCHES | {"eps"}  # rows without gradient stay as they are where nothing is divided by 0
+    return {
+        name: bool(value == 0) if name in numbers else value
+        for name, value in parts_of(settings).items()
+        if name not in numbers or name in decisive
+    }
+
+
 class FromTorch(Optimizer):
     """What `from_torch` gives. A step updates the parameters of the optimizer only, each as its group says."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(0.0)  # each group has its own
         self.optimizer = optimizer
-        self._rates: dict[tuple[int, str], Variable] = {}
-        self._recorded: dict[int, dict[str, Any]] = {}  # by group: its settings at the last recording
+        self._groups: dict[int, list[Hyperparameters]] = {}  # by number, one for each formula that was recorded
         self._first: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: what state starts with
         self._kept: dict[tuple[torch.Tensor, str], Variable] = {}
 
@@ -142,70 +219,16 @@ class FromTorch(Optimizer):
         raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it{_at()}")
 
     def _group_rule(self, number: int) -> Rule:
-        return Rule(self._label, self.optimizer.param_groups[number]["lr"], **self._settings(number))
-
-    def _rate(self, recorder: Recorder, number: int) -> Rate:
-        """The learning rate of a group, and behind it the momentum if a scheduler cycles that."""
-        rate = recorder.read(self._number(number, "lr"))
-        cycled = self._cycled(number)
-        return torch.stack([rate, recorder.read(self._number(number, cycled))]) if cycled else rate
-
-    def _cycled(self, number: int) -> str:
-        """The setting of a group that OneCycleLR or CyclicLR changes beside the learning rate; "" for none.
-
-        They leave its bounds in the group. A momentum of 0 is none: torch has no buffer for it.
-        """
         group = self.optimizer.param_groups[number]
-        bounds = group.get("base_momentum", 0), group.get("max_momentum", 0)
-        return MOVING.get(OPTIMIZERS[self._label].op, "") if min(bounds) > 0 else ""
+        return Rule(self._label, group["lr"], **settings_of(self._label, group))
 
-    def _number(self, number: int, name: str) -> Variable:
-        """A setting of a group as a Variable that shows what the group says now."""
-        if (number, name) not in self._rates:
-            last = _plain(self._setting(number, name))
-
-            def find() -> torch.Tensor:
-                nonlocal last
-                if current.recording() is None:
-                    self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where no step was
-                now = self._setting(number, name)
-                if float(now) != float(last):
-                    last = _plain(now)
-                return last
-
-            label = f"{self._label}/{name}{f'_{number}' if number else ''}"
-            self._rates[number, name] = Variable.looked_up(
-                find, name=label, leads=self, ready=partial(self._hold_to, number)
-            )
-        return self._rates[number, name]
-
-    def _setting(self, number: int, name: str) -> Any:
-        group = self.optimizer.param_groups[number]
-        return group["betas"][0] if name == "beta1" else group[name]
-
-    def _settings(self, number: int) -> dict[str, Any]:
-        """The hyperparameters of a group that a recording takes as numbers."""
-        found = settings_of(self._label, self.optimizer.param_groups[number])
-        if cycled := self._cycled(number):
-            most = self.optimizer.param_groups[number]["max_momentum"]
-            found |= {"betas": (most, found["betas"][1])} if cycled == "beta1" else {cycled: most}
-        return found
-
-    def _hold_to(self, number: int) -> None:
-        """Raise FailedPrecondition in a run whose group says another thing than what was recorded of it."""
-        recorded, now = self._recorded.get(number, {}), self._settings(number)
-        if current.recording() is not None or recorded == now:
-            return
-        changed = ", ".join(f"{n} was {recorded.get(n)}, and is {now[n]} now" for n in now if recorded.get(n) != now[n])
-        cycled = any(recorded.get(n) != now[n] for n in ("momentum", "beta1") if n in now)
-        advice = (
-            ". OneCycleLR and CyclicLR set the momentum when they are made: make them with cycle_momentum=False, or, "
-            "of SGD, Adam, AdamW and RMSprop, above the cell that records the step, which then takes that of each run"
-        )
-        raise FailedPrecondition(
-            f"{self._label}: {changed} (group {number}): a recorded step has the numbers of its recording, all but the "
-            f"learning rate. Record the step again{advice if cycled else ''}"
-        )
+    def _hyperparameters(self, number: int) -> Hyperparameters:
+        """Those of a group, for steps that are recorded with its formula of now."""
+        made = Hyperparameters(self.optimizer, number)
+        known = self._groups.setdefault(number, [])
+        if made.formula not in [one.formula for one in known]:
+            known.append(made)
+        return next(one for one in known if one.formula == made.formula)
 
     def _slot(self, rule: Rule, parameter: torch.Tensor, name: str, stem: str) -> Variable:
         key = parameter, name
@@ -264,11 +287,10 @@ class FromTorch(Optimizer):
     def _record_one(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
         parameter, rule = self._rule(target)
         number = next(i for p, i in self._places() if p is parameter)
-        self._recorded[number] = self._settings(number)
         rule._slots[target] = self.slots(target)
         if isinstance(grad, Tensor) and (rule.still or rule.sparse == "lazy"):
             grad = _by_rows(recorder, grad) or grad
-        made = rule._record(recorder, [(grad, target)], self._rate(recorder, number))
+        made = rule._record(recorder, [(grad, target)], recorder.read(self._hyperparameters(number).variable))
         recorder.python.updates(self.optimizer, [value.value.node for value in made])
         return made
 
@@ -288,10 +310,10 @@ def _by_rows(recorder: Recorder, grad: Tensor) -> IndexedSlices | None:
         return IndexedSlices(*without_padding(*entries, node.attrs["padding_idx"]), grad.shape)
 
 
-def _plain(rate: Any) -> torch.Tensor:
-    """A learning rate as a tensor that no open recording sees."""
+def _plain(number: Any) -> torch.Tensor:
+    """A number, or a list of them, as a tensor that no open recording sees."""
     with _disable_current_modes():
-        return torch.tensor(float(rate), dtype=torch.float64)
+        return torch.tensor([*map(float, number)] if isinstance(number, list) else float(number), dtype=torch.float64)
 
 
 def _at() -> str:

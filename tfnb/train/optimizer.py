@@ -207,8 +207,11 @@ def _count(name: str) -> Variable:
 
 
 def _fitting(lr: Rate, w: torch.Tensor) -> Rate:
-    """The rate beside a variable that is a number as well: torch would promote the variable to the rate's dtype."""
-    return lr.to(w.dtype) if isinstance(lr, torch.Tensor) and w.dim() == 0 else lr
+    """The rate beside a variable that is a number as well: torch would promote the variable to the rate's dtype.
+
+    A vector is of a rule of torch, whose op keeps the dtype by itself.
+    """
+    return lr.to(w.dtype) if isinstance(lr, torch.Tensor) and lr.dim() == w.dim() == 0 else lr
 
 
 def _rate(owner: str, lr: Any) -> Any:

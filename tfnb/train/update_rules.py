@@ -112,7 +112,7 @@ class Rule(Optimizer):
             raise InvalidArgument(f"{type(self).__name__}: sparse is one of {', '.join(SPARSE)}, not {sparse!r}")
         self.kind, self.definition = kind, OPTIMIZERS[kind]
         self.sparse = "lazy" if kind == "SparseAdam" else sparse
-        parts = dict(part for item in given.items() for part in _parts(*item))
+        parts = parts_of(given)
         checked = {name: _setting(type(self).__name__, name, value) for name, value in parts.items()}
         self.initial_accumulator_value: float = checked.pop("initial_accumulator_value", 0.0)
         self.settings = checked
@@ -168,6 +168,15 @@ def settings_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
     known = {argument.name for argument in schema.arguments if argument.kwarg_only} - {"lr"}
     known |= {"initial_accumulator_value"}
     return {name: value for name, value in group.items() if known.issuperset(part for part, _ in _parts(name, value))}
+
+
+def parts_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of torch by the names of the op.
+
+    >>> parts_of({"betas": (0.9, 0.999), "eps": 1e-8})
+    {'beta1': 0.9, 'beta2': 0.999, 'eps': 1e-08}
+    """
+    return dict(part for item in settings.items() for part in _parts(*item))
 
 
 def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
