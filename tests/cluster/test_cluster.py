@@ -486,6 +486,50 @@ def test_a_recorded_torch_optimizer_trains_there_with_the_rate_of_now(connect):
     )
 
 
+@pytest.mark.parametrize(("kind", "settings", "changed"), [
+    (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.3, "weight_decay": 0.5}),
+    (torch.optim.AdamW, {}, {"betas": (0.5, 0.9), "eps": 0.1, "weight_decay": 1.0}),
+    (torch.optim.NAdam, {}, {"betas": (0.5, 0.9)}),
+    (torch.optim.RMSprop, {}, {"alpha": 0.5, "eps": 0.1}),
+], ids=str)  # fmt: skip
+def test_numbers_of_groups_that_change_reach_the_servers(connect, kind, settings, changed):
+    models = [nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizer, eager = (
+        kind([{"params": m[0].parameters(), "lr": 0.05}, {"params": m[1].parameters()}], lr=0.01, **settings)
+        for m in models
+    )
+    rows = torch.randn(32, 4, dtype=torch.float64)
+    with tfnb.record():
+        x = tfnb.placeholder(rows[:8])
+        models[0](x).square().mean().backward()
+        step = optimizer.step()
+    cluster = connect(2)
+    data = {x: rows}
+
+    def both(train, parts):
+        train()
+        for part in parts:
+            eager.zero_grad()
+            models[1](part).square().mean().backward()
+            eager.step()
+        cluster.pull()
+        assert close_to(models[0].parameters(), models[1].parameters())
+
+    both(lambda: tfnb.fit(step, data, batch_size=16, shuffle=False), rows.split(16))
+    for one in (optimizer, eager):
+        one.param_groups[1].update(changed)
+    both(lambda: tfnb.fit(step, data, batch_size=16, shuffle=False), rows.split(16))
+    for one in (optimizer, eager):
+        one.param_groups[0].update(changed)
+    both(lambda: tfnb.run(step, {x: rows[:8]}), [rows[:8]])
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(FailedPrecondition, match=r"maximize was False, and is True now \(group 0\)"):
+        tfnb.fit(step, data, batch_size=16, shuffle=False)
+    with pytest.raises(FailedPrecondition, match="maximize"):
+        tfnb.run(step, {x: rows[:8]})
+
+
 def test_a_graph_with_loops_and_branches_trains_there_as_it_does_here(connect):
     def trained(tasks):
         torch.manual_seed(0)

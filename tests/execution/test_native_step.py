@@ -230,6 +230,56 @@ def test_a_bad_index_in_a_session_is_an_error_with_its_line() -> None:
     assert ": compiled; " in session.status()[0]
 
 
+class Scaled(nn.Module):
+    """A layer, and a parameter that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 40), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.scale).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_numbers_of_groups_are_those_of_each_run_of_one_package(dtype: torch.dtype) -> None:
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (torch.optim.SGD, {"weight_decay": 0.1}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}), (torch.optim.Adam, {}),
+        (torch.optim.Adam, {"weight_decay": 0.1}), (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.AdamW, {}),
+    ]  # fmt: skip
+    changes = {
+        "lr": [0.01, 0.02, 0.005], "momentum": [0.9, 0.3], "dampening": [0.3, 0.1], "weight_decay": [0.1, 0.7],
+        "betas": [(0.9, 0.999), (0.95, 0.9999), (0.5, 0.9)], "eps": [1e-8, 0.1],
+    }  # fmt: skip
+    x = torch.randn(5, 6, dtype=dtype)
+    nets = [[Scaled().to(dtype) for _ in kinds] for _ in range(2)]
+    for mine, theirs in zip(*nets, strict=True):
+        theirs.load_state_dict(mine.state_dict())
+    made = [
+        [kind(net.parameters(), lr=0.01, **settings) for net, (kind, settings) in zip(some, kinds, strict=True)]
+        for some in nets
+    ]
+    with tfnb.record() as graph:
+        fed = tfnb.placeholder(x)
+        steps = [tfnb.train.from_torch(o).minimize(net(fed)) for o, net in zip(made[0], nets[0], strict=True)]
+    session = tfnb.Session(graph, compile="now")
+    for run in range(1, 9):
+        session.run(steps, {fed: x})
+        for optimizer, net in zip(made[1], nets[1], strict=True):
+            optimizer.zero_grad()
+            net(x).backward()
+            optimizer.step()
+        tolerance = {"rtol": 2e-6, "atol": 1e-7} if dtype is torch.float32 else {"rtol": 1e-12, "atol": 1e-14}
+        for mine, theirs in zip(*nets, strict=True):
+            for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(one, other, **tolerance)
+        for group in (group for some in made for optimizer in some for group in optimizer.param_groups):
+            group.update({name: some[run % len(some)] for name, some in changes.items() if group.get(name)})
+    assert ": compiled; " in session.status()[0]
+
+
 @pytest.mark.slow
 def test_eight_threads_go_through_one_package(mixed: tuple[Recorded, NativeStep]) -> None:
     recorded, step = mixed
