@@ -41,9 +41,7 @@ SCALARS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda x: x.max(0).values,
     "topk": lambda x: x.topk(2).values.pow(2).sum(),
     "layer norm": lambda x: F.layer_norm(x, (4,)).pow(3).sum(),
-    "layer norm of rows": lambda x: (
-        F.layer_norm(x.view(2, 2), (2,), x.new_tensor([1, 2])).pow(3).sum()
-    ),
+    "layer norm of rows": lambda x: F.layer_norm(x.view(2, 2), (2,), x.new_tensor([1, 2])).pow(3).sum(),
     "max pool": lambda x: F.max_pool1d(x[None], 2).pow(2).sum(),
     "max pool of an image": lambda x: F.max_pool2d(x.view(1, 1, 2, 2), 2).pow(2).sum(),
     "avg pool": lambda x: F.avg_pool2d(x.view(1, 2, 2), 2).pow(2).sum(),

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tfnb.errors import Unsupported
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
+from tfnb.recording.values.tensor import WholeNumbers
 
 aten = torch.ops.aten
 _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -25,10 +26,11 @@ _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
 @override(Stage.FUNCTION, torch.tensor, torch.as_tensor)
 def _tensor(rec: Recording, data: Any, **kwargs: Any) -> Any:
     """A tensor of numbers, sizes that vary among them, of which torch would make those of the sample."""
-    if not any(isinstance(leaf, _VARYING) for leaf in tree_leaves(data)):
+    if not any(isinstance(leaf, (*_VARYING, WholeNumbers)) for leaf in tree_leaves(data)):
         return NotImplemented
+    data = tree_map_only(WholeNumbers, lambda numbers: numbers.tensor(), data)
     data = tree_map_only(torch.SymBool, bool, data)
-    if not any(isinstance(leaf, _VARYING) for leaf in tree_leaves(data)):
+    if not any(isinstance(leaf, (*_VARYING, torch.Tensor)) for leaf in tree_leaves(data)):
         return torch.tensor(data, **kwargs)
     frozen = kwargs.pop("requires_grad", False) is False
     made = _stacked(data).to(kwargs.get("device"), kwargs.get("dtype"))

@@ -363,6 +363,14 @@ class Tensor(Recorded):
     __hash__ = torch.Tensor.__hash__
 
 
+class WholeNumbers:
+    """Numbers of which only a run knows how many there are, such as a range up to a size: an index, or data of a tensor."""
+
+    def tensor(self) -> torch.Tensor:
+        """The numbers as int64[n]."""
+        raise NotImplementedError
+
+
 class Operation:
     """A node without an output (minimize, group): something to run, with result None."""
 
