@@ -140,3 +140,19 @@ def test_a_recurrent_language_model_varies_in_length_and_batch() -> None:
         states = [torch.randn(2, batch, 8) for _ in range(2)]
         found = tfnb.Session(g).run(out, dict(zip([tokens, targets, *hidden], [*given, *states], strict=True)))
         torch.testing.assert_close(found, [x.detach() for x in step(*given, states)], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("center", [True, False])
+def test_a_spectrogram_and_its_inverse_vary_in_length(center: bool) -> None:
+    window = torch.ones(16) if not center else torch.hann_window(16)
+
+    def filtered(x: torch.Tensor) -> torch.Tensor:
+        found = torch.stft(x, 16, hop_length=8, window=window, return_complex=True, center=center)
+        return torch.istft(found * 0.5, 16, hop_length=8, window=window, center=center, length=x.shape[-1])
+
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(2, 64), shape=(None, None))
+        y = filtered(x)
+    for rows, length in ((3, 64), (2, 48), (1, 96)):
+        value = torch.randn(rows, length)
+        torch.testing.assert_close(tfnb.Session(g).run(y, {x: value}), filtered(value), rtol=1e-4, atol=1e-5)

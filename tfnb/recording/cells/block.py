@@ -255,9 +255,9 @@ def _explain_key(recorder: Recorder, error: BaseException) -> None:
     letters = ", ".join(sorted(recorder.tape.letters))
     error.add_note(
         f"{name} line {line}: {text}\n"
-        f"  keeps something by a size that varies ({letters}), as functools.lru_cache and dicts keyed by x.shape do. Fix "
-        "the sizes, tfnb.placeholder(sample, shape=(2, 3, ...)) with numbers for all axes, or call the function behind "
-        "the cache (function.__wrapped__)"
+        f"  keeps something by a size that varies ({letters}), as functools.lru_cache and dicts keyed by x.shape do. "
+        "Fix the sizes, tfnb.placeholder(sample, shape=(2, 3, ...)) with numbers for all axes, or call the function "
+        "behind the cache (function.__wrapped__)"
     )
 
 

@@ -72,6 +72,14 @@ def _affine_grid(rec: Recording, theta: Any, size: Any, align_corners: Any = Non
     return torch.affine_grid_generator(theta, size, bool(align_corners))  # type: ignore[arg-type]  # SymInts
 
 
+@override(Stage.FUNCTION, torch.istft, torch.Tensor.istft)
+def _istft(rec: Recording, x: Any, *args: Any, length: Any = None, **kwargs: Any) -> Any:
+    """Torch's form in other ops, where the length varies; the composite in C++ takes a number."""
+    if not isinstance(length, torch.SymInt):
+        return NotImplemented
+    return torch._refs.istft(x, *args, length=length, **kwargs)
+
+
 @override(Stage.FUNCTION, torch.einsum)
 def _einsum(rec: Recording, equation: str, *operands: Any) -> Any:
     """The order of the products that is best for the sizes of the samples: to ask for it, torch would fix them."""

@@ -364,7 +364,7 @@ class Tensor(Recorded):
 
 
 class WholeNumbers:
-    """Numbers of which only a run knows how many there are, such as a range up to a size: an index, or data of a tensor."""
+    """Numbers whose count only a run knows, such as a range up to a size: an index, or data of a tensor."""
 
     def tensor(self) -> torch.Tensor:
         """The numbers as int64[n]."""
