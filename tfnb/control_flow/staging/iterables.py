@@ -17,9 +17,10 @@ from tfnb.control_flow.staging.python_numbers import NUMBERS, shown
 from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
 from tfnb.recording import Recorder, Tensor
+from tfnb.recording.values.tensor import WholeNumbers
 
 
-class Range:
+class Range(WholeNumbers):
     """``range`` of recorded numbers and varying sizes."""
 
     def __init__(self, *args: Any) -> None:
@@ -32,6 +33,10 @@ class Range:
 
     def __len__(self) -> int:
         return len(range(*map(_of_samples, self.args)))
+
+    def tensor(self) -> torch.Tensor:
+        found = torch.arange(self.start, self.stop, self.step)
+        return found.flip(0) if self.is_reversed else found
 
     def __reversed__(self) -> Range:
         found = Range(*self.args)
@@ -156,7 +161,17 @@ def _enumerate(items: Any, start: Any = 0) -> Any:
     return Rows(rows.tensors, lambda index, *each: (index + start, shape(index, *each)), lambda: enumerate(rows, start))
 
 
+def _as_long(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As many rows of each tensor as the shortest has."""
+    if len({getattr(getattr(x.shape[0], "node", None), "expr", x.shape[0]) for x in tensors}) == 1:
+        return tensors
+    count = functools.reduce(torch.sym_min, (x.shape[0] for x in tensors))
+    return tuple(x.narrow(0, 0, count) for x in tensors)
+
+
 def _zip(*items: Any, strict: bool = False) -> Any:
+    if not strict and any(map(_varies, items)) and all(isinstance(i, torch.Tensor) and i.dim() > 0 for i in items):
+        items = _as_long(items)
     rows = [each for each in map(_rows, items) if each is not None]
     if not rows or len(rows) < len(items):
         return zip(*map(plain, items), strict=strict)
@@ -172,6 +187,8 @@ def _zip(*items: Any, strict: bool = False) -> Any:
 
 
 def _len(item: Any) -> Any:
+    if isinstance(item, Range) and len(item.args) == 1 and isinstance(item.stop, torch.SymInt):
+        return item.stop
     if grown(item):
         return length(item)
     return item.shape[0] if _varies(item) else len(item)

@@ -9,6 +9,7 @@ import ast
 import linecache
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -226,6 +227,7 @@ def _opened(
         except BaseException as error:
             recorder.leave()
             _in_letters(recorder, error)
+            _explain_key(recorder, error)
             recorder.space.forget({node.id for node in recorder.new})
             graph.stale.update((node.id, _failed(node)) for node in recorder.new)
             if failed is not None and isinstance(error, Exception):
@@ -249,6 +251,31 @@ def _in_letters(recorder: Recorder, error: BaseException) -> None:
         last = last.tb_next
     if last is not None and last.tb_frame.f_globals.get("__name__", "").startswith("torch."):
         error.args = tuple(recorder.symbols.readable(arg) if isinstance(arg, str) else arg for arg in error.args)
+
+
+def _explain_key(recorder: Recorder, error: BaseException) -> None:
+    """Say which line makes a key of a size that varies (torch's error names none), and what to do."""
+    if not isinstance(error, TypeError) or "unhashable type" not in str(error) or "SymInt" not in str(error):
+        return
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+    asking = [place for place, frame in enumerate(frames) if not _is_of_torch(frame)]
+    if not asking:
+        return
+    frame, line = frames[asking[-1]], lines[asking[-1]]
+    name = file_label(frame.f_code.co_filename)
+    text = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
+    letters = ", ".join(sorted(recorder.tape.letters))
+    error.add_note(
+        f"{name} line {line}: {text}\n"
+        f"  keeps something by a size that varies ({letters}), as functools.lru_cache and dicts keyed by x.shape do. "
+        "Fix the sizes, tfnb.placeholder(sample, shape=(2, 3, ...)) with numbers for all axes, or call the function "
+        "behind the cache (function.__wrapped__)"
+    )
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
 def _check_device(device: Any) -> None:

@@ -18,7 +18,7 @@ from tfnb.graph.node import Ref
 from tfnb.kernels import spans  # noqa: F401  defines torch.ops.tfnb
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
-from tfnb.recording.values.tensor import Tensor
+from tfnb.recording.values.tensor import Tensor, WholeNumbers
 from tfnb.recording.values.views import View
 
 _MASKS = (torch.bool, torch.uint8)
@@ -44,7 +44,11 @@ def _looked(rec: Recording, x: Any, index: Any) -> tuple[Any, Any]:
     """``x`` and ``index`` with each recorded number or size as row 0 of the one row that it picks, each slice by
     recorded numbers as all of the rows that it picks, and each truth value as a mask of one element over an axis of its
     own."""
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = [
+        item.tensor().to(x.device) if isinstance(item, WholeNumbers) else item
+        for item in (index if isinstance(index, tuple) else [index])
+    ]
+    index = tuple(items) if isinstance(index, tuple) else items[0]
     if not any(_is_single(i) or _is_slice(i) for i in items) or _is_functorch(x):
         return x, index
     taken = [_axes(item) for item in items]

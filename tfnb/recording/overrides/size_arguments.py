@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tfnb.errors import Unsupported
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
+from tfnb.recording.values.tensor import WholeNumbers
 
 aten = torch.ops.aten
 _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -25,10 +26,11 @@ _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
 @override(Stage.FUNCTION, torch.tensor, torch.as_tensor)
 def _tensor(rec: Recording, data: Any, **kwargs: Any) -> Any:
     """A tensor of numbers, sizes that vary among them, of which torch would make those of the sample."""
-    if not any(isinstance(leaf, _VARYING) for leaf in tree_leaves(data)):
+    if not any(isinstance(leaf, (*_VARYING, WholeNumbers)) for leaf in tree_leaves(data)):
         return NotImplemented
+    data = tree_map_only(WholeNumbers, lambda numbers: numbers.tensor(), data)
     data = tree_map_only(torch.SymBool, bool, data)
-    if not any(isinstance(leaf, _VARYING) for leaf in tree_leaves(data)):
+    if not any(isinstance(leaf, (*_VARYING, torch.Tensor)) for leaf in tree_leaves(data)):
         return torch.tensor(data, **kwargs)
     frozen = kwargs.pop("requires_grad", False) is False
     made = _stacked(data).to(kwargs.get("device"), kwargs.get("dtype"))
@@ -68,6 +70,14 @@ def _affine_grid(rec: Recording, theta: Any, size: Any, align_corners: Any = Non
     if align_corners is None:
         rec.note("F.affine_grid without align_corners= takes align_corners=False")
     return torch.affine_grid_generator(theta, size, bool(align_corners))  # type: ignore[arg-type]  # SymInts
+
+
+@override(Stage.FUNCTION, torch.istft, torch.Tensor.istft)
+def _istft(rec: Recording, x: Any, *args: Any, length: Any = None, **kwargs: Any) -> Any:
+    """Torch's form in other ops, where the length varies; the composite in C++ takes a number."""
+    if not isinstance(length, torch.SymInt):
+        return NotImplemented
+    return torch._refs.istft(x, *args, length=length, **kwargs)
 
 
 @override(Stage.FUNCTION, torch.einsum)

@@ -387,6 +387,14 @@ class Tensor(Recorded):
     __hash__ = torch.Tensor.__hash__
 
 
+class WholeNumbers:
+    """Numbers whose count only a run knows, such as a range up to a size: an index, or data of a tensor."""
+
+    def tensor(self) -> torch.Tensor:
+        """The numbers as int64[n]."""
+        raise NotImplementedError
+
+
 class Operation:
     """A node without an output (minimize, group): something to run, with result None."""
 
