@@ -32,9 +32,9 @@ from tfnb.recording.overrides import (  # noqa: F401  they fill the table of ove
     shape_rules,
     size_arguments,
     varying_sizes,
-    vmap_rules,
 )  # fmt: skip
 from tfnb.recording.print_and_assert import assert_, print
+from tfnb.recording.shapes import vmap_rules  # noqa: F401  it registers them with torch
 from tfnb.recording.subgraphs.recompute import recompute
 from tfnb.recording.values.tensor import Operation, Tensor
 from tfnb.recording.values.variables import variable
