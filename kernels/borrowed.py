@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import _adafactor, _muon, adadelta, adamax, asgd, nadam, radam, rprop
+from torch.optim import _adafactor, _muon, adamax, asgd, nadam, radam, rprop
 
 from tfnb.kernels.optim import Column, Rate, update
 
@@ -78,7 +78,6 @@ _DECAY = {"weight_decay": 0.0, "maximize": False}
 _ADAFACTOR = {"beta2_decay": -0.8, "eps1": 0.0, "eps2": 1e-3, "d": 1.0, **_DECAY}
 
 BORROWED: dict[str, Function] = {
-    "adadelta": Function(_listed(adadelta.adadelta), {"rho": 0.9, "eps": 1e-6, **_DECAY}),
     "adafactor": Function(_adafactor_matrix, _ADAFACTOR),
     "adafactor_vector": Function(_adafactor_vector, _ADAFACTOR),
     "adamax": Function(_listed(adamax.adamax), {**_BETAS, "eps": 1e-8, **_DECAY}),

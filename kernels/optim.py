@@ -40,6 +40,9 @@ FUSED: dict[str, Callable[..., None]] = {}
 MOVING = {"adam": "beta1", "rmsprop": "momentum", "sgd": "momentum"}
 """The setting that schedules of ``torch.optim`` change beside the learning rate, by the op's name."""
 
+PIECE = 2**16
+"""So many numbers of a variable for each thread are updated at a time, where the kernel makes temporaries."""
+
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -245,6 +248,70 @@ def _groups(rows: Sequence[Row], rates: Sequence[Rates]) -> Iterator[Group]:
 
 
 # ----- the rules -----------------------------------------------------------------------------------------
+
+
+@update
+def adadelta(
+    ws: Column,
+    grads: Column,
+    slots: list[Column],
+    rate: Rate,
+    *,
+    rho: float = 0.9,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> None:
+    """w -= rate * d, where d = sqrt(acc + eps) / sqrt(square + eps) * g, with running means of d*d and g*g.
+
+    Slots: square_avg, acc_delta, step. There is no fused kernel in torch: the temporaries of a piece are made before
+    the writes, and serve for all pieces.
+    """
+    *means, steps = slots
+    pieces = [(piece, [x.numel() for x in piece[0]]) for piece in _pieces([ws, grads, *means])]
+    scratch = ws[0].new_empty(3, max(sum(sizes) for _, sizes in pieces))
+    for (ws, grads, squares, sums), sizes in pieces:
+        roots, deltas, ready = ([*row[: sum(sizes)].split(sizes)] for row in scratch)
+        if maximize or weight_decay != 0:
+            torch._foreach_copy_(ready, grads)
+            grads = ready
+        if maximize:
+            torch._foreach_neg_(grads)
+        if weight_decay != 0:
+            torch._foreach_add_(grads, ws, alpha=weight_decay)
+        torch._foreach_mul_(squares, rho)
+        torch._foreach_addcmul_(squares, grads, grads, value=1 - rho)
+        for column, made in ((squares, roots), (sums, deltas)):
+            for x, out in zip(column, made, strict=True):
+                torch.add(x, eps, out=out)
+            torch._foreach_sqrt_(made)
+        torch._foreach_div_(deltas, roots)
+        torch._foreach_mul_(deltas, grads)
+        torch._foreach_mul_(sums, rho)
+        torch._foreach_addcmul_(sums, deltas, deltas, value=1 - rho)
+        if isinstance(rate, Tensor):  # of a device, which nobody waits for
+            torch._foreach_mul_(deltas, rate)
+            torch._foreach_sub_(ws, deltas)
+        else:
+            torch._foreach_add_(ws, deltas, alpha=-rate)
+    torch._foreach_add_(steps, 1)
+
+
+def _pieces(columns: list[Column]) -> Iterator[list[Column]]:
+    """The columns, flat, in pieces to be updated one after the other: on CPU each short enough for the cache."""
+    length = max(1, sum(x.numel() for x in columns[0]))  # one launch for all
+    if columns[0][0].is_cpu:
+        length = PIECE * torch.get_num_threads()
+    piece: list[Row] = []
+    total = 0
+    for row in zip(*columns, strict=True):
+        for part in zip(*(x.view(-1).split(length) for x in row), strict=True):
+            if piece and total + part[0].numel() > length:
+                yield [[*column] for column in zip(*piece, strict=True)]
+                piece, total = [], 0
+            piece.append(part)
+            total += part[0].numel()
+    yield [[*column] for column in zip(*piece, strict=True)]
 
 
 @update

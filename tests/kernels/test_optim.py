@@ -80,6 +80,8 @@ CASES = {
     "adam amsgrad": Case(torch.optim.Adam, {"amsgrad": True}, "adam", (*ADAM, "max_exp_avg_sq")),
     "adamw": Case(torch.optim.AdamW, {}, "adam", ADAM, {"weight_decay": 0.01, "decoupled_weight_decay": True}),
     "adadelta": borrowed(torch.optim.Adadelta, "adadelta", "square_avg acc_delta step", weight_decay=0.1),
+    "adadelta decays": borrowed(torch.optim.Adadelta, "adadelta", "square_avg acc_delta step", rho=0.5, **DECAYS),
+    "adadelta maximizes": borrowed(torch.optim.Adadelta, "adadelta", "square_avg acc_delta step", maximize=True),
     "adafactor": adafactor("adafactor", "row_var col_var step", MATRICES, weight_decay=0.1),
     "adafactor vector": adafactor("adafactor_vector", "variance step", [(3,), (9,)], maximize=True),
     "adamax": borrowed(torch.optim.Adamax, "adamax", "exp_avg exp_inf step", betas=(0.5, 0.9)),
@@ -351,3 +353,20 @@ def test_a_factor_in_memory_of_a_momentum_is_read_before_that_is_written() -> No
     wanted = 0.9 * buffer + buffer @ right
     FUSED["tfnb.sgd_product.default"]([(w.clone(), buffer, buffer, right)], lr=0.1, momentum=0.9)
     torch.testing.assert_close(buffer, wanted)
+
+
+def test_a_kernel_with_temporaries_goes_through_large_variables_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "PIECE", 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    case = CASES["adadelta decays"]
+    parameters, optimizer = reference(case, torch.float64, 4, 0.1)
+    ws = values(case, torch.float64, 0)
+    slots = [initial(case, w) for w in ws]
+    for step in range(4):
+        grads = values(case, torch.float64, step + 1)
+        rows = [(w, grad, *mine) for w, grad, mine in zip(ws, grads, slots, strict=True)]
+        FUSED["tfnb.adadelta.default"](rows, lr=0.1, **case.given)
+    for w, mine, parameter in zip(ws, slots, parameters, strict=True):
+        torch.testing.assert_close(w, parameter.detach(), rtol=1e-12, atol=1e-14)
+        for value, name in zip(mine, case.slots, strict=True):
+            torch.testing.assert_close(value, optimizer.state[parameter][name], rtol=1e-12, atol=1e-14)
