@@ -153,9 +153,11 @@ def _rows_of_copies(
 def _is_ready(rows: Sequence[Row]) -> bool:
     """Whether the fused kernels can take the rows as they are; on the hot path, hence the plain loops."""
     written = set()
+    dtype = rows[0][0].dtype
+    if dtype not in _DTYPES:
+        return False
     for w, grad, *slots in rows:
-        dtype = w.dtype
-        if not (grad.shape == w.shape and grad.dtype is dtype and dtype in _DTYPES and w.is_cpu and grad.is_cpu):
+        if not (grad.shape == w.shape and w.dtype is dtype and grad.dtype is dtype and w.is_cpu and grad.is_cpu):
             return False
         if not (w.is_contiguous() and grad.is_contiguous()):
             return False
