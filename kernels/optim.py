@@ -41,7 +41,7 @@ MOVING = {"adam": "beta1", "rmsprop": "momentum", "sgd": "momentum"}
 """The setting that schedules of ``torch.optim`` change beside the learning rate, by the op's name."""
 
 PIECE = 2**16
-"""So many numbers of a variable for each thread are updated at a time, where the kernel makes temporaries."""
+"""Elements for each thread that a kernel with temporaries updates at a time: few enough to stay in the cache."""
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -266,8 +266,8 @@ def adadelta(
 ) -> None:
     """w -= rate * d, where d = sqrt(acc + eps) / sqrt(square + eps) * g, with running means of d*d and g*g.
 
-    Slots: square_avg, acc_delta, step. There is no fused kernel in torch: the temporaries of a piece are made before
-    the writes, and serve for all pieces.
+    Slots: square_avg, acc_delta, step. torch has no fused kernel for this rule. The temporaries are allocated once,
+    before the first write, and each piece of the variables uses them again.
     """
     *means, steps = slots
     pieces = [(piece, [x.numel() for x in piece[0]]) for piece in _pieces([ws, grads, *means])]
@@ -300,7 +300,7 @@ def adadelta(
 
 
 def _pieces(columns: list[Column]) -> Iterator[list[Column]]:
-    """The columns, flat, in pieces to be updated one after the other: on CPU each short enough for the cache."""
+    """Split flat columns into pieces for one update after the other; on CPU a piece is short enough for the cache."""
     length = max(1, sum(x.numel() for x in columns[0]))  # one launch for all
     if columns[0][0].is_cpu:
         length = PIECE * torch.get_num_threads()
