@@ -43,8 +43,8 @@ NUMBERS: dict[str, tuple[str, ...]] = {}
 SWITCHES = frozenset({"weight_decay", "momentum", "dampening"})
 """Numbers that are 0 in another formula than otherwise: one without the product, or without the slot."""
 
-PIECE = 2**17
-"""So many numbers of a variable for each thread are updated at a time, where the kernel makes temporaries."""
+PIECE = 2**16
+"""Elements for each thread that a kernel with temporaries updates at a time: few enough to stay in the cache."""
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -166,9 +166,11 @@ def _rows_of_copies(
 def _is_ready(rows: Sequence[Row]) -> bool:
     """Whether the fused kernels can take the rows as they are; on the hot path, hence the plain loops."""
     written = set()
+    dtype = rows[0][0].dtype
+    if dtype not in _DTYPES:
+        return False
     for w, grad, *slots in rows:
-        dtype = w.dtype
-        if not (grad.shape == w.shape and grad.dtype is dtype and dtype in _DTYPES and w.is_cpu and grad.is_cpu):
+        if not (grad.shape == w.shape and w.dtype is dtype and grad.dtype is dtype and w.is_cpu and grad.is_cpu):
             return False
         if not (w.is_contiguous() and grad.is_contiguous()):
             return False
@@ -282,8 +284,8 @@ def adadelta(
 ) -> None:
     """w -= rate * d, where d = sqrt(acc + eps) / sqrt(square + eps) * g, with running means of d*d and g*g.
 
-    Slots: square_avg, acc_delta, step. There is no fused kernel in torch: the temporaries of a piece are made before
-    the writes, and serve for all pieces.
+    Slots: square_avg, acc_delta, step. torch has no fused kernel for this rule. The temporaries are allocated once,
+    before the first write, and each piece of the variables uses them again.
     """
     *means, steps = slots
     pieces = [(piece, [x.numel() for x in piece[0]]) for piece in _pieces([ws, grads, *means])]
@@ -316,7 +318,7 @@ def adadelta(
 
 
 def _pieces(columns: list[Column]) -> Iterator[list[Column]]:
-    """The columns, flat, in pieces to be updated one after the other: on CPU each short enough for the cache."""
+    """Split flat columns into pieces for one update after the other; on CPU a piece is short enough for the cache."""
     length = max(1, sum(x.numel() for x in columns[0]))  # one launch for all
     if columns[0][0].is_cpu:
         length = PIECE * torch.get_num_threads()

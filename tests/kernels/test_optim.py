@@ -389,3 +389,21 @@ def test_the_numbers_of_a_vector_count_in_place_of_the_settings(name: str) -> No
         FUSED[f"tfnb.{case.op}.default"]([(*row, rate) for row in others], **settings)
         for row, other in zip(rows, others, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adadelta", "adam", "sgd momentum", "rmsprop"])
+def test_variables_of_several_dtypes_are_updated_each_in_its_own(name: str) -> None:
+    case = CASES[name]._replace(shapes=[(3, 2), (5,)])  # one without elements is taken another way
+    rows, wanted = [], []
+    for dtype in (torch.float32, torch.float64):
+        parameters, optimizer = reference(case, dtype, 1, 0.1)
+        for w, grad, parameter in zip(values(case, dtype, 0), values(case, dtype, 1), parameters, strict=True):
+            rows.append((w, grad, *initial(case, w)))
+            wanted.append((parameter.detach(), [optimizer.state[parameter].get(slot) for slot in case.slots]))
+    FUSED[f"tfnb.{case.op}.default"](rows, lr=0.1, **case.given)
+    for (w, _, *slots), (parameter, states) in zip(rows, wanted, strict=True):
+        torch.testing.assert_close(w, parameter, rtol=2e-6 if w.dtype is torch.float32 else 1e-13, atol=1e-14)
+        for slot, state in zip(slots, states, strict=True):
+            if state is not None:
+                tolerance = 2e-6 if w.dtype is torch.float32 else 1e-13
+                torch.testing.assert_close(slot, state, rtol=tolerance, atol=1e-14, check_dtype=False)
