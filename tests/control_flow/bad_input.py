@@ -27,12 +27,6 @@ out = v
 # branches of another shape: record, ShapeError, 1, in one branch and float32[B] in the other
 out = x.sum() if x.sum() > 0 else x
 
-# a number of rows and rows that vary: record, ShapeError, 2, float32[B] in the other: take a size that varies from a
-v = x
-if x.sum() > 0:
-    v = torch.zeros(4)
-out = v
-
 # rows of what has none: record, InvalidArgument, 1, map_fn goes over the rows of tensors, and was given float32[]
 out = tfnb.map_fn(lambda v: v, x.sum())
 

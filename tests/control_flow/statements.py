@@ -303,4 +303,28 @@ s = ""
 if x.shape[1] > 2:
     s += "wide"
 return x.sum() if s == "wide" and x.sum() > 0 else x.mean()
+
+# a generator consumed in a loop
+def parts(v):
+    for i in range(3):
+        yield v[:, i]
+s = x.new_zeros(())
+for p in parts(x):
+    if p.sum() > 0:
+        s = s + p.sum()
+return s
+
+# yield beside a staged loop
+def gen(n):
+    i = 0
+    while i < n:
+        yield i
+        i += 1
+return sum(x.sum() * i if x.sum() > 0 else x.mean() for i in gen(3))
+
+# rows of several lengths
+s = x.sum() * 0
+for row, other in zip(x, torch.cat([x, x])[1:]):
+    s = s * 0.5 + (row * other).sum()
+return s
 """

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 from tfnb.control_flow.structure import flat, form_text, recorder_if_open, sample_truth, tensors, truth, written_at
-from tfnb.control_flow.tensor_array import varying
 from tfnb.errors import InvalidArgument, ShapeError
-from tfnb.graph import Ref, Spec, Value, ops
+from tfnb.graph import Dim, Ref, Spec, Value, ops
+from tfnb.graph.spec import Size
 from tfnb.recording import Operation, Recorder
 from tfnb.recording.subgraphs.capture import (
     Region,
     append,
-    bound_outside,
+    axes,
     captures,
     now,
     record_region,
@@ -33,12 +33,12 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *
     """``true_fn(*operands)`` where ``pred`` holds, else ``false_fn(*operands)``; decided in each run.
 
     pred: one truth value. Both functions are recorded; only the one that is taken runs. They return the same structure
-    of tensors and numbers, of the same dtypes and shapes. They may use any tensor and Variable around them, and what
-    they write to those is written where that branch is taken. A branch that returns an optimizer's step takes it there;
-    the other one returns a step or None, and `cond` an Operation that runs what is taken. Outside a recording the
-    function is just called.
+    of tensors and numbers, of the same dtypes and ranks; an axis of two sizes is of a size that varies. They may use
+    any tensor and Variable around them, and what they write to those is written where that branch is taken. A branch
+    that returns an optimizer's step takes it there; the other one returns a step or None, and `cond` an Operation that
+    runs what is taken. Outside a recording the function is just called.
 
-    Raises InvalidArgument for branches that return different structures or dtypes, ShapeError for different shapes.
+    Raises InvalidArgument for branches that return different structures or dtypes, ShapeError for different ranks.
 
     >>> import torch, tfnb
     >>> with tfnb.record():
@@ -87,12 +87,8 @@ def _recorded(
     paths = [keystr(path) for path, _ in tree_flatten_with_path(tree_unflatten(then.steps, then.form))[0]]
     labels = [f"output{path} of cond" for path, is_tensor in zip(paths, plain[0], strict=True) if is_tensor]
     regions = then.region, other.region
-    varies = [
-        v for v, is_tensor in zip(varying(tree_unflatten(then.steps, then.form)), plain[0], strict=True) if is_tensor
-    ]
-    loose = {place for place, each in enumerate(varies) if each}
     written = dict.fromkeys(base.variable for region in regions for base in region.written)
-    found = joined(recorder, predicate, regions, labels, what, loose)
+    found = joined(recorder, predicate, regions, labels, what)
     step = None
     if any(isinstance(item, Operation) for item in (*then.steps, *other.steps)):
         step = recorder.group(tuple(recorder._read_base(var).entry.value for var in written if var is not None))
@@ -128,13 +124,11 @@ def _text(side: _Side) -> str:
 
 
 def joined(
-    recorder: Recorder, predicate: Any, regions: tuple[Region, Region], labels: Sequence[str], what: str,
-    loose: Container[int] = (),
+    recorder: Recorder, predicate: Any, regions: tuple[Region, Region], labels: Sequence[str], what: str
 ) -> list[Any]:  # fmt: skip
     """The values of two branches, of which the predicate takes one; what they wrote is written.
 
-    An output that is None is absent in that branch. labels: what outputs are called in errors. loose: the outputs whose
-    axis 0 may be of another size in each branch.
+    An output that is None is absent in that branch. labels: what outputs are called in errors.
     """
     written = list(dict.fromkeys(base for region in regions for base in region.written))
     outputs = [[*region.outputs, *(_left(base, region) for base in written)] for region in regions]
@@ -143,14 +137,15 @@ def joined(
     captured = captures(recorder, regions)
     then, other = (subgraph(recorder, r, captured, outs) for r, outs in zip(regions, outputs, strict=True))
     names = [*labels, *(f"a tensor that is written ({base.entry.value})" for base in written)]
+    sizes = _Sizes(recorder)
     specs = [
-        _agreed(recorder, name, regions, pair, what, is_loose=place in loose)
+        _agreed(recorder, name, regions, pair, what, sizes if place < len(labels) else None)
         for place, (name, *pair) in enumerate(zip(names, *outputs, strict=True))
     ]
     absent = [None in pair for pair in zip(*outputs, strict=True)]
     attrs = {
         "pred": Ref(0), "operands": tuple(Ref(i + 1) for i in range(len(captured))), "then": then, "else": other,
-        "shapes": tuple(spec.shape if lacks else None for spec, lacks in zip(specs, absent, strict=True)),
+        "shapes": tuple(sizes.stand_in(spec) if lacks else None for spec, lacks in zip(specs, absent, strict=True)),
     }  # fmt: skip
     found = append(recorder, ops.COND, [predicate._entry.value, *captured], attrs, specs)
     count = len(found) - len(written)
@@ -163,33 +158,56 @@ def _left(base: Base, region: Region) -> Value:
     return region.written.get(base, base.entry.value)
 
 
+class _Sizes:
+    """The sizes of the outputs of a branch statement: a new symbol where the branches give different sizes.
+
+    Outputs whose axes have the same pair of sizes share its symbol, as rows and their labels do.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.fresh: dict[tuple[Size, Size], Size] = {}
+
+    def joined(self, a: Spec, b: Spec) -> Spec:
+        """The spec of an output that is ``a`` in one branch and ``b`` in the other."""
+        bound = axes(spec for node in self.recorder.tape.nodes for spec in node.outputs)
+        pairs = zip(now(self.recorder, a), now(self.recorder, b), strict=True)
+        return replace(a, shape=tuple(x if x == y and _symbols(x) <= bound else self._of(x, y) for x, y in pairs))
+
+    def _of(self, a: Size, b: Size) -> Size:
+        if (a, b) not in self.fresh:
+            symbols = self.recorder.symbols
+            self.fresh[a, b] = symbols.size(symbols.env.create_unbacked_symint())
+        return self.fresh[a, b]
+
+    def stand_in(self, spec: Spec) -> tuple[Size, ...]:
+        """The shape of the output in the branch where it is absent: no rows where only the other branch knows them."""
+        made = set(self.fresh.values())
+        return tuple(0 if size in made else size for size in spec.shape)
+
+
+def _symbols(size: Size) -> set[str]:
+    return set(size.symbols) if isinstance(size, Dim) else set()
+
+
 def _agreed(
-    recorder: Recorder, name: str, regions: tuple[Region, Region], values: Sequence[Value | None], what: str, *,
-    is_loose: bool,
+    recorder: Recorder, name: str, regions: tuple[Region, Region], values: Sequence[Value | None], what: str,
+    sizes: _Sizes | None,
 ) -> Spec:  # fmt: skip
-    """The spec of an output, which both branches give; raises InvalidArgument or ShapeError."""
+    """The spec of an output, which both branches give; raises InvalidArgument or ShapeError.
+
+    sizes: gives symbols to axes that differ; None where the branches have to give one shape.
+    """
     kinds = [spec_inside(recorder, r, v) for r, v in zip(regions, values, strict=True) if v is not None]
     a, b = kinds[0], kinds[-1]
     fits = a.dtype == b.dtype and a.device == b.device
-    if fits and is_loose and now(recorder, a)[1:] == now(recorder, b)[1:]:
-        return a if now(recorder, a) == now(recorder, b) and bound_outside(recorder, a) else _any_size(recorder, a)
-    if not fits or not same_shape(recorder, a, b):
-        kind = ShapeError if fits else InvalidArgument
-        how = "" if a.dtype == b.dtype else ": let both give one dtype (a number as 0.0, not as 0)"
-        if fits and len(a.shape) == len(b.shape) and [*map(type, a.shape)] != [*map(type, b.shape)]:
-            how = (
-                ": take a size that varies from a tensor, as in torch.zeros(x.shape[0]), or fix it where it comes "
-                "from: tfnb.placeholder(sample, shape=...)"
-            )
-        raise kind(
-            f"{name} is {a} in one branch and {b} in the other{how}\n  {what}{recorder.tape.at()}", details=DISAGREE
-        )
-    return a
-
-
-def _any_size(recorder: Recorder, spec: Spec) -> Spec:
-    """With an axis 0 that only a run knows."""
-    return replace(spec, shape=(recorder.symbols.size(recorder.symbols.env.create_unbacked_symint()), *spec.shape[1:]))
+    if fits and same_shape(recorder, a, b):
+        return a if sizes is None else sizes.joined(a, b)
+    if fits and sizes is not None and len(a.shape) == len(b.shape):
+        return sizes.joined(a, b)
+    how = "" if a.dtype == b.dtype else ": let both give one dtype (a number as 0.0, not as 0)"
+    text = f"{name} is {a} in one branch and {b} in the other{how}\n  {what}{recorder.tape.at()}"
+    raise (ShapeError if fits else InvalidArgument)(text, details=DISAGREE)
 
 
 def spec_inside(recorder: Recorder, region: Region, value: Value) -> Spec:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -266,12 +265,6 @@ def is_array(item: Any) -> bool:
 def arrays(items: Any) -> list[TensorArray]:
     """The arrays among nested structures."""
     return [item for item in tree_flatten(items, is_leaf=is_array)[0] if is_array(item)]
-
-
-def varying(items: Any) -> list[bool]:
-    """For each leaf of nested structures: whether its axis 0 may change, as arrays say."""
-    each = (item.varying if is_array(item) else [False] for item in tree_flatten(items, is_leaf=is_array)[0])
-    return list(chain.from_iterable(each))
 
 
 def has_blanks(items: Any) -> bool:

@@ -26,6 +26,7 @@ from tfnb.control_flow.frontend.trees import (
     no_arguments,
     placed,
 )
+from tfnb.control_flow.frontend.yields import Definitions, is_generator, with_yields
 
 CELL = "<module>"  # what Python calls the code of a cell
 _FACTORY, _OUTER, FUNCTION = "ag__made", "ag__outer", "ag__function"
@@ -38,8 +39,11 @@ def function_code(code: CodeType, tree: ast.FunctionDef | ast.Lambda) -> CodeTyp
     The tree has the lines of the file that ``code`` is of.
     """
     owner = code.co_qualname.split(".")[-2:-1]
+    if is_generator(code):
+        tree = with_yields(tree)  # type: ignore[arg-type]  # no lambda
     tree = _prepared(tree, owner[0] if owner and owner[0] != "<locals>" else None)
-    body = told_names(with_operators(tree if isinstance(tree, ast.FunctionDef) else _as_function(tree)))
+    tree = tree if isinstance(tree, ast.FunctionDef) else _as_function(tree)
+    body = told_names(with_operators(tree, is_generator=is_generator(code)))
     place = Place(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE, code.co_firstlineno)
     return compiled(body, place, code.co_freevars)
 
@@ -133,24 +137,32 @@ class _OfClass(ast.NodeTransformer):
 # -- converting and compiling -------------------------------------------------------------------------------------
 
 
-def with_operators(function: ast.FunctionDef, unsure: Container[str] = ()) -> ast.FunctionDef:
-    """Control flow and expressions as calls of operators. unsure: global names that may have no value."""
+def with_operators(
+    function: ast.FunctionDef, unsure: Container[str] = (), *, is_generator: bool = False
+) -> ast.FunctionDef:  # fmt: skip
+    """Control flow and expressions as calls of operators.
+
+    unsure: global names that may have no value. is_generator: the loop over it may be left in some runs, so that the
+    end of any loop in it depends on a tensor.
+    """
+    generators = Definitions()
+    function = generators.hide(function)
     for node in ast.walk(function):
         if (why := _left_to_python(node)) is not None:
             raise CannotStage(why)
     function = Asserts().visit(function)
-    if has_control([n for n in ast.walk(function) if isinstance(n, CONTROL)]):
+    if is_generator or has_control([n for n in ast.walk(function) if isinstance(n, CONTROL)]):
         from tfnb.control_flow.frontend.autograph_frontend import with_calls
 
         Walrus().visit(function)
         function = with_calls(function)
-    return Expressions(unsure).visit(function)
+    return generators.restore(Expressions(unsure).visit(function))
 
 
 def _left_to_python(node: ast.AST) -> str | None:
     """Why a function that has this in it is left to Python."""
     if isinstance(node, (ast.Yield, ast.YieldFrom, ast.AsyncFunctionDef)):
-        return "a generator or async function is in it"
+        return "a `yield` in a lambda, or an async function, is in it"
     if isinstance(node, ast.Match):
         return f"the `match` of line {node.lineno} is in it: write `if` and `elif`"
     if isinstance(node, (ast.For, ast.While)) and node.orelse:

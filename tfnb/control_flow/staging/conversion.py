@@ -15,6 +15,7 @@ import torch
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.frontend.source import bound, function_code, worth
 from tfnb.control_flow.frontend.trees import HIDDEN, tree_of
+from tfnb.control_flow.frontend.yields import is_generator
 from tfnb.control_flow.staging.containers import (
     CHANGES,
     CONTAINERS,
@@ -24,6 +25,7 @@ from tfnb.control_flow.staging.containers import (
     refuse_change,
     refuse_draw,
 )
+from tfnb.control_flow.staging.generators import generator_function
 from tfnb.control_flow.staging.iterables import BUILTINS
 from tfnb.control_flow.staging.lists import append_to, cat, grown, plain, stack
 from tfnb.control_flow.staging.python_numbers import given, item_of
@@ -124,12 +126,19 @@ def _function(function: FunctionType) -> FunctionType:
     code = function.__code__
     if _MARK in function.__dict__ or HIDDEN in code.co_freevars:  # a lambda of converted code has no mark
         return function
-    if code not in _factories:
-        _factories[code] = None if is_foreign(code.co_filename) else _factory(code)
-    factory = _factories[code]
+    if is_generator(code):
+        made = _known_factory(code)
+        return function if made is None else marked(generator_function(function, made))
+    factory = _known_factory(code)
     if factory is None:
         return _rewrapped(function)
     return marked(bound(factory, function, OPERATORS))
+
+
+def _known_factory(code: CodeType) -> CodeType | None:
+    if code not in _factories:
+        _factories[code] = None if is_foreign(code.co_filename) else _factory(code)
+    return _factories[code]
 
 
 def _factory(code: CodeType) -> CodeType | None:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from tfnb.control_flow.staging.branching import chosen
+from tfnb.control_flow.staging.containers import made
+from tfnb.control_flow.staging.generators import Consumer, Generator
 from tfnb.control_flow.staging.lists import grown, length, plain
 from tfnb.control_flow.staging.looping import Iterations, Stage
 from tfnb.control_flow.staging.python_numbers import NUMBERS, shown
-from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
+from tfnb.control_flow.staging.statement import OPERATORS, Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.values.tensor import WholeNumbers
@@ -154,6 +156,8 @@ def _reversed(items: Any) -> Any:
 
 
 def _enumerate(items: Any, start: Any = 0) -> Any:
+    if isinstance(items, Generator):
+        return items.numbered(start)
     rows = _rows(items)
     if rows is None:
         return enumerate(plain(items), start)
@@ -192,6 +196,15 @@ def _len(item: Any) -> Any:
     if grown(item):
         return length(item)
     return item.shape[0] if _varies(item) else len(item)
+
+
+def _list(*args: Any) -> Any:
+    """``list`` of a generator appends as a loop does, which may be a staged one."""
+    if not args or not isinstance(args[0], Generator):
+        return list(*args)
+    found = made([])
+    args[0].loop(Consumer(lambda each: OPERATORS.fn(found.append)(each), None, tuple, lambda _: None, ()))
+    return found
 
 
 def _print(*args: Any, **options: Any) -> None:
@@ -239,6 +252,7 @@ def _bool(*args: Any) -> Any:
 
 BUILTINS: dict[Any, Callable[..., Any]] = {
     **NUMBERS,
-    range: _range, reversed: _reversed, enumerate: _enumerate, zip: _zip, len: _len, print: _print, bool: _bool,
+    range: _range, list: _list, reversed: _reversed, enumerate: _enumerate, zip: _zip, len: _len, print: _print,
+    bool: _bool,
     max: _best("max", operator.gt, max, torch.sym_max), min: _best("min", operator.lt, min, torch.sym_min),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
 from tfnb.control_flow.staging.conversion import OPERATORS, fn, marked
+from tfnb.control_flow.staging.generators import Consumer, Generator
 from tfnb.control_flow.staging.iterables import iterations_of
 from tfnb.control_flow.staging.lists import grown, length, plain
 from tfnb.control_flow.staging.lists import item as item_of
@@ -156,6 +157,8 @@ def for_stmt(
 ) -> None:  # fmt: skip
     """``for each in items: body(each)`` as long as ``more()``."""
     recorder = _staging()
+    if recorder is not None and isinstance(items, Generator):
+        return items.loop(Consumer(body, more, get, set, names))
     iterations = None if recorder is None else iterations_of(items)
     while recorder is not None and iterations is not None:
         st = Statement("for", recorder, names, get, set)

@@ -35,7 +35,7 @@ from tfnb.control_flow.staging.statement import (
 )
 from tfnb.control_flow.staging.unset import SetInSomeRuns, Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import SIZES, truth
-from tfnb.control_flow.tensor_array import has_blanks, varying
+from tfnb.control_flow.tensor_array import has_blanks
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Value, Variable
 from tfnb.recording import Tensor
@@ -66,7 +66,6 @@ class Phi:
         self.sides = {True: then, False: other}
         self.columns: list[tuple[Value | None, Value | None]] = []
         self.labels: list[str] = []
-        self.loose: set[int] = set()  # columns whose axis 0 may be of another size in each branch
         self.made: list[tuple[Tensor, dict[bool, Bases]]] = []  # results, and what may have their memory
 
     @cached_property
@@ -83,7 +82,7 @@ class Phi:
         what = f"{st.place}: `{st.what}`"
         regions = (self.sides[True].region, self.sides[False].region)
         if any(r.nodes or r.written for r in regions) or self.columns:
-            results = joined(st.recorder, self.predicate, regions, self.labels, what, self.loose)
+            results = joined(st.recorder, self.predicate, regions, self.labels, what)
         else:
             results = []
         return tuple(plan(results) for plan in plans)
@@ -109,10 +108,8 @@ class Phi:
             )  # fmt: skip
         paths = [keystr(path) for path, _ in tree_flatten_with_path(then)[0]]
         parts = []
-        for at, (a, b, path, varies) in enumerate(zip(leaves, theirs, paths, varying(then), strict=True)):
-            count = len(self.columns)
+        for at, (a, b, path) in enumerate(zip(leaves, theirs, paths, strict=True)):
             parts.append(self._leaf(place, at, a, b, part_of(label, path)))
-            self.loose.update(range(count, len(self.columns)) if varies else ())
         return lambda results: tree_unflatten([part(results) for part in parts], form)
 
     def _leaf(self, place: int, at: int, a: Any, b: Any, label: str) -> Callable[[list[Any]], Any]:
@@ -214,7 +211,7 @@ class Phi:
         if not any(isinstance(s.values[place], UndefinedReturnValue) for s in self.sides.values()):
             return self._set_in_some_runs(place, side)
         leaves, form = tree_flatten(value)
-        if not all(map(is_value, leaves)) or not all(self._fits(after, place, at) for at in range(len(leaves))):
+        if not all(map(is_value, leaves)):
             raise CannotStage(f"it returns {kind(value)}, and goes on in the other branch")
         parts = []
         for at, leaf in enumerate(leaves):

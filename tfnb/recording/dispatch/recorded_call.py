@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from tfnb.graph import Node, Ref, Spec, Value
+from tfnb.errors import ShapeError
+from tfnb.graph import Dim, Node, Ref, Spec, Value
 from tfnb.graph.graph import new_id
+from tfnb.graph.node import leaves
 from tfnb.graph.op_facts import Facts, Op, bind, kernel, op_name
 from tfnb.graph.spec import numbered
 from tfnb.kernels.random import seeded
@@ -31,6 +33,7 @@ from tfnb.recording.values.views import View
 
 aten = torch.ops.aten
 _SHAPES = OVERRIDES[Stage.SHAPE]
+_UNTOLD = object()  # a size that only data tell, without samples of them
 
 
 def absent(device: str) -> Spec:
@@ -92,9 +95,32 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
             rec.symbols.observe(fake, sample)
         view = () if base is None else (*chain, View(func, attrs, index, torch.is_grad_enabled()))
         wrapped.append(rec._wrap(entry, base, view))
+    for equality in rec.symbols.deferred():
+        _rely_on(rec, func, equality)
     if isinstance(fakes, (list, tuple)):
         return type(fakes)(wrapped) if type(fakes) in (list, tuple) else tuple(wrapped)
     return wrapped[0]
+
+
+def _rely_on(rec: Recording, func: Op, equality: Any) -> None:
+    """Guard what follows by an equality of sizes that only data tell; raises ShapeError if the samples break it.
+
+    The kernel refuses other sizes by itself, but for one row that it broadcasts: no later shape or gradient expects that.
+    """
+    text = rec.symbols.text(equality)
+    if rec.entered and rec.symbols.seen(equality, bool) is False:
+        raise ShapeError(f"{op_name(func)} takes {text} for granted, and for the samples it is not so{rec.tape.at()}")
+    spec = Spec(torch.bool, (), "cpu")
+    attrs = {"s": Dim(text), "dtype": torch.bool}
+    value = rec.tape.append("aten.scalar_tensor.default", "scalar_tensor", (spec,), attrs=attrs)
+    fake = rec.space.fakes[value] = rec.symbols.fake(spec)
+    sample = None if rec.symbols.seen(equality, bool) is None else torch.tensor(True)
+    rec.space.samples.keep(value, sample)
+    lacks = (
+        f"{op_name(func)} was recorded for {text}, and in this run it is not so: to have one row stand for many, "
+        "expand it before"
+    )
+    rec.guard(rec._wrap(Entry(value, fake, sample)), True, lacks=lacks)
 
 
 def _makes_fractions(func: Op, inputs: list[Entry]) -> bool:
@@ -135,7 +161,14 @@ def _on_samples(rec: Recording, tree: Any, samples: Iterator[torch.Tensor | None
         return kind([_on_samples(rec, item, samples) for item in tree])
     if isinstance(tree, dict):
         return {key: _on_samples(rec, item, samples) for key, item in tree.items()}
-    return None if isinstance(tree, torch.Generator) else rec.symbols.concrete(tree)
+    if tree is None or isinstance(tree, torch.Generator):
+        return None
+    found = rec.symbols.concrete(tree)
+    return _UNTOLD if found is None else found
+
+
+def _is_untold(leaf: Any) -> bool:
+    return leaf is _UNTOLD
 
 
 def _fake_call(rec: Recording, func: Op, args: Any, kwargs: Any, inputs: list[Entry]) -> Any:
@@ -155,10 +188,11 @@ def _sample_call(
 ) -> tuple[torch.Tensor | None, ...] | None:
     """The op's results on samples; None where an input has no sample."""
     known = [entry.sample for entry in inputs]
-    if any(sample is None for sample in known):
+    found = None if any(sample is None for sample in known) else _on_samples(rec, called, iter(known))
+    if found is None or any(map(_is_untold, leaves(found))):
         rec.space.samples.lacks(node.id)
         return None
-    args, kwargs = _on_samples(rec, called, iter(known))
+    args, kwargs = found
     if node.stream is None:
         dtypes = (*(spec.dtype for spec in node.outputs), *(entry.fake.dtype for entry in inputs))
         with conjugating(any(dtype.is_complex for dtype in dtypes)):

@@ -85,6 +85,7 @@ class _Env(ShapeEnv):
         self.kernel = False
         self.depth = 0  # of ops that are being recorded
         self.laying = False  # whether torch lays a tensor out: its answers are properties of that object alone
+        self.deferred: list[Any] = []  # equalities of sizes that only data tell, on which a kernel's rule relies
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
         """No stack for a relation: torch would import its exporter to find one, and our nodes have their lines."""
@@ -99,6 +100,13 @@ class _Env(ShapeEnv):
             found = self._maybe_evaluate_static(sym_node.expr)
             return fallback_value if found is None else found
         return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+
+    def guard_or_defer_runtime_assert(self, orig_expr: Any, msg: str, fx_node: Any = None) -> bool:
+        """torch leaves an equality that only data tell to the kernel, which may broadcast one row instead."""
+        found = super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
+        if self.kernel and isinstance(orig_expr, sympy.Eq):
+            self.deferred.append(orig_expr)
+        return found
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if self.laying:
@@ -353,6 +361,11 @@ class Symbols:
             return bool(relation)
         finally:
             self.env.depth = before
+
+    def deferred(self) -> list[Any]:
+        """Equalities of sizes that only data tell, on which the last kernel's rule relied: said once."""
+        found, self.env.deferred = self.env.deferred, []
+        return [expr for expr in found if expr.free_symbols]
 
     # -- fake tensors --------------------------------------------------------------------------------------
 
