@@ -222,7 +222,7 @@ def _opened(
                 yield recorder
                 recorder.settle()
             with uncollected():
-                lost = _commit(recorder, before, names(), raise_held, append=append)
+                lost = _commit(recorder, before, names(), raise_held, append=append, body=body)
                 _keep_guards(recorder, is_cell=is_cell)
         except BaseException as error:
             recorder.leave()
@@ -319,7 +319,8 @@ def _pushed(recorder: Recorder) -> Iterator[None]:
 
 
 def _commit(
-    recorder: Recorder, before: Contents, names: Mapping[str, Any], ready: Callable[[], None], *, append: bool
+    recorder: Recorder, before: Contents, names: Mapping[str, Any], ready: Callable[[], None], *, append: bool,
+    body: Sequence[ast.stmt],
 ) -> list[Note]:  # fmt: skip
     """Turn what was recorded into the graph's new contents; notes of statements and steps that no run does.
 
@@ -340,7 +341,7 @@ def _commit(
     )
     lost += [Note(kept.source, kept.text) for kept in recorder.python.kept()]
     if not recorder.is_cell and recorder.stop is not None:
-        recorder.tape.draws += unheard_draws(recorder.held, recorder.tape.heard, recorder.stop)
+        recorder.tape.draws += unheard_draws(recorder.held, recorder.tape.heard, recorder.stop, body)
     lost += notes_of_draws(recorder.tape, names, _results(recorder, names))
     recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)
