@@ -64,13 +64,15 @@ class Replacement:
 
 
 def replaced(
-    old: Contents, new: list[Node], guards: list[Guard], aliases: Mapping[str, Value], owner: Owner, *, append: bool,
+    old: Contents, new: list[Node], guards: list[Guard], bindings: Mapping[str, tuple[Value, ...]], owner: Owner, *,
+    append: bool,
     derivatives: Iterable[Derivative] = (), opaque: Container[int] = (), live: Container[int] = (),
     chosen: Collection[str] = (), assigned: Container[int] = (),
 ) -> Replacement:  # fmt: skip
     """Contents with ``owner``'s block replaced by ``new``.
 
-    The block keeps its place in program order unless it uses nodes recorded later. derivatives: what was differentiated
+    The block keeps its place in program order unless it uses nodes recorded later. bindings: the values that it bound
+    to names, which are the latest of these. derivatives: what was differentiated
     before. opaque: nodes that count as changed whenever their cell runs again. live: nodes that
     somebody holds. chosen: letters of sizes that the user gave. assigned: nodes whose name is the user's, who
     assigned them to it. Raises StaleNode for a block that uses what is computed from its own earlier run.
@@ -84,7 +86,7 @@ def replaced(
     place = _place(old, others, mine, new)
     before, after = others[:place], others[place:]
     _refuse_circles(before, gone, old)
-    moved = _relinked(mine, new, assigned, old.aliases, aliases)
+    moved = _relinked(mine, new, assigned, old.bindings, bindings)
     same = _same(mine, new, moved, opaque)
     after = [_relink(node, moved) for node in after]
     kept_by = {d.moved(moved): d.ways(old.nodes) for d in derivatives if d.nodes.isdisjoint(gone)}
@@ -105,10 +107,22 @@ def replaced(
         (g for g in old.guards if append or g.owner is None or g.owner.key not in {owner.key, *lost}), letters.below
     )
     ids = {n.id for n in nodes}
-    kept_aliases = {k: v for k, v in old.aliases.items() if v.node in ids}
-    contents = Contents(nodes, (*kept_guards, *guards), {**kept_aliases, **aliases})
+    contents = Contents(nodes, (*kept_guards, *guards), _bound(old.bindings, bindings, ids))
     relinked = _downstream(after, {v.node for v in moved.values()}, _symbols(mine))
     return Replacement(contents, gone, moved, relinked, tuple(kept_by), letters)
+
+
+def _bound(
+    before: Mapping[str, tuple[Value, ...]], now: Mapping[str, tuple[Value, ...]], ids: Container[int]
+) -> dict[str, tuple[Value, ...]]:  # fmt: skip
+    """The values of each name in order of execution: those of nodes that are there, each at its last place."""
+    found = {}
+    for name in dict.fromkeys((*before, *now)):
+        latest = now.get(name, ())
+        values = (*(value for value in before.get(name, ()) if value not in latest), *latest)
+        if kept := tuple(value for value in values if value.node in ids):
+            found[name] = kept
+    return found
 
 
 def _lettered(nodes: Sequence[Node], letters: Mapping[str, str]) -> list[Node]:
@@ -215,23 +229,24 @@ def _missing_text(node: Node, old: Contents, missing: int) -> str:
 
 
 def _relinked(
-    mine: list[Node], new: list[Node], assigned: Container[int], names: Mapping[str, Value], now: Mapping[str, Value]
-) -> dict[Value, Value]:
+    mine: list[Node], new: list[Node], assigned: Container[int], names: Mapping[str, tuple[Value, ...]],
+    now: Mapping[str, tuple[Value, ...]],
+) -> dict[Value, Value]:  # fmt: skip
     """Old value -> new value for nodes of the same name and specs; of the same op, too, unless the name is the user's.
 
-    names, now: further names of the user's for values, before and in this run.
+    names, now: the values that were bound to the user's names, before and in this run.
     """
     fresh = {n.name: n for n in new}
-    others: dict[int, list[str]] = {}  # node -> its further names
-    for name, value in names.items():
-        others.setdefault(value.node, []).append(name)
+    bound: dict[int, list[tuple[str, int]]] = {}  # node -> its names, each with the number of an output
+    for name, value in ((name, value) for name, values in names.items() for value in values):
+        bound.setdefault(value.node, []).append((name, value.index))
     moved: dict[Value, Value] = {}
     for node in mine:
         twin = fresh.get(node.name)
         if twin is None or twin.outputs != node.outputs:
             continue
         is_named = node.id in assigned and twin.id in assigned and _is_plain(node) and _is_plain(twin)
-        agrees = all(now.get(name) == Value(twin.id, names[name].index) for name in others.get(node.id, ()))
+        agrees = all(Value(twin.id, index) in now.get(name, ()) for name, index in bound.get(node.id, ()))
         if twin.op == node.op or (is_named and agrees):
             moved.update({Value(node.id, i): Value(twin.id, i) for i in range(max(1, len(node.outputs)))})
     return moved
