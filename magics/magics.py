@@ -350,7 +350,8 @@ class TfnbMagics(RunMagics):
         trace = tfnb.session.default_session(graph).trace
         if trace is None or not {graph.value(name).node for name in options.fetches} <= trace.fetched:
             what = " ".join(options.fetches)
-            command = f"%tfrun {what or 'FETCH'} {' '.join(f'-f {graph.contents.shown(node)}=...' for node in graph.placeholders)}"
+            feeds = " ".join(f"-f {graph.contents.shown(node)}=..." for node in graph.placeholders)
+            command = f"%tfrun {what or 'FETCH'} {feeds}"
             raise UsageError(f"no profiled run of {what or f'graph {graph.name}'} yet: {command.rstrip()} --profile")
         if options.trace:
             trace.save(options.trace)

@@ -21,7 +21,7 @@ from torch import nn
 
 from tfnb import widgets
 from tfnb.errors import InvalidArgument, NotFound, ResourceExhausted
-from tfnb.graph import Graph, Value, Variable
+from tfnb.graph import Graph, Variable
 from tfnb.recording import Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording import variable as variable_named

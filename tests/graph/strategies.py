@@ -33,7 +33,8 @@ def graphs(draw: st.DrawFn, *, size: int = 12, stateful: bool = True) -> Content
     for _ in range(draw(st.integers(0, size))):
         draw(st.sampled_from(kinds))(b, draw, variables)
     values = [value for node in b.nodes for value in map(node.value, range(len(node.outputs)))]
-    names = draw(st.dictionaries(labels, st.lists(st.sampled_from(values), min_size=1, max_size=3).map(tuple), max_size=2))
+    bound = st.lists(st.sampled_from(values), min_size=1, max_size=3).map(tuple)
+    names = draw(st.dictionaries(labels, bound, max_size=2))
     return b.contents(bindings=names)
 
 

@@ -78,7 +78,8 @@ class Contents:
     @cached_property
     def assigned(self) -> dict[Value, str]:
         """The first Python name that means each value."""
-        return {self.names[name]: name for name in reversed(self.bindings) if self.names[name] in self.bindings[name]}
+        meant = ((name, self.names.get(name)) for name in reversed(self.bindings))
+        return {value: name for name, value in meant if value in self.bindings[name]}
 
     def _names(self, nodes: tuple[Node, ...]) -> dict[str, Value]:
         """The value of these nodes that each name means."""

@@ -167,7 +167,7 @@ def value_name(value: Value, contents: Contents) -> str:
 
 def describe(node: Node, contents: Contents) -> list[str]:
     """Lines of a node's tooltip: name, op and arguments, specs, device, the quoted line."""
-    lines = [node.name if node.op != "tfnb.read" else f"variable {variable_name(node)}"]
+    lines = [contents.shown(node) if node.op != "tfnb.read" else f"variable {variable_name(node)}"]
     call = arguments(node, contents)
     lines.append(shorten(f"{node.op}({call})" if call else node.op, 160))
     lines += outputs(node)

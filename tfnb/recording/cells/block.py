@@ -373,11 +373,10 @@ def _assigned_names(
     before: the values that names had when it began. A node that was named in the call that made it keeps that name.
     """
     mine = {node.id for node in recorder.new}
-    found = _named_values(recorder.graph, names)
     bindings = {
         name: values
-        for name, values in found.items()
-        if all(v.node in recorder.tape.by_id for v in values) and (values != before.get(name) or values[-1].node in mine)
+        for name, values in _named_values(recorder.graph, names).items()
+        if values[-1].node in mine or (values != before.get(name) and values[-1].node in recorder.tape.by_id)
     }
     done: set[int] = set()
     for name, (at, *_) in bindings.items():
