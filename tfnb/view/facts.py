@@ -161,7 +161,7 @@ def value_name(value: Value, contents: Contents) -> str:
     node = contents.by_id.get(value.node)
     if node is None:
         return "?"
-    stem = variable_name(node) if node.op == "tfnb.read" else node.name
+    stem = variable_name(node) if node.op == "tfnb.read" else contents.shown(node)
     return stem if value.index == 0 else f"{stem}:{value.index}"
 
 

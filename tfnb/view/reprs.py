@@ -102,7 +102,8 @@ def operation_html(operation: Any) -> str:
 def operation_facts(operation: Any) -> Facts:
     """What both forms say about an Operation: ``inputs`` are the first `FEW` of what it runs or takes."""
     node, contents = operation.node, operation.graph.contents
-    names = dict.fromkeys(contents.shown(contents.by_id[at]) for at in (*(value.node for value in node.inputs), *node.control))
+    used = (*(value.node for value in node.inputs), *node.control)
+    names = dict.fromkeys(contents.shown(contents.by_id[at]) for at in used)
     more = f", … {len(names) - FEW} more" if len(names) > FEW else ""
     found = [("graph", operation.graph.name), ("inputs", ", ".join([*names][:FEW]) + more)]
     return found + ([("line", str(node.source))] if node.source else [])
