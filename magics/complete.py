@@ -32,7 +32,6 @@ def _names(name: str) -> Iterator[str]:
     if name in ("tfgraph", "tfdiff"):
         yield from tfnb.graphs()
     if name in ("tfrun", "tfprof", "tfgrad", "tfdiff", "tfwatch", "tfbreak", "tfcompare"):
-        yield from contents.by_name
-        yield from contents.aliases
+        yield from contents.names
     if name in ("tfgrad", "tfvars", "tfwatch"):
         yield from contents.variables

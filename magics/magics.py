@@ -351,7 +351,8 @@ class TfnbMagics(RunMagics):
         trace = tfnb.session.default_session(graph).trace
         if trace is None or not {graph.value(name).node for name in options.fetches} <= trace.fetched:
             what = " ".join(options.fetches)
-            command = f"%tfrun {what or 'FETCH'} {' '.join(f'-f {node.name}=...' for node in graph.placeholders)}"
+            feeds = " ".join(f"-f {graph.contents.shown(node)}=..." for node in graph.placeholders)
+            command = f"%tfrun {what or 'FETCH'} {feeds}"
             raise UsageError(f"no profiled run of {what or f'graph {graph.name}'} yet: {command.rstrip()} --profile")
         if options.trace:
             trace.save(options.trace)
@@ -387,8 +388,7 @@ class TfnbMagics(RunMagics):
             return {}
         names = compiled(self.shell, "tfrun", line, cell).names(full_tracebacks=self.full_tracebacks)
         before, places = self.shell.user_ns, {node.id for node in graph.placeholders}
-        known = [node.name for node in graph.placeholders]
-        known += [name for name, value in graph.contents.aliases.items() if value.node in places]
+        known = [name for name, value in graph.contents.feed_names.items() if value.node in places]
         fed = {name: names.get(name) for name in known}
         return {name: value for name, value in fed.items() if value is not None and value is not before.get(name)}
 

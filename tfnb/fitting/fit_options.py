@@ -56,7 +56,7 @@ def known_keys(session: Session, keys: Iterable[Any], *, named: bool) -> None:
     """Raise NotFound for a key of a batch that names nothing in the graph; named: ``feeds`` may say what it is for."""
     for key in keys if named else ():
         if isinstance(key, str) and not _is_value(session, key):
-            names = [node.name for node in session.graph.placeholders]
+            names = [session.graph.contents.shown(node) for node in session.graph.placeholders]
             raise NotFound(
                 f"the items of data are dicts with {key!r}, which graph {session.graph.name} does not have; say what "
                 f"their parts are fed to, feeds={{{key!r}: {names[0] if names else 'x'}}}; its placeholders are "
