@@ -24,6 +24,7 @@ import tfnb
 from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
 from tfnb.magics.export_files import exported
+from tfnb.magics.graph_names import is_graph
 from tfnb.magics.live import Lives
 from tfnb.magics.options import existing, magic, near, parsed, size
 from tfnb.magics.rerun import Cells, Change, RecordedCell, change
@@ -192,7 +193,7 @@ class TfnbMagics(RunMagics):
         names = [word for word in words if word != verb]
         file = names.pop() if verb == "export" and names else None
         cell = names.pop() if verb == "rm" and names and names[-1].startswith("In[") else None
-        unknown = [] if verb in ("on", "off") else [name for name in names if name not in tfnb.graphs()]
+        unknown = [] if verb in ("on", "off") else [n for n in names if not is_graph(self.shell.user_ns, n)]
         if meant := next(filter(None, (near(name, VERBS) for name in unknown)), ""):
             raise UsageError(f"unknown: {' '.join(names)}; did you mean {meant}?")
         if len(names) > 1:
@@ -206,6 +207,8 @@ class TfnbMagics(RunMagics):
         if cell is not None:
             self._remove_cell(graph, cell)
         elif verb == "rm":
+            if tfnb.graphs().get(graph.name) is not graph:
+                raise UsageError(f"this graph {graph.name} is not among the named ones, which %tfgraph ls shows")
             tfnb.recording.forget(graph.name)
         elif verb == "clear":
             graph.commit(type(graph.contents)(), removed=[(n.id, f"node {n.name} was cleared") for n in graph.nodes])
@@ -238,7 +241,7 @@ class TfnbMagics(RunMagics):
             cells = dict.fromkeys(node.source.label for node in graph.nodes if node.source is not None)
             raise UsageError(f"{cell} recorded nothing in graph {graph.name}; there are: {', '.join(cells) or 'none'}")
         for owner in owners:
-            with tfnb.recording.record_cell(graph.name, owner=owner, label=cell, filename="", namespace={}):
+            with tfnb.recording.record_cell(graph, owner=owner, label=cell, filename="", namespace={}):
                 pass
 
     # -- differentiating and running ------------------------------------------------------------------------
@@ -260,7 +263,7 @@ class TfnbMagics(RunMagics):
         if options.help or not options.loss:
             return self._help(self.tfgrad)
         graph = self._graph(options.graph, options.loss)
-        value, wanted = graph.value(options.loss), self._variables(graph, [*options.variables, *options.wrt])
+        value, wanted = self._node(graph, options.loss), self._variables(graph, [*options.variables, *options.wrt])
         with self._line_recorded(graph, line), tfnb.recording.reopen(graph) as recorder:
             loss = recorder.tensor(value)
             grads = dict(zip(wanted, tfnb.gradients(loss, list(wanted.values())), strict=True))
@@ -273,7 +276,7 @@ class TfnbMagics(RunMagics):
         label, filename = place(self.shell)
         owner = f"{self.watch.owner(line)}/{line}"
         names = self.shell.user_ns
-        with tfnb.recording.record_cell(graph.name, owner=owner, label=label, filename=filename, namespace=names):
+        with tfnb.recording.record_cell(graph, owner=owner, label=label, filename=filename, namespace=names):
             yield
 
     def _variables(self, graph: Any, patterns: list[str]) -> dict[str, Any]:
@@ -314,7 +317,8 @@ class TfnbMagics(RunMagics):
             return self._help(self.tfrun)
         graph = self._graph(options.graph, *options.fetches)
         feeds = dict(map(self._feed, options.feed)) | self._assigned(graph, line, cell)
-        fetches = options.fetches[0] if len(options.fetches) == 1 else {name: name for name in options.fetches}
+        named = {name: self._fetch(graph, name) for name in options.fetches}
+        fetches = named[options.fetches[0]] if len(options.fetches) == 1 else named
         if options.steps is None:
             session = tfnb.session.default_session(graph)
             how = "kernels" if options.kernels else options.profile
@@ -326,8 +330,9 @@ class TfnbMagics(RunMagics):
         if options.profile or options.kernels:
             raise UsageError("--profile times one run: leave out -n")
         batches = islice(_drawn(feeds), options.steps)
-        first, *watch = options.fetches
-        step, train = tfnb.Operation(graph, graph.value(first)), tfnb.launch if options.background else tfnb.fit
+        first, *watched = options.fetches
+        watch = {name: named[name] for name in watched}
+        step, train = tfnb.Operation(graph, self._node(graph, first)), tfnb.launch if options.background else tfnb.fit
         how = {"steps": options.steps, "watch": watch, "timeout": options.timeout, "resume": options.resume}
         how |= {} if options.progress_after is None else {"progress_after": options.progress_after}
         return self._out(options, train(step, batches, **how))
@@ -349,7 +354,7 @@ class TfnbMagics(RunMagics):
             return self._help(self.tfprof)
         graph = self._graph(options.graph, *options.fetches)
         trace = tfnb.session.default_session(graph).trace
-        if trace is None or not {graph.value(name).node for name in options.fetches} <= trace.fetched:
+        if trace is None or not {self._node(graph, name).node for name in options.fetches} <= trace.fetched:
             what = " ".join(options.fetches)
             feeds = " ".join(f"-f {graph.contents.shown(node)}=..." for node in graph.placeholders)
             command = f"%tfrun {what or 'FETCH'} {feeds}"
@@ -373,8 +378,9 @@ class TfnbMagics(RunMagics):
         if options.help or not options.names:
             return self._help(self.tfdiff)
         if options.passes:
-            graph = self._graph(options.graph)
-            found = tfnb.session.default_session(graph).passes(options.names, graph.placeholders)
+            graph = self._graph(options.graph, *options.names)
+            fetches = [self._fetch(graph, name) for name in options.names]
+            found = tfnb.session.default_session(graph).passes(fetches, graph.placeholders)
             return self._out(options, Lines(f"{found!r}\n{found.diff()}") if options.text else found)
         if len(options.names) != 2:
             raise UsageError(f"two graphs are compared; got: {' '.join(options.names)} (or is it %tfdiff --passes?)")
@@ -406,7 +412,7 @@ class TfnbMagics(RunMagics):
         options = self._line_only(self.tfvars, line, cell)
         if options.help:
             return self._help(self.tfvars)
-        graph = self._graph(options.graph)
+        graph = self._graph(options.graph, *options.patterns)
         labels = graph.contents.variables
         patterns = options.patterns or ["*"]
         if options.patterns:

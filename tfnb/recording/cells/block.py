@@ -126,17 +126,18 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
 
 @contextmanager
 def record_cell(
-    name: str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any], device: Any = None,
-    lazy: bool = False, append: bool = False, failed: Failed | None = None, body: Sequence[ast.stmt] = (),
+    graph: Graph | str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any],
+    device: Any = None, lazy: bool = False, append: bool = False, failed: Failed | None = None,
+    body: Sequence[ast.stmt] = (),
 ) -> Iterator[Graph]:  # fmt: skip
     """Record a notebook cell: the nodes that ``owner`` recorded before are replaced when the cell succeeds.
 
-    filename: what the cell was compiled as; its frames are the user's. namespace: where its names land. failed: called
-    with what was recorded until an error came, and the node that raised it, which is None where no op did. body: the
-    statements of the cell.
+    graph: a Graph, or the name of a known or new one. filename: what the cell was compiled as; its frames are the
+    user's. namespace: where its names land. failed: called with what was recorded until an error came, and the node
+    that raised it, which is None where no op did. body: the statements of the cell.
     """
     __tracebackhide__ = True
-    target = _graphs.get(name or "graph") or Graph(name or "graph")
+    target = graph if isinstance(graph, Graph) else _graphs.get(graph or "graph") or Graph(graph or "graph")
     target.ensure_open()
     stop = sys._getframe(2)
 
@@ -149,8 +150,9 @@ def record_cell(
         return Source(label, frame.f_lineno, linecache.getline(filename, frame.f_lineno).strip())
 
     key = f"{owner}+{new_id()}" if append else owner
+    is_listed = not isinstance(graph, Graph) or _graphs.get(graph.name) is graph
     with _opened(
-        target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=True,
+        target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=is_listed,
         failed=failed, is_cell=True, body=body, namespace=Namespace(namespace),
     ):  # fmt: skip
         yield target
