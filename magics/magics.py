@@ -451,14 +451,22 @@ class TfnbMagics(RunMagics):
 
     @magic(argument("file", nargs="?", type=Path, help="a .safetensors file"))
     def tfsave(self, line: str, cell: str | None = None) -> Any:
-        """Write the variables of a graph to one safetensors file.
+        """Write the variables of a graph to one safetensors file, those of its optimizer among them.
+
+        Without -g it is the latest graph, or the one that has all its variables and more, such as those of the
+        optimizer that trains the model. A note names what of other graphs the file does not hold.
 
         %tfsave digits.safetensors
         """
         options = self._line_only(self.tfsave, line, cell)
         if options.help or not options.file:
             return self._help(self.tfsave)
-        return self._out(options, tfnb.session.default_session(self._graph(options.graph)).save(options.file))
+        graphs = tfnb.session.checkpoint_graphs
+        graph = self._graph(options.graph) if options.graph else graphs.widest(self._graph(None))
+        saved = tfnb.session.default_session(graph).save(options.file)
+        for names, other in graphs.left_out(graph, related=bool(options.graph)):
+            self._note(options, f"not in {options.file}: {names} of graph {other.name}; %tfsave FILE -g {other.name}")
+        return self._out(options, saved)
 
     @magic(
         argument("file", nargs="?", type=Path, help="a .safetensors file"),
@@ -468,16 +476,25 @@ class TfnbMagics(RunMagics):
     def tfload(self, line: str, cell: str | None = None) -> Any:
         """Read the variables of a graph from a file, all or none.
 
+        Without -g it is the graph that %tfsave takes, if the file has all its variables, else the latest. A note names
+        what stays as it is, here and in the file.
+
         %tfload digits.safetensors --map fc.weight=head.weight
         """
         options = self._line_only(self.tfload, line, cell)
         if options.help or not options.file:
             return self._help(self.tfload)
-        graph = self._graph(options.graph)
+        graph, graphs = self._graph(options.graph), tfnb.session.checkpoint_graphs
+        labels, name = graphs.header(existing(options.file))
         mapping = {new: old for old, _, new in (text.partition("=") for text in options.map)}
-        tfnb.session.default_session(graph).restore(
-            existing(options.file), strict=not options.no_strict, mapping=mapping
-        )
+        if not options.graph and not mapping:
+            graph = graphs.fitting(graph, labels, name)
+        tfnb.session.default_session(graph).restore(options.file, strict=not options.no_strict, mapping=mapping)
+        for names, other in graphs.left_out(graph, related=True):
+            self._note(options, f"graph {graph.name} was restored; as they are stay {names} of graph {other.name}")
+        taken = {*graph.contents.variables, *mapping.values()}
+        if others := [label for label in labels if label not in taken]:
+            self._note(options, f"{options.file} has more, for no variable of graph {graph.name}: {graphs.few(others)}")
         return self._out(options, Table(COLUMNS, [variable_row(*item) for item in graph.contents.variables.items()]))
 
     # -- the cluster ----------------------------------------------------------------------------------------

@@ -72,6 +72,10 @@ class SharedMagics(Magics):
         if options.out:
             self.shell.user_ns[options.out] = result
 
+    def _note(self, options: Namespace, text: str) -> None:
+        if not options.quiet:
+            self.watch.show({"text/plain": f"note: {text}"})
+
     def _help(self, method: Any) -> None:
         self.watch.show({"text/plain": method.__doc__})
 

@@ -312,6 +312,59 @@ def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
     net.ok(f"%tfload --no-strict {tmp_path / 'net.safetensors'}")
 
 
+def _notes(ran):
+    texts = [bundle.get("text/plain", "") for bundle in ran.shown] + ran.out.splitlines()
+    return "\n".join(text for text in texts if text.startswith("note: "))
+
+
+TRAINED = """%%tfgraph training --no-show
+model = nn.Linear(3, 2)
+x = tfnb.placeholder(torch.ones(4, 3))
+train = tfnb.train.Adam(0.1).minimize(model(x).square().mean())
+"""
+EVALUATED = "%%tfgraph evaluation --no-show\nz = model(tfnb.placeholder(torch.ones(4, 3)))"
+
+
+def test_a_file_has_the_optimizers_variables_where_the_latest_graph_only_evaluates(notebook, tmp_path):
+    notebook.ok(TRAINED)
+    notebook.ok("import copy\nplain = copy.deepcopy(model)")
+    notebook.ok("data = torch.arange(12.0).reshape(4, 3)\ntfnb.run(train, {x: data})")
+    notebook.ok(EVALUATED)
+    ran = notebook.ok(f"%tfsave {tmp_path / 'm.safetensors'}")
+    assert set(ran.result.specs) == set(notebook.names["train"].graph.contents.variables) and not _notes(ran)
+    notebook.ok("for _ in range(3): tfnb.run(train, {x: data})")
+    assert not _notes(notebook.ok(f"%tfload {tmp_path / 'm.safetensors'}"))
+    notebook.ok("tfnb.run(train, {x: data})")
+    plain = notebook.names["plain"]  # two steps in all
+    optimizer = torch.optim.Adam(plain.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(notebook.names["data"]).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(notebook.names["model"].state_dict(), plain.state_dict())
+
+
+def test_what_other_graphs_have_and_a_file_lacks_is_said_by_name(notebook, tmp_path):
+    file = tmp_path / "m.safetensors"
+    notebook.ok(TRAINED)
+    notebook.ok(EVALUATED)
+    ran = notebook.ok(f"%tfsave {file} -g evaluation")
+    assert set(ran.result.specs) == {"weight", "bias"}
+    said = _notes(ran)
+    assert "not in" in said and "of graph training" in said and "%tfsave FILE -g training" in said and "Adam" in said
+    notebook.ok("data = torch.ones(4, 3)\ntfnb.run(train, {x: data})")
+    said = _notes(notebook.ok(f"%tfload {file}"))  # the file has not all of the graph that trains
+    assert "graph evaluation was restored; as they are stay" in said and "of graph training" in said
+    notebook.ok(f"%tfsave {file} -g training")
+    said = _notes(notebook.ok(f"%tfload {file} -g evaluation"))
+    assert "has more, for no variable of graph evaluation" in said and "as they are stay" in said
+    notebook.ok("%%tfgraph apart --no-show\nother = nn.Linear(2, 2)(tfnb.placeholder(torch.ones(3, 2)))")
+    said = _notes(notebook.ok(f"%tfsave {file}"))
+    assert "of graph training" in said and "of graph evaluation" in said
+    assert "apart" not in _notes(notebook.ok(f"%tfsave {file} -g training"))
+    assert not _notes(notebook.ok(f"%tfsave {file} -q"))
+
+
 def test_a_file_of_the_safetensors_library_is_read(net, tmp_path):
     file = tmp_path / "theirs.safetensors"
     found = {name: value + 1 for name, value in net.names["model"].state_dict().items()}
