@@ -331,7 +331,7 @@ class TfnbMagics(RunMagics):
             raise UsageError("--profile times one run: leave out -n")
         batches = islice(_drawn(feeds), options.steps)
         first, *watched = options.fetches
-        watch = {name: named[name] for name in watched}
+        watch = {name: named[name] for name in watched} or None
         step, train = tfnb.Operation(graph, self._node(graph, first)), tfnb.launch if options.background else tfnb.fit
         how = {"steps": options.steps, "watch": watch, "timeout": options.timeout, "resume": options.resume}
         how |= {} if options.progress_after is None else {"progress_after": options.progress_after}
