@@ -24,7 +24,7 @@ BELOW = {
     "graph": "errors kernels",
     "recording": "graph kernels interrupts",
     "gradients": "recording",
-    "passes": "graph",
+    "passes": "graph interrupts",
     "memory": "passes",
     "state": "gradients",
     "execution": "memory state control_flow",

@@ -18,6 +18,7 @@ from tfnb.errors import BreakpointReached, InvalidArgument, NotFound
 from tfnb.execution.tracing.health import health
 from tfnb.graph import Graph, Node, Spec, Value
 from tfnb.graph.subgraph import subgraphs
+from tfnb.interrupts import from_signal_handler
 from tfnb.passes import StepGraph
 from tfnb.recording import graph as graph_named
 from tfnb.session.structures import graph_of, value_of
@@ -190,6 +191,8 @@ def _holds(name: str, condition: Any) -> Callable[[torch.Tensor], bool]:
             found = test(value)
             return bool(found.any() if isinstance(found, torch.Tensor) else found)
         except Exception as error:
+            if from_signal_handler(error):
+                raise
             raise InvalidArgument(
                 f"the condition of the breakpoint at {name} failed for a value of {list(value.shape)}: "
                 f"{type(error).__name__}: {error}; nothing was written. %tfbreak {name} --off removes it"
