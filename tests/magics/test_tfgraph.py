@@ -474,6 +474,7 @@ def test_mistakes_are_one_line(notebook, line, words):
 )
 def test_tab_completes_options_and_names(notebook, line, found):
     notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    notebook.ok("%%tfgraph later --no-show\nz = tfnb.placeholder(torch.ones(2))")
     with provisionalcompleter():
         assert found in [each.text for each in notebook.shell.Completer.completions(line, len(line))]
 
