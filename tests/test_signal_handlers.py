@@ -103,7 +103,7 @@ RUNS: dict[str, Callable[[Any, Any], object]] = {
 
 @pytest.mark.parametrize("way", RUNS)
 def test_a_run(alarm: Callable[[float], None], way: str) -> None:
-    x, y = recorded(60.0)
+    x, y = recorded(4.0)
     alarm(1.0)
     with pytest.raises(Exception, match=OUT_OF_TIME) as caught:
         RUNS[way](x, y)
@@ -119,7 +119,7 @@ def test_a_recording(alarm: Callable[[float], None]) -> None:
     before = graph.text()
     alarm(0.3)
     with pytest.raises(Exception, match=OUT_OF_TIME) as caught, tfnb.record(graph):
-        endless(x, 60.0)
+        endless(x, 4.0)
     assert_is_the_handlers(caught.value)
     assert graph.text() == before
 
@@ -127,14 +127,14 @@ def test_a_recording(alarm: Callable[[float], None]) -> None:
 @tfnb.autograph
 def branch(x: torch.Tensor) -> torch.Tensor:
     if x.sum() > 0:
-        x = endless(x, 60.0)
+        x = endless(x, 4.0)
     return x
 
 
 @tfnb.autograph
 def loop(x: torch.Tensor) -> torch.Tensor:
     while x.sum() < 1000:
-        x = endless(x, 60.0)
+        x = endless(x, 4.0)
     return x
 
 
