@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import tfnb
@@ -28,11 +29,10 @@ def _names(name: str) -> Iterator[str]:
         yield from ("cpu", "cuda")
     if "tfnb.recording" not in sys.modules or not tfnb.graphs():
         return
-    contents = tfnb.graph().contents
+    contents = [graph.contents for graph in reversed(tfnb.graphs().values())]  # a line finds the graph of a name
     if name in ("tfgraph", "tfdiff"):
         yield from tfnb.graphs()
     if name in ("tfrun", "tfprof", "tfgrad", "tfdiff", "tfwatch", "tfbreak", "tfcompare"):
-        yield from contents.by_name
-        yield from contents.aliases
+        yield from chain.from_iterable(each.names for each in contents)
     if name in ("tfgrad", "tfvars", "tfwatch"):
-        yield from contents.variables
+        yield from chain.from_iterable(each.variables for each in contents)

@@ -31,7 +31,7 @@ class LiveDrawing:
     def fetch(self, name: str) -> dict[str, Any]:
         """A node's value now; of one in a loop or branch what the last traced run saw."""
         inside = self.drawing.contents.by_name.get(name)
-        if name in self.graph or inside is None:
+        if name in self.graph.contents.by_name or inside is None:
             return fetched(self.graph, name)
         if not _is_trace(self.shown):
             return {"preview": "inside of a loop or branch: %tfrun --profile (trace=True) shows its values"}
@@ -89,13 +89,14 @@ def _is_trace(found: Any) -> bool:
 
 
 def fetched(graph: Any, name: str) -> dict[str, Any]:
-    """A node's value now: the variables as they are, the placeholders as they were while recording."""
+    """The value of the node of this very name now: variables as they are, placeholders as they were while recording."""
+    node = graph.contents.by_name.get(name) or graph[name]
     session = tfnb.session.default_session(graph)
     space = tfnb.recording.values.workspace.workspace(graph)
-    samples = {node.name: space.sample(node.value()) for node in graph.placeholders}
-    value = session.run(name, {key: sample for key, sample in samples.items() if sample is not None})
+    samples = {each.value(): space.sample(each.value()) for each in graph.placeholders}
+    value = session.run(node.value(), {key: sample for key, sample in samples.items() if sample is not None})
     if value is None:
         return {"preview": "no value: an operation"}
-    spec = graph[name].outputs[0]
+    spec = node.outputs[0]
     shown = {"preview": f"{spec}: {tfnb.view.reprs.health(value)}\n{value}"}
     return shown | tfnb.view.reprs.histogram(value)

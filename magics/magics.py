@@ -24,6 +24,7 @@ import tfnb
 from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
 from tfnb.magics.export_files import exported
+from tfnb.magics.graph_names import is_graph
 from tfnb.magics.live import Lives
 from tfnb.magics.options import existing, magic, near, parsed, size
 from tfnb.magics.rerun import Cells, Change, RecordedCell, change
@@ -192,7 +193,7 @@ class TfnbMagics(RunMagics):
         names = [word for word in words if word != verb]
         file = names.pop() if verb == "export" and names else None
         cell = names.pop() if verb == "rm" and names and names[-1].startswith("In[") else None
-        unknown = [] if verb in ("on", "off") else [name for name in names if name not in tfnb.graphs()]
+        unknown = [] if verb in ("on", "off") else [n for n in names if not is_graph(self.shell.user_ns, n)]
         if meant := next(filter(None, (near(name, VERBS) for name in unknown)), ""):
             raise UsageError(f"unknown: {' '.join(names)}; did you mean {meant}?")
         if len(names) > 1:
@@ -206,6 +207,8 @@ class TfnbMagics(RunMagics):
         if cell is not None:
             self._remove_cell(graph, cell)
         elif verb == "rm":
+            if tfnb.graphs().get(graph.name) is not graph:
+                raise UsageError(f"this graph {graph.name} is not among the named ones, which %tfgraph ls shows")
             tfnb.recording.forget(graph.name)
         elif verb == "clear":
             graph.commit(type(graph.contents)(), removed=[(n.id, f"node {n.name} was cleared") for n in graph.nodes])
@@ -238,7 +241,7 @@ class TfnbMagics(RunMagics):
             cells = dict.fromkeys(node.source.label for node in graph.nodes if node.source is not None)
             raise UsageError(f"{cell} recorded nothing in graph {graph.name}; there are: {', '.join(cells) or 'none'}")
         for owner in owners:
-            with tfnb.recording.record_cell(graph.name, owner=owner, label=cell, filename="", namespace={}):
+            with tfnb.recording.record_cell(graph, owner=owner, label=cell, filename="", namespace={}):
                 pass
 
     # -- differentiating and running ------------------------------------------------------------------------
@@ -260,7 +263,7 @@ class TfnbMagics(RunMagics):
         if options.help or not options.loss:
             return self._help(self.tfgrad)
         graph = self._graph(options.graph, options.loss)
-        value, wanted = graph.value(options.loss), self._variables(graph, [*options.variables, *options.wrt])
+        value, wanted = self._node(graph, options.loss), self._variables(graph, [*options.variables, *options.wrt])
         with self._line_recorded(graph, line), tfnb.recording.reopen(graph) as recorder:
             loss = recorder.tensor(value)
             grads = dict(zip(wanted, tfnb.gradients(loss, list(wanted.values())), strict=True))
@@ -273,7 +276,7 @@ class TfnbMagics(RunMagics):
         label, filename = place(self.shell)
         owner = f"{self.watch.owner(line)}/{line}"
         names = self.shell.user_ns
-        with tfnb.recording.record_cell(graph.name, owner=owner, label=label, filename=filename, namespace=names):
+        with tfnb.recording.record_cell(graph, owner=owner, label=label, filename=filename, namespace=names):
             yield
 
     def _variables(self, graph: Any, patterns: list[str]) -> dict[str, Any]:
@@ -314,7 +317,8 @@ class TfnbMagics(RunMagics):
             return self._help(self.tfrun)
         graph = self._graph(options.graph, *options.fetches)
         feeds = dict(map(self._feed, options.feed)) | self._assigned(graph, line, cell)
-        fetches = options.fetches[0] if len(options.fetches) == 1 else {name: name for name in options.fetches}
+        named = {name: self._fetch(graph, name) for name in options.fetches}
+        fetches = named[options.fetches[0]] if len(options.fetches) == 1 else named
         if options.steps is None:
             session = tfnb.session.default_session(graph)
             how = "kernels" if options.kernels else options.profile
@@ -326,8 +330,9 @@ class TfnbMagics(RunMagics):
         if options.profile or options.kernels:
             raise UsageError("--profile times one run: leave out -n")
         batches = islice(_drawn(feeds), options.steps)
-        first, *watch = options.fetches
-        step, train = tfnb.Operation(graph, graph.value(first)), tfnb.launch if options.background else tfnb.fit
+        first, *watched = options.fetches
+        watch = {name: named[name] for name in watched} or None
+        step, train = tfnb.Operation(graph, self._node(graph, first)), tfnb.launch if options.background else tfnb.fit
         how = {"steps": options.steps, "watch": watch, "timeout": options.timeout, "resume": options.resume}
         how |= {} if options.progress_after is None else {"progress_after": options.progress_after}
         return self._out(options, train(step, batches, **how))
@@ -349,9 +354,10 @@ class TfnbMagics(RunMagics):
             return self._help(self.tfprof)
         graph = self._graph(options.graph, *options.fetches)
         trace = tfnb.session.default_session(graph).trace
-        if trace is None or not {graph.value(name).node for name in options.fetches} <= trace.fetched:
+        if trace is None or not {self._node(graph, name).node for name in options.fetches} <= trace.fetched:
             what = " ".join(options.fetches)
-            command = f"%tfrun {what or 'FETCH'} {' '.join(f'-f {node.name}=...' for node in graph.placeholders)}"
+            feeds = " ".join(f"-f {graph.contents.shown(node)}=..." for node in graph.placeholders)
+            command = f"%tfrun {what or 'FETCH'} {feeds}"
             raise UsageError(f"no profiled run of {what or f'graph {graph.name}'} yet: {command.rstrip()} --profile")
         if options.trace:
             trace.save(options.trace)
@@ -372,8 +378,9 @@ class TfnbMagics(RunMagics):
         if options.help or not options.names:
             return self._help(self.tfdiff)
         if options.passes:
-            graph = self._graph(options.graph)
-            found = tfnb.session.default_session(graph).passes(options.names, graph.placeholders)
+            graph = self._graph(options.graph, *options.names)
+            fetches = [self._fetch(graph, name) for name in options.names]
+            found = tfnb.session.default_session(graph).passes(fetches, graph.placeholders)
             return self._out(options, Lines(f"{found!r}\n{found.diff()}") if options.text else found)
         if len(options.names) != 2:
             raise UsageError(f"two graphs are compared; got: {' '.join(options.names)} (or is it %tfdiff --passes?)")
@@ -387,8 +394,7 @@ class TfnbMagics(RunMagics):
             return {}
         names = compiled(self.shell, "tfrun", line, cell).names(full_tracebacks=self.full_tracebacks)
         before, places = self.shell.user_ns, {node.id for node in graph.placeholders}
-        known = [node.name for node in graph.placeholders]
-        known += [name for name, value in graph.contents.aliases.items() if value.node in places]
+        known = [name for name, value in graph.contents.feed_names.items() if value.node in places]
         fed = {name: names.get(name) for name in known}
         return {name: value for name, value in fed.items() if value is not None and value is not before.get(name)}
 
@@ -406,7 +412,7 @@ class TfnbMagics(RunMagics):
         options = self._line_only(self.tfvars, line, cell)
         if options.help:
             return self._help(self.tfvars)
-        graph = self._graph(options.graph)
+        graph = self._graph(options.graph, *options.patterns)
         labels = graph.contents.variables
         patterns = options.patterns or ["*"]
         if options.patterns:
@@ -445,14 +451,22 @@ class TfnbMagics(RunMagics):
 
     @magic(argument("file", nargs="?", type=Path, help="a .safetensors file"))
     def tfsave(self, line: str, cell: str | None = None) -> Any:
-        """Write the variables of a graph to one safetensors file.
+        """Write the variables of a graph to one safetensors file, those of its optimizer among them.
+
+        Without -g it is the latest graph, or the one that has all its variables and more, such as those of the
+        optimizer that trains the model. A note names what of other graphs the file does not hold.
 
         %tfsave digits.safetensors
         """
         options = self._line_only(self.tfsave, line, cell)
         if options.help or not options.file:
             return self._help(self.tfsave)
-        return self._out(options, tfnb.session.default_session(self._graph(options.graph)).save(options.file))
+        graphs = tfnb.session.checkpoint_graphs
+        graph = self._graph(options.graph) if options.graph else graphs.widest(self._graph(None))
+        saved = tfnb.session.default_session(graph).save(options.file)
+        for names, other in graphs.left_out(graph, related=bool(options.graph)):
+            self._note(options, f"not in {options.file}: {names} of graph {other.name}; %tfsave FILE -g {other.name}")
+        return self._out(options, saved)
 
     @magic(
         argument("file", nargs="?", type=Path, help="a .safetensors file"),
@@ -462,16 +476,25 @@ class TfnbMagics(RunMagics):
     def tfload(self, line: str, cell: str | None = None) -> Any:
         """Read the variables of a graph from a file, all or none.
 
+        Without -g it is the graph that %tfsave takes, if the file has all its variables, else the latest. A note names
+        what stays as it is, here and in the file.
+
         %tfload digits.safetensors --map fc.weight=head.weight
         """
         options = self._line_only(self.tfload, line, cell)
         if options.help or not options.file:
             return self._help(self.tfload)
-        graph = self._graph(options.graph)
+        graph, graphs = self._graph(options.graph), tfnb.session.checkpoint_graphs
+        labels, name = graphs.header(existing(options.file))
         mapping = {new: old for old, _, new in (text.partition("=") for text in options.map)}
-        tfnb.session.default_session(graph).restore(
-            existing(options.file), strict=not options.no_strict, mapping=mapping
-        )
+        if not options.graph and not mapping:
+            graph = graphs.fitting(graph, labels, name)
+        tfnb.session.default_session(graph).restore(options.file, strict=not options.no_strict, mapping=mapping)
+        for names, other in graphs.left_out(graph, related=True):
+            self._note(options, f"graph {graph.name} was restored; as they are stay {names} of graph {other.name}")
+        taken = {*graph.contents.variables, *mapping.values()}
+        if others := [label for label in labels if label not in taken]:
+            self._note(options, f"{options.file} has more, for no variable of graph {graph.name}: {graphs.few(others)}")
         return self._out(options, Table(COLUMNS, [variable_row(*item) for item in graph.contents.variables.items()]))
 
     # -- the cluster ----------------------------------------------------------------------------------------

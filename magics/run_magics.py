@@ -36,8 +36,8 @@ class RunMagics(SharedMagics):
         options = self._line_only(self.tfwatch, line, cell)
         if options.help:
             return self._help(self.tfwatch)
-        what, latest = expressions(options.what, self.shell.user_ns), self._graph(options.graph)
-        graph = latest if options.graph else None  # of None a Tensor's own, else the latest
+        items = list(expressions(options.what, self.shell.user_ns))
+        graph, what = self._graph(options.graph, *(name for name, _ in items)), [item for _, item in items]
         watch = tfnb.watch(*what, every=options.every, hist=options.hist, graph=graph, show=not options.quiet)
         self._store(options, watch)
         return watch.stop() if options.stop else None if options.what else watch
@@ -61,7 +61,8 @@ class RunMagics(SharedMagics):
         if options.help:
             return self._help(self.tfbreak)
         graph = self._graph(options.graph, *filter(None, [options.node]))
-        points = tfnb.break_at(options.node, condition.strip() or None, graph=graph, off=options.off)
+        node = options.node and self._fetch(graph, options.node)
+        points = tfnb.break_at(node, condition.strip() or None, graph=graph, off=options.off)
         return self._out(options, points)
 
     def hand_over(self, ran: Any) -> None:
@@ -122,7 +123,7 @@ class RunMagics(SharedMagics):
         modes = {
             name: value for name, value in names.items() if isinstance(value, dict) and before.get(name) is not value
         }
-        step = tfnb.Operation(graph, graph.value(options.fetch))
+        step = tfnb.Operation(graph, self._node(graph, options.fetch))
         data = self._value("--data", options.data) if options.data else dict(map(self._feed, options.feed))
         how = {"watch": options.watch, "epochs": options.epochs, "seeds": options.seeds}
         how |= {"feeds": self._value("--feeds", options.feeds)} if options.feeds else {}

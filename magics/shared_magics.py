@@ -14,6 +14,7 @@ from IPython.core.magic import Magics
 from traitlets import Bool, Enum
 
 import tfnb
+from tfnb.magics.graph_names import fetch_meant, graph_meant
 from tfnb.magics.options import parsed
 from tfnb.magics.watch import CellWatch
 
@@ -31,18 +32,17 @@ class SharedMagics(Magics):
         super().__init__(shell=shell, **kwargs)
         self.watch = CellWatch(shell)
 
-    def _graph(self, name: str | None, *nodes: str) -> Any:
-        """The graph of this name, else the latest; an error says which graph has these nodes where that one has not."""
-        try:
-            graph = tfnb.graph(name)
-        except tfnb.errors.NotFound as error:
-            raise UsageError(str(error)) from None
-        for node in nodes:
-            having = [each for each, other in tfnb.graphs().items() if _has(other, node)]
-            if having and not _has(graph, node):
-                latest = "" if name else ", the latest,"
-                raise UsageError(f"graph {graph.name}{latest} has no node {node!r}; add -g {' or -g '.join(having)}")
-        return graph
+    def _graph(self, name: str | None, *words: str) -> Any:
+        """The graph that a line is about: see `graph_meant`."""
+        return graph_meant(self.shell.user_ns, name, *words)
+
+    def _fetch(self, graph: Any, word: str) -> Any:
+        """What a word fetches of it: see `fetch_meant`."""
+        return fetch_meant(self.shell.user_ns, graph, word)
+
+    def _node(self, graph: Any, word: str) -> Any:
+        """The Value that it is."""
+        return tfnb.session.structures.value_of(graph, self._fetch(graph, word))
 
     def _feed(self, words: list[str]) -> tuple[str, Any]:
         """The words after one -f, an expression with spaces among them."""
@@ -72,6 +72,10 @@ class SharedMagics(Magics):
         if options.out:
             self.shell.user_ns[options.out] = result
 
+    def _note(self, options: Namespace, text: str) -> None:
+        if not options.quiet:
+            self.watch.show({"text/plain": f"note: {text}"})
+
     def _help(self, method: Any) -> None:
         self.watch.show({"text/plain": method.__doc__})
 
@@ -94,11 +98,3 @@ class SharedMagics(Magics):
     def svg(self, shown: Any) -> str | None:
         """The picture of one of tfnb's graphs, for where HTML is cleaned of it; none as for `html`."""
         return shown._repr_svg_() if self.repr == "html" else None
-
-
-def _has(graph: Any, name: str) -> bool:
-    try:
-        graph.value(name)
-    except tfnb.errors.NotFound:
-        return False
-    return True

@@ -12,17 +12,19 @@ import tfnb
 _ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^\s,"']+))\s*(:hist)?\s*,?""")
 
 
-def expressions(words: Sequence[str], names: Mapping[str, Any]) -> Iterator[Any]:
-    """Items separated by commas or spaces: what a name of the notebook stands for, if that can be watched, else text.
+def expressions(words: Sequence[str], names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Items separated by commas or spaces: the name, and what a variable of the notebook holds, if that can be watched.
 
-    >>> list(expressions(["loss,", "conv*/weight", ":hist", "a", "b:hist"], {}))
-    ['loss', 'conv*/weight:hist', 'a', 'b:hist']
+    Of others the item is text.
+
+    >>> list(expressions(["loss,", "conv*/weight", ":hist", "b:hist"], {}))
+    [('loss', 'loss'), ('conv*/weight', 'conv*/weight:hist'), ('b', 'b:hist')]
     """
     for quoted, single, bare, hist in _ITEM.findall(" ".join(words)):
         text = quoted or single or bare
         named = names.get(text)
         is_ours = isinstance(named, tfnb.Tensor | tfnb.Variable) or type(named).__name__ == "Parameter"
-        yield named if is_ours and not hist else text + hist
+        yield text.removesuffix(":hist"), named if is_ours and not hist else text + hist
 
 
 def settle(_result: Any = None) -> None:

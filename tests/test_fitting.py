@@ -90,6 +90,48 @@ def test_watched_values_have_their_names():
     assert "loss" in tfnb.fit(step, {"x": X, "y": Y}, watch="loss").history[0]
 
 
+def test_scalars_among_the_fetches_are_watched(monkeypatch):
+    shown = []
+
+    class Panel(fit_display.Log):
+        def update(self, step, metrics, rate, curve):
+            shown.append(dict(metrics))
+
+    monkeypatch.setattr(fit_loop, "front", Panel)
+    assert_fetched_scalars_are_watched()
+    model = network()
+    x, y, loss, step = recorded(model)
+    tfnb.fit([step, loss], {x: X, y: Y}, progress_after=0)
+    assert shown and all(set(metrics) == {"loss"} for metrics in shown)
+
+
+def assert_fetched_scalars_are_watched():
+    """Of fit, here or on the cluster that is connected: the losses are those of a loop in PyTorch."""
+    model, twin = network(), network()
+    x, y, loss, step = recorded(model)
+    with tfnb.record(loss.graph):
+        logits = model(x)
+        accuracy = (logits.argmax(1) == y).float().mean()
+        turned = torch.complex(loss, loss)
+    fetch = {"train": step, "cost": loss, "logits": logits, "more": (accuracy, turned)}
+    result = tfnb.fit(fetch, {x: X, y: Y}, epochs=2, batch_size=10, shuffle=False)
+    optimizer, losses = torch.optim.SGD(twin.parameters(), 0.1), []
+    for start in (*range(0, 50, 10), *range(0, 50, 10)):
+        optimizer.zero_grad()
+        losses.append(F.cross_entropy(twin(X[start : start + 10]), Y[start : start + 10]))
+        losses[-1].backward()
+        optimizer.step()
+    means = [torch.stack(losses[:5]).mean().item(), torch.stack(losses[5:]).mean().item()]
+    assert [entry["cost"] for entry in result.history] == pytest.approx(means, rel=1e-4)
+    assert list(result.history[0]) == ["epoch", "step", "cost", "accuracy"]
+    for watch in ((), [], {}):
+        assert list(tfnb.fit(fetch, {x: X, y: Y}, steps=2, watch=watch).history[0]) == ["epoch", "step"]
+    assert list(tfnb.fit(fetch, {x: X, y: Y}, steps=2, watch=accuracy).history[0]) == ["epoch", "step", "accuracy"]
+    assert list(tfnb.fit(step, {x: X, y: Y}, steps=2).history[0]) == ["epoch", "step"]
+    checked = tfnb.fit([step, loss], {x: X, y: Y}, validation={x: X, y: Y})
+    assert list(checked.history[0]) == ["epoch", "step", "loss", "val_loss"]
+
+
 def test_feed_dicts_and_generators_are_data():
     count, x, value = counter()
     assert tfnb.fit(value, [{x: X[:, 0]}] * 3, epochs=2).steps == 6

@@ -24,7 +24,7 @@ BELOW = {
     "graph": "errors kernels",
     "recording": "graph kernels interrupts",
     "gradients": "recording",
-    "passes": "graph",
+    "passes": "graph interrupts",
     "memory": "passes",
     "state": "gradients",
     "execution": "memory state control_flow",
@@ -53,7 +53,9 @@ BELOW = {
 FLOORS = {
     "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api print_and_assert",
     "cluster": "connected wire server queues modes tasks engine members notebook driver",
-    "session": "feeding structures breakpoints prepared value_cache step_runner step saved_state session",
+    "session": (
+        "feeding structures breakpoints prepared value_cache step_runner step checkpoint_graphs saved_state session"
+    ),
     "fitting": "fit_display fit_options fit_loop background snapshots comparing",
     "control_flow": "structure tensor_array branches loops frames frontend staging",
 }

@@ -21,7 +21,7 @@ from torch import nn
 
 from tfnb import widgets
 from tfnb.errors import InvalidArgument, NotFound, ResourceExhausted
-from tfnb.graph import Graph, Value, Variable
+from tfnb.graph import Graph, Variable
 from tfnb.recording import Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording import variable as variable_named
@@ -329,7 +329,7 @@ def wanted(graph: Graph, names: Iterable[str], hist: bool, *, gone: bool = False
 
 def _matches(graph: Graph, name: str) -> Iterator[tuple[str, Any]]:
     everything = _all(graph)
-    if not set("*?[") & set(name):
+    if name in everything or not set("*?[") & set(name):
         if name in everything or name.rpartition(":")[0] in everything:
             yield name, everything[name] if name in everything else graph.value(name)
         elif (same := next((each for each in everything if _plain(each) == _plain(name)), None)) is not None:
@@ -341,10 +341,10 @@ def _matches(graph: Graph, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _all(graph: Graph) -> dict[str, Any]:
-    """Everything that has a value, by name: nodes, Python names of further outputs, Variables."""
+    """Everything that has a value, by name: nodes and their outputs, Variables."""
     contents = graph.contents
-    nodes = {node.name: Value(node.id) for node in graph.nodes if node.op not in _UNSEEN and node.outputs}
-    return {**nodes, **contents.aliases, **contents.variables}
+    seen = {node.id for node in graph.nodes if node.op not in _UNSEEN and node.outputs}
+    return {name: value for name, value in contents.names.items() if value.node in seen} | contents.variables
 
 
 def _plain(name: str) -> str:
@@ -356,8 +356,8 @@ def _name(graph: Graph, item: Any) -> str:
         return item
     if isinstance(item, Tensor):
         value = value_of(graph, item)
-        node = graph.contents.by_id[value.node]
-        return f"{node.name}:{value.index}" if value.index else node.name
+        name = graph.contents.shown(graph.contents.by_id[value.node])
+        return f"{name}:{value.index}" if value.index else name
     if isinstance(item, nn.Parameter | torch.Tensor):
         item = variable_named(item)
     if isinstance(item, Variable):

@@ -154,7 +154,7 @@ def test_a_condition_may_not_use_the_cluster_that_waits_for_it(connect, problem,
     }  # fmt: skip
     tfnb.break_at(p.loss, lambda value: ways[way]() is None)
     with pytest.raises(InvalidArgument, match=r"the condition of a breakpoint asked the cluster .*before the run"):
-        tfnb.run(p.train, feeds, timeout=10)
+        tfnb.run(p.train, feeds, timeout=100)
     tfnb.break_at(p.loss, off=True)
     assert cluster.step == 1
     tfnb.run(p.train, feeds)
@@ -171,7 +171,7 @@ def test_a_condition_that_does_not_end_is_not_waited_for(connect, problem, way):
     def condition(value: torch.Tensor) -> bool:
         if way == "an interrupt":
             os.kill(os.getpid(), signal.SIGINT)
-        return ends.wait(60)
+        return ends.wait(200)
 
     tfnb.break_at(p.loss, condition)
     try:
@@ -180,10 +180,10 @@ def test_a_condition_that_does_not_end_is_not_waited_for(connect, problem, way):
                 tfnb.run(p.train, feeds, timeout=1.0)
         else:
             with pytest.raises(KeyboardInterrupt):
-                tfnb.run(p.train, feeds, timeout=30)
+                tfnb.run(p.train, feeds, timeout=100)
         assert cluster.step == 1
         tfnb.break_at(p.loss, off=True)
-        tfnb.run(p.train, feeds, timeout=30)
+        tfnb.run(p.train, feeds, timeout=100)
         assert cluster.step == 2
     finally:
         ends.set()
@@ -203,7 +203,7 @@ def test_what_a_stopped_step_took_is_in_its_queue_again(connect):
     assert tfnb.run(doubled) == 42
 
 
-def test_a_setting_that_changed_keeps_no_values_on_the_servers(connect, tmp_path):
+def test_a_changed_formula_keeps_no_values_on_the_servers(connect, tmp_path):
     layer, x = torch.nn.Linear(4, 3), torch.randn(12, 4)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
     with tfnb.record() as graph:
@@ -212,8 +212,8 @@ def test_a_setting_that_changed_keeps_no_values_on_the_servers(connect, tmp_path
     cluster, before = connect(1), layer.weight.detach().clone()
     for _ in range(3):
         tfnb.run(step, {fed: x})
-    optimizer.param_groups[0]["momentum"] = 0.5
-    with pytest.raises(FailedPrecondition, match=r"momentum was 0\.9, and is 0\.5 now"):
+    optimizer.param_groups[0]["nesterov"] = True
+    with pytest.raises(FailedPrecondition, match=r"nesterov was False, and is True now"):
         tfnb.run(step, {fed: x})
     tfnb.Session(graph).save(tmp_path / "there.safetensors")
     there = next(v for v in graph.variables if v.held is not None and v.spec.shape == (3, 4)).value()

@@ -24,6 +24,12 @@ ROWS = 48
 Build = Callable[..., torch.Tensor]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine has the time that a comparison takes."""
+    monkeypatch.setattr(divided_rows, "SECONDS", 200.0)
+
+
 def flat() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
 

@@ -243,6 +243,7 @@ def test_c1_only_the_transport_touches_connections_and_nobody_waits_without_end(
             where, method = f"{path.name}:{node.lineno}", node.func.attr
             submits = path.name in (
                 "deploy.py",
+                "collections.py",  # to the workers that hold a chunk
                 "reading.py",
                 "objects.py",
                 "queues_there.py",

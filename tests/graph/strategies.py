@@ -33,8 +33,9 @@ def graphs(draw: st.DrawFn, *, size: int = 12, stateful: bool = True) -> Content
     for _ in range(draw(st.integers(0, size))):
         draw(st.sampled_from(kinds))(b, draw, variables)
     values = [value for node in b.nodes for value in map(node.value, range(len(node.outputs)))]
-    names = draw(st.dictionaries(labels, st.sampled_from(values), max_size=2))
-    return b.contents(aliases=names)
+    bound = st.lists(st.sampled_from(values), min_size=1, max_size=3).map(tuple)
+    names = draw(st.dictionaries(labels, bound, max_size=2))
+    return b.contents(bindings=names)
 
 
 def _pick(b: Builder, draw: st.DrawFn, *specs: Spec) -> Value | None:

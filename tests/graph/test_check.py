@@ -188,9 +188,9 @@ def test_guard_on_an_unbound_size_is_refused() -> None:
 def test_alias_of_nothing_is_refused(index: int) -> None:
     contents = dense()
     with pytest.raises(InvalidArgument, match="the name 'loss' stands for"):
-        check(Contents(contents.nodes, aliases={"loss": Value(contents.nodes[4].id, index)}))
+        check(Contents(contents.nodes, bindings={"loss": (Value(contents.nodes[4].id, index),)}))
     with pytest.raises(InvalidArgument, match="the name 'loss' stands for"):
-        check(Contents(contents.nodes, aliases={"loss": Value(new_id())}))
+        check(Contents(contents.nodes, bindings={"loss": (Value(new_id()),)}))
 
 
 def test_every_rule_has_a_name() -> None:

@@ -50,8 +50,8 @@ def same(a: Contents, b: Contents) -> None:
         for p, q in zip(leaves(x.attrs), leaves(y.attrs), strict=True):
             same_leaf(p, q)
     assert a.guards == b.guards
-    assert {k: (a.position[v.node], v.index) for k, v in a.aliases.items()} == {
-        k: (b.position[v.node], v.index) for k, v in b.aliases.items()
+    assert {k: [(a.position[v.node], v.index) for v in values] for k, values in a.bindings.items()} == {
+        k: [(b.position[v.node], v.index) for v in values] for k, values in b.bindings.items()
     }
     assert list(a.variables) == list(b.variables)
 
@@ -137,7 +137,7 @@ def saved(tmp_path: Path) -> Path:
         Guard("B % 2 == 0"),
         Guard("B > 4", is_local=True),
     )
-    Graph("g", b.contents(guards=guards, aliases={"loss": z}), seed=5).save(tmp_path / "g.json")
+    Graph("g", b.contents(guards=guards, bindings={"loss": (z,)}), seed=5).save(tmp_path / "g.json")
     return tmp_path / "g.json"
 
 
@@ -207,7 +207,7 @@ def test_hostile_text_round_trips(hostile: str) -> None:
         "n", "aten.relu.default", (ROW,), inputs=(x,), attrs={"self": Ref(0), hostile: hostile}, source=source,
         scope=(hostile,), tags=frozenset({hostile}), device=hostile, owner=Owner(hostile, 0),
     )  # fmt: skip
-    contents = b.contents(aliases={hostile: x})
+    contents = b.contents(bindings={hostile: (x,)})
     written, tensors = dumps(hostile, 0, contents)
     assert written.isascii()
     name, _, read = loads(written, tensors, new_id)

@@ -35,12 +35,70 @@ def test_one_fetch_gives_its_value(net):
     assert torch.equal(value, net.names["model"].bias.detach().square().mean())
 
 
+OTHER = "%%tfgraph other --no-show\nz = tfnb.placeholder(torch.ones(2), name='z') * 2"
+
+
 @pytest.mark.parametrize("line", ["%tfrun loss", "%tfgrad loss", "%tfbreak loss if nan", "%tfprof loss"])
-def test_a_node_of_another_graph_is_said_with_that_graph(net, line):
-    net.ok("%%tfgraph other --no-show\nz = tfnb.placeholder(torch.ones(2)) * 2")
-    ran = net.run(line)
-    assert "graph other, the latest, has no node 'loss'; add -g net" in ran.out + ran.err + str(ran.error)
+def test_a_node_that_the_named_graph_lacks_is_said_with_a_graph_that_has_it(net, line):
+    net.ok(OTHER)
+    ran = net.run(f"{line} -g other")
+    assert "graph other has no node 'loss'; add -g net" in ran.out + ran.err + str(ran.error)
     assert net.run("%tfrun nothing").error is not None
+    ran = net.run("%tfrun loss z")
+    assert "no graph has all of loss, z: loss is in net; z is in other" in ran.out + ran.err + str(ran.error)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_name_means_the_graph_of_the_notebooks_variable_then_the_latest_that_has_it(net, is_held):
+    net.ok(OTHER)
+    if not is_held:
+        del net.names["loss"], net.names["y"]
+    expected = net.names["model"].bias.detach().square().mean()
+    assert torch.equal(net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result, expected)
+    assert torch.equal(net.ok("%tfrun y loss -f x=torch.zeros(5, 3)").result["loss"], expected)
+    assert "no profiled run of loss yet" in str(net.run("%tfprof loss").error)
+    assert sorted(net.ok("%tfgrad loss").result) == ["bias", "weight"]
+    net.ok(OTHER)  # the latest again
+    assert net.ok("%tfbreak loss if nan").result == tfnb.break_at(graph="net")
+    net.ok("%tfbreak --off -g net")
+    net.ok("%tfwatch loss")
+    assert "loss" in repr(tfnb.watch(graph="net"))
+    net.ok("%tfwatch bia* -q")
+    assert "bias" in repr(tfnb.watch(graph="net"))
+    assert "bias" in str(net.ok("%tfvars bia*").result)
+    assert "prune" in str(net.ok("%tfdiff --passes loss").result)
+    net.ok("%%tfgraph net --no-show\ntrain = tfnb.train.SGD(0.1).minimize(model(x).square().mean())")
+    net.ok(OTHER)
+    if not is_held:
+        del net.names["train"]
+    ways = "a = {'batch_size': 2}\nb = {'batch_size': 4}"
+    net.ok(f"%%tfcompare train -w loss -f x=torch.ones(4,3) --seeds 1\n{ways}")
+
+
+def test_the_variable_of_the_notebook_comes_before_the_latest_graph_with_the_name(net):
+    net.ok("kept = loss")
+    net.ok("%%tfgraph later --no-show\nx = tfnb.placeholder(torch.ones(2))\nloss = x.sum()")
+    assert net.ok("%tfrun loss -f x=torch.ones(3)").result == 3
+    net.ok("loss = kept")
+    assert net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result < 3
+    assert net.ok("%tfrun loss -g later -f x=torch.ones(3)").result == 3
+    assert net.ok("%tfrun kept -f x=torch.zeros(5, 3)").result == net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result
+
+
+def test_a_variable_of_the_notebook_that_holds_a_graph_is_meant_by_its_name(net):
+    net.ok("with tfnb.record() as unlisted:\n    x = tfnb.placeholder(torch.ones(2))\n    total = x.sum()")
+    assert net.ok("%tfgraph unlisted").result is net.names["unlisted"]
+    assert net.ok("%tfgraph total").result is net.names["unlisted"]
+    assert net.ok("%tfrun total -f x=torch.ones(3)").result == 3
+    assert net.ok("%tfrun total -g unlisted -f x=torch.ones(3)").result == 3
+    assert "+" in str(net.ok("%tfdiff net unlisted --text").result)
+    assert "is not among the named ones" in str(net.run("%tfgraph unlisted rm").error)
+    before = len(net.names["unlisted"].nodes)
+    net.ok("%%tfgraph later --no-show\nw = nn.Parameter(torch.ones(2))")
+    net.ok("with tfnb.record(unlisted):\n    cost = (x * w).sum()")
+    (gradient,) = net.ok("%tfgrad cost").result.values()
+    assert gradient.graph is net.names["unlisted"] and len(gradient.graph.nodes) > before
+    assert "graph" not in tfnb.graphs()
 
 
 def test_names_that_are_not_ascii_are_known_as_the_user_wrote_them(notebook):
@@ -252,6 +310,59 @@ def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
     ran = net.run(f"%tfload {tmp_path / 'net.safetensors'}")
     assert isinstance(ran.error, tfnb.errors.TfnbError) and "extra" in str(ran.error)
     net.ok(f"%tfload --no-strict {tmp_path / 'net.safetensors'}")
+
+
+def _notes(ran):
+    texts = [bundle.get("text/plain", "") for bundle in ran.shown] + ran.out.splitlines()
+    return "\n".join(text for text in texts if text.startswith("note: "))
+
+
+TRAINED = """%%tfgraph training --no-show
+model = nn.Linear(3, 2)
+x = tfnb.placeholder(torch.ones(4, 3))
+train = tfnb.train.Adam(0.1).minimize(model(x).square().mean())
+"""
+EVALUATED = "%%tfgraph evaluation --no-show\nz = model(tfnb.placeholder(torch.ones(4, 3)))"
+
+
+def test_a_file_has_the_optimizers_variables_where_the_latest_graph_only_evaluates(notebook, tmp_path):
+    notebook.ok(TRAINED)
+    notebook.ok("import copy\nplain = copy.deepcopy(model)")
+    notebook.ok("data = torch.arange(12.0).reshape(4, 3)\ntfnb.run(train, {x: data})")
+    notebook.ok(EVALUATED)
+    ran = notebook.ok(f"%tfsave {tmp_path / 'm.safetensors'}")
+    assert set(ran.result.specs) == set(notebook.names["train"].graph.contents.variables) and not _notes(ran)
+    notebook.ok("for _ in range(3): tfnb.run(train, {x: data})")
+    assert not _notes(notebook.ok(f"%tfload {tmp_path / 'm.safetensors'}"))
+    notebook.ok("tfnb.run(train, {x: data})")
+    plain = notebook.names["plain"]  # two steps in all
+    optimizer = torch.optim.Adam(plain.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(notebook.names["data"]).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(notebook.names["model"].state_dict(), plain.state_dict())
+
+
+def test_what_other_graphs_have_and_a_file_lacks_is_said_by_name(notebook, tmp_path):
+    file = tmp_path / "m.safetensors"
+    notebook.ok(TRAINED)
+    notebook.ok(EVALUATED)
+    ran = notebook.ok(f"%tfsave {file} -g evaluation")
+    assert set(ran.result.specs) == {"weight", "bias"}
+    said = _notes(ran)
+    assert "not in" in said and "of graph training" in said and "%tfsave FILE -g training" in said and "Adam" in said
+    notebook.ok("data = torch.ones(4, 3)\ntfnb.run(train, {x: data})")
+    said = _notes(notebook.ok(f"%tfload {file}"))  # the file has not all of the graph that trains
+    assert "graph evaluation was restored; as they are stay" in said and "of graph training" in said
+    notebook.ok(f"%tfsave {file} -g training")
+    said = _notes(notebook.ok(f"%tfload {file} -g evaluation"))
+    assert "has more, for no variable of graph evaluation" in said and "as they are stay" in said
+    notebook.ok("%%tfgraph apart --no-show\nother = nn.Linear(2, 2)(tfnb.placeholder(torch.ones(3, 2)))")
+    said = _notes(notebook.ok(f"%tfsave {file}"))
+    assert "of graph training" in said and "of graph evaluation" in said
+    assert "apart" not in _notes(notebook.ok(f"%tfsave {file} -g training"))
+    assert not _notes(notebook.ok(f"%tfsave {file} -q"))
 
 
 def test_a_file_of_the_safetensors_library_is_read(net, tmp_path):

@@ -235,6 +235,14 @@ def test_other_threads_draw_unnoted_and_modules_are_left_as_they_were() -> None:
     assert before == (random.random, np.random.rand, time.time, vars(random.Random).get("random"))
 
 
+def test_a_clock_that_tfnb_reads_for_a_deadline_of_its_own_is_not_noted() -> None:
+    grads = tfnb.ConditionalAccumulator(torch.float32, (2,), name="grads")
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(2))
+        applied, mean = grads.apply_grad(x, 0), grads.take_grad(2)
+    assert applied.graph is mean.graph and graph.notes == ()
+
+
 def test_recording_leaves_pythons_streams_as_the_program_drew_them() -> None:
     random.seed(3)
     want = [random.random(), random.uniform(1, 2), random.randint(0, 9)]

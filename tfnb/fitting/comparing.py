@@ -158,7 +158,7 @@ def compare(
         if unknown := sorted(map(str, how.keys() - set(OPTIONS))):
             raise InvalidArgument(f"mode {mode}: fit has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
     session = default_session(graph_of(fetch))
-    watched = {mode: watched_by(how["watch"], session)[0] for mode, how in asked.items()}
+    watched = {mode: watched_by(how["watch"], how["fetch"], session)[0] for mode, how in asked.items()}
     names = next(iter(watched.values()))
     if not names or set(watched.values()) != {names}:
         raise InvalidArgument(f"compare follows at least one scalar, and in each mode the same ones; got {watched}")

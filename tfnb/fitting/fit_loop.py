@@ -90,7 +90,7 @@ class RunResult:
 
 def fit(
     fetch: Any, data: Any, *, feeds: Any = None, epochs: int = 1, steps: int | None = None,
-    batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = (), validation: Any = None,
+    batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = None, validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
     resume: bool | str | Path = False, check: str | None = None, exact: bool | None = None,
     timeout: float | None = None, progress_after: float = 2.0,
@@ -108,7 +108,7 @@ def fit(
     on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are computed
     here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
     (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of
-    names.
+    names; by default the scalars among the fetches, ``()`` for none.
 
     validation: data in one of the forms of ``data``. After each epoch the watched values are computed over it, without
     updates; their means by rows stand in the history as ``val_...``. The tasks of a cluster stand still meanwhile.
@@ -166,7 +166,7 @@ def fit(
         raise InvalidArgument(f"progress_after is in seconds, 0 or more, not {progress_after!r}")
     session = default_session(graph_of(fetch))
     user_code_ran()
-    names, watched = watched_by(watch, session)
+    names, watched = watched_by(watch, fetch, session)
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
     checked = _validation(session, validation, feeds, names, watched)

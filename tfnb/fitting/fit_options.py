@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tfnb.cluster.engine.members import MODES, Mode
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, Unimplemented
-from tfnb.graph import Variable
-from tfnb.recording import Tensor
+from tfnb.graph import Spec, Variable
+from tfnb.recording import Operation, Tensor
 from tfnb.session import Session
 from tfnb.session.structures import value_of
 from tfnb.state import checkpoint
@@ -20,9 +20,14 @@ from tfnb.train.modes import SyncReplicas
 LATER = ("downpour", "sandblaster", "allreduce")
 
 
-def watched_by(watch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Names and fetches of what is watched; raises ShapeError for what is no scalar."""
-    if isinstance(watch, Mapping):
+def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Names and fetches of what is watched, which is the scalars of ``fetch`` where ``watch`` is None.
+
+    Raises ShapeError for what is no scalar.
+    """
+    if watch is None:
+        named = list(_scalars(fetch, session))
+    elif isinstance(watch, Mapping):
         named = [(str(name), item) for name, item in watch.items()]
     else:
         if not isinstance(watch, str | Tensor | Variable | Iterable):
@@ -39,16 +44,38 @@ def watched_by(watch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any
     return tuple(found), tuple(found.values())
 
 
-def _check_scalar(name: str, item: Any, session: Session) -> None:
+def _scalars(fetch: Any, session: Session, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The real scalars in a structure of fetches, by their keys or names; what writes a Variable is none of them."""
+    if isinstance(fetch, Mapping):
+        for key, item in fetch.items():
+            yield from _scalars(item, session, str(key))
+    elif isinstance(fetch, list | tuple):
+        for item in fetch:
+            yield from _scalars(item, session)
+    elif isinstance(fetch, str | Tensor | Operation | Variable):
+        spec, op = _spec(fetch, session)
+        if spec is not None and op != "tfnb.assign" and not spec.dtype.is_complex and _is_scalar(spec):
+            yield name or name_of(fetch), fetch
+
+
+def _spec(item: Any, session: Session) -> tuple[Spec | None, str]:
+    """The spec of a fetch, which is None for an operation without a value, and the op that gives it."""
     if isinstance(item, Variable):
-        spec = item.spec
-    else:
-        value = value_of(session.graph, item)
-        node = session.graph.contents.by_id[value.node]
-        if not node.outputs:
-            raise InvalidArgument(f"cannot watch {name}: it has no value")
-        spec = node.outputs[value.index]
-    if any(size != 1 for size in spec.shape):
+        return item.spec, "tfnb.read"
+    value = value_of(session.graph, item)
+    node = session.graph.contents.by_id[value.node]
+    return node.outputs[value.index] if node.outputs else None, node.op
+
+
+def _is_scalar(spec: Spec) -> bool:
+    return all(size == 1 for size in spec.shape)
+
+
+def _check_scalar(name: str, item: Any, session: Session) -> None:
+    spec, _ = _spec(item, session)
+    if spec is None:
+        raise InvalidArgument(f"cannot watch {name}: it has no value")
+    if not _is_scalar(spec):
         raise ShapeError(f"a watched value has shape []: {name} is {spec}; take its mean() in the graph")
 
 
@@ -56,7 +83,7 @@ def known_keys(session: Session, keys: Iterable[Any], *, named: bool) -> None:
     """Raise NotFound for a key of a batch that names nothing in the graph; named: ``feeds`` may say what it is for."""
     for key in keys if named else ():
         if isinstance(key, str) and not _is_value(session, key):
-            names = [node.name for node in session.graph.placeholders]
+            names = [session.graph.contents.shown(node) for node in session.graph.placeholders]
             raise NotFound(
                 f"the items of data are dicts with {key!r}, which graph {session.graph.name} does not have; say what "
                 f"their parts are fed to, feeds={{{key!r}: {names[0] if names else 'x'}}}; its placeholders are "

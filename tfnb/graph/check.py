@@ -33,7 +33,7 @@ def check(contents: Contents) -> None:
             if not holds(node, place, facts):
                 raise _error(rule, node, place, facts)
     _check_guards(contents, facts)
-    _check_aliases(contents, facts)
+    _check_bindings(contents, facts)
     for node in contents.nodes:
         for subgraph in subgraphs(node):
             check(subgraph.contents)
@@ -271,7 +271,7 @@ def _check_guards(contents: Contents, facts: _Facts) -> None:
             raise InvalidArgument(f"guard {guard} uses {missing[0]}, but no value has an axis of that size")
 
 
-def _check_aliases(contents: Contents, facts: _Facts) -> None:
-    for name, value in contents.aliases.items():
+def _check_bindings(contents: Contents, facts: _Facts) -> None:
+    for name, value in ((name, value) for name, values in contents.bindings.items() for value in values):
         if not 0 <= value.index < max(1, facts.outputs.get(value.node, 0)) or value.node not in facts.outputs:
             raise InvalidArgument(f"the name {name!r} stands for {value}, which the graph does not have")

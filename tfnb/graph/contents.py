@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tfnb.graph.node import Node, Owner, Source, Value
+from tfnb.graph.ops import NAMED
 from tfnb.graph.spec import Dim
 from tfnb.graph.variable import Variable
 
@@ -42,11 +43,11 @@ class Guard:
 
 @dataclass(frozen=True)
 class Contents:
-    """Nodes in program order, guards on sizes, and aliases (assigned Python names of further outputs)."""
+    """Nodes in program order, guards on sizes, and the values that cells bound to each Python name, the latest last."""
 
     nodes: tuple[Node, ...] = ()
     guards: tuple[Guard, ...] = ()
-    aliases: Mapping[str, Value] = field(default_factory=dict)
+    bindings: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
 
     @cached_property
     def by_id(self) -> dict[int, Node]:
@@ -57,6 +58,40 @@ class Contents:
     def by_name(self) -> dict[str, Node]:
         """Node of each name."""
         return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def names(self) -> dict[str, Value]:
+        """The value that each name means.
+
+        A name that was given by ``name=`` means its node always, another one the value that was bound to it last. A
+        node that is shadowed has its name with its cell: ``loss@In[1]``.
+        """
+        found = self._names(self.nodes)
+        shadowed = (node for node in self.nodes if found[node.name].node != node.id)
+        return found | {f"{node.name}@{_cell(node)}": Value(node.id) for node in shadowed}
+
+    @cached_property
+    def feed_names(self) -> dict[str, Value]:
+        """The same for feed keys: a name means the latest placeholder of that name, if there is one."""
+        return self.names | self._names(self.placeholders)
+
+    @cached_property
+    def assigned(self) -> dict[Value, str]:
+        """The first Python name that means each value."""
+        meant = ((name, self.names.get(name)) for name in reversed(self.bindings))
+        return {value: name for name, value in meant if value in self.bindings[name]}
+
+    def _names(self, nodes: tuple[Node, ...]) -> dict[str, Value]:
+        """The value of these nodes that each name means."""
+        ids = {node.id for node in nodes}
+        own = ((name, [value for value in values if value.node in ids]) for name, values in self.bindings.items())
+        last = {name: values[-1] for name, values in own if values}
+        given = {node.name: Value(node.id) for node in self.nodes if NAMED in node.tags}
+        return {node.name: Value(node.id) for node in nodes} | last | given
+
+    def shown(self, node: Node) -> str:
+        """The name of a node; of one that is shadowed with its cell."""
+        return node.name if self.names[node.name].node == node.id else f"{node.name}@{_cell(node)}"
 
     @cached_property
     def position(self) -> dict[int, int]:
@@ -99,6 +134,10 @@ class Contents:
             for value in dict.fromkeys(node.inputs):
                 found.setdefault(value, []).append(node.id)
         return {value: tuple(ids) for value, ids in found.items()}
+
+
+def _cell(node: Node) -> str:
+    return node.source.label if node.source is not None else "an earlier recording"
 
 
 def unique(name: str, taken: Iterable[str]) -> str:

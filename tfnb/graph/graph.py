@@ -97,28 +97,35 @@ class Graph:
         return True
 
     def __contains__(self, name: str) -> bool:
-        return name in self.contents.by_name or name in self.contents.aliases
+        return name in self.contents.names
 
     def __getitem__(self, name: str) -> Node:
         contents = self.contents
-        node = contents.by_name.get(name)
-        if node is None and name in contents.aliases:
-            node = contents.by_id[contents.aliases[name].node]
-        if node is None:
+        if name not in contents.names:
             raise NotFound(f"graph {self.name} has no node {name!r}{self._near(name)}")
-        return node
+        return contents.by_id[contents.names[name].node]
 
     def _near(self, name: str) -> str:
-        near = difflib.get_close_matches(name, [*self.contents.by_name, *self.contents.aliases], 3)
+        near = difflib.get_close_matches(name, self.contents.names, 3)
         return f"; near: {', '.join(near)}" if near else ""
 
     def value(self, name: str) -> Value:
         """The Value that a name means: ``"loss"``, ``"split:1"`` or an assigned Python name.
 
+        A Python name means the value that a recording bound to it last, in order of execution. An earlier node of that
+        name stands behind it with its cell, ``"loss@In[1]"``; a name that was given by ``name=`` is never taken away.
         Raises NotFound, with names that are near.
+
+        >>> import torch, tfnb
+        >>> with tfnb.record() as g:
+        ...     loss = tfnb.placeholder(torch.ones(2), name="x").sum()
+        >>> with tfnb.record(g):
+        ...     loss = loss * 2
+        >>> g.value("loss") == loss.value, g["loss"].name
+        (True, 'loss_1')
         """
-        if name in self.contents.aliases:
-            return self.contents.aliases[name]
+        if name in self.contents.names:
+            return self.contents.names[name]
         stem, colon, index = name.rpartition(":")
         if colon and index.isdigit():
             node = self[stem]

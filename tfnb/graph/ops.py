@@ -23,6 +23,7 @@ CALL = "tfnb.call"  # of a function that calls itself
 IN_PLACE = "in place"  # tag of a node that writes into its first operand: only the pass that donates memory gives it
 HOISTED = "hoisted"  # tag of an update that was taken out of a branch: it is done if its gradient is there
 STATEMENT = "statement"  # tag of an assign in torch's way (in place, by rebinding, of statistics): it belongs to a step
+NAMED = "named"  # tag of a node whose name was given by ``name=``
 STEP = "optimizer step"  # tag of the group that an optimizer's step is
 UNORDERED, LOCKING = "unordered", "locking"  # tags of what `tfnb.unordered` has inside; of writes under a lock
 OPTIONAL = "optional"  # attr of such a branch: places of outputs that are None where the other side was taken

@@ -13,6 +13,7 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
+from tfnb.interrupts import from_signal_handler
 from tfnb.passes.rewrite import is_pure, with_nodes
 
 LARGEST = 10 << 20  # bytes; a larger result is computed in each run and not kept
@@ -84,7 +85,9 @@ class _Constants:
         try:
             with torch.no_grad():
                 result = op(**map_leaves(argument, node.attrs))
-        except Exception:  # whatever it is, the run raises it with the user's line
+        except Exception as error:  # whatever it is, the run raises it with the user's line
+            if from_signal_handler(error):
+                raise
             return None
         fits = isinstance(result, torch.Tensor) and result.layout is torch.strided and result.dtype is spec.dtype
         return result.clone() if fits else None

@@ -2,7 +2,8 @@
 
 `structures` and `feeding` resolve fetches and feeds. `prepared` is one signature, ready to run, with the `breakpoints`
 and the `value_cache` of its graph. `step_runner` runs one step and can stop it; `step` runs one in parts.
-`saved_state` is what a file has of a graph and its session. `session` owns the signatures of a graph.
+`saved_state` is what a file has of a graph and its session, `checkpoint_graphs` which graph a file is of. `session`
+owns the signatures of a graph.
 """
 
 from tfnb.session.saved_state import Moment

@@ -18,6 +18,7 @@ from tfnb.errors import BreakpointReached, InvalidArgument, NotFound
 from tfnb.execution.tracing.health import health
 from tfnb.graph import Graph, Node, Spec, Value
 from tfnb.graph.subgraph import subgraphs
+from tfnb.interrupts import from_signal_handler
 from tfnb.passes import StepGraph
 from tfnb.recording import graph as graph_named
 from tfnb.session.structures import graph_of, value_of
@@ -79,11 +80,8 @@ class Stopped(dict[str, Any]):
 def stopping(step: StepGraph) -> Iterator[Stop]:
     """The breakpoints of a graph that are in a step."""
     for at in step.whole.attached.get(_KEY, {}).values():
-        try:
-            value = step.whole.value(at.name)
-        except NotFound:  # its cell was recorded again without it
-            continue
-        node = step.graph.contents.by_id.get(value.node)
+        value = _meant(step.whole, at.name)
+        node = None if value is None else step.graph.contents.by_id.get(value.node)
         if node is not None:
             inputs = dict(_inputs(step.whole, node))
             inputs.pop(at.name, None)
@@ -94,7 +92,8 @@ def _inputs(graph: Graph, node: Node) -> Iterator[tuple[str, Value]]:
     for value in node.inputs:
         source = graph.contents.by_id[value.node]
         if source.outputs:
-            yield f"{source.name}:{value.index}" if value.index else source.name, value
+            name = graph.contents.shown(source)
+            yield f"{name}:{value.index}" if value.index else name, value
 
 
 def break_at(
@@ -133,10 +132,13 @@ def break_at(
         points.clear()
     elif node is not None:
         name = _name(found, node)
-        if not off:
-            points[name] = Breakpoint(name, _holds(name, condition), _text(condition))
-        elif points.pop(name, None) is None:
+        earlier = [each for each in points if _meant(found, each) == found.value(name)]
+        if off and not earlier:
             raise NotFound(f"graph {found.name} has no breakpoint at {name}; there are: {_listed(points)}")
+        made = Breakpoint(name, _holds(name, condition), _text(condition))
+        for each in earlier:
+            del points[each]
+        points |= {} if off else {name: made}
     found.version += 1  # steps that were prepared know others
     return list(points.values())
 
@@ -154,7 +156,16 @@ def _name(graph: Graph, item: Any) -> str:
     node = graph.contents.by_id[value.node]
     if not node.outputs:
         raise InvalidArgument(f"{node.name} has no value to stop at: take a node that has one")
-    return item if isinstance(item, str) else f"{node.name}:{value.index}" if value.index else node.name
+    name = graph.contents.shown(node)
+    return item if isinstance(item, str) else f"{name}:{value.index}" if value.index else name
+
+
+def _meant(graph: Graph, name: str) -> Value | None:
+    """The value at a breakpoint; None where its cell was recorded again without it."""
+    try:
+        return graph.value(name)
+    except NotFound:
+        return None
 
 
 def _listed(points: dict[str, Breakpoint]) -> str:
@@ -180,6 +191,8 @@ def _holds(name: str, condition: Any) -> Callable[[torch.Tensor], bool]:
             found = test(value)
             return bool(found.any() if isinstance(found, torch.Tensor) else found)
         except Exception as error:
+            if from_signal_handler(error):
+                raise
             raise InvalidArgument(
                 f"the condition of the breakpoint at {name} failed for a value of {list(value.shape)}: "
                 f"{type(error).__name__}: {error}; nothing was written. %tfbreak {name} --off removes it"

@@ -312,7 +312,7 @@ def listing(graph: Graph, limit: int = 8) -> str:
     forward = [n for n in graph.nodes if n.tags.isdisjoint(("gradient", "update"))]
     consumed = {v.node for n in forward for v in n.inputs}
     results = (n for n in forward if n.id not in consumed and n.outputs and n.op not in _GIVEN)
-    names = [n.name for n in (*graph.placeholders, *results)]
+    names = [graph.contents.shown(n) for n in (*graph.placeholders, *results)]
     return ", ".join(names[:limit]) + (" ..." if len(names) > limit else "")
 
 

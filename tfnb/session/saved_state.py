@@ -23,6 +23,7 @@ from tfnb.graph.subgraph import queues_of
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.interrupts import no_interrupt
 from tfnb.recording.marks.notes import user_level
+from tfnb.session.checkpoint_graphs import settable
 from tfnb.session.step_runner import StepRunner
 from tfnb.state import checkpoint, param_groups, queue_contents
 from tfnb.state.input_sources import Source
@@ -145,7 +146,7 @@ class SavedState:
         One note tells which hyperparameters of torch optimizers changed, and another one names the schedulers that
         stay as they are.
         """
-        variables, queues = self._settable(), self._queues()
+        variables, queues = settable(self._graph), self._queues()
         values = {variables[label]: value for label, value in moment.values.items() if label in variables}
         held = {label: one for label, one in moment.queues.items() if label in queues}
         for name, position in moment.positions.get("sources", {}).items():
@@ -197,10 +198,6 @@ class SavedState:
 
         with LOCKS.write(*values):
             yield become_here
-
-    def _settable(self) -> dict[str, Variable]:
-        """The Variables by label, but for those that show what a torch optimizer says of itself."""
-        return {label: one for label, one in self._graph.contents.variables.items() if one.leads is None}
 
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The torch optimizers whose steps the graph takes, by label."""
@@ -279,7 +276,7 @@ class SavedState:
         else:
             older = {} if "optimizers" in about else param_groups.of_older_files(tensors, self._optimizers())
             about = {"optimizers": older, "schedulers": {}} | about
-        specs = {label: variable.spec for label, variable in self._settable().items()}
+        specs = {label: variable.spec for label, variable in settable(self._graph).items()}
         values = checkpoint.match(tensors, specs, strict=strict, mapping=mapping)
         queues = self._queues() if "queues" in about else {}
         needed = set(queues_of(self._graph.nodes)) if strict else ()

@@ -18,6 +18,7 @@ from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.execution import Program
 from tfnb.execution.explain import explained
 from tfnb.graph.variable_locks import LOCKS, ensure_unchanged, versions
+from tfnb.interrupts import from_signal_handler
 from tfnb.session.feeding import Feeder
 
 
@@ -84,9 +85,9 @@ class Step:
             values = [self._value(self._results[place]) for place in places]
             if len(self._fetched | set(places)) == len(self._program.fetches):
                 self._commit()
-        except TfnbError:
-            raise
         except Exception as error:
+            if isinstance(error, TfnbError) or from_signal_handler(error):
+                raise
             raise explained(self._program, error, [self._known.get(i) for i in self._inputs]) from error
         self._fetched |= set(places)
         self._forget()
@@ -137,9 +138,9 @@ class Step:
     def _run(self, node: fx.Node) -> Any:
         try:
             return self._interpreter.run_node(node)
-        except TfnbError:
-            raise
         except Exception as error:
+            if isinstance(error, TfnbError) or from_signal_handler(error):
+                raise
             error.node = self._program.node_of.get(node.name)  # type: ignore[attr-defined]
             raise
 

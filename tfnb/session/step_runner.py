@@ -14,6 +14,7 @@ from tfnb.execution import Program
 from tfnb.execution.explain import deadline, explained
 from tfnb.execution.running import Running, Stop
 from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
+from tfnb.interrupts import from_signal_handler
 from tfnb.placement.requests import task_of
 from tfnb.session.prepared import Prepared
 from tfnb.state.queue_machine import whole_steps
@@ -144,9 +145,9 @@ class StepRunner:
         storages = [variable.storage for variable in program.variables]
         try:
             return program.compute(tensors, storages, run, forward, cut)
-        except TfnbError:
-            raise
         except Exception as error:
+            if isinstance(error, TfnbError) or from_signal_handler(error):
+                raise
             raise explained(program, error, tensors) from error
 
 

@@ -116,7 +116,8 @@ def graph_of(fetches: Any) -> Graph:
 def value_of(graph: Graph, item: Any, what: str = "fetch") -> Value:
     """The value of a graph that a fetch or feed key means; raises FeedError, NotFound or StaleNode."""
     if isinstance(item, str):
-        return graph.value(item)
+        named = graph.contents.feed_names.get(item) if what == "feed" else None
+        return named or graph.value(item)
     if isinstance(item, (Tensor, Operation)):
         if item.graph is not graph:
             here = f"not in {graph.name}"

@@ -15,6 +15,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
+from tfnb.interrupts import from_signal_handler
 from tfnb.state.batch_order import Arrays, Order, Rows
 from tfnb.state.chunks import Chunked, as_rows, as_tensor, is_collection, without_frames
 from tfnb.state.input_sources import Position, Source
@@ -130,6 +131,8 @@ def _computed(key: Any, collection: Any) -> Any:
     try:
         return as_rows(collection.compute())
     except Exception as error:
+        if from_signal_handler(error):
+            raise
         raise InvalidArgument(
             f"data for {name_of(key)}: Dask could not compute it: {type(error).__name__}: {error}"
         ) from error

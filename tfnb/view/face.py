@@ -119,7 +119,8 @@ class Painter:
 
     def _pill(self, box: Box) -> Face:
         node = box.node
-        row = [Word(shorten(facts.label(node), TITLE), 10, bold=True)]
+        name = self.wiring.contents.shown(node) if node.op == "tfnb.placeholder" else facts.label(node)
+        row = [Word(shorten(name, TITLE), 10, bold=True)]
         if node.op == "tfnb.read" or node.outputs[0].shape:
             row.append(Word(facts.specs(node, (0,)), 9, mono=True, soft=True))
         wide = max(28, round(_length(row) + 16))
@@ -173,7 +174,8 @@ class Painter:
         if len(results) != 1:
             return [facts.plural(len(box.nodes), "node")] if box.children else []
         node, places = results[0]
-        name = "" if node.op in ("tfnb.placeholder", "tfnb.assign", ARGUMENT) else shorten(facts.given_name(node), 24)
+        is_named = node.op not in ("tfnb.placeholder", "tfnb.assign", ARGUMENT) and facts.given_name(node)
+        name = shorten(self.wiring.contents.shown(node), 24) if is_named else ""
         return [word for word in (name, facts.specs(node, places)) if word]
 
     def _uses(self, box: Box) -> list[str]:

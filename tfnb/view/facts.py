@@ -161,13 +161,13 @@ def value_name(value: Value, contents: Contents) -> str:
     node = contents.by_id.get(value.node)
     if node is None:
         return "?"
-    stem = variable_name(node) if node.op == "tfnb.read" else node.name
+    stem = variable_name(node) if node.op == "tfnb.read" else contents.shown(node)
     return stem if value.index == 0 else f"{stem}:{value.index}"
 
 
 def describe(node: Node, contents: Contents) -> list[str]:
     """Lines of a node's tooltip: name, op and arguments, specs, device, the quoted line."""
-    lines = [node.name if node.op != "tfnb.read" else f"variable {variable_name(node)}"]
+    lines = [contents.shown(node) if node.op != "tfnb.read" else f"variable {variable_name(node)}"]
     call = arguments(node, contents)
     lines.append(shorten(f"{node.op}({call})" if call else node.op, 160))
     lines += outputs(node)

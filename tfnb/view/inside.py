@@ -50,7 +50,7 @@ def opened(
     opening.taken_from.update(value.node for node in contents.nodes for value in node.inputs)
     nodes = tuple(_without_unused(found, opening.taken_from.difference(keep)))
     dead = frozenset(opening.dead)
-    shown = Contents(nodes, contents.guards, contents.aliases)
+    shown = Contents(nodes, contents.guards, contents.bindings)
     return Opened(shown, frozenset(opening.lit) - dead, dead, opening.paths, opening.sides)
 
 

@@ -33,7 +33,8 @@ def listing(name: str, wiring: Wiring) -> str:
 
 
 def _words(box: Box, wiring: Wiring, contents: Contents) -> Iterator[str]:
-    yield box.title
+    is_input = not box.children and box.node.op == "tfnb.placeholder"
+    yield contents.shown(box.node) if is_input else box.title
     if box.times > 1:
         yield times(box)
     if box.detail:

@@ -101,8 +101,9 @@ def operation_html(operation: Any) -> str:
 
 def operation_facts(operation: Any) -> Facts:
     """What both forms say about an Operation: ``inputs`` are the first `FEW` of what it runs or takes."""
-    node, by_id = operation.node, operation.graph.contents.by_id
-    names = dict.fromkeys(by_id[at].name for at in (*(value.node for value in node.inputs), *node.control))
+    node, contents = operation.node, operation.graph.contents
+    used = (*(value.node for value in node.inputs), *node.control)
+    names = dict.fromkeys(contents.shown(contents.by_id[at]) for at in used)
     more = f", … {len(names) - FEW} more" if len(names) > FEW else ""
     found = [("graph", operation.graph.name), ("inputs", ", ".join([*names][:FEW]) + more)]
     return found + ([("line", str(node.source))] if node.source else [])

@@ -51,13 +51,13 @@ def head(client: Client, array: torch.Tensor | Chunked, rows: int) -> torch.Tens
     """The first rows of an array, here: of chunks only these are brought. An array without an axis is whole."""
     if isinstance(array, torch.Tensor):
         return array[:rows] if array.dim() else array
-    parts: list[torch.Tensor] = []
+    asked: list[Future] = []
     left = rows
     for length, chunk in zip(array.lengths, array.held, strict=True):
         if left > 0 and length:
-            parts.append(client.submit(first_rows, chunk, left, pure=False).result())
+            asked.append(client.submit(first_rows, chunk, left, pure=False))
             left -= length
-    return torch.cat(parts).to(array.dtype)
+    return torch.cat(client.gather(asked)).to(array.dtype)
 
 
 def _kept(client: Client, key: Any, collection: Any) -> list[Future]:

@@ -29,6 +29,7 @@ from tfnb.control_flow.staging.unset import Undefined
 from tfnb.control_flow.structure import SIZES, sample_truth, truth
 from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Variable
+from tfnb.interrupts import from_signal_handler
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import axes, record_region
 from tfnb.recording.subgraphs.loop_node import DISAGREE
@@ -136,7 +137,7 @@ def _both(
             raise CannotStage(why, Instead.ONE_BRANCH, branch=not side) from None
         except Exception as error:
             is_here = side is taken and (st.recorder.entered or not _is_raised(error))
-            if _disagrees(error) or (is_here and is_users(error)):
+            if _disagrees(error) or from_signal_handler(error) or (is_here and is_users(error)):
                 raise
             if is_here or isinstance(error, CannotStage):
                 raise CannotStage(reason(error)) from error

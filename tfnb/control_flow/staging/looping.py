@@ -39,6 +39,7 @@ from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.control_flow.tensor_array import arrays, has_blanks
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
+from tfnb.interrupts import from_signal_handler
 from tfnb.recording import Tensor
 from tfnb.recording.subgraphs.capture import Retry, bound_before, bound_outside, now, retried
 from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop, zeros
@@ -128,7 +129,7 @@ class Stage:
             except Exception as error:
                 if isinstance(error, CannotStage) and error.instead is Instead.FIRST_ITERATION:
                     raise
-                if getattr(error, "details", None) == REFUSED:
+                if getattr(error, "details", None) == REFUSED or from_signal_handler(error):
                     raise
                 if getattr(error, "details", None) == DISAGREE and not self.by_size:
                     if isinstance(error, TfnbError) and st.place not in error.message:

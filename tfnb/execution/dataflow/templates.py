@@ -293,7 +293,7 @@ class Planner:
         elif op.kind == frames.NODE:
             assert node is not None
             if node.op == "tfnb.placeholder":
-                raise unfed(node)
+                raise unfed(node, node.name)
             if node.op in ("tfnb.read", "tfnb.assign", "tfnb.constant"):
                 return
             if "queue" in node.attrs:

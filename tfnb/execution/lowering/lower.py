@@ -139,7 +139,7 @@ class _Lowering:
         match node.op:
             case "tfnb.placeholder":
                 if Value(node.id) not in self.values:
-                    raise unfed(node)
+                    raise unfed(node, self.whole.contents.shown(node))
             case "tfnb.constant":
                 self._constant(node)
             case "tfnb.read":
@@ -404,10 +404,10 @@ def _evaluated(expr: str, symbols: tuple[str, ...], *sizes: int) -> Any:
     return Dim(expr).evaluate(dict(zip(symbols, sizes, strict=True)))
 
 
-def unfed(node: Node) -> InvalidArgument:
-    """The error of a placeholder that no run can do without."""
+def unfed(node: Node, name: str) -> InvalidArgument:
+    """The error of a placeholder, called by this name, that no run can do without."""
     where = f", recorded at {node.source}" if node.source else ""
     return InvalidArgument(
-        f"placeholder {node.name} ({node.outputs[0]}) must be fed{where}; add it to the feed_dict",
+        f"placeholder {name} ({node.outputs[0]}) must be fed{where}; add it to the feed_dict",
         **node.where,
     )

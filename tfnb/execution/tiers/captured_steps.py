@@ -24,6 +24,7 @@ from tfnb.execution.tiers.cuda_graphs import CudaGraphs
 from tfnb.execution.tiers.graph_split import behind
 from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.graph.op_facts import facts_of
+from tfnb.interrupts import from_signal_handler
 
 WARM = 3  # steps of a choice of sizes before it is captured: by then libraries have chosen their kernels
 MOST = 8  # captures of one program that are kept; the one that was launched the longest ago goes
@@ -238,6 +239,8 @@ class Captured:
         try:
             launch, outs = self._made(args)
         except Exception as error:  # CUDA raises anything; nothing was written, and the code goes on as it is
+            if from_signal_handler(error):
+                raise
             first = str(error).strip().splitlines()
             self.why_not = f"{type(error).__name__}: {first[0][:200] if first else ''}"
             _LOG.info("not captured: %s", self.why_not)

@@ -22,6 +22,7 @@ from tfnb.execution.compiling.package_cache import cpp_compiler
 from tfnb.execution.lowering.control_flow_code import Cond, Loop
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.interface import Forward, Request
+from tfnb.interrupts import from_signal_handler
 from tfnb.recording.values.interpret import number
 
 MOST = 4  # choices of shapes that one loop is compiled for
@@ -107,6 +108,8 @@ class Native:
         try:
             made = _Compiled(self.loop, init, xs, captures, shapes)
         except Exception as error:  # inductor raises anything; it runs as before
+            if from_signal_handler(error):
+                raise
             said = str(error).strip()
             self.permit.refused.append(said.splitlines()[0] if said else type(error).__name__)
             self._open_inner()

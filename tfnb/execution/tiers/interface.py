@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tfnb.execution.lowering.program import Program
+from tfnb.interrupts import from_signal_handler
 
 Forward = Callable[..., Sequence[Any]]
 """Computes a step as ``program.forward`` does: takes feeds, storages and the run's number, and writes nothing."""
@@ -57,6 +58,8 @@ def first(tiers: Iterable[Tier], request: Request) -> tuple[Forward | None, str]
         try:
             found = tier.made(request)
         except Exception as error:
+            if from_signal_handler(error):
+                raise
             found = words(error)
         if not isinstance(found, str):
             return found, tier.name

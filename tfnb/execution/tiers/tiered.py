@@ -42,6 +42,7 @@ from tfnb.execution.tiers.scalarize import Scalarized
 from tfnb.execution.tracing.clocks import counter
 from tfnb.execution.tracing.live_memory import devices, room, wait
 from tfnb.graph.collector import frozen
+from tfnb.interrupts import from_signal_handler
 from tfnb.recording.marks.notes import user_level
 
 Mode = Literal["auto", "off", "now"]
@@ -212,6 +213,8 @@ class Sizes:
         try:
             found = (VARYING if self._varies else NATIVE).recalled(self.program, shapes)
         except Exception as error:  # it is compiled anew then
+            if from_signal_handler(error):
+                raise
             _LOG.info("a package of the cache was not loaded: %s", words(error))
             return
         if found is None or found.package is None:
@@ -399,6 +402,8 @@ class Guarded:
             if self._unfit == MOST_UNFIT:
                 self._sizes.drop("what it reads lies in memory another way than when it was compiled")
         except Exception as error:  # nothing was written, so compute it again
+            if from_signal_handler(error):
+                raise
             self._sizes.drop(f"compiled code failed: {type(error).__name__}")
         return None if self.writes else self._sizes.generated(*args)
 

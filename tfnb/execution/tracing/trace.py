@@ -131,7 +131,7 @@ class Trace:
     def title(self) -> str:
         """Names of what was fetched."""
         contents = self.graph.contents
-        names = {value: name for name, value in contents.aliases.items()}
+        names = contents.assigned
         known = {v: names.get(v) or contents.by_id[v.node].name for v in self.fetches if v.node in contents.by_id}
         return ", ".join(known.get(value, "?") for value in dict.fromkeys(self.fetches))
 

@@ -52,7 +52,7 @@ class ValueHealth(Everything):
 
     def _results(self, outs: Sequence[Any]) -> Iterator[Known]:
         program, by_id = self.program, self.program.whole.contents.by_id
-        assigned = {value: name for name, value in program.whole.contents.aliases.items()}  # by further outputs
+        assigned = program.whole.contents.assigned
         fetched = [assigned.get(value) or by_id[value.node].name for value in program.fetches]
         copied = [program.variables[place].name for place in program.copies]
         for name, out in zip([*fetched, *(f"the new value of {name}" for name in copied)], outs, strict=False):

@@ -159,11 +159,11 @@ def build(
     reader = _Reader(document, tensors, new_id, variables, trusted)
     nodes = reader.nodes(field(document, "nodes", list, "file"), "nodes")
     guards = tuple(reader.guard(r, f"guards[{i}]") for i, r in enumerate(field(document, "guards", list, "file", [])))
-    aliases = {
-        alias: reader.value(value, f"aliases.{alias[:60]}")
-        for alias, value in field(document, "aliases", dict, "file", {}).items()
+    bindings = {
+        name: tuple(reader.value(value, f"aliases.{name[:60]}") for value in _values(found))
+        for name, found in field(document, "aliases", dict, "file", {}).items()
     }
-    contents = Contents(nodes, guards, aliases)
+    contents = Contents(nodes, guards, bindings)
     try:
         check(contents)
     except GraphCycleError:
@@ -173,6 +173,11 @@ def build(
         where = "file" if place is None else f"nodes[{place}]"
         raise GraphFormatError(f"{where}: {error}", node=error.node, op=error.op) from error
     return field(document, "name", str, "file"), field(document, "seed", int, "file"), contents
+
+
+def _values(found: Any) -> list[Any]:
+    """The values that were bound to a name; a file of an earlier release has the only one of them."""
+    return found if isinstance(found, list) and all(isinstance(value, list) for value in found) and found else [found]
 
 
 class _Reader:

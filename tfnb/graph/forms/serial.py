@@ -97,7 +97,7 @@ def _fields(name: str, seed: int, contents: Contents, writer: Writer) -> dict[st
         "sources": list(writer.sources),
         "owners": list(writer.owners),
         "guards": guards,
-        "aliases": {alias: writer.value(value) for alias, value in contents.aliases.items()},
+        "aliases": {name: [writer.value(value) for value in values] for name, values in contents.bindings.items()},
         "nodes": nodes,
     }
 

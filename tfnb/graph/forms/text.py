@@ -26,7 +26,7 @@ def text(name: str, contents: Contents) -> str:
     """The text form of ``contents`` under the graph name ``name``; ends without a newline."""
     inline = _inline_reads(contents)
     names = _value_names(contents, inline)
-    inputs = ", ".join(f"{one_line(node.name)}: {_specs(node)}" for node in contents.placeholders)
+    inputs = ", ".join(f"{one_line(contents.shown(node))}: {_specs(node)}" for node in contents.placeholders)
     body = [f"  {line}" for line in _body(contents, names, inline)]
     guards = [f"  guard {one_line(str(guard.expr))}{_comment(guard.source)}" for guard in contents.guards]
     results = ", ".join(_result(value, contents, names) for value in _ends(contents))
@@ -143,7 +143,7 @@ def _ends(contents: Contents) -> Iterator[Value]:
 def _result(value: Value, contents: Contents, names: Mapping[int, str]) -> str:
     node = contents.by_id[value.node]
     suffix = f":{value.index}" if len(node.outputs) > 1 else ""
-    return f"{one_line(node.name)}{suffix}: {names[node.id]}{suffix}"
+    return f"{one_line(contents.shown(node))}{suffix}: {names[node.id]}{suffix}"
 
 
 class _Writer:

@@ -23,7 +23,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, file_label
-from tfnb.graph import Contents, Dim, Graph, Node, Owner, Source, Value, current
+from tfnb.graph import Contents, Dim, Graph, Node, Owner, Source, Value, current, ops
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
@@ -126,17 +126,18 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
 
 @contextmanager
 def record_cell(
-    name: str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any], device: Any = None,
-    lazy: bool = False, append: bool = False, failed: Failed | None = None, body: Sequence[ast.stmt] = (),
+    graph: Graph | str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any],
+    device: Any = None, lazy: bool = False, append: bool = False, failed: Failed | None = None,
+    body: Sequence[ast.stmt] = (),
 ) -> Iterator[Graph]:  # fmt: skip
     """Record a notebook cell: the nodes that ``owner`` recorded before are replaced when the cell succeeds.
 
-    filename: what the cell was compiled as; its frames are the user's. namespace: where its names land. failed: called
-    with what was recorded until an error came, and the node that raised it, which is None where no op did. body: the
-    statements of the cell.
+    graph: a Graph, or the name of a known or new one. filename: what the cell was compiled as; its frames are the
+    user's. namespace: where its names land. failed: called with what was recorded until an error came, and the node
+    that raised it, which is None where no op did. body: the statements of the cell.
     """
     __tracebackhide__ = True
-    target = _graphs.get(name or "graph") or Graph(name or "graph")
+    target = graph if isinstance(graph, Graph) else _graphs.get(graph or "graph") or Graph(graph or "graph")
     target.ensure_open()
     stop = sys._getframe(2)
 
@@ -149,8 +150,9 @@ def record_cell(
         return Source(label, frame.f_lineno, linecache.getline(filename, frame.f_lineno).strip())
 
     key = f"{owner}+{new_id()}" if append else owner
+    is_listed = not isinstance(graph, Graph) or _graphs.get(graph.name) is graph
     with _opened(
-        target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=True,
+        target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=is_listed,
         failed=failed, is_cell=True, body=body, namespace=Namespace(namespace),
     ):  # fmt: skip
         yield target
@@ -214,15 +216,17 @@ def _opened(
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
         recorder.default_device, recorder.is_cell = device, is_cell
         recorder.python = PythonReads(recorder, names_read(body), namespace)
-        recorder.buffers.meet(modules_of(names()), is_earlier=True)
-        recorder.held = [] if is_cell else held_generators(names())
+        outer = names()
+        recorder.buffers.meet(modules_of(outer), is_earlier=True)
+        recorder.held = [] if is_cell else held_generators(outer)
+        bound = _named_values(graph, outer)
         try:
             with ExitStack() as stack:
                 _enter(stack, recorder, device)
                 yield recorder
                 recorder.settle()
             with uncollected():
-                lost = _commit(recorder, before, names(), raise_held, append=append)
+                lost = _commit(recorder, before, names(), bound, raise_held, append=append, body=body)
                 _keep_guards(recorder, is_cell=is_cell)
         except BaseException as error:
             recorder.leave()
@@ -319,15 +323,17 @@ def _pushed(recorder: Recorder) -> Iterator[None]:
 
 
 def _commit(
-    recorder: Recorder, before: Contents, names: Mapping[str, Any], ready: Callable[[], None], *, append: bool
+    recorder: Recorder, before: Contents, names: Mapping[str, Any], bound: Mapping[str, tuple[Value, ...]],
+    ready: Callable[[], None], *, append: bool, body: Sequence[ast.stmt],
 ) -> list[Note]:  # fmt: skip
     """Turn what was recorded into the graph's new contents; notes of statements and steps that no run does.
 
-    ready: the last that may raise.
+    bound: the values that names had when the recording began. ready: the last that may raise.
     """
-    aliases, assigned = _assigned_names(recorder, names)
+    bindings, assigned = _assigned_names(recorder, names, bound)
     held = (*recorder.live, *recorder.space.live)
-    live = {t.shown.value.node for t in held} | {v.node for v in aliases.values()}
+    named = {value.node for values in bindings.values() for value in values}
+    live = {t.shown.value.node for t in held} | named
     nodes = drop_unreachable_data(recorder.new, live - _captured(recorder))
     nodes = [recorder.outside.own(node) for node in nodes]
     sizes = _unified(recorder)
@@ -336,17 +342,17 @@ def _commit(
         _warn_fixed(sizes, fixed)
         nodes = [substitute(_explained(node, fixed), sizes) for node in nodes]
     nodes, lost = attached(
-        recorder.tape.kept, nodes, _user_held(recorder, aliases, names), recorder.tape.everything, recorder.tape.calls
+        recorder.tape.kept, nodes, _user_held(recorder, named, names), recorder.tape.everything, recorder.tape.calls
     )
     lost += [Note(kept.source, kept.text) for kept in recorder.python.kept()]
     if not recorder.is_cell and recorder.stop is not None:
-        recorder.tape.draws += unheard_draws(recorder.held, recorder.tape.heard, recorder.stop)
+        recorder.tape.draws += unheard_draws(recorder.held, recorder.tape.heard, recorder.stop, body)
     lost += notes_of_draws(recorder.tape, names, _results(recorder, names))
     recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)
     space = recorder.space
     change = replaced(
-        before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives,
+        before, nodes, guards, bindings, recorder.owner, append=append, derivatives=space.derivatives,
         opaque=space.rules, live=live, chosen=recorder.tape.chosen, assigned=space.assigned | assigned,
     )  # fmt: skip
     if recorder.graph.contents is not before:
@@ -388,18 +394,18 @@ def _failed(node: Node) -> str:
     return f"{label} failed, and what it had recorded was taken back: run it again without the error"
 
 
-def _user_held(recorder: Recorder, aliases: Mapping[str, Value], names: Mapping[str, Any]) -> set[int]:
+def _user_held(recorder: Recorder, bound: set[int], names: Mapping[str, Any]) -> set[int]:
     """Ids of the nodes of which the user holds a handle.
 
     Of the handles that stand for plain tensors, or that modules hold in place of their buffers while the block lasts,
-    it is those that have a name.
+    it is those that have a name. bound: nodes that were assigned to names.
     """
     plain = (*recorder.tape.handles.values(), *recorder.tape.memory.values())
     named = {id(value) for value in names.values()}
     hidden = {id(handle) for tensor, handle in plain if id(tensor) not in named}
     hidden |= {id(binding.given) for binding in recorder.tape.bindings.values()} - named
     tensors = {tensor.shown.value.node for tensor in recorder.live if id(tensor) not in hidden}
-    return tensors | {v.node for v in aliases.values()} | {op.value.node for op in recorder.operations}
+    return tensors | bound | {op.value.node for op in recorder.operations}
 
 
 def _results(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:
@@ -413,24 +419,42 @@ def _captured(recorder: Recorder) -> set[int]:
     return {node.id for node in recorder.new if node.op == "tfnb.constant"} - recorder.tape.wanted
 
 
-def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> tuple[dict[str, Value], set[int]]:
-    """Name nodes by the Python names they were assigned to; further outputs become aliases. Aliases, and the nodes."""
+def _named_values(graph: Graph, names: Mapping[str, Any]) -> dict[str, tuple[Value, ...]]:
+    """The values that names of handles of the graph stand for: of a placeholder that was written in place both."""
+    found: dict[str, tuple[Value, ...]] = {}
+    for name, handle in list(names.items()):
+        if not isinstance(handle, (Tensor, Operation)) or handle.graph is not graph or name.startswith("_"):
+            continue
+        now = handle.shown.value if isinstance(handle, Tensor) else handle.value
+        fed = handle._feed if isinstance(handle, Tensor) else None
+        found[name] = (now,) if fed in (None, now) else (fed, now)
+    return found
+
+
+def _assigned_names(
+    recorder: Recorder, names: Mapping[str, Any], before: Mapping[str, tuple[Value, ...]]
+) -> tuple[dict[str, tuple[Value, ...]], dict[int, dict[str, int]]]:  # fmt: skip
+    """Name nodes by the Python names they were assigned to.
+
+    Returns the values that this recording bound to names, and of the nodes that it named all names of their outputs.
+    before: the values that names had when it began. A node that was named in the call that made it keeps that name.
+    """
     mine = {node.id for node in recorder.new}
-    aliases: dict[str, Value] = {}
-    done: set[int] = set()
-    for name, value in list(names.items()):
-        if not isinstance(value, (Tensor, Operation)) or value.graph is not recorder.graph or name.startswith("_"):
-            continue
-        at = (value._feed or value.shown.value) if isinstance(value, Tensor) else value.value
-        if at.node not in mine:
-            continue
-        if at.index or at.node in done or clean(name) != name:  # nodes have names of ASCII
-            aliases[name] = at
-        if not at.index and at.node not in done and at.node not in recorder.tape.named:
-            done.add(at.node)
-            recorder.rename(at.node, clean(name))
-    taken = {node.name for node in recorder.nodes}
-    return {name: at for name, at in aliases.items() if name not in taken}, done
+    bindings = {
+        name: values
+        for name, values in _named_values(recorder.graph, names).items()
+        if values[-1].node in mine or (values != before.get(name) and values[-1].node in recorder.tape.by_id)
+    }
+    done: dict[int, dict[str, int]] = {}
+    for name, (at, *_) in bindings.items():
+        is_free = at.node in mine and at.node not in done and ops.NAMED not in recorder.tape.by_id[at.node].tags
+        if is_free and not at.index:
+            done[at.node] = {}
+            recorder.rename(at.node, clean(name))  # nodes have names of ASCII
+    for name, value in ((name, value) for name, values in bindings.items() for value in values):
+        if value.node in done:
+            done[value.node][name] = value.index
+    return bindings, done
 
 
 def _unified(recorder: Recorder) -> dict[str, int | str]:

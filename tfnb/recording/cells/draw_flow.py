@@ -65,25 +65,23 @@ def notes_of_draws(tape: Tape, names: Mapping[str, Any], results: Mapping[str, V
     return list(found.values())
 
 
-def unheard_draws(held: Iterable[Held], heard: Collection[int], block: FrameType) -> list[Draw]:
-    """Draws of generators whose state changed although no call was heard, at the lines of the block that name them."""
+def unheard_draws(
+    held: Iterable[Held], heard: Collection[int], block: FrameType, body: Sequence[ast.stmt],
+) -> list[Draw]:  # fmt: skip
+    """Draws of generators whose state changed although no call was heard, at the lines of the block that name them.
+
+    block: the frame that records the block. body: its statements, empty where the source is not known.
+    """
     found: list[Draw] = []
-    names, file, first = block.f_globals, block.f_code.co_filename, block.f_lineno
-    tree = _tree(file, "".join(linecache.getlines(file)))
-    blocks = [] if tree is None else [n for n in ast.walk(tree) if isinstance(n, ast.With) and n.lineno <= first]
-    around = max((n for n in blocks if first <= (n.end_lineno or 0)), key=lambda n: n.lineno, default=None)
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    methods = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
     for each in have_drawn(held, heard):
-        lines = {(first, "")} if around is None else {
-            (n.lineno, _method(around, n)) for n in ast.walk(around) if isinstance(n, ast.Name) and n.id == each.name
-        }  # fmt: skip
-        for line, method in sorted(lines or {(first, "")}):
+        uses = {(n.lineno, methods.get(id(n), "")) for n in nodes if isinstance(n, ast.Name) and n.id == each.name}
+        for line, method in sorted(uses or {(block.f_lineno, "")}):
             called = f"{type(each.owner).__name__}.{method}" if method else each.called
-            found.append(Draw(called, False, (Place(file, line, block.f_code.co_name, names),), 0))
+            place = Place(block.f_code.co_filename, line, block.f_code.co_name, block.f_globals)
+            found.append(Draw(called, False, (place,), 0))
     return found
-
-
-def _method(around: ast.AST, name: ast.Name) -> str:
-    return next((n.attr for n in ast.walk(around) if isinstance(n, ast.Attribute) and n.value is name), "")
 
 
 def _note(draw: Draw) -> Note:

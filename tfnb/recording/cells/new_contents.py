@@ -64,16 +64,17 @@ class Replacement:
 
 
 def replaced(
-    old: Contents, new: list[Node], guards: list[Guard], aliases: Mapping[str, Value], owner: Owner, *, append: bool,
-    derivatives: Iterable[Derivative] = (), opaque: Container[int] = (), live: Container[int] = (),
-    chosen: Collection[str] = (), assigned: Container[int] = (),
+    old: Contents, new: list[Node], guards: list[Guard], bindings: Mapping[str, tuple[Value, ...]], owner: Owner, *,
+    append: bool, derivatives: Iterable[Derivative] = (), opaque: Container[int] = (), live: Container[int] = (),
+    chosen: Collection[str] = (), assigned: Mapping[int, Mapping[str, int]],
 ) -> Replacement:  # fmt: skip
     """Contents with ``owner``'s block replaced by ``new``.
 
-    The block keeps its place in program order unless it uses nodes recorded later. derivatives: what was differentiated
-    before. opaque: nodes that count as changed whenever their cell runs again. live: nodes that
-    somebody holds. chosen: letters of sizes that the user gave. assigned: nodes whose name is the user's, who
-    assigned them to it. Raises StaleNode for a block that uses what is computed from its own earlier run.
+    The block keeps its place in program order unless it uses nodes recorded later. bindings: the values that it bound
+    to names, which are the latest of these. derivatives: what was differentiated before. opaque: nodes that count as
+    changed whenever their cell runs again. live: nodes that somebody holds. chosen: letters of sizes that the user
+    gave. assigned: of nodes whose name is the user's, the names that their own cell assigned, with the numbers of their
+    outputs. Raises StaleNode for a block that uses what is computed from its own earlier run.
     """
     mine = [] if append else [n for n in old.nodes if n.owner is not None and n.owner.key == owner.key]
     gone = {n.id: _replaced_text(n) for n in mine}
@@ -84,7 +85,7 @@ def replaced(
     place = _place(old, others, mine, new)
     before, after = others[:place], others[place:]
     _refuse_circles(before, gone, old)
-    moved = _relinked(mine, new, assigned, old.aliases, aliases)
+    moved = _relinked(mine, new, assigned)
     same = _same(mine, new, moved, opaque)
     after = [_relink(node, moved) for node in after]
     kept_by = {d.moved(moved): d.ways(old.nodes) for d in derivatives if d.nodes.isdisjoint(gone)}
@@ -105,10 +106,27 @@ def replaced(
         (g for g in old.guards if append or g.owner is None or g.owner.key not in {owner.key, *lost}), letters.below
     )
     ids = {n.id for n in nodes}
-    kept_aliases = {k: v for k, v in old.aliases.items() if v.node in ids}
-    contents = Contents(nodes, (*kept_guards, *guards), {**kept_aliases, **aliases})
+    contents = Contents(nodes, (*kept_guards, *guards), _bound(old.bindings, moved, bindings, ids))
     relinked = _downstream(after, {v.node for v in moved.values()}, _symbols(mine))
     return Replacement(contents, gone, moved, relinked, tuple(kept_by), letters)
+
+
+def _bound(
+    before: Mapping[str, tuple[Value, ...]], moved: Mapping[Value, Value], now: Mapping[str, tuple[Value, ...]],
+    ids: Container[int],
+) -> dict[str, tuple[Value, ...]]:  # fmt: skip
+    """The values of each name in order of execution: those of nodes that are there, each at its last place.
+
+    A name that another cell bound to a replaced value means the new one, as a node of that cell uses the new one.
+    """
+    found = {}
+    for name in dict.fromkeys((*before, *now)):
+        latest = now.get(name, ())
+        earlier = (moved.get(value, value) for value in before.get(name, ()))
+        values = (*(value for value in earlier if value not in latest), *latest)
+        if kept := tuple(value for value in dict.fromkeys(values) if value.node in ids):
+            found[name] = kept
+    return found
 
 
 def _lettered(nodes: Sequence[Node], letters: Mapping[str, str]) -> list[Node]:
@@ -215,24 +233,21 @@ def _missing_text(node: Node, old: Contents, missing: int) -> str:
 
 
 def _relinked(
-    mine: list[Node], new: list[Node], assigned: Container[int], names: Mapping[str, Value], now: Mapping[str, Value]
-) -> dict[Value, Value]:
+    mine: list[Node], new: list[Node], assigned: Mapping[int, Mapping[str, int]]
+) -> dict[Value, Value]:  # fmt: skip
     """Old value -> new value for nodes of the same name and specs; of the same op, too, unless the name is the user's.
 
-    names, now: further names of the user's for values, before and in this run.
+    assigned: of nodes whose name is the user's, all names that were assigned to them.
     """
     fresh = {n.name: n for n in new}
-    others: dict[int, list[str]] = {}  # node -> its further names
-    for name, value in names.items():
-        others.setdefault(value.node, []).append(name)
     moved: dict[Value, Value] = {}
     for node in mine:
         twin = fresh.get(node.name)
         if twin is None or twin.outputs != node.outputs:
             continue
-        is_named = node.id in assigned and twin.id in assigned and _is_plain(node) and _is_plain(twin)
-        agrees = all(now.get(name) == Value(twin.id, names[name].index) for name in others.get(node.id, ()))
-        if twin.op == node.op or (is_named and agrees):
+        before, now = assigned.get(node.id), assigned.get(twin.id)
+        agrees = before is not None and now is not None and before.items() <= now.items()
+        if twin.op == node.op or (agrees and _is_plain(node) and _is_plain(twin)):
             moved.update({Value(node.id, i): Value(twin.id, i) for i in range(max(1, len(node.outputs)))})
     return moved
 

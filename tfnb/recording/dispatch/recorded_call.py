@@ -19,6 +19,7 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.node import leaves
 from tfnb.graph.op_facts import Facts, Op, bind, kernel, op_name
 from tfnb.graph.spec import numbered
+from tfnb.interrupts import from_signal_handler
 from tfnb.kernels.random import seeded
 from tfnb.recording.marks.notes import asked_at, dense, explained
 from tfnb.recording.marks.scopes import clean
@@ -78,6 +79,8 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
         try:
             samples = _sample_call(rec, func, (args, kwargs), inputs, rec.new[-1]) or samples
         except Exception as error:
+            if from_signal_handler(error):
+                raise
             if rec.entered:
                 rec.tape.drop_last()
                 raise _failed(rec, func, error, inputs) from _further(func, error)
@@ -180,6 +183,8 @@ def _fake_call(rec: Recording, func: Op, args: Any, kwargs: Any, inputs: list[En
         fakes = rec.space.shapes.call(func, args, kwargs, _SHAPES.get(func, func))
         return dense(fakes, rec.tape.at) if isinstance(fakes, torch.Tensor) else fakes
     except Exception as error:
+        if from_signal_handler(error):
+            raise
         raise _failed(rec, func, error, inputs) from _further(func, error)
 
 

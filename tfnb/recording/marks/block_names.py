@@ -76,7 +76,7 @@ def _own_names(scope: ast.AST) -> set[str]:
 
 
 def block_of(frame: FrameType) -> list[ast.stmt]:
-    """The statements of the ``with`` block that a frame begins; none where its text is not known."""
+    """The statements of the ``with`` block that a frame enters, with the lines of the file; none without its text."""
     lines, at = linecache.getlines(frame.f_code.co_filename, frame.f_globals), frame.f_lineno - 1
     start = next((n for n in range(at, max(at - _ITEMS, -1), -1) if n < len(lines) and _WITH.match(lines[n])), None)
     if start is None:
@@ -92,7 +92,9 @@ def block_of(frame: FrameType) -> list[ast.stmt]:
         found = ast.parse(dedent("".join(block))).body
     except SyntaxError:  # a text of several lines that begins further to the left
         return []
-    return found[0].body if isinstance(found[0], ast.With) else []
+    if not isinstance(found[0], ast.With):
+        return []
+    return [ast.increment_lineno(statement, start) for statement in found[0].body]
 
 
 @dataclass(frozen=True, slots=True)

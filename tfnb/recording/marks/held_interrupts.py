@@ -1,13 +1,14 @@
-"""Ctrl-C in a recording: raised where an op has ended, never in the middle of what records.
+"""Ctrl-C and other signals in a recording: handled where an op has ended, never in the middle of what records.
 
 Torch calls the recorder from C++, and Python calls it where a dead tensor is cleaned up: what is raised there is lost,
-or becomes a TypeError of the operator. So an interrupt that comes there is held, and `raise_held` raises it when the
-op ends, or the next one, or the recording. In the user's own code it is raised at once. A second interrupt counts at
-once, wherever it comes.
+or becomes a TypeError of the operator. So a signal that comes there is held, an interrupt as well as an alarm whose
+handler raises, and `raise_held` calls the program's handler when the op ends, or the next one, or the recording. In the
+user's own code it is called at once. A second signal of the same number counts at once, wherever it comes.
 """
 
 from __future__ import annotations
 
+import _signal
 import sys
 import threading
 from enum import Enum
@@ -32,34 +33,41 @@ _MODULES = {
     "torch.utils.weak": _Kind.WAITS,
     "torch._ops": _Kind.WAITS,  # the dispatcher calls it
 }
+_SIGNALS = range(1, _signal.NSIG)
 _PACKAGES = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "numpy", "malt"}
 _HOOKS = {"__torch_function__", "__torch_dispatch__", "__enter__", "__exit__", "__del__"}
 _THROUGH = {"inner"}  # in contextlib: a function under a decorator, for as long as it takes
 
 
 class at_user_lines:
-    """Context manager: an interrupt of the block is raised once, in user code, by the handler that was there before.
+    """Context manager: a signal in the block is handled once, in user code, by the handler that was there before.
 
     In the main thread, where that handler is Python's own or another function; elsewhere nothing changes.
     """
 
     def __init__(self) -> None:
-        self._handled = handled(self.on)
+        self._handled: dict[int, handled] = {}
         self._is_open = False
 
     def __enter__(self) -> Self:
-        self._handled.__enter__()
+        if threading.current_thread() is threading.main_thread():
+            numbers = [number for number in _SIGNALS if callable(_signal.getsignal(number))]
+            self._handled = {number: handled(self.on, number) for number in numbers}
+            for each in self._handled.values():
+                each.__enter__()
         self._is_open = True
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._handled.__exit__()
+        for each in self._handled.values():
+            each.__exit__()
         self._is_open = False
         raise_held()
 
     def on(self, number: int, frame: FrameType | None) -> None:
         """The handler. A program that put it aside may set it again after the recording: then it passes on."""
-        lands = _landing(frame) if self._is_open and not _held else None
+        is_first = all(number != held for _, held, _ in _held)
+        lands = _landing(frame) if self._is_open and is_first else None
         if lands is None:
             self.call(number, frame)
         else:
@@ -67,20 +75,20 @@ class at_user_lines:
 
     def call(self, number: int, frame: FrameType | None) -> None:
         """Call the handler of the program, which raises KeyboardInterrupt if it is Python's."""
-        _held.clear()
-        before = self._handled.before
+        _held[:] = [held for held in _held if held[1] != number]
+        before = self._handled[number].before
         while isinstance(outer := getattr(before, "__self__", None), at_user_lines):
-            before = outer._handled.before
+            before = outer._handled[number].before
         if before is not None:
             before(number, frame)
 
 
-_held: list[tuple[at_user_lines, int, FrameType]] = []  # the interrupt that waits: only the main thread gets any
+_held: list[tuple[at_user_lines, int, FrameType]] = []  # the signals that wait: only the main thread gets any
 
 
 def raise_held() -> None:
-    """Raise an interrupt that waits."""
-    if _held and threading.current_thread() is threading.main_thread():
+    """Handle the signals that wait: raise what their handlers raise."""
+    while _held and threading.current_thread() is threading.main_thread():
         held, number, frame = _held[0]
         held.call(number, frame)
 

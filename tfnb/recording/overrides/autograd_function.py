@@ -15,6 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from tfnb.errors import InvalidArgument, NoGradient, StaleNode, Unsupported
 from tfnb.graph import Variable
+from tfnb.interrupts import from_signal_handler
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.subgraphs.own_gradient import (
     FILLS,
@@ -146,6 +147,8 @@ def run_backward(function: Callable[..., Any], whose: str, part: str, ctx: Conte
     except (NoGradient, StaleNode):
         raise
     except Exception as error:
+        if from_signal_handler(error):
+            raise
         raise NoGradient(f"the {part} of {whose} ({written_at(function)}) cannot be recorded: {error}") from error
 
 

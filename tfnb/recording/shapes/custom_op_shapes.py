@@ -21,6 +21,7 @@ from tfnb.errors import Unsupported
 from tfnb.graph.op_facts import Op, op_name
 from tfnb.graph.ops import overload
 from tfnb.graph.pure import on_copies, original
+from tfnb.interrupts import from_signal_handler
 from tfnb.recording.shapes.symbols import Symbols
 
 _PYTHON = re.compile(r"^(CPU|CUDA|CompositeExplicitAutograd)(?:\[alias\])?: registered at \S+\.py:\d+", re.MULTILINE)
@@ -52,6 +53,8 @@ def shapes(symbols: Symbols, op: Op, args: Any, kwargs: Any, inputs: Sequence[Sa
         try:
             return kernel(*args, **kwargs)
         except Exception as found:  # not torch code, or code that needs values
+            if from_signal_handler(found):
+                raise
             error = found
     samples = {id(entry.fake): entry.sample for entry in inputs}
     varies = any(isinstance(size, torch.SymInt) for entry in inputs for size in entry.fake.shape)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, TfnbError
 from tfnb.graph import current
+from tfnb.interrupts import from_signal_handler
 from tfnb.recording.marks.notes import calling_line
 
 _WRITES = frozenset({"__set__", "__delete__", "__setitem__", "requires_grad_"})  # of which no op tells
@@ -93,7 +94,7 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             found = func(*given[0], **given[1])
         except tuple(_KINDS) as error:
-            if type(error) not in _KINDS:
+            if type(error) not in _KINDS or from_signal_handler(error):
                 raise
             raise _explained(func, error, (args, kwargs)) from error
     return found.recorded if isinstance(found, StandIn) else found  # `x.cpu()` of a tensor that is there

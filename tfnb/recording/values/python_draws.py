@@ -107,7 +107,13 @@ def heard(function: Callable[..., Any], called: str) -> Callable[..., Any]:
 
 def of_module(original: Any) -> Any:
     """The replacement of a function of a module while a thread records."""
-    return heard(original, drawing(original) or original.__name__)
+    hearing = heard(original, drawing(original) or original.__name__)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (original if _is_ours(sys._getframe(1)) else hearing)(*args, **kwargs)
+
+    call.__dict__[_ORIGINAL] = original
+    return call
 
 
 def of_class(original: Any) -> Any:
@@ -115,7 +121,7 @@ def of_class(original: Any) -> Any:
 
     def method(self: random.Random, *args: Any) -> Any:
         recording = open_recording()
-        if recording is not None:
+        if recording is not None and not _is_ours(_caller(sys._getframe(1))):
             _hear(recording, drawing(MethodType(original, self)) or original.__name__, self)
         return original(self, *args)
 
@@ -227,7 +233,15 @@ def _hear(recording: Recording, called: str, owner: Any) -> None:
             recording.tape.draws.append(drawn)
 
 
+def _caller(frame: FrameType) -> FrameType:
+    """The frame outside of the module ``random``, whose methods call each other."""
+    while frame.f_code.co_filename == _PLAIN and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def _is_ours(frame: FrameType) -> bool:
+    """Whether the frame is tfnb's own code, whose deadlines read clocks on their own account."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "tfnb"
 
 

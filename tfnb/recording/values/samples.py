@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Graph, Node, Value, Variable
 from tfnb.graph.subgraph import uses_queues
+from tfnb.interrupts import from_signal_handler
 from tfnb.recording.values.interpret import evaluate
 
 SAMPLE_BUDGET = 128 << 20  # bytes, while a recording may still ask for them: a step shall need more than its recording
@@ -154,8 +155,8 @@ class Samples:
             for node in order.values():
                 try:
                     outs = self._outputs(node, found)
-                except Exception:
-                    if node.id in needed:
+                except Exception as error:
+                    if node.id in needed or from_signal_handler(error):
                         raise
                     failed = True
                     continue

@@ -50,7 +50,6 @@ class State:
     by_id: dict[int, Node]
     labels: set[str]  # of what was read
     names: Names
-    named: set[int] = field(default_factory=set)  # nodes that the user named in the call that made them
     marks: Marks = field(default_factory=Marks)
     streams: int = 0
     regions: int = 0  # of values that are computed again for the backward pass
@@ -123,6 +122,7 @@ class Tape(State):
         """Add a node; ``name`` is made unique, a name that the user chose is not. Random nodes get the next stream."""
         if chosen is not None:
             self.allow(name := chosen)
+            tags = tags | {ops.NAMED}
         marks, stream = self.marks, None
         if is_random:
             stream, self.streams = self.streams, self.streams + 1
@@ -138,8 +138,6 @@ class Tape(State):
             self.labels.add(node.attrs["variable"].name)
         self.by_id[node.id] = node
         self.new.append(node)
-        if chosen is not None:
-            self.named.add(node.id)
         return Value(node.id)
 
     def is_earlier(self, value: Value) -> bool:

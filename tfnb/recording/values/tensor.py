@@ -192,8 +192,7 @@ class Tensor(Recorded):
         value = self.value
         if not value.index:
             return self.node.name
-        aliases = self._graph.contents.aliases
-        return next((name for name, at in aliases.items() if at == value), f"{self.node.name}:{value.index}")
+        return self._graph.contents.assigned.get(value) or f"{self.node.name}:{value.index}"
 
     @property
     def sample(self) -> torch.Tensor:

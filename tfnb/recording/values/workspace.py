@@ -68,7 +68,7 @@ class Workspace:
         self.asked: dict[int, tuple[str, int]] = {}  # nodes of a function that the user's line called: where in it
         self.told: set[tuple[str, str, int]] = set()  # tensors and lines that took their samples' numbers outside
         self.derivatives: tuple[Derivative, ...] = ()
-        self.assigned: set[int] = set()  # nodes that have the name to which the user assigned them
+        self.assigned: dict[int, dict[str, int]] = {}  # of nodes that have a name of the user's: name -> output
 
     @property
     def graph(self) -> Graph:
@@ -109,7 +109,7 @@ class Workspace:
         for node_id in ids:
             self.rules.pop(node_id, None)
             self.asked.pop(node_id, None)
-            self.assigned.discard(node_id)
+            self.assigned.pop(node_id, None)
         self.samples.forget(self.samples.of(ids))
 
     def sample(self, value: Value) -> torch.Tensor | None:

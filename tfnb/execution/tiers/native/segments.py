@@ -19,6 +19,7 @@ from tfnb.execution.tiers.interface import Forward, Unfit
 from tfnb.execution.tiers.native.call import PackageFailed
 from tfnb.execution.tiers.native.request import Operand
 from tfnb.execution.tiers.operand_checks import OperandRefused
+from tfnb.interrupts import from_signal_handler
 
 SEGMENTS = "segments"  # the fact how the operands of each lie; None of one that stays generated code
 
@@ -41,6 +42,8 @@ class SegmentedStep:
         except (Unfit, OperandRefused, PackageFailed):
             raise
         except Exception as error:
+            if from_signal_handler(error):
+                raise
             raise OperandRefused from error
 
 
