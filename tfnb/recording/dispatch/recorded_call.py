@@ -74,17 +74,8 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
     if (at := asked_at(rec.new[-1].source, rec.stop)) is not None:
         rec.space.asked[value.node] = at
     waits = rec.samples_wait and not sized_by_data(func)
-    samples: Sequence[torch.Tensor | None] = (None,) * len(flat)
-    if not waits and not rec.lazy:
-        try:
-            samples = _sample_call(rec, func, (args, kwargs), inputs, rec.new[-1]) or samples
-        except Exception as error:
-            if from_signal_handler(error):
-                raise
-            if rec.entered:
-                rec.tape.drop_last()
-                raise _failed(rec, func, error, inputs) from _further(func, error)
-            rec.space.samples.lacks(value.node)  # what the test around it keeps from failing: it has a shape
+    found = None if waits or rec.lazy else _samples_of(rec, func, (args, kwargs), inputs)
+    samples: Sequence[torch.Tensor | None] = found or (None,) * len(flat)
     base, chain, attrs = _viewed(rec, func, own, args, kwargs)
     wrapped: list[Tensor | None] = []
     for index, (fake, sample) in enumerate(zip(flat, samples, strict=True)):
@@ -105,10 +96,28 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
     return wrapped[0]
 
 
+def _samples_of(
+    rec: Recording, func: Op, called: Any, inputs: list[Entry]
+) -> tuple[torch.Tensor | None, ...] | None:  # fmt: skip
+    """The results of the op recorded last on samples; None where it has none. If it fails, the op is not recorded."""
+    node = rec.new[-1]
+    try:
+        return _sample_call(rec, func, called, inputs, node)
+    except Exception as error:
+        if from_signal_handler(error):
+            raise
+        if rec.entered:
+            rec.tape.drop_last()
+            raise _failed(rec, func, error, inputs) from _further(func, error)
+        rec.space.samples.lacks(node.id)  # what the test around it keeps from failing: it has a shape
+        return None
+
+
 def _rely_on(rec: Recording, func: Op, equality: Any) -> None:
     """Guard what follows by an equality of sizes that only data tell; raises ShapeError if the samples break it.
 
-    The kernel refuses other sizes by itself, but for one row that it broadcasts: no later shape or gradient expects that.
+    The kernel refuses other sizes by itself, but for one row, which it broadcasts: no later shape or gradient expects
+    that.
     """
     text = rec.symbols.text(equality)
     if rec.entered and rec.symbols.seen(equality, bool) is False:
