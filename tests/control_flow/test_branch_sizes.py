@@ -127,8 +127,9 @@ def test_each_branch_gives_its_size(program: Callable[[Any], Any], sample: torch
 def test_cond_gives_the_size_of_the_branch_that_is_taken() -> None:
     with tfnb.record():
         x = tfnb.placeholder(FED[0], name="x")
-        kept = x[:, 0] > 0
-        rows, ids = tfnb.cond(x.sum() > 0, lambda: (x[kept], x[:, 1][kept]), lambda: (x[:1], torch.zeros(1)))
+        kept = x[x[:, 0] > 0]
+        rows, ids = tfnb.cond(x.sum() > 0, lambda: (kept, kept[:, 0] * 2), lambda: (x[:1], x[:1, 0]))
+        assert rows.spec.shape[0] == ids.spec.shape[0]
     assert [len(v) for v in tfnb.run([rows, ids], {x: FED[2]})] == [3, 3]
     assert [len(v) for v in tfnb.run([rows, ids], {x: FED[1]})] == [1, 1]
 
