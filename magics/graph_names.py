@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeGuard
 
 from IPython.core.error import UsageError
 
@@ -61,7 +61,7 @@ def is_graph(names: Mapping[str, Any], name: str) -> bool:
     return name in tfnb.graphs() or _graph_held(names, name) is not None
 
 
-def _is_recorded(held: Any) -> bool:
+def _is_recorded(held: Any) -> TypeGuard[Any]:
     return isinstance(held, tfnb.Tensor | tfnb.Operation)
 
 

@@ -78,7 +78,7 @@ class Contents:
     @cached_property
     def assigned(self) -> dict[Value, str]:
         """The first Python name that means each value."""
-        meant = ((name, self.names.get(name)) for name in reversed(self.bindings))
+        meant = ((name, self.names.get(name)) for name in reversed(tuple(self.bindings)))
         return {value: name for name, value in meant if value in self.bindings[name]}
 
     def _names(self, nodes: tuple[Node, ...]) -> dict[str, Value]:

@@ -82,10 +82,10 @@ def stopping(step: StepGraph) -> Iterator[Stop]:
     for at in step.whole.attached.get(_KEY, {}).values():
         value = _meant(step.whole, at.name)
         node = None if value is None else step.graph.contents.by_id.get(value.node)
-        if node is not None:
+        if value is not None and node is not None:
             inputs = dict(_inputs(step.whole, node))
             inputs.pop(at.name, None)
-            yield Stop(at, node, inputs | {at.name: value})
+            yield Stop(at, node, {**inputs, at.name: value})
 
 
 def _inputs(graph: Graph, node: Node) -> Iterator[tuple[str, Value]]:

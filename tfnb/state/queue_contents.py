@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from tfnb.state.elements import check_part
 from tfnb.state.orders import Element
 from tfnb.state.queue_machine import QueueMachine, become, copied
 from tfnb.state.queue_operations import machine_of, made, ordered
+
+T = TypeVar("T")
 
 _MARK = "@"  # begins the keys of queues
 
@@ -110,8 +112,8 @@ def written(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> tuple[dict
 
 
 def split(
-    tensors: Mapping[str, torch.Tensor], labels: Iterable[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    tensors: Mapping[str, T], labels: Iterable[str]
+) -> tuple[dict[str, T], dict[str, T]]:  # fmt: skip
     """The tensors of a file: those of Variables, and those of its queues, which have these labels."""
     marks = tuple(f"{_MARK}{label}/" for label in labels)
     queued = {key: tensor for key, tensor in tensors.items() if key.startswith(marks)}

@@ -80,10 +80,8 @@ class Hooks:
                     found.append(module)
         for holder in found:
             if holder not in self._handles:
-                kind = Optimizer if isinstance(holder, Optimizer) else nn.Module
-                self._handles[holder] = kind.register_state_dict_pre_hook(
-                    holder, pull_first
-                )  # refused by scripted ones
+                kind: Any = Optimizer if isinstance(holder, Optimizer) else nn.Module  # scripted modules refuse
+                self._handles[holder] = kind.register_state_dict_pre_hook(holder, pull_first)
                 _holders[holder] = _holders.get(holder, 0) + 1
 
     def remove(self) -> None:

@@ -5,7 +5,7 @@ What the names hold is what is carried from iteration to iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -310,13 +310,13 @@ class Stage:
         """The bases of the carried memory before the loop."""
         return [bases_of(self.recorder, leaf) for value in self.first.values() for leaf in tree_flatten(value)[0]]
 
-    def begun(self, loop: Loop, values: Sequence[Any], written: set[Any]) -> list[Tensor]:
+    def begun(self, loop: Loop, values: Sequence[Any], written: Collection[Any]) -> list[Any]:
         """The names that the body set first, carried as well from here on: what they are after the iteration.
 
         A name that holds memory which the iteration writes is left without a value.
         """
-        found: list[Tensor] = []
-        self.extra: list[Tensor] = []
+        found: list[Any] = []
+        self.extra: list[Any] = []
         self.all_labels = list(self.labels)
         for place in self.late:
             value, is_set = values[place], None
@@ -332,14 +332,14 @@ class Stage:
                 continue
             numbers = [is_number(leaf) or not isinstance(leaf, (torch.Tensor, Variable)) for leaf in leaves]
             name = self.st.names[place]
-            tensors = [tensor_of(self.recorder, leaf) for leaf in leaves]
+            tensors: list[Any] = [tensor_of(self.recorder, leaf) for leaf in leaves]
             specs = [self._spec(tensor) for tensor in tensors]
             if not all(bound_before(self.recorder, spec) for spec in specs):
                 continue
             bases = self._bases(leaves)
-            if any(not written.isdisjoint(each) for each in bases):
+            if any(base in written for each in bases for base in each):
                 continue
-            given = [loop.begun(spec, name) for spec in specs]
+            given: list[Any] = [loop.begun(spec, name) for spec in specs]
             if is_set is not None:
                 tensors = [torch.where(is_set, *pair) for pair in zip(tensors, given, strict=True)]
                 given.append(loop.begun(spec_of(is_set), f"{name}_is_set"))
@@ -351,7 +351,7 @@ class Stage:
             found += tensors
         return found
 
-    def _first_set(self, place: int, late: Sequence[Tensor], iterations: Tensor) -> Any:
+    def _first_set(self, place: int, late: Sequence[Any], iterations: Any) -> Any:
         """The value after the loop of a name that the body set first."""
         st, first = self.st, self.late[place]
         if first is None:
@@ -363,7 +363,7 @@ class Stage:
         ]
         how = "did not set it" if first.has_flag else "took no turn"
         why = f"it is first set in the loop of {st.place}, which {how}"
-        is_set = late[end] if first.has_flag else iterations > 0
+        is_set: Any = late[end] if first.has_flag else iterations > 0
         found = SetInSomeRuns(st.names[place], why, self.recorder, leaves, first.form, is_set)
         sample = is_set.sample
         if self.recorder.inside or (sample is not None and not sample):

@@ -236,7 +236,7 @@ class Phi:
             column = self._column((value_at, None) if side else (None, value_at), st.label(name))
             parts.append(self._shared(place, at, column, st.label(name)))
         numbers = [is_number(leaf) or not isinstance(leaf, (torch.Tensor, Variable)) for leaf in leaves]
-        is_set = self.predicate if side else torch.logical_not(self.predicate)
+        is_set: Any = self.predicate if side else torch.logical_not(self.predicate)
 
         def made(results: list[Any]) -> SetInSomeRuns:
             found = [

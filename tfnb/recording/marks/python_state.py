@@ -464,8 +464,9 @@ class PythonReads:
                 continue
             for name in self._changed(entered):
                 yield Kept(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
-        for read, value in () if self._namespace is None else self._reads.items():
-            now = self._namespace.get(read.name)
+        names = self._namespace
+        for read, value in self._reads.items() if names is not None else ():
+            now = names.get(read.name) if names is not None else None
             if not read.attribute and now is not value and self._is_carried(value, now):  # in place: noted there
                 yield Kept(None, f"this cell or block keeps {read.name} {cure}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
@@ -81,7 +81,7 @@ def _is_truth(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in _MASKS
 
 
-def _is_slice(item: Any) -> bool:
+def _is_slice(item: Any) -> TypeGuard[slice]:
     """Whether it is a slice whose ends are recorded numbers. Torch reads a step that is one."""
     return isinstance(item, slice) and (_is_whole(item.start) or _is_whole(item.stop)) and not _is_whole(item.step)
 

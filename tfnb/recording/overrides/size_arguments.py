@@ -77,7 +77,7 @@ def _istft(rec: Recording, x: Any, *args: Any, length: Any = None, **kwargs: Any
     """Torch's form in other ops, where the length varies; the composite in C++ takes a number."""
     if not isinstance(length, torch.SymInt):
         return NotImplemented
-    return torch._refs.istft(x, *args, length=length, **kwargs)
+    return torch._refs.istft(x, *args, length=length, **kwargs)  # type: ignore[misc,arg-type]  # a SymInt
 
 
 @override(Stage.FUNCTION, torch.einsum)

@@ -20,7 +20,7 @@ from tfnb.interrupts import from_signal_handler
 from tfnb.recording.marks.notes import calling_line
 
 _WRITES = frozenset({"__set__", "__delete__", "__setitem__", "requires_grad_"})  # of which no op tells
-_PLAIN = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # by which programs get at a number
+_PLAIN = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]  # by which programs get at a number
 _KINDS: Mapping[type[Exception], type[TfnbError]] = {
     RuntimeError: FailedPrecondition, NotImplementedError: FailedPrecondition, ValueError: InvalidArgument,
 }  # fmt: skip
