@@ -85,6 +85,18 @@ def graphs() -> dict[str, Graph]:
     return dict(_graphs)
 
 
+def graph_name(text: str) -> str:
+    """The name of a graph, which is one word, so that a line of a magic can name it; raises InvalidArgument.
+
+    >>> graph_name("my_graph")
+    'my_graph'
+    """
+    if not text or text.split() != [text]:
+        near = "_".join(text.split()) or "graph"
+        raise InvalidArgument(f"{text!r} is no graph name: one word without blanks is, such as {near}")
+    return text
+
+
 def forget(name: str) -> None:
     """Take a name off the list of graphs; the object stays valid."""
     graph(name)
@@ -109,7 +121,7 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
     __tracebackhide__ = True
     frame = sys._getframe(2)
     named = isinstance(graph, str)
-    target = graph if isinstance(graph, Graph) else Graph(graph or "graph")
+    target = graph if isinstance(graph, Graph) else Graph(graph_name(graph or "graph"))
     target.ensure_open()
     label = file_label(frame.f_code.co_filename)
     owner = _owner(target, f"block:{label}:{frame.f_lineno}:{len(target.owners)}")
@@ -136,7 +148,7 @@ def record_cell(
     statements of the cell.
     """
     __tracebackhide__ = True
-    target = _graphs.get(name or "graph") or Graph(name or "graph")
+    target = _graphs.get(name or "graph") or Graph(graph_name(name or "graph"))
     target.ensure_open()
     stop = sys._getframe(2)
 
