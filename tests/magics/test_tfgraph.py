@@ -47,7 +47,7 @@ def test_unloading_takes_everything_back(notebook):
     notebook.ok("%unload_ext tfnb")
     assert shell.find_line_magic("tfgraph") is None and shell.find_cell_magic("tfgraph") is None
     assert shell.custom_exceptions == ()
-    assert "%tfgraph" not in shell.strdispatchers["complete_command"].strs
+    assert shell.Completer.custom_matchers == []
     assert shell.events.callbacks["pre_run_cell"] == [] or all(
         "CellWatch" not in repr(callback) for callback in shell.events.callbacks["pre_run_cell"]
     )
