@@ -1,6 +1,6 @@
 """``tfnb demo``: execute the quickstart notebook, tell how it goes, write it as HTML, sum up in one line of JSON.
 
-There is one main job, the notebook; this only runs it. Needs the extras ``lab`` and ``data``. May import the tutorials only.
+There is one main job, the notebook; this only runs it. Needs the extras ``lab``, ``data``. May import tutorials only.
 """
 
 from __future__ import annotations
