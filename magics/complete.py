@@ -1,25 +1,36 @@
-"""Tab after a magic: its options, and the names it takes. Looks at graphs only if there are any: loads no torch."""
+"""Tab in the line of a magic: its options, and the names it takes. Looks at graphs only if there are any: no torch."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import chain
 from typing import Any
 
+from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
+
 import tfnb
+from tfnb.magics.options import options_of
 
 VERBS = ("show", "ls", "rm", "clear", "export", "refresh", "on", "off")
+_LINE = re.compile(r"\s*(?:[\w, ]+=\s*)?%{1,2}(\w+)\s+(?:.*\s)?")
 
 
-def completer(magics: Any, name: str) -> Callable[[Any, Any], list[str]]:
-    """The ``complete_command`` hook of one magic."""
+def line_matcher(magics: Any, names: Container[str]) -> Callable[[CompletionContext], Any]:
+    """A matcher of IPython's completer for these magics, whose offers suppress all others, such as jedi's names."""
 
-    def complete(shell: Any, event: Any) -> list[str]:
-        options = [option for action in getattr(magics, name).parser._actions for option in action.option_strings]
-        return [*options, *dict.fromkeys(_names(name))]
+    @context_matcher(priority=100, identifier="tfnb.magics")  # before each of IPython's
+    def matcher(context: CompletionContext) -> Any:
+        line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
+        begun = _LINE.fullmatch(line.removesuffix(context.token))
+        found: list[str] = []
+        if begun is not None and begun[1] in names:
+            every = dict.fromkeys([*options_of(getattr(magics, begun[1])), *_names(begun[1])])
+            found = [text for text in every if text.startswith(context.token)]
+        return {"completions": [SimpleCompletion(text) for text in found], "suppress": bool(found), "ordered": True}
 
-    return complete
+    return matcher
 
 
 def _names(name: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from IPython.display import display
 
 import tfnb
 from tfnb.errors import DeadlockError, TfnbError, name_cells
-from tfnb.magics.complete import completer
+from tfnb.magics.complete import line_matcher
 from tfnb.magics.magics import TfnbMagics
 from tfnb.magics.tracebacks import shorten
 from tfnb.magics.watch_names import settle
@@ -39,6 +39,7 @@ PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too
 SHORT = (TfnbError, KeyboardInterrupt, OSError)
 
 _loaded: dict[int, TfnbMagics] = {}
+_matchers: dict[int, Callable[..., Any]] = {}  # of Tab, one of each shell
 _named: dict[int, Callable[[], None]] = {}  # what takes back that cells have names in messages
 
 
@@ -47,6 +48,7 @@ def load(shell: InteractiveShell) -> None:
     if id(shell) in _loaded:
         return
     magics = _loaded[id(shell)] = TfnbMagics(shell=shell)
+    _matchers[id(shell)] = line_matcher(magics, NAMES)
     shell.register_magics(magics)
     magics.watch.attach()
     shell.input_transformers_cleanup.append(magics.sticky)
@@ -55,9 +57,8 @@ def load(shell: InteractiveShell) -> None:
     shell.events.register("post_run_cell", settle)
     shell.events.register("post_run_cell", _user_code_ran)
     shell.events.register("post_run_cell", magics.hand_over)
-    for name in NAMES:
-        shell.set_hook("complete_command", completer(magics, name), str_key=f"%{name}")
-        shell.set_hook("complete_command", completer(magics, name), str_key=f"%%{name}")
+    completer: Any = shell.Completer
+    completer.custom_matchers.append(_matchers[id(shell)])
     for name in SHOWN:
         for formatter, function in _formatters(shell, magics, name):
             formatter.for_type_by_name(*name.rsplit(".", 1), function)
@@ -91,10 +92,11 @@ def unload(shell: InteractiveShell) -> None:
     shell.events.unregister("post_run_cell", settle)
     shell.events.unregister("post_run_cell", _user_code_ran)
     shell.events.unregister("post_run_cell", magics.hand_over)
+    completer: Any = shell.Completer
+    completer.custom_matchers.remove(_matchers.pop(id(shell)))
     for name in NAMES:
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop(name, None)
-            shell.strdispatchers["complete_command"].strs.pop({"line": "%", "cell": "%%"}[kind] + name, None)
     for name in SHOWN:
         for formatter, _ in _formatters(shell, magics, name):
             _forget(formatter, name)

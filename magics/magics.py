@@ -63,14 +63,15 @@ class TfnbMagics(RunMagics):
         argument("--show", action="store_true", default=None, help="draw the cell's part of the graph (default)"),
         argument("--no-show", action="store_false", dest="show", help="do not draw"),
         argument("--live", action="store_true", help="draw a live widget too: it fetches values and shows traced runs"),
+        argument("--yes", action="store_true", help="with clear: drop the nodes without asking"),
     )  # fmt: skip
     def tfgraph(self, line: str, cell: str | None = None) -> Any:
         """Record a cell into a graph, or look at graphs.
 
         Cell form: the body is ordinary PyTorch, run at once on samples; a last expression becomes Out[n]. Each run
-        decides its control flow. -o stores the graph. Line form: show (default), ls, rm [In[n]], clear, export FILE;
-        refresh: records cells again that lost nodes by an edit above them, or whose modules have changed; on: the
-        cells below are recorded, too, but those that start with a magic; off ends that.
+        decides its control flow. -o stores the graph. Line form: show (default), ls, rm [In[n]], clear --yes, export
+        FILE; refresh: records cells again that lost nodes by an edit above them, or whose modules have changed; on:
+        the cells below are recorded, too, but those that start with a magic; off ends that.
 
             %%tfgraph digits -i images:B,1,8,8
             %tfgraph digits export digits.svg
@@ -130,10 +131,13 @@ class TfnbMagics(RunMagics):
             self.watch.show({"text/plain": f"note: {label} was recorded again"})
 
     def _name(self, options: Namespace) -> str | None:
-        if len(options.words) > 1:
-            raise UsageError(f"one graph name was expected, got: {' '.join(options.words)}")
-        name = options.graph or next(iter(options.words), None)
-        return name or (tfnb.graph().name if tfnb.graphs() else None)
+        name = options.graph if options.graph and not options.words else " ".join(options.words)
+        if not name:
+            return tfnb.graph().name if tfnb.graphs() else None
+        try:
+            return tfnb.recording.graph_name(name)
+        except tfnb.errors.InvalidArgument as error:
+            raise UsageError(str(error)) from None
 
     def _input(self, text: str) -> tuple[str, Any]:
         """``x`` or ``x:B,_,8`` -> the name and its placeholder."""
@@ -147,7 +151,10 @@ class TfnbMagics(RunMagics):
         if sizes is not None and len(sizes) != rank:
             raise UsageError(f"-i {text}: {name} has {rank} axes, {len(sizes)} are named")
         shape = None if sizes is None else list(map(_axis, sizes, sample.shape))
-        return name, tfnb.placeholder(sample, shape=shape, name=name)
+        try:
+            return name, tfnb.placeholder(sample, shape=shape, name=name)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"-i {text}: {name} is no sample of a placeholder: {error}") from None
 
     @contextlib.contextmanager
     def _names_kept(self, inputs: list[str], graph: str | None) -> Iterator[None]:
@@ -210,6 +217,8 @@ class TfnbMagics(RunMagics):
             if tfnb.graphs().get(graph.name) is not graph:
                 raise UsageError(f"this graph {graph.name} is not among the named ones, which %tfgraph ls shows")
             tfnb.recording.forget(graph.name)
+        elif verb == "clear" and not options.yes:
+            raise UsageError(f"clear drops the {len(graph.nodes)} nodes of graph {graph.name}; add --yes to do that")
         elif verb == "clear":
             graph.commit(type(graph.contents)(), removed=[(n.id, f"node {n.name} was cleared") for n in graph.nodes])
         elif verb == "export":
@@ -327,6 +336,8 @@ class TfnbMagics(RunMagics):
             if options.progress_after is not None:
                 raise UsageError("--progress-after is of trainings: say how many steps, -n N")
             return self._out(options, session.run(fetches, feeds, timeout=options.timeout, trace=how))
+        if options.steps < 0:
+            raise UsageError(f"-n {options.steps}: a number of steps from 0 was expected")
         if options.profile or options.kernels:
             raise UsageError("--profile times one run: leave out -n")
         batches = islice(_drawn(feeds), options.steps)

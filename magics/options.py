@@ -1,21 +1,25 @@
 """Options of the magics: one decorator for all, near matches for a mistyped option, ``-h``.
 
-May import IPython only.
+May import IPython and errors only.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 from IPython.core.magic import line_cell_magic, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.utils.process import arg_split
+
+from tfnb.errors import InvalidArgument, NotFound
 
 
 def magic(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -28,11 +32,31 @@ def magic(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     )
 
     def decorate(method: Any) -> Any:
+        method = _with_usage_errors(method)
         for option in (*reversed(common), *reversed(options)):
             method = option(method)
         return no_var_expand(line_cell_magic(magic_arguments()(method)))
 
     return decorate
+
+
+def _with_usage_errors(method: Any) -> Any:
+    """A magic whose line form raises UsageError, one line without a traceback, for what the line names or says wrongly.
+
+    What a body raises, and what fails while something runs, keeps its class and its frames.
+    """
+
+    @functools.wraps(method)
+    def called(self: Any, line: str, cell: str | None = None) -> Any:
+        __tracebackhide__ = True
+        try:
+            return method(self, line, cell)
+        except (InvalidArgument, NotFound) as error:
+            if cell is not None or self.full_tracebacks or type(error) not in (InvalidArgument, NotFound):
+                raise
+            raise UsageError(str(error)) from error
+
+    return called
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -97,14 +121,39 @@ def near(word: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(word, list(known), 1)), "")
 
 
+def options_of(method: Any) -> list[str]:
+    """The options of a magic, long and short."""
+    return [name for action in method.parser._actions for name in action.option_strings]
+
+
 def parsed(method: Any, line: str) -> Namespace:
     """The arguments in ``line``; raises UsageError in one line, with the nearest option for an unknown one."""
-    parser = method.parser
-    arguments, unknown = parser.parse_known_args(words(line))
+    parser, given = method.parser, words(line)
+    known = options_of(method)
+    try:
+        arguments, unknown = parser.parse_known_args(given)
+    except UsageError as error:  # a mistyped option leaves its value to an argument that may refuse it
+        unknown = [word for word in given if word.startswith("--") and word.partition("=")[0] not in known]
+        if not unknown:
+            raise UsageError(f"{error}; {_usage(method)}") from None
     if not unknown:
         return arguments
-    known = [name for action in parser._actions for name in action.option_strings]
     wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
-    meant = near(wrong.partition("=")[0], known)
-    advice = f"; did you mean {meant}?" if meant else f"; options: {' '.join(sorted(known))}"
-    raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+    return _refuse(method, wrong.partition("=")[0], unknown)
+
+
+def _refuse(method: Any, wrong: str, unknown: list[str]) -> NoReturn:
+    """Say which option was meant, of this magic or of another one, else the usage."""
+    known = {
+        option.lstrip("-"): f"{option} of %{name}"
+        for name, other in inspect.getmembers(type(method.__self__), lambda member: hasattr(member, "parser"))
+        for option in options_of(other)
+    } | {option.lstrip("-"): option for option in options_of(method)}
+    meant = known.get(near(wrong.lstrip("-"), known))
+    advice = f"did you mean {meant}?" if meant and wrong.startswith("-") else _usage(method)
+    raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; {advice}")
+
+
+def _usage(method: Any) -> str:
+    """How a magic is written, in one line."""
+    return "usage: " + " ".join(method.parser.format_usage().removeprefix("::").split())

@@ -6,7 +6,7 @@ A recorded cell is kept as a program with its options, so that it can be recorde
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class Change:
     removed: tuple[Any, ...] = ()
     changed: tuple[Any, ...] = ()
     lost: dict[str, list[Any]] = field(default_factory=dict)
+    moved: frozenset[str] = frozenset()  # names of other nodes than before: their nodes are told with the op
 
     @property
     def badges(self) -> dict[int, str]:
@@ -44,7 +45,9 @@ class Change:
         """What is said about it: a line for the cell, and one for each that lost nodes."""
         parts = {word: getattr(self, word) for word in ("added", "removed", "changed")}
         if any(parts.values()):
-            yield "since its last run: " + ", ".join(f"{len(n)} {word} ({_names(n)})" for word, n in parts.items() if n)
+            moved = {"added": self.moved, "removed": self.moved, "changed": frozenset[str]()}
+            told = (f"{len(n)} {word} ({_names(n, moved[word])})" for word, n in parts.items() if n)
+            yield f"since its last run: {', '.join(told)}"
         for nodes in self.lost.values():
             label = nodes[0].source.label if nodes[0].source else "a cell"
             yield f"{label} lost {_names(nodes)}: run it again, or %tfgraph refresh"
@@ -65,13 +68,15 @@ def change(before: Any, graph: Any, owner: str) -> Change:
     def own(nodes: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(node for node in nodes if node.owner is not None and node.owner.key == owner)
 
-    return Change(own(found.added), own(found.removed), own(found.changed), lost)
+    moved = frozenset(before.by_name.keys() & graph.contents.by_name.keys())
+    return Change(own(found.added), own(found.removed), own(found.changed), lost, moved)
 
 
-def _names(nodes: Iterable[Any]) -> str:
+def _names(nodes: Iterable[Any], moved: Collection[str] = ()) -> str:
     """Names that the user gave first, then what is made for them: slots and updates of optimizers, parts of calls."""
-    made = [("/" in node.name or node.op in _MADE, node.name) for node in nodes]
-    names = [name for _, name in sorted(made, key=lambda each: each[0])]
+    made = [("/" in node.name or node.op in _MADE, node) for node in nodes]
+    ordered = [node for _, node in sorted(made, key=lambda each: each[0])]
+    names = [f"{n.name}: {n.op.split('.')[1]}" if n.name in moved else n.name for n in ordered]
     more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
     return ", ".join(names[:FEW]) + more
 

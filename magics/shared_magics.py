@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from traceback import walk_tb
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -58,6 +59,10 @@ class SharedMagics(Magics):
             return self.shell.ev(expression)
         except (SyntaxError, NameError) as error:
             raise UsageError(f"{option}: {getattr(error, 'msg', error)}") from None
+        except Exception as error:
+            if list(walk_tb(error.__traceback__))[-1][0].f_code.co_filename != "<string>":
+                raise  # in a function that the expression calls: its frames say where
+            raise UsageError(f"{option}: {type(error).__name__}: {error}") from None
 
     def _line_only(self, method: Any, line: str, cell: str | None) -> Namespace:
         if cell is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ import pytest
 from tfnb import doctor
 from tfnb.__main__ import main
 from tfnb.execution.compiling.package_cache import packages
+
+ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.usefixtures("own_packages")
 
@@ -42,7 +47,34 @@ def test_lab_opens_the_notebooks(monkeypatch):
     fake.main = lambda arguments: opened.extend(arguments)
     monkeypatch.setitem(sys.modules, "jupyterlab.labapp", fake)
     assert main(["lab", "--no-browser"]) == 0
-    assert Path(opened[0]).name == "notebooks" and opened[1:] == ["--no-browser"]
+    assert Path(opened[0]) == ROOT / "notebooks" / "quickstart.ipynb" and opened[1:] == ["--no-browser"]
+
+
+def test_lab_of_an_installed_wheel_copies_the_notebooks_and_opens_the_quickstart(tmp_path):
+    source, wheels, installed, home = (tmp_path / name for name in ("source", "wheels", "installed", "home"))
+    ignored = shutil.ignore_patterns("__pycache__", "tests", "build", "dist", ".*", "*.egg-info")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels]
+    subprocess.run([*pip, source], check=True, timeout=240)
+    (wheel,) = wheels.iterdir()
+    zipfile.ZipFile(wheel).extractall(installed)
+    fake = installed / "jupyterlab"
+    fake.mkdir()
+    (fake / "__init__.py").touch()
+    (fake / "labapp.py").write_text("def main(arguments):\n    print(arguments)\n")
+    (home / "tfnb-notebooks").mkdir(parents=True)
+    (home / "tfnb-notebooks" / "gan.ipynb").write_text("mine")
+    done = subprocess.run(
+        [sys.executable, "-m", "tfnb", "lab"], cwd=home, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == str([str(Path("tfnb-notebooks", "quickstart.ipynb"))]), done.stderr
+    shipped = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert {path.name for path in (home / "tfnb-notebooks").iterdir()} == shipped
+    assert (home / "tfnb-notebooks" / "gan.ipynb").read_text() == "mine"
+    assert (home / "tfnb-notebooks" / "quickstart.ipynb").read_bytes() == (
+        ROOT / "notebooks" / "quickstart.ipynb"
+    ).read_bytes()
 
 
 def test_unknown_option_is_refused(capsys):

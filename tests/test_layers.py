@@ -43,8 +43,9 @@ BELOW = {
     "datasets": "errors",
     "summary": "graph",
     "doctor": "",
-    "demo": "errors",
-    "__main__": "demo doctor",
+    "demo": "tutorials",
+    "tutorials": "",
+    "__main__": "demo doctor tutorials",
     "__init__": "",
     "magics": "fitting watching session view widgets gradients cluster __init__",
 }

@@ -530,7 +530,7 @@ def test_interrupt_is_delivered_after_the_commit() -> None:
 
 
 def test_the_session_behind_a_watch_saves_and_restores_the_same_run_numbers():
-    with tfnb.record("watched runs") as g:
+    with tfnb.record("watched_runs") as g:
         x = tfnb.placeholder(torch.zeros(2), name="x")
         y = x + torch.rand_like(x)
     session = tfnb.Session(g)

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+COPIES = Path("tfnb-notebooks")  # in the working folder: where an installed package brings its notebooks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
     parser = argparse.ArgumentParser("tfnb", description="Dataflow graphs in a notebook, on PyTorch and Dask.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; takes JupyterLab's own options too")
+    lab = commands.add_parser(
+        "lab", help=f"open JupyterLab on the quickstart, with {COPIES}/ made here; takes its options too"
+    )
     lab.set_defaults(run=_lab)
     commands.add_parser("doctor", help="say what works here").set_defaults(run=_doctor)
     cache = commands.add_parser("cache", help="the steps that were compiled, as they are kept on disk")
@@ -37,8 +39,9 @@ def _lab(options: argparse.Namespace) -> int:
     except ImportError:
         print("JupyterLab is not installed: pip install 'tfnb[lab]'", file=sys.stderr)
         return 1
-    folder = NOTEBOOKS if NOTEBOOKS.is_dir() else Path()
-    return start([str(folder), *options.further]) or 0
+    notebook = import_module("tfnb.tutorials").opened(COPIES)
+    print(f"opening {notebook}")
+    return start([str(notebook), *options.further]) or 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

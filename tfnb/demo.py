@@ -1,6 +1,6 @@
 """``tfnb demo``: execute the quickstart notebook, tell how it goes, write it as HTML, sum up in one line of JSON.
 
-There is one main job, the notebook; this only runs it. Needs the extras ``lab`` and ``data``. May import errors only.
+There is one main job, the notebook; this only runs it. Needs the extras ``lab``, ``data``. May import tutorials only.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
 
-from tfnb.errors import NotFound
-
-QUICKSTART = Path(__file__).parent.parent / "notebooks" / "quickstart.ipynb"
+from tfnb.tutorials import NOTEBOOKS, QUICKSTART
 
 # What the summary says, as expressions over the notebook's names.
 SUMMARY = {
@@ -32,9 +30,7 @@ SUMMARY = {
 
 def demo(out: Path) -> int:
     """Do the main job; the report goes to the folder ``out``. Returns the exit status: 0, or 1 if a cell failed."""
-    if not QUICKSTART.exists():
-        raise NotFound(f"the demo executes {QUICKSTART}, which only a checkout of the repository has")
-    book = nbformat.read(QUICKSTART, as_version=4)
+    book = nbformat.read(NOTEBOOKS / QUICKSTART, as_version=4)
     quiet = ["--log-level=ERROR"]
     client = NotebookClient(book, km=_kernel(), timeout=600, record_timing=True, extra_arguments=quiet)
     print("The quickstart notebook: one network, trained here, then on 2 compute tasks and 1 parameter server.")

@@ -55,7 +55,7 @@ def test_c21_no_read_is_torn_while_updates_are_written(connect):
 
 def test_what_was_sent_is_let_go_so_that_the_next_write_stays_in_place(connect):
     w = tfnb.Variable(torch.zeros(COUNT), name="w")
-    with tfnb.record("let go"):
+    with tfnb.record("let_go"):
         x = tfnb.placeholder(torch.ones(1), name="x", shape=(1,))
         train = tfnb.train.SGD(1.0).apply_gradients([(torch.ones(COUNT) * x, w)])
     cluster = connect(2)

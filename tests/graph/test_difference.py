@@ -122,3 +122,29 @@ def test_a_node_that_gives_more_values_than_its_namesake_is_gone_and_drawn() -> 
         found = before.diff(after)
         assert "<svg" in found._repr_html_()
         assert "tfnb.while" in [node.op for node in found.removed]
+
+
+@pytest.mark.parametrize("more", [torch.tanh, lambda value: (value * 2).exp()])
+def test_what_is_put_around_a_named_value_is_what_is_added(more: Any) -> None:
+    def edited(wrap: Any) -> Graph:
+        with tfnb.record("net") as graph:
+            x = tfnb.placeholder(torch.ones(2, 3), name="x")
+            out = wrap(x.relu() + 1)
+        return graph
+
+    plain, wrapped = edited(lambda value: value), edited(more)
+    found, back = plain.diff(wrapped), wrapped.diff(plain)
+    new = wrapped.nodes[len(plain.nodes) :]
+    assert found.added == new and not found.removed and not found.changed
+    assert back.removed == new and not back.added and not back.changed
+
+
+def test_of_equal_nodes_those_with_equal_names_belong_together() -> None:
+    def placed(*letters: str) -> Graph:
+        with tfnb.record("net") as graph:
+            for letter in letters:
+                tfnb.placeholder(torch.ones(2), shape=[2], name=letter)
+        return graph
+
+    found = placed("a", "b", "c").diff(placed("b", "c"))
+    assert names(found.removed) == ["a"] and not found.added and not found.changed

@@ -46,6 +46,11 @@ class Kernel:
         """Run a cell and wait for it."""
         return self.outputs(self.send(source, cell_id))
 
+    def completions(self, source: str) -> list[str]:
+        """What Tab offers at the end of the source."""
+        reply = self.client.complete(source, len(source), reply=True, timeout=TIMEOUT)
+        return list(reply["content"]["matches"])
+
     def text(self, expression: str) -> str:
         """The repr of an expression."""
         (result,) = (out for out in self.run(expression) if out["type"] == "execute_result")
@@ -72,6 +77,25 @@ def test_cell_id_of_the_front_end_is_the_identity(kernel: Kernel) -> None:
     assert kernel.text("len(tfnb.graph('g').nodes)") == "2"
     kernel.run(cell.format(4), "two")
     assert kernel.text("len(tfnb.graph('g').nodes)") == "4"
+
+
+@pytest.mark.parametrize("jedi", [True, False])  # the default depends on IPython's version
+def test_tab_after_a_magic_offers_what_the_magic_takes_alone(kernel: Kernel, jedi: bool) -> None:
+    kernel.run(f"%config IPCompleter.use_jedi = {jedi}")
+    kernel.run("%%tfgraph g --no-show\nx = tfnb.placeholder(torch.ones(2, 3))\nlossy = x * 2\nlos = 3", "one")
+    options = kernel.completions("%tfgraph --")
+    assert "--lazy" in options and "--device" in options and all(option.startswith("--") for option in options)
+    assert kernel.completions("%%tfgraph --la") == ["--lazy"]
+    assert kernel.completions("import math\nvalue = %tfrun los") == ["lossy"]
+    names = kernel.completions("%tfgraph ")
+    assert {"clear", "g", "--lazy"} <= set(names) and "print" not in names and "torch" not in names
+
+
+def test_tab_elsewhere_offers_python_names(kernel: Kernel) -> None:
+    kernel.run("%%tfgraph g --no-show\nx = tfnb.placeholder(torch.ones(2, 3))\nlossy = x * 2\nlossless = 3", "one")
+    assert "lossless" in kernel.completions("%tfrun lossy -f x=loss")
+    assert "lossless" in kernel.completions("%%tfgraph g\nloss")
+    assert "lossless" in kernel.completions("y = loss")
 
 
 def test_result_stands_above_the_drawing(kernel: Kernel) -> None:

@@ -110,3 +110,14 @@ def test_a_number_of_the_notebook_that_a_cell_read_is_said_when_it_changed(noteb
     notebook.ok("tfnb.run(y, {x: torch.ones(2, 3)})")
     (note,) = notes(notebook.ok("%%tfgraph g --no-show\nsteps += 1\nz = x * steps", cell_id="b"))
     assert "steps in Python" in note and "tfnb.Variable" in note
+
+
+def test_an_op_put_around_a_named_value_is_told_by_its_op(notebook):
+    notebook.ok("lin = nn.Linear(4, 4)")
+    cell = "%%tfgraph g\nx = tfnb.placeholder(torch.ones(2, 4))\nout = {}"
+    notebook.ok(cell.format("lin(x)"), cell_id="a")
+    ran = notebook.ok(cell.format("torch.tanh(lin(x))"), cell_id="a")
+    assert notes(ran) == ["note: since its last run: 1 added (out: tanh)"]
+    assert "added" in ran.drawings[0] and "changed" not in ran.drawings[0]
+    ran = notebook.ok(cell.format("lin(x)"), cell_id="a")
+    assert notes(ran) == ["note: since its last run: 1 removed (out: tanh)"]

@@ -16,6 +16,7 @@ from IPython.core.completer import provisionalcompleter
 
 import tfnb
 from tfnb.errors import ShapeError, StaleNode
+from tfnb.magics.extension import NAMES
 from tfnb.magics.live import LiveDrawing, fetched
 
 X = "x = tfnb.placeholder(torch.ones(2, 3))"
@@ -46,7 +47,7 @@ def test_unloading_takes_everything_back(notebook):
     notebook.ok("%unload_ext tfnb")
     assert shell.find_line_magic("tfgraph") is None and shell.find_cell_magic("tfgraph") is None
     assert shell.custom_exceptions == ()
-    assert "%tfgraph" not in shell.strdispatchers["complete_command"].strs
+    assert shell.Completer.custom_matchers == []
     assert shell.events.callbacks["pre_run_cell"] == [] or all(
         "CellWatch" not in repr(callback) for callback in shell.events.callbacks["pre_run_cell"]
     )
@@ -233,6 +234,44 @@ def test_unknown_option_is_one_line_with_the_nearest(notebook, line, near):
     assert tfnb.graphs() == {}
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "tfgraph"])
+def test_an_option_of_another_magic_is_said_to_be_one(notebook, name):
+    ran = notebook.run(f"%{name} --devce=cpu")
+    assert ran.err == "UsageError: unrecognized arguments: --devce=cpu; did you mean --device of %tfgraph?\n"
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("%tfwatch y --every x", "argument --every: invalid int value: 'x'; usage: %tfwatch [--every K]"),
+        ("%tfcache maybe", "usage: %tfcache [--clear]"),
+        ("%tfcache --devce cpu", "unrecognized arguments: --devce; did you mean --device of %tfgraph?"),
+        ("%tfgraph --qqqqq", "unrecognized arguments: --qqqqq; usage: %tfgraph [-i NAME[:DIMS]]"),
+        ("%tfwatch nothing", "no node or variable 'nothing'"),
+        ("%tfwatch y --every 0", "an int of at least 1"),
+        ("%tfbreak nothing", "no node 'nothing'"),
+        ("%tfbreak y if (", "is no expression"),
+        ("%tfdiff --passes nothing", "no node 'nothing'"),
+        ("%tfcluster here", "no scheduler address"),
+        ("%tfcluster 0", "at least one compute task"),
+        ("%tfrun y -f x=1/0", "-f x=1/0: ZeroDivisionError: division by zero"),
+        ("%tfrun y -n -1 -f x=1", "-n -1: a number of steps"),
+        ("%%tfgraph g -i torch\nz = 1", "torch is no sample"),
+    ],
+)
+def test_a_usage_error_is_one_line_without_a_traceback(notebook, line, words):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x + 1")
+    ran = notebook.run(line)
+    assert ran.err.startswith("UsageError: ") and words in ran.err and ran.err.count("\n") == 1
+    assert not ran.frames
+
+
+def test_full_tracebacks_show_where_a_usage_error_comes_from(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    notebook.ok("%config TfnbMagics.full_tracebacks = True")
+    assert isinstance(notebook.run("%tfwatch nothing").error, tfnb.errors.NotFound)
+
+
 @pytest.mark.parametrize("magic", ["%tfgraph?", "%%tfgraph?"])
 def test_question_mark_shows_the_options(notebook, magic, capsys):
     notebook.shell.run_cell(magic)
@@ -338,12 +377,24 @@ def test_objects_are_shown_as_html(notebook, name, words):
     assert words in shown["text/html"] and shown["text/plain"]
 
 
-@pytest.mark.parametrize("name", ["my net", "net", "a b c"])
+@pytest.mark.parametrize("name", ["net", "a/b", "net-2"])
 @pytest.mark.parametrize("quote", ["'", '"'])
 def test_a_graph_name_in_quotes_is_what_is_between_them(notebook, name, quote):
     notebook.ok(f"%%tfgraph {quote}{name}{quote} --no-show\n{X}")
     assert list(tfnb.graphs()) == [name]
     assert notebook.ok(f"%tfgraph {quote}{name}{quote}").result is tfnb.graph(name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["%%tfgraph my graph\nx = 1", "%%tfgraph 'my graph'\n1", "%%tfgraph -g 'my graph'\n1", "%tfgraph 'my graph' on"],
+)
+def test_a_name_with_blanks_is_no_graph_name(notebook, line):
+    ran = notebook.run(line)
+    assert ran.err == "UsageError: 'my graph' is no graph name: one word without blanks is, such as my_graph\n"
+    assert not tfnb.graphs()
+    with pytest.raises(tfnb.errors.InvalidArgument, match="such as my_graph"), tfnb.record("my graph"):
+        pass
 
 
 FAILING = {
@@ -387,7 +438,9 @@ def test_ls_lists_and_rm_removes(notebook):
 
 def test_clear_empties_the_graph(notebook):
     notebook.ok(f"%%tfgraph g --no-show\n{X}")
-    notebook.ok("%tfgraph g clear -q")
+    assert "drops the 1 nodes of graph g; add --yes" in notebook.run("%tfgraph g clear").err
+    assert len(tfnb.graph("g").nodes) == 1
+    notebook.ok("%tfgraph g clear --yes -q")
     assert tfnb.graph("g").nodes == ()
     assert "was cleared" in str(notebook.run("x.node").error)
 
@@ -507,17 +560,17 @@ def test_module_edited_on_disk_records_anew(notebook, tmp_path, monkeypatch):
 
 
 def test_cells_below_on_are_recorded_until_off_and_magics_among_them_run(notebook):
-    assert "into graph my net" in notebook.ok("%tfgraph 'my net' on").shown[0]["text/plain"]
+    assert "into graph my_net" in notebook.ok("%tfgraph my_net on").shown[0]["text/plain"]
     notebook.ok(f"# a plain cell\n{X}\nif x.sum() > 100:\n    y = x * 2\nelse:\n    y = x * 3", cell_id="a")
     assert notebook.ok("%tfrun y -f x=torch.ones(1, 3)").result.tolist() == [[3.0] * 3]
     ran = notebook.run("z = y + 1\nz.nonsense", cell_id="b")
     assert ran.frames[-1] == "Cell In[6], line 2"
     notebook.ok("z = y + 1", cell_id="b")
     assert notebook.ok("%tfrun z -f x=torch.full((1, 3), 200.0)").result.tolist() == [[401.0] * 3]
-    assert "no more recorded into graph my net" in notebook.ok("%tfgraph off").shown[0]["text/plain"]
-    nodes = len(tfnb.graph("my net").nodes)
+    assert "no more recorded into graph my_net" in notebook.ok("%tfgraph off").shown[0]["text/plain"]
+    nodes = len(tfnb.graph("my_net").nodes)
     notebook.ok("w = torch.ones(2) + 1")
-    assert len(tfnb.graph("my net").nodes) == nodes and not isinstance(notebook.names["w"], tfnb.Tensor)
+    assert len(tfnb.graph("my_net").nodes) == nodes and not isinstance(notebook.names["w"], tfnb.Tensor)
 
 
 @pytest.mark.parametrize(
@@ -557,7 +610,7 @@ def test_what_is_no_more_in_the_graph_is_shown_as_that(notebook, name):
         "%%tfgraph left --no-show\nw = nn.Parameter(torch.ones(3))\nloss = w.sum()\n"
         "train = tfnb.train.SGD(0.1).minimize(loss)"
     )
-    notebook.ok("%tfgraph left clear")
+    notebook.ok("%tfgraph left clear --yes")
     (shown,) = notebook.ok(f"display({name})").shown
     assert "not in graph left any more" in shown["text/html"] and "cleared" in shown["text/html"]
     assert notebook.names[name].graph is tfnb.graph("left") and repr(notebook.names[name])

@@ -142,11 +142,8 @@ def test_steps_draw_from_an_iterator(net):
 @pytest.mark.parametrize(
     "line, error, words",
     [
-        ("%tfrun loss", tfnb.errors.InvalidArgument, "placeholder x (float32[B, 3])"),
-        ("%tfrun lss", tfnb.errors.NotFound, "near: loss"),
         ("%tfrun loss -f x=torch.zeros(5,4)", tfnb.errors.ShapeError, "(5, 4)"),
         ("%tfrun loss -f x=torch.zeros(5,3)+1j", tfnb.errors.FeedError, "complex64"),
-        ("%tfrun loss -f z=1", tfnb.errors.NotFound, "'z'"),
     ],
 )
 def test_mistakes_name_what_was_found(net, line, error, words):
@@ -154,6 +151,20 @@ def test_mistakes_name_what_was_found(net, line, error, words):
     ran = net.run(line)
     assert isinstance(ran.error, error) and words in str(ran.error)
     assert ran.frames[-1] == f"Cell In[{number}], line 1"
+
+
+@pytest.mark.parametrize(
+    "line, error, words",
+    [
+        ("%tfrun loss", tfnb.errors.InvalidArgument, "placeholder x (float32[B, 3])"),
+        ("%tfrun lss", tfnb.errors.NotFound, "near: loss"),
+        ("%tfrun loss -f z=1", tfnb.errors.NotFound, "'z'"),
+    ],
+)
+def test_mistakes_of_the_line_are_usage_errors_with_their_cause(net, line, error, words):
+    ran = net.run(line)
+    assert ran.err.startswith("UsageError: ") and words in ran.err and not ran.frames
+    assert isinstance(ran.error.__cause__, error)
 
 
 def test_a_float64_array_is_rounded_with_one_note(net):
@@ -267,6 +278,9 @@ def test_a_memory_budget_is_set_shown_and_taken_back(net):
     net.ok("%tfbudget 9B")
     ran = net.run("%tfrun loss -f x=torch.zeros(5, 3)")
     assert isinstance(ran.error, tfnb.errors.ResourceExhausted) and f"budget is {row[1]:,} bytes" in str(ran.error)
+    refused = net.run("%tfbudget 1").err
+    assert refused.startswith("UsageError: a memory budget of 1 bytes holds no value of graph net; the least sensible")
+    assert net.ok("%tfbudget").result.rows[-1][2] == 9
     net.ok("%tfbudget --off")
     assert torch.equal(net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result, value)
     assert "UsageError: 'much' is no size" in net.run("%tfbudget much").err
@@ -308,7 +322,7 @@ def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
     net.ok(f"%tfsave {tmp_path / 'net.safetensors'}")
     net.ok("%%tfgraph net --no-show\nextra = tfnb.Variable(torch.zeros(2), name='extra')\nz = y + extra")
     ran = net.run(f"%tfload {tmp_path / 'net.safetensors'}")
-    assert isinstance(ran.error, tfnb.errors.TfnbError) and "extra" in str(ran.error)
+    assert isinstance(ran.error.__cause__, tfnb.errors.TfnbError) and "extra" in ran.err and not ran.frames
     net.ok(f"%tfload --no-strict {tmp_path / 'net.safetensors'}")
 
 

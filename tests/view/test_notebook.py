@@ -85,6 +85,7 @@ def test_jupyterlab_shows_a_saved_drawing_without_a_kernel(digits: Graph, tmp_pa
     nbformat = pytest.importorskip("nbformat")
     sign = pytest.importorskip("nbformat.sign")
     saved = notebook(digits)
+    saved.metadata["kernelspec"] = {"name": "python3", "display_name": "a new kernel, without the widget"}
     nbformat.write(saved, tmp_path / "saved.ipynb")
     sign.NotebookNotary().sign(nbformat.read(tmp_path / "saved.ipynb", 4))
     support = pytest.importorskip("selenium.webdriver.support.ui")
@@ -97,3 +98,7 @@ def test_jupyterlab_shows_a_saved_drawing_without_a_kernel(digits: Graph, tmp_pa
             "return document.querySelector('.tfnb-page[data-tfnb] svg').getBoundingClientRect().height"
         )
         assert seen > 300
+        shown = "return document.querySelector('.jp-OutputArea-output').closest('.jp-Notebook').innerText"
+        found = "return document.body.textContent.includes('model not found')"  # the front end has given the view up
+        support.WebDriverWait(driver, 60).until(lambda d: d.execute_script(found))
+        support.WebDriverWait(driver, 10).until(lambda d: "model not found" not in d.execute_script(shown))

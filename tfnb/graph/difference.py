@@ -1,6 +1,7 @@
 """What two graphs do not have in common: nodes that are new, gone, or take or give something else.
 
-Nodes belong together that have the same id, as before and after a pass, or else the same name, as in two recordings.
+Nodes belong together that have the same id, as before and after a pass, or else that do the same with the same inputs,
+as in two recordings of an edited cell, or else that have the same name.
 """
 
 from __future__ import annotations
@@ -84,14 +85,33 @@ class Difference(str):
 
 
 def _same(before: Contents, after: Contents) -> dict[int, int]:
-    """By id, else by name; what gives another number of values is another node."""
+    """By id, else by op and inputs, else by name; what gives another number of values is another node.
+
+    A node that does the same under another name is no twin where a node of that name and op was there before: of equal
+    nodes those with equal names belong together.
+    """
     found = {node.id: node.id for node in before.nodes if node.id in after.by_id}
+    alike, taken = _Alike(before, after, found), set(found)
+    free: dict[tuple[str, tuple[Value, ...]], list[Node]] = {}
+    for node in after.nodes:
+        if node.id not in taken:
+            free.setdefault((node.op, node.inputs), []).append(node)
+    for node in before.nodes:  # in program order: the inputs are found already
+        if node.id in found:
+            continue
+        doing = [each for each in free.get((node.op, alike.inputs(node)), ()) if each.id not in taken]
+        named = [each for each in doing if each.name == node.name]
+        others = [each for each in doing if getattr(before.by_name.get(each.name), "op", None) != node.op]
+        twin = next((each for each in (*named, *others) if alike.nodes(node, each)), None)
+        if twin is not None:
+            found[node.id] = twin.id
+            taken.add(twin.id)
     for node in before.nodes:
         twin = after.by_name.get(node.name)
-        if node.id in found or twin is None or twin.id in before.by_id:
+        if node.id in found or twin is None or twin.id in taken or len(twin.outputs) != len(node.outputs):
             continue
-        if len(twin.outputs) == len(node.outputs):
-            found[node.id] = twin.id
+        found[node.id] = twin.id
+        taken.add(twin.id)
     return found
 
 
@@ -107,9 +127,13 @@ class _Alike:
         if a is b:
             return True
         facts = [(node.op, node.outputs, node.device, IN_PLACE in node.tags, node.attrs.keys()) for node in (a, b)]
-        inputs = tuple(self._now(value) for value in a.inputs) == b.inputs
+        inputs = self.inputs(a) == b.inputs
         control = self._ids(a.control) == b.control and self._ids(a.effects) == b.effects
         return facts[0] == facts[1] and inputs and control and all(self._leaf(a.attrs[k], b.attrs[k]) for k in a.attrs)
+
+    def inputs(self, node: Node) -> tuple[Value, ...]:
+        """What a node before took, as those of the nodes after that are the same."""
+        return tuple(map(self._now, node.inputs))
 
     def _ids(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Ids before, as those of the nodes after that are the same."""

@@ -7,8 +7,9 @@ one unit. The plan knows predicted bytes only; `tfnb.kernels.memory_budget` and 
 
 from tfnb.memory.loop_rows import LoopRows, of_rows, working
 from tfnb.memory.memory_plan import LAST, Decision, MemoryPlan, memory_plan, step_passes, within
-from tfnb.memory.rematerialize import spare
+from tfnb.memory.rematerialize import least_budgets, spare
 
 __all__ = [
-    "LAST", "Decision", "LoopRows", "MemoryPlan", "memory_plan", "of_rows", "spare", "step_passes", "within", "working",
+    "LAST", "Decision", "LoopRows", "MemoryPlan", "least_budgets", "memory_plan", "of_rows", "spare", "step_passes",
+    "within", "working",
 ]  # fmt: skip

@@ -53,8 +53,7 @@ def infeasible(
     budget: int, lowest: int,
 ) -> ResourceExhausted:  # fmt: skip
     """The error of a step that no plan fits into the budget."""
-    memory = Memory(graph, fetches, feeds, sizes, kept_by_loops(graph, fetches, sizes or {}))
-    working = [sum(memory.size[owner] for owner in touched) for touched in memory.touched]
+    working = _working(Memory(graph, fetches, feeds, sizes, kept_by_loops(graph, fetches, sizes or {})))
     place = max(range(len(working)), key=working.__getitem__)
     node = graph.nodes[place]
     where = f" ({node.source})" if node.source else ""
@@ -64,6 +63,21 @@ def infeasible(
         "least that, or feed fewer rows",
         **node.where,
     )
+
+
+def least_budgets(graph: Graph) -> tuple[int, int]:
+    """Bytes of the inputs and outputs of the smallest node of a graph, and of its largest, with every symbol at 1.
+
+    No node fits into less than the first; every one fits into the second, for feeds of one row.
+    """
+    symbols = {symbol for node in graph.nodes for spec in node.outputs for symbol in spec.symbols}
+    working = [size for size in _working(Memory(graph, (), (), dict.fromkeys(symbols, 1))) if size]
+    return min(working, default=0), max(working, default=0)
+
+
+def _working(memory: Memory) -> list[int]:
+    """Bytes of the inputs and outputs of each node."""
+    return [sum(memory.size[owner] for owner in touched) for touched in memory.touched]
 
 
 def plans(

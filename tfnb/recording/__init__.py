@@ -16,7 +16,7 @@ from tfnb.recording.api import (
     placeholder,
     unordered,
 )
-from tfnb.recording.cells.block import forget, graph, graphs, record, record_cell, reopen
+from tfnb.recording.cells.block import forget, graph, graph_name, graphs, record, record_cell, reopen
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.python_state import stale_owners, user_code_ran
 from tfnb.recording.overrides import (  # noqa: F401  they fill the table of overrides
@@ -42,6 +42,6 @@ from tfnb.recording.values.variables import variable
 
 __all__ = [
     "Operation", "Recorder", "Tensor", "assert_", "constant", "control_dependencies", "device", "effects", "forget",
-    "graph", "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record", "record_cell", "reopen",
-    "stale_owners", "unordered", "user_code_ran", "variable",
+    "graph", "graph_name", "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record",
+    "record_cell", "reopen", "stale_owners", "unordered", "user_code_ran", "variable",
 ]  # fmt: skip

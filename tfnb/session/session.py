@@ -33,7 +33,7 @@ from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.resources import reset
 from tfnb.graph.variable_locks import LOCKS, Cut
-from tfnb.memory import step_passes
+from tfnb.memory import least_budgets, step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
 from tfnb.placement.requests import task_of
 from tfnb.recording import graph as graph_named
@@ -633,7 +633,16 @@ def default_session(graph: Graph) -> Session:
 
 
 def limit(graph: Graph, memory_budget: int | None) -> Session:
-    """Give a graph a new default session with this memory budget; calls of the old one stay what they are."""
+    """Give a graph a new default session with this memory budget; calls of the old one stay what they are.
+
+    Raises InvalidArgument for a budget that holds the inputs and outputs of no node of the graph.
+    """
+    smallest, largest = least_budgets(graph)
+    if memory_budget is not None and 0 < memory_budget < smallest:
+        raise InvalidArgument(
+            f"a memory budget of {memory_budget:,} bytes holds no value of graph {graph.name}; the least sensible "
+            f"one is {largest:,} bytes, what its largest node needs for feeds of one row"
+        )
     graph.attached["session"] = session = Session(graph, memory_budget=memory_budget)
     return session
 

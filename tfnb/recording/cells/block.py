@@ -85,6 +85,18 @@ def graphs() -> dict[str, Graph]:
     return dict(_graphs)
 
 
+def graph_name(text: str) -> str:
+    """The name of a graph, which is one word, so that a line of a magic can name it; raises InvalidArgument.
+
+    >>> graph_name("my_graph")
+    'my_graph'
+    """
+    if not text or text.split() != [text]:
+        near = "_".join(text.split()) or "graph"
+        raise InvalidArgument(f"{text!r} is no graph name: one word without blanks is, such as {near}")
+    return text
+
+
 def forget(name: str) -> None:
     """Take a name off the list of graphs; the object stays valid."""
     graph(name)
@@ -109,7 +121,7 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
     __tracebackhide__ = True
     frame = sys._getframe(2)
     named = isinstance(graph, str)
-    target = graph if isinstance(graph, Graph) else Graph(graph or "graph")
+    target = graph if isinstance(graph, Graph) else Graph(graph_name(graph or "graph"))
     target.ensure_open()
     label = file_label(frame.f_code.co_filename)
     owner = _owner(target, f"block:{label}:{frame.f_lineno}:{len(target.owners)}")
@@ -122,6 +134,10 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
         body=block_of(frame), namespace=Namespace.of(frame),
     ):  # fmt: skip
         yield target
+
+
+def _known_or_new(name: str) -> Graph:
+    return _graphs.get(name) or Graph(graph_name(name))
 
 
 @contextmanager
@@ -137,7 +153,7 @@ def record_cell(
     that raised it, which is None where no op did. body: the statements of the cell.
     """
     __tracebackhide__ = True
-    target = graph if isinstance(graph, Graph) else _graphs.get(graph or "graph") or Graph(graph or "graph")
+    target = graph if isinstance(graph, Graph) else _known_or_new(graph or "graph")
     target.ensure_open()
     stop = sys._getframe(2)
 
