@@ -214,13 +214,9 @@ class TfnbMagics(RunMagics):
         if cell is not None:
             self._remove_cell(graph, cell)
         elif verb == "rm":
-            if tfnb.graphs().get(graph.name) is not graph:
-                raise UsageError(f"this graph {graph.name} is not among the named ones, which %tfgraph ls shows")
-            tfnb.recording.forget(graph.name)
-        elif verb == "clear" and not options.yes:
-            raise UsageError(f"clear drops the {len(graph.nodes)} nodes of graph {graph.name}; add --yes to do that")
+            _forget(graph)
         elif verb == "clear":
-            graph.commit(type(graph.contents)(), removed=[(n.id, f"node {n.name} was cleared") for n in graph.nodes])
+            _clear(graph, is_confirmed=options.yes)
         elif verb == "export":
             return exported(graph, file)
         elif verb == "refresh":
