@@ -2,6 +2,6 @@
 
 `trees` finds a function's syntax tree and says what is in it. `source` and `cell_parts` turn the trees of functions and
 cells into code. `autograph_frontend` calls the library that makes functions of bodies, and `expressions` adds what the
-library leaves out; `yields` has generator functions. `cannot_stage` is how source, or a statement of it, is left to
-Python.
+library leaves out; `yields` has generator functions, `frame_names` calls that look at their frame. `cannot_stage` is
+how source, or a statement of it, is left to Python.
 """

@@ -18,6 +18,7 @@ from typing import Any
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.frontend.expressions import Asserts, Expressions, Plain, Walrus, told_names
+from tfnb.control_flow.frontend.frame_names import FrameNames
 from tfnb.control_flow.frontend.trees import (
     CONTROL,
     HIDDEN,
@@ -138,25 +139,29 @@ class _OfClass(ast.NodeTransformer):
 
 
 def with_operators(
-    function: ast.FunctionDef, unsure: Container[str] = (), *, is_generator: bool = False
+    function: ast.FunctionDef, unsure: Container[str] | None = None, *, is_generator: bool = False
 ) -> ast.FunctionDef:  # fmt: skip
     """Control flow and expressions as calls of operators.
 
-    unsure: global names that may have no value. is_generator: the loop over it may be left in some runs, so that the
-    end of any loop in it depends on a tensor.
+    unsure: the names of a cell that may have no value; None for a function. is_generator: the loop over it may be left
+    in some runs, so that the end of any loop in it depends on a tensor.
     """
     generators = Definitions()
     function = generators.hide(function)
     for node in ast.walk(function):
         if (why := _left_to_python(node)) is not None:
             raise CannotStage(why)
+    if unsure is None:
+        function = FrameNames().visit(function)
+    else:
+        function.body = [FrameNames().visit(each) for each in function.body]
     function = Asserts().visit(function)
     if is_generator or has_control([n for n in ast.walk(function) if isinstance(n, CONTROL)]):
         from tfnb.control_flow.frontend.autograph_frontend import with_calls
 
         Walrus().visit(function)
         function = with_calls(function)
-    return generators.restore(Expressions(unsure).visit(function))
+    return generators.restore(Expressions(unsure or ()).visit(function))
 
 
 def _left_to_python(node: ast.AST) -> str | None:

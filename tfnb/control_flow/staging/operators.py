@@ -6,8 +6,10 @@ Python's, with what Python would do.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -38,7 +40,7 @@ from tfnb.control_flow.staging.statement import (
     status,
 )
 from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
-from tfnb.control_flow.staging.user_frames import user_frame
+from tfnb.control_flow.staging.user_frames import user_frame, user_line
 from tfnb.control_flow.structure import recorder_if_open, sample_truth
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import Savepoint
@@ -94,6 +96,24 @@ class scope:
 def _asked(test: Any) -> Any:
     """The test that decides: for a list that a loop appended to its length, for a size whether it is not zero."""
     return as_test(length(test) if grown(test) else test)
+
+
+def of_frame(function: Any, names: dict[str, Any] | None, *args: Any) -> Any:
+    """``locals()``, ``vars()``, ``dir()``, ``eval(text)`` or ``exec(text)``, of the scope that the call was written in.
+
+    names: those of a function; None for a cell, which has those of the notebook.
+    """
+    outside = sys._getframe(1).f_globals
+    names = outside if names is None else {n: v for n, v in names.items() if not isinstance(v, Undefined)}
+    if function is builtins.exec:
+        if status.depth:
+            raise CannotStage(f"{user_line()} runs a text, which may set any name")
+        return exec(*args, outside, names)
+    if function is builtins.eval:
+        return eval(*args, outside, names)
+    if function in (builtins.locals, builtins.vars):
+        return names
+    return sorted(names) if function is builtins.dir else fn(function)(*args)
 
 
 # -- statements ---------------------------------------------------------------------------------------------------
@@ -340,8 +360,7 @@ def part(owner: Any, start: Any, stop: Any, step: Any) -> Any:
 
 vars(OPERATORS).update({
     each.__name__: each for each in (
-        Undefined, UndefinedReturnValue, ld, ldu, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_, not_,
-        augmented, item, part, plain, items, made, changed, attribute, rebinds, fn,
-        marked,
+        Undefined, UndefinedReturnValue, ld, ldu, of_frame, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_,
+        not_, augmented, item, part, plain, items, made, changed, attribute, rebinds, fn, marked,
     )
 })  # fmt: skip
