@@ -549,6 +549,20 @@ class TfnbMagics(RunMagics):
         return self.shell.user_ns.get(word, word)
 
 
+def _forget(graph: Any) -> None:
+    """Take a graph from the named ones."""
+    if tfnb.graphs().get(graph.name) is not graph:
+        raise UsageError(f"this graph {graph.name} is not among the named ones, which %tfgraph ls shows")
+    tfnb.recording.forget(graph.name)
+
+
+def _clear(graph: Any, *, is_confirmed: bool) -> None:
+    """Drop all nodes of a graph."""
+    if not is_confirmed:
+        raise UsageError(f"clear drops the {len(graph.nodes)} nodes of graph {graph.name}; add --yes to do that")
+    graph.commit(type(graph.contents)(), removed=[(n.id, f"node {n.name} was cleared") for n in graph.nodes])
+
+
 def _axis(name: str, size: int) -> int | str:
     """``_`` keeps the sample's size, digits fix it, a letter varies."""
     name = name.strip()
