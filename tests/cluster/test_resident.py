@@ -157,7 +157,7 @@ def test_a_variable_that_the_data_iterator_writes_counts_from_that_batch_on(conn
 @pytest.mark.parametrize("backup", quick(1, [1, 0]))
 def test_what_fit_says_of_sync_holds_with_backup_tasks_too(connect, backup):
     w = tfnb.Variable(torch.zeros(()), name="w")
-    with tfnb.record(f"said {backup}"):
+    with tfnb.record(f"said_{backup}"):
         x = tfnb.placeholder(torch.ones(4), name="x")
         train = w.assign_sub(x.mean())
     connect(2)
@@ -168,7 +168,7 @@ def test_what_fit_says_of_sync_holds_with_backup_tasks_too(connect, backup):
 @pytest.mark.parametrize(("mode", "more"), [("async", {}), ("bounded", {"staleness": 2})])
 def test_no_task_loses_what_another_one_adds(connect, mode, more):
     count, product = (tfnb.Variable(torch.zeros((), dtype=torch.float64), name=name) for name in ("count", "product"))
-    with tfnb.record(f"added {mode}"):
+    with tfnb.record(f"added_{mode}"):
         n = tfnb.placeholder(torch.tensor(1.0, dtype=torch.float64), name="n")
         added = count.assign_add(n)
         made = product.assign(torch.stack([product.read(), n]).sum())

@@ -194,7 +194,7 @@ def trained() -> tuple[list[float], list[nn.Module]]:
     """Two recordings that set the same names, trained and watched by name: the losses, and the models of both."""
     torch.manual_seed(0)
     models: list[nn.Module] = []
-    with tfnb.record("two losses") as graph:
+    with tfnb.record("two_losses") as graph:
         x, y = tfnb.placeholder(ROWS), tfnb.placeholder(TARGETS)
         models.append(nn.Linear(3, 1))
         loss = F.l1_loss(models[-1](x), y)

@@ -318,7 +318,7 @@ class _Comparison:
 
 
 class Watched:
-    """The guards of one prepared step, and when to compare them: each kind by itself, as flags take less than modules."""
+    """The guards of one prepared step, and when to compare them: each kind by itself, as flags take least."""
 
     def __init__(self, guards: Sequence[PythonGuards]) -> None:
         self._comparisons = [
