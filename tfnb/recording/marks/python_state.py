@@ -292,52 +292,33 @@ class PythonGuards:
                 )
 
 
-class _Comparison:
-    """The guards of one kind of one block, compared where that takes at most one part in `SHARE` of the time.
+class Watched:
+    """The guards of one prepared step, and when to compare them.
 
-    The time of a comparison is that of the shortest one so far: in a longer one the processor did something else.
+    A comparison that takes more than twice as long as the last one counts as twice: the processor did something else.
     """
 
-    def __init__(
-        self, guards: PythonGuards, kind: Sequence[ModuleGuard | FlagGuard | GroupGuard], *, notes: bool
-    ) -> None:
-        self._guards, self._checks, self._has_notes = guards, [guard.is_kept for guard in kind], notes
-        self.next = 0.0  # time from which on it is due
-        self._seconds = float("inf")
-
-    def compare(self, begin: float, tell: Callable[[str], None]) -> None:
-        """Raise StaleNode for what changed, ``tell`` what is only to be said."""
-        for is_kept in self._checks:
-            if not is_kept():
-                raise self._guards.stale()
-        for note in self._guards.notes() if self._has_notes else ():
-            tell(note)
-        end = time.perf_counter()
-        self._seconds = min(self._seconds, end - begin)
-        self.next = end + SHARE * self._seconds
-
-
-class Watched:
-    """The guards of one prepared step, and when to compare them: each kind by itself, as flags take least."""
-
     def __init__(self, guards: Sequence[PythonGuards]) -> None:
-        self._comparisons = [
-            _Comparison(each, kind, notes=notes)
-            for each in guards
-            for kind, notes in (
-                (each.flags, False), (each.groups, False), (each.modules, False), ([], each.has_notes),
-            ) if kind or notes
-        ]  # fmt: skip
+        self._guards = [(each, [guard.is_kept for guard in each.all], each.has_notes) for each in guards]
+        self._next = 0.0  # time from which on a comparison is due
+        self._seconds = float("inf")  # of the last one
         self._seen = -1
 
     def check(self, tell: Callable[[str], None]) -> None:
         """Compare where that is due: raise StaleNode for what changed, ``tell`` what is only to be said."""
-        now, is_all = time.perf_counter(), self._seen != _executed[0]
-        for comparison in self._comparisons:
-            if is_all or now >= comparison.next:
-                comparison.compare(now, tell)
-                now = time.perf_counter()
+        now = time.perf_counter()
+        if now < self._next and self._seen == _executed[0]:
+            return
+        for guards, checks, has_notes in self._guards:
+            for is_kept in checks:
+                if not is_kept():
+                    raise guards.stale()
+            for note in guards.notes() if has_notes else ():
+                tell(note)
         self._seen = _executed[0]
+        end = time.perf_counter()
+        self._seconds = min(end - now, 2 * self._seconds)
+        self._next = end + SHARE * self._seconds
 
 
 def stale_owners(attached: Mapping[str, Any]) -> list[str]:
