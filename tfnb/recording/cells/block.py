@@ -136,10 +136,6 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
         yield target
 
 
-def _known_or_new(name: str) -> Graph:
-    return _graphs.get(name) or Graph(graph_name(name))
-
-
 @contextmanager
 def record_cell(
     graph: Graph | str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any],
@@ -153,7 +149,7 @@ def record_cell(
     that raised it, which is None where no op did. body: the statements of the cell.
     """
     __tracebackhide__ = True
-    target = graph if isinstance(graph, Graph) else _known_or_new(graph or "graph")
+    target = graph if isinstance(graph, Graph) else _graphs.get(graph or "graph") or Graph(graph or "graph")
     target.ensure_open()
     stop = sys._getframe(2)
 
