@@ -51,6 +51,7 @@ ABOUT = {
     "resuming": "fitting state",
     "scheduling": "",
     "selection": "",
+    "signal_handlers": "interrupts recording execution",
     "step": "session",
     "value_cache": "session",
 }

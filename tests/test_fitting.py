@@ -94,13 +94,12 @@ def test_scalars_among_the_fetches_are_watched(monkeypatch):
     shown = []
 
     class Panel(fit_display.Log):
-        def update(self, step, metrics, rate, curve):
+        def finish(self, text, metrics, curve):
             shown.append(dict(metrics))
 
-    monkeypatch.setattr(fit_loop, "front", Panel)
     assert_fetched_scalars_are_watched()
-    model = network()
-    x, y, loss, step = recorded(model)
+    x, y, loss, step = recorded(network())
+    monkeypatch.setattr(fit_loop, "front", Panel)
     tfnb.fit([step, loss], {x: X, y: Y}, progress_after=0)
     assert shown and all(set(metrics) == {"loss"} for metrics in shown)
 
