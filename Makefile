@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage page cuda wheel doctor lab clean
+.PHONY: help demo test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -38,8 +38,12 @@ test: $(INSTALLED) ## all tests but the slow ones, with the quickstart notebook
 test-slow: $(INSTALLED) ## only the slow tests, with the other notebooks and the pages in a browser
 	$(PYTEST) -m slow tests $(NOTEBOOKS)
 
-test-all: $(INSTALLED) ## both
+test-all: $(INSTALLED) ## both, without a choice or a limit of time
 	$(PYTEST) -m "not sweep" tests $(NOTEBOOKS)
+
+durations: $(INSTALLED) ## run the slow tests, and write what each takes to tests/durations.json
+	mkdir -p build
+	$(PYTEST) -m slow --junitxml build/slow.xml tests $(NOTEBOOKS); $(BIN)/python -m tests.selection build/slow.xml
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .

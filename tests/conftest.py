@@ -19,8 +19,8 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from xdist.scheduler import LoadScopeScheduling
 
+from tests.scheduling import Scheduling, place
 from tfnb.graph import current
 from tfnb.recording.cells.block import forget, graphs
 
@@ -30,8 +30,6 @@ os.environ.setdefault("TFNB_CACHE_DIR", str(_PACKAGES))  # not the user's; proce
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # tests look at what is in it, and clear it
     os.environ["TFNB_CACHE_DIR"] = str(Path(os.environ["TFNB_CACHE_DIR"], worker))
 QUICK_NOTEBOOKS = ("quickstart",)  # the others, and pages in a browser, are for slow runs
-CLUSTER = "tests/cluster/"
-LONGEST = (CLUSTER, "tests/coverage/", "notebooks/", "tests/magics/", "tests/models/", "tests/control_flow/")
 DEVICES = os.environ.get("TFNB_TEST_DEVICES", "cpu").split(",")
 
 hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=25, database=None)
@@ -43,6 +41,10 @@ hypothesis.settings.load_profile("long" if os.environ.get("TFNB_FUZZ") else "sho
 def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C works, also where the parent ignores it (nohup, some CI); processes side by side share the cores."""
     gc.disable()  # what is imported stays
+    if any(name.startswith("TFNB_SLOW_") for name in os.environ):
+        from tests.selection import Selection  # it reads the table of the rooms, which loads the compiler
+
+        config.pluginmanager.register(Selection())
     if counts := getattr(getattr(config, "failures_db", None), "sock", None):
         # pytest-rerunfailures: else a short test waits for TCP, up to 40 ms
         counts.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -52,13 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of the processes that tests start
-
-
-class Scheduling(LoadScopeScheduling):
-    """Side by side, a process takes whole files; the cluster's all go to one process, as they share a cluster."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return CLUSTER if nodeid.startswith(CLUSTER) else nodeid.split("::", 1)[0]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,11 +71,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that processes side by side end at about the same time."""
-
-    def place(item: pytest.Item) -> int:
-        return next((n for n, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
-
-    items.sort(key=place)
+    items.sort(key=lambda item: place(item.nodeid))
     for item in items:
         is_cell = config.getoption("nbval", None) and item.path.suffix == ".ipynb"
         if is_cell:  # it needs those above it in its kernel
