@@ -13,7 +13,6 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -26,9 +25,7 @@ from tfnb.recording.cells.block import forget, graphs
 
 os.environ.setdefault("TFNB_COMPILE", "off")  # compiled code differs in the last bits; its tests ask for it
 _PACKAGES = None if "TFNB_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="tfnb-tests-")
-os.environ.setdefault("TFNB_CACHE_DIR", str(_PACKAGES))  # not the user's; processes that tests start share it
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # tests look at what is in it, and clear it
-    os.environ["TFNB_CACHE_DIR"] = str(Path(os.environ["TFNB_CACHE_DIR"], worker))
+os.environ.setdefault("TFNB_CACHE_DIR", str(_PACKAGES))  # not the user's; all processes of a run share it
 QUICK_NOTEBOOKS = ("quickstart",)  # the others, and pages in a browser, are for slow runs
 DEVICES = os.environ.get("TFNB_TEST_DEVICES", "cpu").split(",")
 
@@ -107,6 +104,19 @@ def seeded() -> None:
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` keeps a stack for each device that may come
     else:
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def own_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of packages for one file, whose tests look at what is in it, or clear it."""
+    from tfnb.execution.compiling.package_cache import packages  # the files that ask for it have loaded the compiler
+
+    with pytest.MonkeyPatch.context() as patch:
+        # removed with pytest's folders of later runs: a compiler that was started meanwhile keeps its log there
+        patch.setenv("TFNB_CACHE_DIR", str(tmp_path_factory.mktemp("packages")))
+        packages.cache_clear()
+        yield
+    packages.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -5,17 +5,40 @@ from __future__ import annotations
 from xdist.scheduler import LoadScopeScheduling
 
 CLUSTER = "tests/cluster/"
-LONGEST = (CLUSTER, "tests/coverage/", "notebooks/", "tests/magics/", "tests/models/", "tests/control_flow/")
+ALONE = "tests/cluster/alone/"  # tests that name no Dask
+FAULTS, REST = f"{CLUSTER}: processes that end or stand still", f"{CLUSTER}: the rest"
+LONGEST = (
+    FAULTS,
+    REST,
+    "tests/coverage/",
+    "notebooks/",
+    "tests/magics/",
+    "tests/models/",
+    "tests/control_flow/",
+    ALONE,
+)
+
+# Files that end, stop or start processes, or wait for a clock. They stay together: two such clusters side by side
+# would take each other's time.
+WITH_FAULTS = (
+    "deadlocks_there", "deploy", "ending", "faults", "killed_runners", "lending", "lost_queue_servers",
+    "lost_scheduler", "members", "memory_there", "modes", "partitions", "registry", "requests_there", "resident",
+    "restarted", "shards", "soak", "stopping", "streams", "transport", "validation_there",
+)  # fmt: skip
 
 
 def scope(nodeid: str) -> str:
-    """The scope of a test, which one process runs whole: its file, or its group of files that share a Dask cluster."""
-    return CLUSTER if nodeid.startswith(CLUSTER) else nodeid.split("::", 1)[0]
+    """The scope of a test, which one process runs whole: its file, or a group of files that share a Dask cluster."""
+    path = nodeid.split("::", 1)[0]
+    if not path.startswith(CLUSTER) or path.startswith(ALONE):
+        return path
+    return FAULTS if path.removeprefix(f"{CLUSTER}test_").removesuffix(".py") in WITH_FAULTS else REST
 
 
 def place(nodeid: str) -> int:
     """The rank of a test in the order: what takes longest comes first, so that the processes end together."""
-    return next((n for n, path in enumerate(LONGEST) if nodeid.startswith(path)), len(LONGEST))
+    name = scope(nodeid)
+    return next((n for n, start in enumerate(LONGEST) if name.startswith(start)), len(LONGEST))
 
 
 class Scheduling(LoadScopeScheduling):

@@ -49,6 +49,7 @@ ABOUT = {
     "programs": "control_flow execution",
     "restored_optimizers": "train state",
     "resuming": "fitting state",
+    "scheduling": "",
     "selection": "",
     "step": "session",
     "value_cache": "session",

@@ -13,6 +13,8 @@ from tfnb import doctor
 from tfnb.__main__ import main
 from tfnb.execution.compiling.package_cache import packages
 
+pytestmark = pytest.mark.usefixtures("own_packages")
+
 
 def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit) as ended:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import tfnb
+from tests.cluster.alone.test_wire import DTYPES
 from tests.cluster.conftest import epoch, workers
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_streams import ROWS, SECONDS, Server, call, collect, exchanged, soon
-from tests.cluster.test_wire import DTYPES
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.lending import FREE, HELD, ServerLoans, TaskLoans
 from tfnb.cluster.wire.messages import Ok

@@ -14,8 +14,8 @@ from distributed import Security
 
 import tfnb
 import tfnb.placement.shards as shards_module
+from tests.cluster.alone.test_core import Add
 from tests.cluster.conftest import WORKERS, close_to, one_by_one, worker_processes, workers
-from tests.cluster.test_core import Add
 from tests.cluster.test_cuts import Counters, served
 from tests.cluster.test_faults import kill, train
 from tests.cluster.test_resident import ROWS

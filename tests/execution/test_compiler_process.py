@@ -20,6 +20,8 @@ from tfnb.execution.compiling.compiled_packages import REQUEST, PackageFolder, c
 from tfnb.execution.compiling.compiler_process import NOBODY, CompilerProcess, OverBudget
 from tfnb.execution.compiling.package_cache import PackageCache, packages
 
+pytestmark = pytest.mark.usefixtures("own_packages")
+
 BUILDS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path

@@ -25,6 +25,8 @@ from tfnb.execution.tiers import compiled_loops
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.interface import Request, first
 
+pytestmark = pytest.mark.usefixtures("own_packages")
+
 
 @pytest.fixture
 def needs_compiler() -> None:

@@ -1,7 +1,7 @@
 """Variables, a table and a queue that the same steps use, against plain Python: each step is done whole, or not at all.
 
 Steps are refused, run out of time, are cancelled by their session, and are overtaken by others while they wait.
-Variables over a connection that repeats messages are in `tests/cluster/test_core.py`; a table is two Variables.
+Variables over a connection that repeats messages are in `tests/cluster/alone/test_core.py`; a table is two Variables.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cluster.test_core import Add
+from tests.cluster.alone.test_core import Add
 from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived, Reply
 from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request

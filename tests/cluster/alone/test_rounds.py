@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cluster.test_core import Add
+from tests.cluster.alone.test_core import Add
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.leases import Broken, Give, Offer, Progress, Report
 from tfnb.cluster.modes.rounds import Cut, CutAt, Rounds

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cluster.test_core import Add
+from tests.cluster.alone.test_core import Add
 from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived, Reply, Tick
 from tfnb.cluster.server.lines import PATIENCE

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.cluster.test_core import Add
+from tests.cluster.alone.test_core import Add
 from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived, Reply, Send
 from tfnb.cluster.tasks.computing import Computing
