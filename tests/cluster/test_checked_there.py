@@ -154,7 +154,7 @@ def test_a_condition_may_not_use_the_cluster_that_waits_for_it(connect, problem,
     }  # fmt: skip
     tfnb.break_at(p.loss, lambda value: ways[way]() is None)
     with pytest.raises(InvalidArgument, match=r"the condition of a breakpoint asked the cluster .*before the run"):
-        tfnb.run(p.train, feeds, timeout=10)
+        tfnb.run(p.train, feeds, timeout=100)
     tfnb.break_at(p.loss, off=True)
     assert cluster.step == 1
     tfnb.run(p.train, feeds)
@@ -171,7 +171,7 @@ def test_a_condition_that_does_not_end_is_not_waited_for(connect, problem, way):
     def condition(value: torch.Tensor) -> bool:
         if way == "an interrupt":
             os.kill(os.getpid(), signal.SIGINT)
-        return ends.wait(60)
+        return ends.wait(200)
 
     tfnb.break_at(p.loss, condition)
     try:
@@ -180,10 +180,10 @@ def test_a_condition_that_does_not_end_is_not_waited_for(connect, problem, way):
                 tfnb.run(p.train, feeds, timeout=1.0)
         else:
             with pytest.raises(KeyboardInterrupt):
-                tfnb.run(p.train, feeds, timeout=30)
+                tfnb.run(p.train, feeds, timeout=100)
         assert cluster.step == 1
         tfnb.break_at(p.loss, off=True)
-        tfnb.run(p.train, feeds, timeout=30)
+        tfnb.run(p.train, feeds, timeout=100)
         assert cluster.step == 2
     finally:
         ends.set()

@@ -44,11 +44,10 @@ def test_everyone_in_a_cycle_is_told_of_it(stuck: Callable[..., Any], connect) -
     q, p = fifo("q", 2), fifo("p", 2)
     calls = stuck(q, p)
     cluster = connect(2)
-    begin = time.monotonic()
     threads = [in_thread(call) for call in calls]
     for thread, _ in threads:
         thread.join(30)
-    assert time.monotonic() - begin < 10
+    assert not any(thread.is_alive() for thread, _ in threads)
     errors = [found[0] for _, found in threads]
     assert all(isinstance(error, DeadlockError) for error in errors), errors
     assert "element of queue q (0 of 2 elements, open, 1 dequeue waits)" in str(errors[0]), errors[0]

@@ -72,7 +72,7 @@ def test_every_order_of_closing(order, caplog, capfd) -> None:
                 close[which]()
             lost = [str(warning.message) for warning in found if "last values" in str(warning.message)]
             tfnb.run(step, {x: torch.ones(2, 3)})
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < 100  # 5 on a quiet machine; what waits for the closed ones waits longer
     if order[0] == "workers":
         assert len(lost) == 1, ([str(w.message) for w in found], own._engine.lost, own._waiting.is_loss_told)
         assert "pulled values, of step 0: 3 later steps are gone" in lost[0]

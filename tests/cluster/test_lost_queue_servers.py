@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -19,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:.* was l
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_lost_server_is_told_which_queue_and_server(connect) -> None:
+def test_who_waits_for_a_lost_server_is_told_which_queue_and_server(connect, monkeypatch) -> None:
+    monkeypatch.setattr("tfnb.cluster.engine.peers.MISSES", 1 << 40)  # no ping tells: the scheduler's word is enough
     queue, full = fifo("held"), fifo("full", 1)
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.tensor(1.0), name="x")
@@ -36,12 +36,11 @@ def test_who_waits_for_a_lost_server_is_told_which_queue_and_server(connect) -> 
     ]
     threads = [in_thread(call) for call in calls]
     until(lambda: _waiting(cluster) == 4)
-    begin = time.monotonic()
     for server in cluster._engine.servers:
         os.kill(server.info["pid"], signal.SIGKILL)
     for thread, _ in threads:
         thread.join(60)
-    assert time.monotonic() - begin < 4, "the scheduler's word is enough"
+    assert not any(thread.is_alive() for thread, _ in threads)
     errors = [str(found[0]) for _, found in threads if isinstance(found[0], ParameterServerLost)]
     assert len(errors) == 4 and all("parameter server" in text and "tcp://" in text for text in errors), errors
     acts = ["dequeue on queue held", "dequeue of 2 on queue held", "enqueue on queue full"]
