@@ -1,4 +1,4 @@
-"""The share of a training's time that its progress display takes in a kernel: `python -m tests.benchmarks.bench_progress`.
+"""The share of a training's time that its progress takes in a kernel: `python -m tests.benchmarks.bench_progress`.
 
 The target is 1 % of the processor time of the training's thread, for small steps, where it weighs most.
 """
