@@ -279,7 +279,7 @@ def test_the_environment_chooses_for_sessions_that_do_not(monkeypatch: pytest.Mo
 
 
 WARM = """
-import sys, time, torch, tfnb
+import sys, torch, tfnb
 from torch import nn
 torch.manual_seed(0)
 model, data = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 1)), torch.randn(8, 20)
@@ -288,34 +288,30 @@ with tfnb.record() as g:
     loss = model(x).square().mean()
     train = tfnb.train.Adam(0.1).minimize(loss)
 session = tfnb.Session(g, compile=sys.argv[1])
-start = time.perf_counter()
-found = [float(session.run([train, loss], {x: data})[1])]
-first = time.perf_counter() - start
-found += [float(session.run([train, loss], {x: data})[1]) for _ in range(4)]
-print(first, found, session.status(), sep="\\n")
+found = [float(session.run([train, loss], {x: data})[1]) for _ in range(5)]
+print(found, session.status(), sep="\\n")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_compiler")
 def test_a_second_process_runs_compiled_from_its_first_step(tmp_path: Path) -> None:
-    def ran(mode: str) -> tuple[float, list[float], str]:
+    def ran(mode: str) -> tuple[list[float], str]:
         ended = subprocess.run(
             [sys.executable, "-c", WARM, mode], capture_output=True, text=True, timeout=280,
             env={**os.environ, "TFNB_CACHE_DIR": str(tmp_path)},
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr
-        seconds, losses, status = ended.stdout.splitlines()
-        return float(seconds), ast.literal_eval(losses), status
+        losses, status = ended.stdout.splitlines()
+        return ast.literal_eval(losses), status
 
     want, cold, warm = ran("off"), ran("now"), ran("now")
-    assert cold[1] == pytest.approx(want[1], rel=1e-4) and warm[1] == pytest.approx(want[1], rel=1e-4)
-    assert "s to compile" in cold[2] and warm[2] == "['x [8, 20]: compiled; from the cache']"
-    assert warm[0] < cold[0]
+    assert cold[0] == pytest.approx(want[0], rel=1e-4) and warm[0] == pytest.approx(want[0], rel=1e-4)
+    assert "s to compile" in cold[1] and warm[1] == "['x [8, 20]: compiled; from the cache']"
     (library,) = tmp_path.glob("packages/*/step.so")
     data = library.read_bytes()
     library.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert "s to compile" in ran("now")[2]  # damaged: not loaded, compiled again
+    assert "s to compile" in ran("now")[1]  # damaged: not loaded, compiled again
 
 
 @pytest.mark.usefixtures("needs_compiler")
