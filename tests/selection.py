@@ -47,7 +47,6 @@ ABOUT = {
     "models": "recording gradients",
     "notebooks": "magics fitting",
     "programs": "control_flow execution",
-    "restored_optimizers": "train state",
     "resuming": "fitting state",
     "scheduling": "",
     "selection": "",
