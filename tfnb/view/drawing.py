@@ -152,7 +152,9 @@ class Drawing:
             return facts.describe(box.node, self.contents)
         name = [box.title, times(box) if box.times > 1 else "", box.detail]
         lines = [" ".join(filter(None, name)), facts.plural(len(box.nodes), "node")]
-        lines += [f"gives {node.name}  {node.outputs[places[0]]}" for node, places in self.wiring.results(box)[:4]]
+        lines += [
+            f"gives {node.name}  {node.outputs[places[0]].readable()}" for node, places in self.wiring.results(box)[:4]
+        ]
         variables = dict.fromkeys(facts.variable_name(node) for node in box.nodes if node.op == "tfnb.read")
         lines += [f"reads {facts.joined(variables, 6)}"] if variables else []
         lines += facts.quoted(box.nodes[0])
