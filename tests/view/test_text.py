@@ -65,3 +65,11 @@ def test_health_counts_what_is_not_finite() -> None:
     assert health(torch.tensor([1.0, float("nan"), float("inf")])) == "1 NaN, 1 infinite"
     assert health(torch.tensor([1.0, 3.0])) == "ok, 1 to 3"
     assert health(torch.zeros(0)) == "empty"
+
+
+def test_a_shorter_axis_reads_as_a_difference():
+    with tfnb.record("shifted") as g:
+        x = tfnb.placeholder(torch.ones(2, 5, 4), shape=(None, "T", 4), name="x")
+        y = (x[:, 1:] - x[:, :-1]).mean()
+    shown = tfnb.view.graph_html(g) + tfnb.view.text_tree(g) + tfnb.view.graph_svg(g)
+    assert "[B, T-1, 4]" in shown and "max(0" not in shown

@@ -159,3 +159,14 @@ def test_gradients_of_two_lines_stay_in_their_lines() -> None:
     assert [box.kind for box in root.children[-1].children] == ["pass", "pass"]
     assert titles(root.children[-1])[0] == "gradients"
     assert not any("gradients_1" in box.title for box in root.walk())
+
+
+def test_a_batch_norm_is_called_so_though_it_counts_its_batches():
+    with tfnb.record("norm") as g:
+        x = tfnb.placeholder(torch.ones(2, 4), name="x")
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU())
+        y = net(x)
+    found = find(tfnb.view.Drawing(g).root, "net")
+    assert [(child.title, child.detail) for child in found.children[:3]] == [
+        ("0", "linear"), ("1", "batch_norm"), ("2", "relu"),
+    ]  # fmt: skip

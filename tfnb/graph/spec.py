@@ -55,6 +55,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "sqrt": torch.sym_sqrt,  # as torch 2.11 writes it
 }
 _NAME = re.compile(r"\b[^\W\d]\w*")
+_LESS = re.compile(r"\(-(\d+)\) \+ ([^\W\d]\w*)")
+_NOT_NEGATIVE = re.compile(r"max\(0, ([^\W\d]\w*-\d+)\)")
 LENGTH_CAP, DEPTH_CAP, POWER_CAP = 4000, 100, 64  # characters, nesting, exponent: a file may hold anything
 
 
@@ -192,6 +194,16 @@ class Dim:
     def rename(self, names: Mapping[str, int | str]) -> Dim:
         """The expression with symbols replaced by other symbols or numbers."""
         return Dim(_NAME.sub(lambda found: str(names.get(found[0], found[0])), self.expr))
+
+    def short(self) -> str:
+        """The expression as a reader would write it: ``T-1`` for ``max(0, (-1) + T)``.
+
+        >>> Dim("max(0, (-1) + T)").short(), Dim("2*B").short()
+        ('T-1', '2*B')
+        """
+        plain = _LESS.sub(r"\2-\1", self.expr)
+        bounded = _NOT_NEGATIVE.fullmatch(plain)
+        return bounded[1] if bounded else plain
 
     def __str__(self) -> str:
         return self.expr
@@ -346,7 +358,15 @@ class Spec:
 
     def short(self) -> str:
         """``f32[B, 784]``, for drawings and the text form."""
-        return f"{_SHORT.get(self.dtype, dtype_name(self.dtype))}{list(self.shape)}"
+        return f"{_SHORT.get(self.dtype, dtype_name(self.dtype))}{self._sizes()}"
+
+    def readable(self) -> str:
+        """``float32[B, 784] on cuda``, for drawings: sizes as a reader would write them."""
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{dtype_name(self.dtype)}{self._sizes()}{where}"
+
+    def _sizes(self) -> str:
+        return f"[{', '.join(size.short() if isinstance(size, Dim) else str(size) for size in self.shape)}]"
 
     def __str__(self) -> str:
         where = "" if self.device == "cpu" else f" on {self.device}"

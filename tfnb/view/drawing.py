@@ -153,7 +153,7 @@ class Drawing:
         name = [box.title, times(box) if box.times > 1 else "", box.detail]
         lines = [" ".join(filter(None, name)), facts.plural(len(box.nodes), "node")]
         for node, places in self.wiring.results(box)[:4]:
-            lines.append(f"gives {self.contents.shown(node)}  {node.outputs[places[0]]}")
+            lines.append(f"gives {self.contents.shown(node)}  {node.outputs[places[0]].readable()}")
         variables = dict.fromkeys(facts.variable_name(node) for node in box.nodes if node.op == "tfnb.read")
         lines += [f"reads {facts.joined(variables, 6)}"] if variables else []
         lines += facts.quoted(box.nodes[0])

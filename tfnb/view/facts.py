@@ -185,7 +185,7 @@ def outputs(node: Node) -> Iterator[str]:
     """One line per output: its spec, and its bytes where they are known."""
     for place, out in enumerate(node.outputs):
         size = "" if out.symbols else f"  {amount(bytes_of(out))}"
-        yield f"{f':{place} ' if len(node.outputs) > 1 else ''}{out}{size}"
+        yield f"{f':{place} ' if len(node.outputs) > 1 else ''}{out.readable()}{size}"
 
 
 def quoted(node: Node) -> list[str]:

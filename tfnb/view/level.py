@@ -199,7 +199,7 @@ def _words(values: Sequence[Value], wiring: Wiring) -> Iterator[str]:
     contents = wiring.contents
     for value in values[:4]:
         node = contents.by_id[value.node]
-        specs = "".join(map(str, node.outputs[value.index : value.index + 1]))  # none of an operation
+        specs = "".join(out.readable() for out in node.outputs[value.index : value.index + 1])  # none of an operation
         yield f"{facts.value_name(value, contents)}  {specs}".rstrip()
         if facts.is_densified(node):
             yield f"a row-sparse gradient made dense: {facts.bytes_of(node.outputs[value.index])} bytes"

@@ -170,7 +170,21 @@ def _collapse(box: Box) -> Box:
     box.children = tuple(
         _level([part for child in children for part in (child.children if _is_fed(child) else [child])])
     )
-    return _merged(box, box.children[0]) if len(box.children) == 1 else box
+    if len(box.children) == 1:
+        return _merged(box, box.children[0])
+    computing = [child for child in box.children if not _only_writes(child)]
+    if box.kind == "scope" and len(computing) == 1 and computing[0].kind == "function" and not computing[0].is_module:
+        box.detail = computing[0].title  # a batch norm also counts its batches
+    return box
+
+
+def _only_writes(box: Box) -> bool:
+    """Whether all that is computed in a box is written to Variables there."""
+    written = {value for node in box.nodes if node.op == "tfnb.assign" for value in node.inputs}
+    return all(
+        node.op in facts.STATE or {node.value(index) for index in range(len(node.outputs))} <= written
+        for node in box.nodes
+    )
 
 
 def _is_fed(box: Box) -> bool:
