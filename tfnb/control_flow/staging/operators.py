@@ -108,9 +108,9 @@ def of_frame(function: Any, names: dict[str, Any] | None, *args: Any) -> Any:
     if function is builtins.exec:
         if status.depth:
             raise CannotStage(f"{user_line()} runs a text, which may set any name")
-        return exec(*args, outside, names)
+        return exec(args[0], outside, names)
     if function is builtins.eval:
-        return eval(*args, outside, names)
+        return eval(args[0], outside, names)
     if function in (builtins.locals, builtins.vars):
         return names
     return sorted(names) if function is builtins.dir else fn(function)(*args)

@@ -101,7 +101,9 @@ class _Env(ShapeEnv):
             return fallback_value if found is None else found
         return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
 
-    def guard_or_defer_runtime_assert(self, orig_expr: Any, msg: str, fx_node: Any = None) -> bool:
+    def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch's is wrapped in a cache
+        self, orig_expr: Any, msg: str, fx_node: Any = None
+    ) -> bool:  # fmt: skip
         """torch leaves an equality that only data tell to the kernel, which may broadcast one row instead."""
         found = super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
         if self.kernel and isinstance(orig_expr, sympy.Eq):
