@@ -374,3 +374,47 @@ def test_a_function_that_always_returns_is_not_said_to_return_sometimes(program:
     assert not any("returns nothing" in note for note in notes)
     for fed in (-2.0, 3.5, 1.0, 9.0):
         torch.testing.assert_close(tfnb.run(out, {x: fed}), program(torch.tensor(fed)))
+
+
+def of_a_constant(x: Any) -> Any:
+    s = torch.tensor(1.0)
+    while s < 100:
+        s = s * 2
+    return x + s
+
+
+def over_constants(x: Any) -> Any:
+    for t in torch.linspace(0, 1, 5):
+        x = x + t
+    return x
+
+
+def over_a_draw(x: Any) -> Any:
+    for t in torch.zeros(5).bernoulli_(0.0):
+        x = x + t
+    return x
+
+
+@pytest.mark.parametrize(
+    ("program", "count"), [(of_a_constant, 7), (over_constants, 5), (over_a_draw, 5)], ids=["while", "for", "random"]
+)
+def test_a_loop_that_derives_from_no_placeholder_is_noted(program: Any, count: int) -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        out = tfnb.autograph(program)(x)
+    assert [f"derives from no placeholder and was unrolled: {count} iterations" in note for note in g.notes] == [True]
+    torch.testing.assert_close(tfnb.run(out, {x: torch.ones(2)}), program(torch.ones(2)))
+
+
+def test_rows_of_a_placeholder_are_not_noted() -> None:
+    @tfnb.autograph
+    def columns(x: Any) -> Any:
+        s = x.sum() * 0
+        for column in x.t():
+            s = s + column.sum()
+        return s
+
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 2), name="x")
+        columns(x)
+    assert g.notes == ()

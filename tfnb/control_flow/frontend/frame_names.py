@@ -34,7 +34,7 @@ class FrameNames(ast.NodeTransformer):
         names = sorted(set().union(*self.scopes))
         texts = [placed(node, ast.Constant(name)) for name in names]
         values = [placed(node, ast.Name(name, ast.Load())) for name in names]
-        loads = [operator_call(node, "ldu", thunk(v), t) for v, t in zip(values, texts, strict=True)]
+        loads: list[ast.expr] = [operator_call(node, "ldu", thunk(v), t) for v, t in zip(values, texts, strict=True)]
         return placed(node, ast.Dict(texts, loads))  # type: ignore[no-any-return]
 
     def _within(self, node: Any, names: set[str]) -> ast.AST:

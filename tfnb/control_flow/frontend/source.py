@@ -17,6 +17,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.edited_files import first_line
 from tfnb.control_flow.frontend.expressions import Asserts, Expressions, Plain, Walrus, told_names
 from tfnb.control_flow.frontend.frame_names import FrameNames
 from tfnb.control_flow.frontend.trees import (
@@ -39,13 +40,13 @@ def function_code(code: CodeType, tree: ast.FunctionDef | ast.Lambda) -> CodeTyp
 
     The tree has the lines of the file that ``code`` is of.
     """
-    owner = code.co_qualname.split(".")[-2:-1]
+    owner, first = code.co_qualname.split(".")[-2:-1], first_line(tree)
     if is_generator(code):
         tree = with_yields(tree)  # type: ignore[arg-type]  # no lambda
     tree = _prepared(tree, owner[0] if owner and owner[0] != "<locals>" else None)
     tree = tree if isinstance(tree, ast.FunctionDef) else _as_function(tree)
     body = told_names(with_operators(tree, is_generator=is_generator(code)))
-    place = Place(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE, code.co_firstlineno)
+    place = Place(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE, first)
     return compiled(body, place, code.co_freevars)
 
 

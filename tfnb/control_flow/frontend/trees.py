@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.edited_files import edited_tree, is_edited, is_of
 
 HIDDEN = "ag__"  # what converted code calls the operators
 CONTROL = (ast.If, ast.While, ast.For)
@@ -119,12 +120,14 @@ def placed(old: ast.AST, new: Any) -> Any:
 
 def tree_of(code: CodeType) -> ast.FunctionDef | ast.Lambda:
     """The definition that ``code`` was compiled from; raises CannotStage."""
+    if is_edited(code.co_filename):
+        return edited_tree(code)
     lines = linecache.getlines(code.co_filename)
     if not 0 < code.co_firstlineno <= len(lines):
         raise CannotStage("its source is not there")
     tree = _parsed(lines, code)
     kind = ast.Lambda if code.co_name == "<lambda>" else ast.FunctionDef
-    found: list[Any] = [n for n in ast.walk(tree) if isinstance(n, kind) and _is_of(n, code)]
+    found: list[Any] = [n for n in ast.walk(tree) if isinstance(n, kind) and is_of(n, code)]
     if not found:
         raise CannotStage("its source is not there, or is another one by now")
     return min(found, key=_length)
@@ -143,25 +146,6 @@ def _parsed(lines: Sequence[str], code: CodeType) -> ast.AST:
         return ast.parse("".join(lines))
     except SyntaxError:
         raise CannotStage("its source cannot be read by itself") from None
-
-
-def _is_of(node: ast.FunctionDef | ast.Lambda, code: CodeType) -> bool:
-    args = node.args
-    names = [a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
-    if isinstance(node, ast.FunctionDef):
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        return first == code.co_firstlineno and node.name == code.co_name and _fits(names, code)
-    return _fits(names, code) and all(
-        (node.body.lineno, node.body.col_offset) <= (line, column)
-        and (end, end_column) <= (node.body.end_lineno, node.body.end_col_offset)
-        for line, end, column, end_column in code.co_positions()
-        if line and end and column is not None and end_column is not None and end_column > column
-    )
-
-
-def _fits(names: Sequence[str], code: CodeType) -> bool:
-    count = code.co_argcount + code.co_kwonlyargcount
-    return [n.rpartition("__")[2] for n in names] == [n.rpartition("__")[2] for n in code.co_varnames[:count]]
 
 
 def _length(node: ast.AST) -> int:

@@ -108,9 +108,9 @@ def of_frame(function: Any, names: dict[str, Any] | None, *args: Any) -> Any:
     if function is builtins.exec:
         if status.depth:
             raise CannotStage(f"{user_line()} runs a text, which may set any name")
-        return exec(*args, outside, names)
+        return exec(args[0], outside, names)
     if function is builtins.eval:
-        return eval(*args, outside, names)
+        return eval(args[0], outside, names)
     if function in (builtins.locals, builtins.vars):
         return names
     return sorted(names) if function is builtins.dir else fn(function)(*args)
@@ -137,7 +137,7 @@ def while_stmt(
     options: Any,
 ) -> None:  # fmt: skip
     """``while test(): body()``; staged from the iteration on that a recorded tensor decides about."""
-    because, first = None, get()
+    because, first, count, start = None, get(), 0, None
     while True:
         recorder = None if because else _staging()
         before = None if recorder is None else Savepoint(recorder)
@@ -148,8 +148,13 @@ def while_stmt(
                 if staged is not None:  # in other runs the loop goes on
                     earlier = staged.tape.by_id.copy()
                     set_(tuple(below_guard(staged, v, old, earlier) for v, old in zip(get(), first, strict=True)))
+                if start is not None and recorder is not None:
+                    _note_unrolled(Statement("while", recorder, names, get, set_), count, start)
                 return
+            if start is None and isinstance(found, Tensor) and recorder is not None:
+                start = len(recorder.new)
             body()
+            count += 1
             continue
         before.undo()  # it is recorded again as the condition
         st = Statement("while", staged, names, get, set_)
@@ -209,8 +214,9 @@ def for_stmt(
 
 
 def _unrolled(recorder: Recorder | None, items: Any, names: tuple[str, ...]) -> Iterator[Any]:
-    """The items, one by one. A DataLoader whose batches all become parts of the graph is said, once."""
-    if recorder is None or not _is_loader(plain(items)):
+    """The items, one by one. A DataLoader, or a tensor that no feed changes, is noted where several become nodes."""
+    is_loader = recorder is not None and _is_loader(plain(items))
+    if recorder is None or not (is_loader or _is_unfed(recorder, items)):
         yield from items
         return
     st, start, count = Statement("for", recorder, names, tuple, lambda _: None), len(recorder.new), 0
@@ -220,7 +226,9 @@ def _unrolled(recorder: Recorder | None, items: Any, names: tuple[str, ...]) -> 
             count += 1
             yield each
     finally:
-        if (made := len(recorder.new) - start) and count > 1:
+        if not is_loader:
+            _note_unrolled(st, count, start)
+        elif (made := len(recorder.new) - start) and count > 1:
             del recorder.tape.fixed[fixed:]  # what follows says more
             recorder.tape.notes.append(
                 f"{st.place}: this `for` over a DataLoader was unrolled: {count} batches are {made} nodes of the "
@@ -228,6 +236,23 @@ def _unrolled(recorder: Recorder | None, items: Any, names: tuple[str, ...]) -> 
                 "and go over the data outside of the cell: `tfnb.fit(step, loader, feeds=(x, y))`, or `for a, b in "
                 "loader: tfnb.run(step, {x: a, y: b})`"
             )
+
+
+def _is_unfed(recorder: Recorder, items: Any) -> bool:
+    """Whether these are the rows of a tensor that derives from no placeholder."""
+    if not isinstance(items, Tensor):
+        return isinstance(items, torch.Tensor)
+    return items.graph is not recorder.graph or not recorder.tape.is_fed(recorder._entry(items).value)
+
+
+def _note_unrolled(st: Statement, count: int, start: int) -> None:
+    """In the margin: a loop of Python whose iterations no feed changes, with the nodes from ``start``."""
+    made = len(st.recorder.new) - start
+    if made > 0 and count > 1:
+        st.recorder.tape.notes.append(
+            f"{st.place}: this `{st.what}` derives from no placeholder and was unrolled: {count} iterations are {made} "
+            f"nodes of the graph; tfnb.{'scan' if st.what == 'for' else 'while_loop'} records one"
+        )
 
 
 def _is_loader(items: Any) -> bool:

@@ -90,7 +90,7 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
         view = () if base is None else (*chain, View(func, attrs, index, torch.is_grad_enabled()))
         wrapped.append(rec._wrap(entry, base, view))
     for equality in rec.symbols.deferred():
-        _rely_on(rec, func, equality, inputs)
+        _rely_on(rec, func, equality)
     if isinstance(fakes, (list, tuple)):
         return type(fakes)(wrapped) if type(fakes) in (list, tuple) else tuple(wrapped)
     return wrapped[0]
@@ -113,17 +113,13 @@ def _samples_of(
         return None
 
 
-def _rely_on(rec: Recording, func: Op, equality: Any, inputs: list[Entry]) -> None:
+def _rely_on(rec: Recording, func: Op, equality: Any) -> None:
     """Guard what follows by an equality of sizes that only data tell; raises ShapeError if the samples break it.
 
     The kernel refuses other sizes by itself, but for one row, which it broadcasts: no later shape or gradient expects
     that.
     """
     text = rec.symbols.text(equality)
-    nodes = [(rec.tape.by_id.get(entry.value.node), entry.value.index) for entry in inputs]
-    known = {symbol for node, index in nodes if node is not None for symbol in node.outputs[index].symbols}
-    if not known.issuperset(Dim(text).symbols):
-        return  # sizes inside of the kernel, as of two masks of one index, which it compares itself
     if rec.entered and rec.symbols.seen(equality, bool) is False:
         raise ShapeError(f"{op_name(func)} takes {text} for granted, and for the samples it is not so{rec.tape.at()}")
     spec = Spec(torch.bool, (), "cpu")

@@ -365,9 +365,12 @@ class Symbols:
             self.env.depth = before
 
     def deferred(self) -> list[Any]:
-        """Equalities of sizes that only data tell, on which the last kernel's rule relied: said once."""
+        """Equalities of sizes of recorded values on which the last kernel's rule relied: said once.
+
+        A size without a letter is of a value that exists inside of the kernel only.
+        """
         found, self.env.deferred = self.env.deferred, []
-        return [expr for expr in found if expr.free_symbols]
+        return [expr for expr in found if expr.free_symbols and expr.free_symbols <= self._letters.keys()]
 
     # -- fake tensors --------------------------------------------------------------------------------------
 

@@ -156,6 +156,10 @@ class Tape(State):
         """Whether a value is made of what runs feed, or of Variables: more than a number that is drawn."""
         return any(node.stream is None for node in self._varying(value))
 
+    def is_fed(self, value: Value) -> bool:
+        """Whether a value is made of what runs feed, or of its sizes: more than constants, Variables and draws."""
+        return any(node.op != "tfnb.read" and node.stream is None for node in self._varying(value))
+
     def state_behind(self, value: Value) -> str:
         """The names of the variables whose state a value is of; none if it is of anything else as well."""
         names = set()
