@@ -142,13 +142,13 @@ def test_what_a_server_must_hear_is_told_again(connect):
     cluster = connect(2)
     engine, link, asks = cluster._engine, cluster._link, [Ask(0, "stat"), Ask(1, "stat")]
 
-    async def told(tell):
+    async def told(tell, *until):
         link.suspect.add(engine.shards[1].peer.addr)
-        return await tell(asks, time.monotonic() + 60)
+        return await tell(asks, *until)
 
-    once = link.wait(link.start(told, engine.peers.tell), 90, "once")
+    once = link.wait(link.start(told, engine.peers.tell, time.monotonic() + 60), 90, "once")
     assert isinstance(once[0], Ok) and isinstance(once[1], NotSent)
-    assert all(isinstance(end, Ok) for end in link.wait(link.start(told, engine.peers.tell_until), 90, "again"))
+    assert all(isinstance(end, Ok) for end in link.wait(link.start(told, engine.peers.settled_on), 90, "again"))
 
 
 @pytest.mark.slow

@@ -108,7 +108,8 @@ def test_no_compute_task_left(connect, problem, nobody_joins):
     "how",
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
 )
-def test_c63_row2_a_lost_server_is_an_error_soon(connect, problem, how):
+def test_c63_row2_a_lost_server_is_an_error_soon(connect, problem, how, monkeypatch):
+    monkeypatch.setattr("tfnb.cluster.engine.peers.GIVEN_UP", 4.0)
     p = problem()
     states, _ = p.local(2000)
     cluster = connect(2)
@@ -158,6 +159,7 @@ def test_a_server_lost_between_two_calls(connect, problem):
 @pytest.mark.slow
 def test_who_waits_for_a_silent_server_pings_it(connect, problem, monkeypatch):
     monkeypatch.setattr("tfnb.cluster.wire.transport.SHORTEST", 90.0)  # that the call itself may take
+    monkeypatch.setattr("tfnb.cluster.engine.peers.GIVEN_UP", 4.0)
     p = problem()
     cluster = connect(2)
     train(cluster, p, p.batches(3))
@@ -175,9 +177,9 @@ def test_who_waits_for_a_silent_server_pings_it(connect, problem, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("silent", "misses"), [(60.0, 3), (1.5, 2)])
 def test_a_peer_that_nobody_asked_is_not_silent(connect, monkeypatch, silent, misses):
-    """Three pings without an answer make a peer dead; two of one that was asked all the time, as in a training."""
+    """Three pings without an answer make a task dead; two of one that was asked all the time, as in a training."""
     cluster = connect(2)
-    engine, member, pings = cluster._engine, cluster._engine.servers[0], list[float]()
+    engine, member, pings = cluster._engine, cluster._engine.tasks[0], list[float]()
     call = engine.link.call
 
     def counted(peer, method, *args, **how):
@@ -234,9 +236,9 @@ def test_a_notebook_that_is_late_itself_takes_nobody_for_dead(connect, problem):
 
 
 @pytest.mark.slow
-def test_a_dead_server_is_found_as_soon_as_the_notebook_is_late_no_more(connect, problem):
+def test_a_dead_task_is_found_as_soon_as_the_notebook_is_late_no_more(connect):
     cluster = connect(2)
-    engine, member = cluster._engine, cluster._engine.servers[0]
+    engine, member = cluster._engine, cluster._engine.tasks[0]
     stop(member.info["pid"])
     try:
         with Lateness(cluster, 0.4):

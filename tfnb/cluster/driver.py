@@ -125,6 +125,11 @@ class Cluster:
         return tuple(member.name for member in self._engine.servers if member.is_there)
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether everything waits for a server that does not answer."""
+        return bool(self._engine.peers.silent)
+
+    @property
     def step(self) -> int:
         """Steps (in asynchronous mode: batches) applied since it was connected."""
         return self._engine.step
@@ -343,7 +348,7 @@ class Cluster:
         is_known = self._engine.is_closed or self._waiting.is_loss_told
         try:
             if self._engine.lost is None and not self._engine.is_closed:
-                self._engine.is_closing = True
+                self._engine.begin_closing()
                 self._do("close", timeout, self._leave, timeout)
         except Unavailable:
             self._engine.lose_scheduler()  # unless a server was
@@ -356,7 +361,7 @@ class Cluster:
     async def _client_closes(self) -> None:
         """The user closes the Dask client first: what `close` does, while its connections stand. In the event loop."""
         if self._engine.lost is None:
-            self._engine.is_closing = True
+            self._engine.begin_closing()
             with suppress(TfnbError, TimeoutError, OSError):
                 await asyncio.wait_for(self._leave(SETTLE), SETTLE)
                 if self._engine.lost is None:

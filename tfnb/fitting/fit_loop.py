@@ -357,7 +357,7 @@ class _Run:
         self.callbacks, self._validate = callbacks, validate
         self._validated: dict[int, dict[str, float]] = {}  # by epoch
         self.timeout = timeout
-        self._cluster = cluster
+        self.cluster = cluster
         self._lines = 0 if cluster is None else cluster.news(0)[0]  # that tell who came and left, shown so far
         self.steps: Any = (  # that count
             StepsHere(begin, reads, session.runs)
@@ -443,14 +443,14 @@ class _Run:
                 self._said = code
                 self._front.say(code)
             self._front.update(self.step, self._means, (self.step - self._begin) / seconds, self._metrics.curve)
-        if self.timeout is not None and self._cluster is None and seconds > self.timeout:
+        if self.timeout is not None and self.cluster is None and seconds > self.timeout:
             raise DeadlineExceeded(
                 f"fit did not end within {self.timeout} s; variables are at step {self.step}", step=self.step
             )
 
     def _say_who_came(self) -> None:
-        if self._cluster is not None:
-            self._lines, lines = self._cluster.news(self._lines)
+        if self.cluster is not None:
+            self._lines, lines = self.cluster.news(self._lines)
             for line in lines:
                 self._front.say(line)
 
@@ -486,7 +486,7 @@ class _Run:
         """The end by an interrupt; says where the variables are."""
         step = self.steps.applied.steps
         text = f"stopped at step {step}; variables are at step {step}"
-        if self._cluster is None:
+        if self.cluster is None:
             text += "; the same call with resume=True goes on"
         self._finish(text)
         return text
@@ -513,10 +513,10 @@ def _user_level() -> int:
 
 @contextmanager
 def _interrupts(run: _Run) -> Iterator[None]:
-    """Ctrl-C becomes a wish that is granted between two steps; a second one counts at once."""
+    """Ctrl-C becomes a wish that is granted between two steps; a second one, or one in a wait, counts at once."""
 
     def wish(number: int, frame: FrameType | None) -> None:
-        if run.is_waiting or run.is_wanted:
+        if run.is_waiting or run.is_wanted or (run.cluster is not None and run.cluster.is_stalled):
             raise KeyboardInterrupt
         run.is_wanted = True
 

@@ -72,7 +72,7 @@ class Servers:
     def stream(self, asks):
         return [NotSent() for _ in asks]
 
-    async def ask(self, asks, deadline):
+    async def ask(self, asks):
         may_leave = not any(ask.method == "push" for ask in asks)
         return await gathered([self.ask_one(*ask) for ask in asks], may_leave=may_leave)
 

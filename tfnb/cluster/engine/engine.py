@@ -34,7 +34,7 @@ from tfnb.cluster.tasks.programs import Placed, Plan
 from tfnb.cluster.tasks.resident import NO_LOOP
 from tfnb.cluster.wire import sparse_values
 from tfnb.cluster.wire.envelope import size
-from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, Unknown, raised
+from tfnb.cluster.wire.messages import GIVEN_UP, Ask, Failed, NotDone, Ok, Outcome, Refused, raised
 from tfnb.cluster.wire.transport import ClientLink
 from tfnb.errors import (
     Aborted,
@@ -64,14 +64,14 @@ class Engine:
 
     def __init__(self, link: ClientLink, tasks: Sequence[Member], servers: Sequence[Member], epoch: int) -> None:
         self.link, self.epoch = link, epoch
-        self.peers = Peers(link, epoch, tasks, servers, self._report)
+        self.peers = Peers(link, epoch, tasks, servers, self._report, self.say)
         self.tasks, self.servers, self.shards = self.peers.tasks, self.peers.servers, self.peers.shards
         self.single = SingleSteps(self)
         self.step = 0
         self.lost: TfnbError | None = None
         self.on_lost: Callable[[TfnbError], None] = lambda error: None
         self.timings: OrderedDict[str, float] = OrderedDict()
-        self.is_closing = self.is_closed = False
+        self.is_closed = False
         self._queues: set[asyncio.Queue[Any]] = set()  # of the machines in progress
         self._told: set[asyncio.Task[Any]] = set()
         self._stopping: dict[Member, asyncio.Task[Ok | None]] = {}  # tasks that were told to stop computing
@@ -94,14 +94,24 @@ class Engine:
         self.interrupts += 1
         self._report(e.Interrupt())
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing new is begun: the values come home."""
+        return self.peers.is_closing
+
+    def begin_closing(self) -> None:
+        """Begin nothing new."""
+        self.peers.is_closing = True
+
     async def settle(self, seconds: float) -> None:
-        """`interrupt`, and wait until nothing is in progress any more."""
+        """`interrupt`, and wait until nothing is in progress any more, or all that is waits for a silent server."""
         await self.interrupt()
         mine = asyncio.current_task()
         others = [task for task in self.link.begun if task is not mine]
         others += self._told
-        if others:
-            await asyncio.wait(others, timeout=seconds)
+        end = time.monotonic() + seconds
+        while others and not self.peers.silent and time.monotonic() < end:
+            others = list((await asyncio.wait(others, timeout=LOOK))[1])
 
     async def create(self, shard: int, values: Mapping[str, torch.Tensor]) -> None:
         """Make variables on a shard."""
@@ -307,7 +317,9 @@ class Engine:
         while member.alive and not isinstance(answer, Ok):
             patience = p.patience(member.seconds)
             deadline = time.monotonic() + patience
-            call = self.link.call(member.peer, method, meta(), epoch=self.epoch, deadline=deadline)
+            lost = [shard for shard, server in enumerate(self.shards) if not server.alive]
+            about = {**meta(), "lost": lost}  # nobody answers for these
+            call = self.link.call(member.peer, method, about, epoch=self.epoch, deadline=deadline)
             with Looks() as looks:
                 answer = await self.peers.unless_dead(member, call)
             if isinstance(answer, Refused) and answer.reason == "stale":
@@ -315,6 +327,9 @@ class Engine:
             if isinstance(answer, Ok):
                 break
             if not await self.peers.verify(member) or member in self.servers:
+                continue
+            if self.peers.silent:  # it may wait for one of them
+                latest = time.monotonic() + LATEST
                 continue
             if not looks.were_late or time.monotonic() > latest:
                 await self._restart(member, patience)
@@ -381,7 +396,7 @@ class Engine:
         """Let servers wait no longer with what a lost task had asked, and take back what was on its way to it."""
         about = {"client": member.info.get("client")}
         asks = [Ask(shard, "gone", about) for shard in range(len(self.shards))]
-        self.later(self.peers.tell_until(asks, time.monotonic() + GRACE))
+        self.later(self.peers.settled_on(asks))
 
     def say(self, line: str) -> None:
         """Tell the user, in one line."""
@@ -398,6 +413,9 @@ class Engine:
 
         Raises Cancelled where there were more than ``since`` interrupts before there is one.
         """
+        while any(training.is_left for training in self._trainings) and time.monotonic() < deadline:
+            self._ensure_wanted(since)
+            await asyncio.sleep(LOOK)
         if self._stopping:
             await self._any_stops(min(GRACE, deadline - time.monotonic()), asyncio.ALL_COMPLETED)
         while not (free := self.free(only)) and self._stopping:
@@ -480,16 +498,20 @@ class Engine:
             await asyncio.gather(*(self._register_one(*item) for item in missing))
 
     async def _register_one(self, member: Member, method: str, plan: Plan, shard: int | None) -> None:
-        meta = plan.meta if shard is None else {**plan.meta, "shard": shard}
-        answer = await self.link.persist(
-            member.peer, method, meta, plan.tensors, epoch=self.epoch, deadline=time.monotonic() + 60.0
-        )
+        answer: Outcome | e.ShardLost
+        if shard is not None:
+            answer = await self.peers.settled(shard, method, plan.meta, plan.tensors)
+        else:
+            deadline = time.monotonic() + GIVEN_UP
+            answer = await self.link.persist(
+                member.peer, method, plan.meta, plan.tensors, epoch=self.epoch, deadline=deadline
+            )
         if isinstance(answer, Ok):
             member.plans.add(plan.id)
-            return
-        if shard is not None and isinstance(answer, NotSent | Unknown | Refused):
-            answer = Failed("Unavailable", answer.message, {"missed": True, "shard": shard})
-        raise NotDone(answer)
+        elif isinstance(answer, e.ShardLost):
+            raise NotDone(Failed("Unavailable", f"{member.name} is lost", {"missed": True, "shard": shard}))
+        else:
+            raise NotDone(answer)
 
     # -- servers -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,10 @@
 
 A call to shards is one message for each process, and keeps its identity when it is repeated. In the event loop, which
 may be late itself (`Looks`): what it does not hear then proves nothing about a peer.
+
+A task that is silent for `SILENCE` seconds is dead: its rows are lent to others. A false death of a server costs the
+run, so a silent server is waited for: until Dask says that it is dead, until its address refuses connections, or until
+it was silent for `GIVEN_UP` seconds. Calls to it go on, under their identities, when it answers again.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +23,7 @@ from tfnb.cluster.engine.members import Member
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
 from tfnb.cluster.wire.asking import identified, messages, sent
-from tfnb.cluster.wire.messages import Ask, Failed, NotSent, Ok, Outcome, Refused, Unknown
+from tfnb.cluster.wire.messages import GIVEN_UP, SILENCE, Ask, Failed, NotSent, Ok, Outcome, Refused, Unknown
 from tfnb.cluster.wire.transport import ClientLink
 
 T = TypeVar("T")
@@ -26,8 +31,8 @@ Settled = Ok | Failed | e.ShardLost
 
 LOOK = 0.05  # seconds between looks at who is alive
 PATIENCE = 1.0  # seconds a call is out before its peers are pinged
-MISSES = 3  # pings without an answer that make a peer dead; two of one that has been silent for longer:
-SILENCE = 4.0  # seconds
+PING = 1.5  # seconds that the first ping of a server has; the next one has twice as many, up to ten times
+MISSES = 3  # pings without an answer that make a task dead; two of one that has been silent for `SILENCE`
 ON_TIME = 0.3  # of its looks that an event loop has to take to hear an answer: a new connection takes twenty turns
 LATEST = 60.0  # seconds after which silence counts though this event loop is late
 
@@ -55,18 +60,51 @@ class Looks:
         return self._count + 2 < ON_TIME * (self._end - self._begin) / (LOOK / 2)
 
 
+@dataclass(slots=True)
+class ServerWait:
+    """A wait for a server that does not answer, since the instant ``begin``.
+
+    ``silence``: seconds, without those in which this process stood still itself. ``refusals``: connections that its
+    address refused, one after the other.
+    """
+
+    begin: float
+    silence: float
+    pings: int = 0
+    refusals: int = 0
+    is_said: bool = False
+
+    async def pass_time(self, *calls: asyncio.Future[Any]) -> None:
+        """Wait for calls, for a short time."""
+        before = time.monotonic()
+        await asyncio.wait(calls or {asyncio.create_task(asyncio.sleep(LOOK))}, timeout=LOOK)
+        self.silence += min(time.monotonic() - before, 2 * LOOK)
+
+
+def _waited_for(member: Member, silence: float) -> str:
+    until = time.strftime("%H:%M:%S", time.localtime(time.time() + GIVEN_UP - silence))
+    return (
+        f"{member.name} ({member.peer.addr}) has not answered for {silence:.0f} s; Dask lists its worker: "
+        f"it is waited for until {until}"
+    )
+
+
 class Peers:
     """The members of a cluster as the notebook calls them.
 
     tasks: also those that come later. servers: processes, of which one may hold several shards. ``shards``: the server
-    of each. report: tells all that is in progress of an event.
+    of each. report: tells all that is in progress of an event. say: tells the user, in one line. ``silent``: servers
+    that are waited for. ``is_closing``: nobody waits for a silent server any longer than for a task.
     """
 
     def __init__(
         self, link: ClientLink, epoch: int, tasks: Sequence[Member], servers: Sequence[Member],
-        report: Callable[[p.Event], None],
+        report: Callable[[p.Event], None], say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.link, self.epoch, self._report = link, epoch, report
+        self.link, self.epoch, self._report, self._say = link, epoch, report, say
+        self.silent: set[Member] = set()
+        self.is_closing = False
+        self._waits: dict[Member, asyncio.Task[bool]] = {}  # for an answer of each server
         self.tasks, self.servers = list(tasks), list(servers)
         held = {shard: member for member in servers for shard in member.shards}
         self.shards = [held[shard] for shard in sorted(held)]
@@ -83,22 +121,6 @@ class Peers:
     async def settled_on(self, asks: Sequence[Ask]) -> list[Settled]:
         """`settled` for calls to several shards, with one message for each process."""
         return await self._by_process(asks, self._settled)
-
-    async def tell_until(self, asks: Sequence[Ask], deadline: float) -> list[Outcome]:
-        """`tell`, again under the same identities while a server that lives does not answer."""
-        asks = identified(asks, self.link)
-        while True:
-            outcomes = await self.tell(asks, deadline)
-            silent = [
-                self.shards[ask.shard]
-                for ask, outcome in zip(asks, outcomes, strict=True)
-                if isinstance(outcome, NotSent | Unknown) and self.shards[ask.shard].is_there
-            ]
-            if not silent or time.monotonic() >= deadline:
-                return outcomes
-            await asyncio.sleep(LOOK)
-            for member in silent:
-                self.link.confirm(member.peer.addr)
 
     async def tell(self, asks: Sequence[Ask], deadline: float) -> list[Outcome]:
         """Calls to shards, tried once, where their servers live."""
@@ -177,7 +199,12 @@ class Peers:
                 since = time.monotonic()
 
     async def verify(self, member: Member) -> bool:
-        """Whether a peer that a call failed to is alive: by the scheduler's word, then by pings."""
+        """Whether a peer that a call failed to is alive: by the scheduler's word, then by pings.
+
+        For a silent server it waits.
+        """
+        if member in self.servers:
+            return await self._server_answers(member)
         begin, since = time.monotonic(), self.link.heard.get(member.peer.addr, 0.0)
         if begin - since > 2 * PATIENCE:  # nobody asked it lately
             since = begin
@@ -185,7 +212,7 @@ class Peers:
         while missed < MISSES and member.alive and member.reported:
             if missed == MISSES - 1 and time.monotonic() - since >= SILENCE:
                 break
-            if missed == 1 and member in self.tasks:
+            if missed == 1:
                 self._report(e.Suspect(self.tasks.index(member)))
             self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
             ping = self.link.call(member.peer, "ping", epoch=self.epoch)
@@ -201,6 +228,73 @@ class Peers:
         member.lose()
         self.link.suspect.add(member.peer.addr)
         return False
+
+    async def _server_answers(self, member: Member) -> bool:
+        """Wait until a server answers, or is dead: one wait for all that ask."""
+        if member not in self._waits:
+            self._waits[member] = waiting = asyncio.create_task(self._wait_for(member))
+            waiting.add_done_callback(lambda _: self._waits.pop(member))
+        return await asyncio.shield(self._waits[member])
+
+    async def _wait_for(self, member: Member) -> bool:
+        begin = time.monotonic()
+        silence = begin - self.link.heard.get(member.peer.addr, 0.0)
+        wait = ServerWait(begin, silence if silence <= 2 * PATIENCE else 0.0)  # else nobody asked it lately
+        has_answered = False
+        try:
+            while not has_answered and member.is_there and wait.refusals < MISSES and wait.silence < self._limit:
+                match await self._pinged(member, wait):
+                    case None:
+                        has_answered = self._was_heard(member, wait)
+                    case Ok(meta={"incarnation": member.peer.incarnation}):
+                        has_answered = True
+                    case Ok() | Refused():  # of another process at this address
+                        wait.refusals = MISSES
+                    case _:
+                        refuses = await self.link.refuses(member.peer.addr)
+                        wait.refusals = wait.refusals + 1 if refuses else 0
+                        await wait.pass_time()
+        finally:
+            self.silent.discard(member)
+        if has_answered and member.is_there:
+            if wait.is_said:
+                self._say(f"{member.name} ({member.peer.addr}) answers again, after {wait.silence:.0f} s")
+            return True
+        if wait.silence >= self._limit:
+            member.info.setdefault("poisoned", f"did not answer for {wait.silence:.0f} s")
+        member.lose()
+        self.link.suspect.add(member.peer.addr)
+        return False
+
+    @property
+    def _limit(self) -> float:
+        """Seconds of silence after which a server is dead."""
+        return min(SILENCE, GIVEN_UP) if self.is_closing else GIVEN_UP
+
+    def _was_heard(self, member: Member, wait: ServerWait) -> bool:
+        """Whether a server has answered another call since the wait for it began."""
+        return self.link.heard.get(member.peer.addr, 0.0) > wait.begin
+
+    async def _pinged(self, member: Member, wait: ServerWait) -> Outcome | None:
+        """The outcome of one more ping; None where the server has answered another call, or is dead, before it ends."""
+        self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
+        seconds = min(10 * PING, PING * 2**wait.pings)
+        wait.pings += 1
+        deadline = time.monotonic() + seconds
+        asked = asyncio.ensure_future(self.link.call(member.peer, "ping", epoch=self.epoch, deadline=deadline))
+        try:
+            while not asked.done():
+                await wait.pass_time(asked)
+                if wait.silence >= PING:
+                    self.silent.add(member)
+                if wait.silence >= SILENCE and not wait.is_said:
+                    wait.is_said = True
+                    self._say(_waited_for(member, wait.silence))
+                if not member.is_there or self._was_heard(member, wait) or wait.silence >= self._limit:
+                    return None
+            return asked.result()
+        finally:
+            asked.cancel()
 
     async def watch(self, queue: asyncio.Queue[p.Event]) -> None:
         """Report deaths and the time; once the work takes long, ping those who have not been heard of lately."""

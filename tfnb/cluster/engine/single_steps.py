@@ -290,13 +290,8 @@ class SingleSteps:
         What it took is in its queues again then, unless it put something: first it is halted on all servers.
         """
         over = self._over(number)
-        lost = [
-            shard for shard, member in enumerate(self._peers.shards) if not member.alive
-        ]  # nobody answers for these
         members = [self._peers.tasks[task] for task in tasks]
-        stopping = [
-            self.engine.stop(member, "cancel", lambda: over | {"lost": lost}) for member in members if member.alive
-        ]
+        stopping = [self.engine.stop(member, "cancel", lambda: over) for member in members if member.alive]
         if stopping:  # servers end the waits, too: tasks that hear of that first do not say what they waited for
             await asyncio.wait(stopping, timeout=GRACE)
         shards = range(len(self._peers.shards))

@@ -83,7 +83,8 @@ class Training:
         self.results: list[StepGroup] = []
         self.steps = self._told = 0
         self.end: e.Finish | None = None
-        self.is_held = False
+        self.is_held = self.is_left = False
+        self._interrupts = engine.interrupts
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self._ways = [way for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
         self._name = self._new_name()
@@ -150,9 +151,19 @@ class Training:
         return results
 
     async def finish(self) -> None:
-        """Stop what computes, let begun updates be applied, and begin no more."""
+        """Stop what computes, let begun updates be applied, and begin no more.
+
+        Where that takes until a silent server answers, and the user does not wait for it, the training is left: it ends
+        then, and what is begun meanwhile waits for that.
+        """
         self.feed(e.Interrupt())
-        await self.wait(lambda: False)
+        await self.wait(self._may_be_left)
+        self.is_left = self.end is None
+
+    def _may_be_left(self) -> bool:
+        """Whether nobody is to wait for its end, which is that of a silent server: the user does not, or time is up."""
+        is_unwanted = self.engine.interrupts != self._interrupts or time.monotonic() >= self._deadline
+        return is_unwanted and bool(self.engine.peers.silent)
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
@@ -160,7 +171,7 @@ class Training:
 
         A synchronous training is held for HOLD seconds at a time: one that is renewed too late goes on.
         """
-        await self.wait(lambda: not self._is_changing)
+        await self.wait(lambda: not (self._is_changing or self.is_left))
         if isinstance(self.machine, s.Rounds):
             latest = await self._hold()
             renewal = asyncio.create_task(self._renewed())
@@ -586,10 +597,12 @@ class Training:
         """Tasks and servers forget the training."""
         engine, deadline = self.engine, time.monotonic() + p.STOPS_WITHIN
         calls: list[tuple[Member, str, dict[str, Any]]] = []
+        lost = [shard for shard, server in enumerate(engine.shards) if not server.alive]
         for task, loop in self._loops.items():
-            calls.append((engine.tasks[task], "leave", {"loop": loop.name, "seen": loop.seen}))
+            about = {"loop": loop.name, "seen": loop.seen, "lost": lost}
+            calls.append((engine.tasks[task], "leave", about))
         asks = self._to_all("end_training", clients=self._clients)
-        await asyncio.gather(engine.peers.tell_until(asks, deadline), engine.unload(self._sent), *(
+        await asyncio.gather(engine.peers.settled_on(asks), engine.unload(self._sent), *(
             engine.link.call(member.peer, method, meta, epoch=engine.epoch, deadline=deadline)
             for member, method, meta in calls
             if member.alive

@@ -61,7 +61,7 @@ SETTINGS = {
     f"{_BEFORE}OFFLOAD": "False", f"{_BEFORE}SHARD": "512MiB",  # a large message is not put together again
     "distributed.admin.tick.interval": "500ms",  # 20 ms of Dask's own take two percent of a core in the notebook
     "distributed.worker.profile.enabled": False,  # takes two percent of a core in each worker: no Dask task runs a step
-    "distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s",
+    "distributed.scheduler.worker-ttl": "90s", "distributed.comm.timeouts.connect": "30s",
     "distributed.deploy.lost-worker-timeout": "24h",
 }  # fmt: skip
 _SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")

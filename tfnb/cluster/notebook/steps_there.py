@@ -28,6 +28,7 @@ from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, begin_look
 from tfnb.cluster.tasks.programs import Placed, place
 from tfnb.cluster.wire import envelope
+from tfnb.cluster.wire.messages import GIVEN_UP
 from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange, Unimplemented
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.passes import StepGraph
@@ -200,7 +201,7 @@ class Steps:
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout)
         )
-        is_shown = False
+        is_shown, interrupts = False, self._engine.interrupts
         try:
             try:
                 for group in steps:
@@ -216,7 +217,13 @@ class Steps:
             is_shown = True
         finally:
             if not is_shown and self._engine.lost is None:  # an error, or Ctrl-C at whatever instant, also in `_show`
-                self._show()
+                is_unwanted = self._engine.interrupts != interrupts or (end is not None and time.monotonic() >= end)
+                if is_unwanted and (silent := self._engine.peers.silent):
+                    names = ", ".join(member.name for member in silent)
+                    text = f"the values stay on the servers until Cluster.pull(): {names} does not answer"
+                    warnings.warn(text, stacklevel=user_level(None))
+                else:
+                    self._show()
 
     def _looked_at(
         self, step: StepGraph, placed: Placed, tasks: int, source: Ahead | Iterable[Batch | None]
@@ -347,7 +354,7 @@ class Steps:
             yield from results([])
         finally:
             if training.end is None and engine.lost is None:
-                self._waiting.do("ending the training", SETTLE, training.finish)
+                self._waiting.do("ending the training", SETTLE + GIVEN_UP, training.finish)
         told = self._engine.link.start(engine.training_error, training, timeout)
         error = self._engine.link.wait(told, SETTLE, "the end of the training")
         if error is not None:

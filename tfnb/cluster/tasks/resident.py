@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +34,6 @@ HALF = 0.5  # seconds between two answers to a notebook that watches
 QUARTER = 0.25  # seconds until one that wants the loop to stand hears that it does not yet
 WHILE = 0.05  # seconds of steps for which the compute thread goes on by itself
 SPAN = 64  # steps whose watched values are stacked together
-DEADLINE = 600.0  # seconds for the calls of one step
-FAREWELL = 10.0  # seconds for the calls of a loop that stands still
 GRACE = 0.25  # seconds that a call on a direct stream may take still when the loop is to end
 LEFT = 1024  # ended loops that are remembered
 
@@ -62,7 +60,7 @@ class Host(Protocol):
 
     def stream(self, asks: Sequence[Ask]) -> list[Outcome]: ...
 
-    async def ask(self, asks: Sequence[Ask], deadline: float) -> list[Ok]: ...
+    async def ask(self, asks: Sequence[Ask]) -> list[Ok]: ...
 
 
 class _Begun(NamedTuple):
@@ -171,8 +169,11 @@ class Loop:
                 await asyncio.wait_for(self._stands.wait(), QUARTER)
         return self.report(seen)
 
-    async def stop(self, seen: int) -> Ok:
-        """End: what computes is dropped, what was begun to be sent is sent, and it waits for no other loop."""
+    async def stop(self, seen: int, *, is_given_up: bool = False) -> Ok:
+        """End: what computes is dropped, what was begun to be sent is sent, and it waits for no other loop.
+
+        is_given_up: a server of it is dead, so that nothing more can be sent.
+        """
         self._is_wanted = False
         self._changed.set()
         if self._waits is not None:
@@ -182,8 +183,15 @@ class Loop:
         if not left.done():  # it waits on a stream: from here on by calls that can be given up
             self._host.streams.end()
         await left
+        if is_given_up:
+            self.cancel()
         await asyncio.wait({self._work})
         return self.report(seen)
+
+    def cancel(self) -> None:
+        """Give up its calls to servers, without a word to them."""
+        self._has_stood = True
+        self._work.cancel()
 
     def report(self, seen: int) -> Ok:
         """Every step that the notebook has not seen, and how the loop stands."""
@@ -267,7 +275,7 @@ class Loop:
         await self._host.open_streams(sorted({*self._asked, *tables}))
         if self._begun is not None and self._begun.rows is None and self._begun.looked is not None:
             looked = self._begun.looked
-            answers = await self._host.ask(looked.asks, time.monotonic() + DEADLINE)
+            answers = await self._host.ask(looked.asks)
             self._begun = self._begun._replace(rows=looked.rows(answers))
         index, sent = await self._host.computing.work(self._key, lambda compute: self._steps(given, index, compute))
         if sent is not None:
@@ -362,6 +370,11 @@ class Loop:
         self._seconds = time.monotonic() - begin
         return _Computed(share, out, pushes)
 
+    def asks(self, shards: Collection[int]) -> bool:
+        """Whether steps ask one of these shards."""
+        tables = (piece.shard for _, pieces in self._program.lookups for piece in pieces)
+        return not {*self._asked, *tables}.isdisjoint(shards)
+
     @property
     def _asked(self) -> list[int]:
         """The shards that each step asks."""
@@ -394,16 +407,16 @@ class Loop:
             await self._ask(self._asks("pull", {}, {}, None))
         else:
             first, *others = self._shards
-            (answer,) = await self._tell([first], "enter", DEADLINE, clock=self._clock)
+            (answer,) = await self._tell([first], "enter", clock=self._clock)
             self._clock = int(answer.meta["clock"])
-            await self._tell(others, "enter", DEADLINE, clock=self._clock)
+            await self._tell(others, "enter", clock=self._clock)
             self._leads = dict.fromkeys({*self._reads, *self._shards}, self._staleness + 1)  # all are to be asked
             await self._keep_bound()
 
     async def _depart(self) -> None:
         """Stand still: nobody waits for this loop."""
         if not self._has_stood and self._staleness is not None:
-            await self._tell(self._shards, "depart", FAREWELL)
+            await self._tell(self._shards, "depart")
         self._has_stood = True
 
     @property
@@ -439,10 +452,10 @@ class Loop:
         keys = self._reads.get(shard, [])
         return {names: keys, "since": [self._held.get(key, (-1, None))[0] for key in keys]}
 
-    async def _tell(self, shards: Sequence[int], method: str, seconds: float, **more: Any) -> list[Ok]:
+    async def _tell(self, shards: Sequence[int], method: str, **more: Any) -> list[Ok]:
         """Tell shards of this loop."""
         about = {"training": self._training, "loop": self._name, **more}
-        return await self._host.ask([Ask(shard, method, about) for shard in shards], time.monotonic() + seconds)
+        return await self._host.ask([Ask(shard, method, about) for shard in shards])
 
     async def _level(self) -> None:
         """Values of one round from all servers: without this worker they may be at different ones."""
@@ -462,7 +475,7 @@ class Loop:
                 self._take(ask, outcome)
             else:
                 left.append(ask)
-        for ask, answer in zip(left, await self._host.ask(left, time.monotonic() + DEADLINE), strict=True):
+        for ask, answer in zip(left, await self._host.ask(left), strict=True):
             self._take(ask, answer)
 
     def _take(self, ask: Ask, answer: Ok) -> None:
@@ -517,10 +530,15 @@ class Loops:
                 return await loop.watch(seen)
             case "pause":
                 return await loop.pause(bool(meta["wanted"]), seen)
-        report = await loop.stop(seen)
+        report = await loop.stop(seen, is_given_up=loop.asks(meta["lost"]))
         if request.method == "leave":
             self._loops.pop(str(meta["loop"]), None)
         return report
+
+    def end(self) -> None:
+        """Their task ends, whatever they wait for."""
+        for loop in self._loops.values():
+            loop.cancel()
 
     def _lend(self, request: Request) -> Ok | Refused:
         """One more piece for a loop, which begins with its first one."""

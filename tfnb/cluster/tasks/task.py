@@ -49,13 +49,11 @@ from tfnb.cluster.wire.messages import (
     Ask,
     Failed,
     NotDone,
-    NotSent,
     Ok,
     Outcome,
     Peer,
     Refused,
     Request,
-    Unknown,
     failed,
 )
 from tfnb.cluster.wire.streams import Streams
@@ -68,7 +66,6 @@ from tfnb.state.waits import WAITS
 
 Answer = Ok | Failed | Refused
 
-SEND = 60.0  # seconds that a shard tries to reach another one
 TICK = 0.5  # seconds between looks at requests that wait inside of the core
 WAITING = 64  # steps that use queues at a time: each may wait for another one
 SHARE = 0.6  # of a worker's memory limit that a server may fill
@@ -151,6 +148,7 @@ class Task:
         for program in list(self.plans.values()):
             program.code.close()
         with suppress(RuntimeError):  # the worker ends, too
+            self._loop.call_soon_threadsafe(self.loops.end)
             self._loop.call_soon_threadsafe(_collect, self._loop, thread)
 
     async def handle(self, *frames: Any) -> list[envelope.Buffer]:
@@ -245,15 +243,7 @@ class Task:
 
     async def _send(self, peer: Peer, asks: Sequence[Ask]) -> None:
         """Tell shards of another process, again and again; the notebook notices where that one is lost."""
-        deadline, left = time.monotonic() + SEND, asking.identified(asks, self.link)
-        while time.monotonic() < deadline:
-            answers = await asking.persisted(self.link, peer, left, epoch=self.epoch, deadline=deadline)
-            silent = [isinstance(answer, NotSent | Unknown) or asking.is_again(answer) for answer in answers]
-            left = [ask for ask, is_silent in zip(left, silent, strict=True) if is_silent]
-            if not left:
-                return
-            await asyncio.sleep(TICK)
-            self.link.confirm(peer.addr)
+        await asking.persisted(self.link, peer, asks, epoch=self.epoch)
 
     # -- a compute task ---------------------------------------------------------------------------------------------
 
@@ -333,16 +323,16 @@ class Task:
         return Ok()
 
     async def _step(self, request: Request, number: int) -> Answer:
-        meta, deadline = request.meta, time.monotonic() + request.seconds_left
+        meta = request.meta
         program = self.plans.get(str(meta["plan"]))
         if program is None:
             return Refused("unknown-plan", str(meta["plan"]))
         self.plans.move_to_end(str(meta["plan"]))
         begin = time.monotonic()
         try:
-            values = await self._pull(program, deadline)
+            values = await self._pull(program)
             feeds, run_index = request.tensors, int(meta["run_index"])
-            rows = await self._look_up(program, feeds, number, deadline)
+            rows = await self._look_up(program, feeds, number)
             pulled = time.monotonic()
             for queue, (shard, key) in zip(program.queues, meta.get("queues", ()), strict=True):
                 queue.machine = self.queues.queue(queue, int(shard), str(key))
@@ -359,7 +349,7 @@ class Task:
                     raise
                 out, pushes, failure = error.details, [], {"failure": outcome_header(failed(error, self.name))}
             computed = time.monotonic()
-            await self._stage(pushes, request, number, deadline)
+            await self._stage(pushes, request, number)
         except NotDone as ended:
             return ended.outcome  # type: ignore[return-value]  # see `_passed_on`
         except Exception as error:
@@ -368,56 +358,43 @@ class Task:
         timings = {"pull": pulled - begin, kind: computed - pulled, "push": time.monotonic() - computed}
         return Ok({"some": [value is not None for value in out], "timings": timings, **failure}, _tensors(out))
 
-    async def _pull(self, program: ComputeProgram, deadline: float) -> dict[str, torch.Tensor]:
+    async def _pull(self, program: ComputeProgram) -> dict[str, torch.Tensor]:
         """Values of everything the program reads: one call for each process, and bytes only for what changed."""
         asks, reads = [], program.reads
         for shard, keys in reads.items():
             held = [self.cache.get(key, (-1, None))[0] for key in keys]
             asks.append(Ask(shard, "pull", {"keys": keys, "since": held}))
-        for ask, answer in zip(asks, await self.ask(asks, deadline), strict=True):
+        for ask, answer in zip(asks, await self.ask(asks), strict=True):
             fresh = iter(answer.tensors)
             for key, old, version in zip(ask.meta["keys"], ask.meta["since"], answer.meta["versions"], strict=True):
                 if old != version:
                     self.cache[key] = (version, next(fresh))
         return {key: self.cache[key][1] for keys in reads.values() for key in keys}
 
-    async def _look_up(
-        self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int, deadline: float
-    ) -> list[torch.Tensor]:
+    async def _look_up(self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
         """The rows of large Variables that the step takes."""
         if not program.lookups:
             return []
         looked = await self.computing.do(number, lambda: program.looked_up(feeds))
-        return looked.rows(await self.ask(looked.asks, deadline))
+        return looked.rows(await self.ask(looked.asks))
 
-    async def _stage(self, pushes: Sequence[Push], request: Request, number: int, deadline: float) -> None:
+    async def _stage(self, pushes: Sequence[Push], request: Request, number: int) -> None:
         """Stage every shard's part for the round."""
         meta = request.meta
         about = {
             "round": number, "worker": meta["worker"], "rows": meta.get("rows", 1), "run_index": meta["run_index"],
         }  # fmt: skip
         parts = [(push, {**about, "plan": push.plan, "keys": list(push.keys)}) for push in pushes]
-        await self.ask([Ask(push.shard, "stage", meta, push.tensors) for push, meta in parts], deadline)
+        await self.ask([Ask(push.shard, "stage", meta, push.tensors) for push, meta in parts])
 
     def _asking(self, shard: int) -> queues_there.Ask:
         """Calls to a server about queues, until it is lost."""
 
         async def ask(method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Ok:
-            peer, op, end = self.shards[shard], self.link.op(), time.monotonic() + SEND
-            while time.monotonic() < end:
-                answer = await self.link.persist(
-                    peer, method, {**meta, "shard": shard}, tensors, epoch=self.epoch, op=op,
-                    deadline=time.monotonic() + SEND,
-                )  # fmt: skip
-                if isinstance(answer, Ok):
-                    return answer
-                if asking.is_again(answer):
-                    end = time.monotonic() + SEND
-                    continue
-                if not isinstance(answer, NotSent | Unknown):
-                    break
-                await asyncio.sleep(TICK)
-                self.link.confirm(peer.addr)
+            peer, asks = self.shards[shard], asking.identified([Ask(shard, method, meta, tensors)], self.link)
+            (answer,) = await asking.persisted(self.link, peer, asks, epoch=self.epoch)
+            if isinstance(answer, Ok):
+                return answer
             text = f"server {shard} at {peer.addr}: {getattr(answer, 'message', '')}"
             raise Unavailable(text, details={"shard": shard, "missed": True})
 
@@ -453,16 +430,16 @@ class Task:
             of.setdefault(self.shards[ask.shard], []).append(place)
         return of
 
-    async def ask(self, asks: Sequence[Ask], deadline: float) -> list[Ok]:
+    async def ask(self, asks: Sequence[Ask]) -> list[Ok]:
         """Calls to shards, one message to each process. What goes wrong there becomes this task's answer."""
         of = self._by_process(asks)
-        calls = [self._ask_one(peer, [asks[place] for place in places], deadline) for peer, places in of.items()]
+        calls = [self._ask_one(peer, [asks[place] for place in places]) for peer, places in of.items()]
         ends = await asking.gathered(calls, may_leave=not any(ask.method in ("push", "stage") for ask in asks))
         found = dict(zip(itertools.chain(*of.values()), itertools.chain(*ends), strict=True))
         return [found[place] for place in range(len(asks))]
 
-    async def _ask_one(self, peer: Peer, asks: Sequence[Ask], deadline: float) -> list[Ok]:
-        outcomes = await asking.persisted(self.link, peer, asks, epoch=self.epoch, deadline=deadline)
+    async def _ask_one(self, peer: Peer, asks: Sequence[Ask]) -> list[Ok]:
+        outcomes = await asking.persisted(self.link, peer, asks, epoch=self.epoch)
         for ask, outcome in sorted(zip(asks, outcomes, strict=True), key=lambda end: asking.is_again(end[1])):
             if not isinstance(outcome, Ok):
                 raise NotDone(_passed_on(outcome, peer, ask.shard))

@@ -18,13 +18,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tfnb.cluster.wire.envelope import size
-from tfnb.cluster.wire.messages import Ask, Failed, Ok, OpId, Outcome, Peer, Refused, Request
+from tfnb.cluster.wire.messages import (
+    GIVEN_UP,
+    Ask,
+    Failed,
+    NotSent,
+    Ok,
+    OpId,
+    Outcome,
+    Peer,
+    Refused,
+    Request,
+    Unknown,
+)
 from tfnb.cluster.wire.transport import outcome_header, read_outcome
 from tfnb.errors import ProtocolError
 
 if TYPE_CHECKING:
     from tfnb.cluster.wire.transport import Link
 
+PATIENCE = 2 * GIVEN_UP  # seconds: the notebook gives a silent server up before that
+REDIAL = 0.5  # seconds between two tries to reach a process
 ENTRIES = 4096  # tensors and names in a message of several calls: its header has a limit
 
 T = TypeVar("T")
@@ -61,13 +75,14 @@ async def sent(send: Send, asks: Sequence[Ask], form: Callable[[Sequence[Ask]], 
     return ends(asks, await send(one.method, one.meta, one.tensors, op=one.op))
 
 
-async def persisted(link: Link, peer: Peer, asks: Sequence[Ask], *, epoch: int, deadline: float) -> list[Outcome]:
+async def persisted(link: Link, peer: Peer, asks: Sequence[Ask], *, epoch: int) -> list[Outcome]:
     """The outcome of each call to the shards of a process, repeated while it is silence or ``again``.
 
-    Where one fails the others may stay at ``again``: they may wait inside for the one that failed.
+    A silent process is tried for PATIENCE seconds after its last answer: whether it is dead is the notebook's to say.
+    Where one call fails the others may stay at ``again``: they may wait inside for the one that failed.
     """
     found: list[Outcome] = [Refused("again")] * len(asks)
-    send = partial(link.persist, peer, epoch=epoch, deadline=deadline)
+    send, deadline = partial(link.call, peer, epoch=epoch), time.monotonic() + PATIENCE
     asks, left = identified(asks, link), list(range(len(asks)))
     form = message if len(asks) == 1 else batch  # else one alone would wait on for another one that failed
     while left:
@@ -75,9 +90,15 @@ async def persisted(link: Link, peer: Peer, asks: Sequence[Ask], *, epoch: int, 
         found_now = await gathered([sent(send, one, form) for one in some], may_leave=False)
         for place, end in zip(left, chain(*found_now), strict=True):
             found[place] = end
-        left = []
-        if time.monotonic() < deadline and not any(map(is_failure, found)):
-            left = [place for place, end in enumerate(found) if is_again(end)]
+        is_silent = all(is_silence(found[place]) for place in left)
+        if not is_silent:
+            deadline = time.monotonic() + PATIENCE
+        left = [place for place, end in enumerate(found) if is_again(end) or is_silence(end)]
+        if any(map(is_failure, found)) or time.monotonic() >= deadline:
+            break
+        if any(is_silence(found[place]) for place in left):
+            await asyncio.sleep(REDIAL)
+            link.confirm(peer.addr)
     return found
 
 
@@ -103,7 +124,12 @@ async def gathered(calls: Sequence[Coroutine[Any, Any, T]], *, may_leave: bool) 
 
 def is_failure(outcome: Outcome) -> bool:
     """Whether nothing more is to be had of the call."""
-    return not isinstance(outcome, Ok) and not is_again(outcome)
+    return not isinstance(outcome, Ok) and not is_again(outcome) and not is_silence(outcome)
+
+
+def is_silence(outcome: Outcome) -> bool:
+    """Whether nobody answered: the call may be repeated under its identity."""
+    return isinstance(outcome, NotSent | Unknown)
 
 
 def is_again(outcome: Outcome) -> bool:

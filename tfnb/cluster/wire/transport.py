@@ -26,14 +26,26 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from distributed import Client, Worker
-from distributed.comm import parse_address
+from distributed.comm import get_address_host_port, parse_address
 from distributed.comm.core import CommClosedError
 from distributed.core import send_recv
 from distributed.protocol import to_serialize
 
 from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.envelope import Buffer
-from tfnb.cluster.wire.messages import POLL, Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
+from tfnb.cluster.wire.messages import (
+    GIVEN_UP,
+    Failed,
+    NotSent,
+    Ok,
+    OpId,
+    Outcome,
+    Peer,
+    Refused,
+    Request,
+    Unknown,
+    failed,
+)
 from tfnb.errors import DeadlineExceeded, ProtocolError, SchedulerLost, TfnbError
 
 _JITTER = random.Random()  # a seed of the user's stays as it is
@@ -41,10 +53,9 @@ T = TypeVar("T")
 
 CONNECT = 3.0  # seconds to reach an address
 SLACK = 0.05  # seconds a call may end after its deadline
-DEADLINES = {"ping": 1.5, "hello": 10.0, "register": 30.0, "register_shard": 30.0, "run": 600.0}
-DEADLINES |= dict.fromkeys(("ends", "contribute", "batch"), POLL + 2.0)  # after `POLL` a server answers "again"
+DEADLINES = {"ping": 1.5, "hello": 10.0, "stream": 5.0, "run": 600.0}
 BYTES_PER_SECOND = 50e6
-SHORTEST = 5.0  # seconds: a server may stand behind one large update of another caller
+SHORTEST = GIVEN_UP  # seconds: a call that is given up while its peer lives would begin anew with its bytes
 _TURN = 0.05  # seconds the blocking side sleeps between looks
 
 
@@ -113,6 +124,23 @@ class Link:
     def confirm(self, addr: str) -> None:
         """An address is alive after all."""
         self.suspect.discard(addr)
+
+    async def refuses(self, addr: str) -> bool:
+        """Whether an address refuses connections: its process is gone. The kernel accepts those of a stopped process.
+
+        False where that cannot be known from here.
+        """
+        if self.scheduler is not None or parse_address(addr)[0] not in ("tcp", "tls"):
+            return False
+        try:
+            async with asyncio.timeout(CONNECT):
+                _, writer = await asyncio.open_connection(*get_address_host_port(addr))
+        except ConnectionError:
+            return True
+        except OSError:
+            return False
+        writer.close()
+        return False
 
     def deadline(self, method: str, nbytes: int = 0) -> float:
         """The default instant by which a call that starts now ends."""
