@@ -510,6 +510,9 @@ class TfnbMagics(RunMagics):
         argument("cluster", nargs="?", metavar="ADDR|N|VAR",
                  help="an address, a number of compute tasks, or a variable that holds a Client or cluster"),
         argument("--ps", type=int, metavar="N", help="parameter servers"),
+        argument("--workers", type=int, metavar="N", help="workers to wait for (servers and one compute task)"),
+        argument("--resource", action="append", default=[], metavar="NAME=N",
+                 help="take only workers that Dask knows to have it"),
         argument("--name", help="state to create or to find again"),
         argument("--insecure", action="store_true", help="allow a plain address that is not on this machine"),
         argument("--timeout", type=float, default=120, metavar="S", help="seconds to wait for it (120)"),
@@ -535,7 +538,8 @@ class TfnbMagics(RunMagics):
         cluster = connected
         if options.cluster is not None or cluster is None:
             cluster = tfnb.connect(
-                self._target(options.cluster), ps=options.ps, name=options.name, insecure=options.insecure,
+                self._target(options.cluster), ps=options.ps, name=options.name, workers=options.workers,
+                resources=dict(map(_resource, options.resource)), insecure=options.insecure,
                 timeout=options.timeout, threads=options.threads, memory=options.memory, dashboard=options.dashboard,
             )  # fmt: skip
         if options.live:
@@ -547,6 +551,15 @@ class TfnbMagics(RunMagics):
         if word is not None and word.isdigit():
             return int(word)
         return self.shell.user_ns.get(word, word)
+
+
+def _resource(text: str) -> tuple[str, float]:
+    """``GPU=1``."""
+    name, _, amount = text.partition("=")
+    try:
+        return name, float(amount)
+    except ValueError:
+        raise UsageError(f"--resource {text}: a name and an amount were expected, such as GPU=1") from None
 
 
 def _forget(graph: Any) -> None:
