@@ -130,11 +130,9 @@ class Supervisor:
     def _say_lifetimes(self, members: Iterable[Member]) -> None:
         for member in members:
             if lifetime := member.info.get("lifetime"):
-                who, end = (
-                    f"{member.name} ({member.peer.addr})",
-                    "its values are lost" if member.shards else "it leaves",
-                )
-                self._engine.say(f"the worker of {who} has a lifetime of {lifetime:g} s: {end} then")
+                who = f"{member.name} ({member.peer.addr})"
+                end = "its values are lost then" if member.shards else "it leaves then"
+                self._engine.say(f"the worker of {who} has a lifetime of {lifetime:g} s: {end}")
 
     def _there(self) -> list[Member]:
         engine = self._engine
