@@ -152,7 +152,8 @@ def call_of(c, what):
     """Something that uses the servers for long."""
     if what == "run":
         return lambda: [tfnb.run(c.train, {c.x: torch.ones(4)}) for _ in range(10_000)]
-    return lambda: tfnb.fit(c.train, {c.x: ROWS}, steps=100_000, batch_size=4, mode=what)
+    how = {"staleness": 2} if what == "bounded" else {}
+    return lambda: tfnb.fit(c.train, {c.x: ROWS}, steps=100_000, batch_size=4, mode=what, **how)
 
 
 @pytest.mark.filterwarnings("ignore:the values stay on the servers")
