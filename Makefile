@@ -6,6 +6,8 @@ VENV ?= .venv
 BENCH ?=
 # Processes that share the tests; each takes whole files.
 WORKERS ?= 2
+# Tests of `make coverage-lines`.
+LINES ?= tests
 # Address of one more wheel index, for example one with CPU-only builds of torch. Empty: pip's own configuration.
 TORCH_INDEX ?=
 
@@ -17,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage page cuda wheel doctor lab clean
+.PHONY: help demo test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -94,6 +96,13 @@ bench-cuda: $(INSTALLED) ## steps on a CUDA device beside eager, torch.compile a
 
 cuda: $(INSTALLED) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m cuda tests
+
+coverage-lines: $(INSTALLED) ## the quick tests once more, slower, then which lines they reach: build/lines/index.html
+	$(BIN)/python -m coverage erase
+	-$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not sweep" $(LINES)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report --skip-covered --skip-empty
 
 page: $(INSTALLED) ## write tests/coverage/COVERAGE.md from the table of what fails
 	@$(BIN)/python -m tests.coverage.page

@@ -26,7 +26,7 @@ from tfnb.magics.complete import VERBS
 from tfnb.magics.export_files import exported
 from tfnb.magics.graph_names import is_graph
 from tfnb.magics.live import Lives
-from tfnb.magics.options import existing, magic, near, parsed, size
+from tfnb.magics.options import device, existing, magic, near, parsed, size
 from tfnb.magics.rerun import Cells, Change, RecordedCell, change
 from tfnb.magics.run_magics import RunMagics
 from tfnb.magics.sticky import Sticky
@@ -54,7 +54,7 @@ class TfnbMagics(RunMagics):
         argument("words", nargs="*", metavar="NAME", help="the graph; line form also a verb: " + " ".join(VERBS)),
         argument("-i", "--input", action="append", default=[], metavar="NAME[:DIMS]",
                  help="make the tensor NAME a placeholder; x:B,T,8 names axes, _ keeps the sample's size"),
-        argument("-d", "--device", metavar="DEV", help="where factories and placeholders go"),
+        argument("-d", "--device", type=device, metavar="DEV", help="where factories and placeholders go"),
         argument("--lazy", action="store_true", help="shapes only, no sample values"),
         argument("-N", "--no-execute", action="store_true", help="show what AutoGraph makes of the cell, run nothing"),
         argument("--no-autograph", action="store_true", help="if, while and for stay Python, decided by the samples"),
@@ -510,6 +510,9 @@ class TfnbMagics(RunMagics):
         argument("cluster", nargs="?", metavar="ADDR|N|VAR",
                  help="an address, a number of compute tasks, or a variable that holds a Client or cluster"),
         argument("--ps", type=int, metavar="N", help="parameter servers"),
+        argument("--workers", type=int, metavar="N", help="workers to wait for (servers and one compute task)"),
+        argument("--resource", action="append", default=[], metavar="NAME=N",
+                 help="take only workers that Dask knows to have it"),
         argument("--name", help="state to create or to find again"),
         argument("--insecure", action="store_true", help="allow a plain address that is not on this machine"),
         argument("--timeout", type=float, default=120, metavar="S", help="seconds to wait for it (120)"),
@@ -535,7 +538,8 @@ class TfnbMagics(RunMagics):
         cluster = connected
         if options.cluster is not None or cluster is None:
             cluster = tfnb.connect(
-                self._target(options.cluster), ps=options.ps, name=options.name, insecure=options.insecure,
+                self._target(options.cluster), ps=options.ps, name=options.name, workers=options.workers,
+                resources=dict(map(_resource, options.resource)), insecure=options.insecure,
                 timeout=options.timeout, threads=options.threads, memory=options.memory, dashboard=options.dashboard,
             )  # fmt: skip
         if options.live:
@@ -547,6 +551,15 @@ class TfnbMagics(RunMagics):
         if word is not None and word.isdigit():
             return int(word)
         return self.shell.user_ns.get(word, word)
+
+
+def _resource(text: str) -> tuple[str, float]:
+    """``GPU=1``."""
+    name, _, amount = text.partition("=")
+    try:
+        return name, float(amount)
+    except ValueError:
+        raise UsageError(f"--resource {text}: a name and an amount were expected, such as GPU=1") from None
 
 
 def _forget(graph: Any) -> None:

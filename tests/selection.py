@@ -47,6 +47,7 @@ ABOUT = {
     "models": "recording gradients",
     "notebooks": "magics fitting",
     "programs": "control_flow execution",
+    "readme": "magics fitting cluster",
     "restored_optimizers": "train state",
     "resuming": "fitting state",
     "scheduling": "",

@@ -69,3 +69,36 @@ def test_servers_are_not_asked_for():
     x, y = asking("ps:0")
     with pytest.raises(Unimplemented, match="'ps:0' of node add"):
         tfnb.run(y, {x: torch.ones(3)})
+
+
+def inside(x, kind):
+    """``x + 2``, with a request for a task inside of a loop, a branch, a loop in a branch, or a function."""
+
+    def more(v):
+        with tfnb.device("task:99"):
+            return v + 1
+
+    def repeated(v):
+        return tfnb.while_loop(lambda i, w: i < 2, lambda i, w: (i + 1, more(w)), (0, v))[1]
+
+    match kind:
+        case "loop":
+            return repeated(x)
+        case "branch":
+            return tfnb.cond(x.sum() > 0, lambda: more(x) + 1, lambda: x + 2)
+        case "loop in a branch":
+            return tfnb.cond(x.sum() > 0, lambda: repeated(x), lambda: x + 2)
+        case "function":
+            return tfnb.function(lambda v: more(v) + 1)(x)
+        case "scan":
+            return tfnb.map_fn(lambda v: more(v) + 1, x)
+
+
+@pytest.mark.parametrize("kind", ["loop", "branch", "loop in a branch", "function", "scan"])
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_what_is_asked_for_inside_is_refused_as_it_is_outside(kind, executor):
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y = inside(x, kind)
+    with pytest.raises(InvalidArgument, match=r"device specification 'task:99' of node [a-z_0-9]+: there are"):
+        tfnb.Session(y.graph, executor=executor).run(y, {x: torch.ones(3)})

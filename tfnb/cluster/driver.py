@@ -19,7 +19,8 @@ import torch
 from tfnb.cluster import connected
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import Ahead, Batch
-from tfnb.cluster.members.deploy import Place, Started, find, start
+from tfnb.cluster.members.adapting import Adapting
+from tfnb.cluster.members.deploy import Place, Started, Wanted, find, start
 from tfnb.cluster.members.farewell import Farewell
 from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.members.supervisor import LOOK, Supervisor
@@ -46,16 +47,18 @@ SHOWN = 5  # lines of the status that tell who came and who left
 
 
 def connect(
-    cluster: Any = None, *, ps: int | None = None, name: str | None = None, security: Any = None,
-    insecure: bool = False, timeout: float = 120.0, threads: int | None = None, memory: str | int | None = None,
-    dashboard: bool = False,
+    cluster: Any = None, *, ps: int | None = None, name: str | None = None, workers: int | None = None,
+    resources: Mapping[str, float] | None = None, security: Any = None, insecure: bool = False, timeout: float = 120.0,
+    threads: int | None = None, memory: str | int | None = None, dashboard: bool = False,
 ) -> Cluster:  # fmt: skip
     """Run graphs on a Dask cluster from now on.
 
     cluster: a number n (a cluster of processes on this machine, n compute tasks plus ``ps`` servers, default one), a
     scheduler address or file, a Client, a cluster object, or nothing (Dask's default client, else a local cluster).
-    Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute; where that
-    leaves no compute task, half of the workers become servers, which hold the ``ps`` shards round robin. security:
+    Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute. workers: so
+    many are waited for, default ``ps + 1``; where ``ps`` leaves no compute task, half of them become servers, which
+    hold the ``ps`` shards round robin. resources: only workers that Dask knows to have so much are taken, such as
+    ``{"GPU": 1}``; workers that are started here have it. security:
     a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
     seconds for everything; after two seconds it says which workers are up. Of a cluster that is started here, threads:
     of each worker (one); memory: the limit of each worker, bytes or text such as ``"2GB"``; dashboard: Dask's, whose
@@ -65,7 +68,8 @@ def connect(
     if name is not None:
         raise Unimplemented("connect(name=...): re-attaching to the state of an earlier notebook is not there yet")
     end = time.monotonic() + timeout
-    where = find(cluster, ps, security, insecure, timeout, Started(threads, memory, dashboard))
+    wanted = Wanted(ps, workers, {} if resources is None else resources)
+    where = find(cluster, wanted, security, insecure, timeout, Started(threads, memory, dashboard))
     try:
         made = Cluster(where, max(0.1, end - time.monotonic()))
     except BaseException:
@@ -77,6 +81,8 @@ def connect(
     except BaseException:
         made.close()
         raise
+    for line in made.news(0)[1]:
+        where.progress.tell(line)
     return made
 
 
@@ -95,12 +101,13 @@ class Cluster:
         self._link = ClientLink(self.client)
         progress = where.progress
         self._registered = Registered(self.client)
-        given = self.client, self._link, self._registered, where.ps, where.workers, timeout, progress
+        self._adapting = Adapting(self.client)
+        given = self.client, self._link, self._registered, where.wanted, self._adapting, timeout, progress
         handle = self._link.start(start, *given)
         tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks", progress.say)
         self._engine = Engine(self._link, tasks, servers, self._registered.epoch)
         self._engine.on_lost = self._lost
-        self._supervisor = Supervisor(self.client, self._engine, self._registered)
+        self._supervisor = Supervisor(self.client, self._engine, self._registered, where.wanted, self._adapting)
         self._link.wait(self._link.start(self._supervisor.start), timeout, "watching the workers")
         self._overview = Overview(self._engine, self.client)
         self._followers: list[Callable[[Status], object]] = []
@@ -382,6 +389,7 @@ class Cluster:
         self._farewell.cancel()
         self._queues.end()
         self._link.post(self._supervisor.cancel)
+        self._adapting.release()
         if not self._where.closers:  # else the client goes, and with it the entry
             with suppress(TfnbError):
                 self._link.start(self._registered.close)

@@ -15,6 +15,7 @@ from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.graph import Node
 from tfnb.graph.device_request import Request, parse
 from tfnb.graph.ops import QUEUES
+from tfnb.graph.subgraph import nested
 
 HERE = "this process"
 _JOBS = (None, "worker", "localhost", "task")
@@ -28,12 +29,15 @@ class Asked(NamedTuple):
 
 
 def asked(nodes: Iterable[Node]) -> tuple[Asked, ...]:
-    """The nodes that ask for a place. What asks for a server and uses a queue says where that one lies.
+    """The nodes that ask for a place, also inside of loops and branches.
+
+    A node that asks for a server and uses a queue says where the queue lies.
 
     >>> asked([Node(id=1, name="a", op="tfnb.group")])
     ()
     """
-    found = [Asked(node, parse(node.device)) for node in nodes if node.device is not None]
+    every = (inner for node in nodes for inner in (node, *nested(node)))
+    found = [Asked(node, parse(node.device)) for node in every if node.device is not None]
     return tuple(each for each in found if not (each.node.op in QUEUES and each.request.job == "ps"))
 
 

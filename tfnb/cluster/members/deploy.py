@@ -1,7 +1,7 @@
 """Finding or making a Dask cluster, and starting one task on each of its workers. Dask glue; decides only who is what.
 
 A cluster that is made here listens on 127.0.0.1, has no dashboard, and is closed by us; what was handed in is left
-as it was. ``ps`` of the workers become parameter servers; one of them holds several shards where they are too few.
+as it was. Some of the workers become parameter servers; one of them holds several shards where they are too few.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import dask
@@ -29,6 +30,7 @@ from distributed import Client, KilledWorker, LocalCluster, Nanny, Security, def
 from distributed.utils import silence_logging_cmgr
 
 from tfnb.cluster.engine.members import Member
+from tfnb.cluster.members.adapting import Adapting
 from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.tasks.task import TaskActor, versions
 from tfnb.cluster.wire.messages import Failed, Ok, Outcome, Peer, raised
@@ -92,20 +94,65 @@ class Progress:
         """Print what was found, if it is news."""
         if self._found != self._said and time.monotonic() - self._begin >= SAID_AFTER:
             self._said = self._found
-            sys.stdout.write(f"connect: {self._found}\n")
-            sys.stdout.flush()
+            self.tell(self._found)
+
+    def tell(self, line: str) -> None:
+        """Print a line at once."""
+        sys.stdout.write(f"connect: {line}\n")
+        sys.stdout.flush()
+
+
+class Wanted(NamedTuple):
+    """Which workers `connect` takes: how many are servers, how many it waits for, and which resources each one has."""
+
+    ps: int | None = None  # one in four
+    workers: int | None = None  # servers and one compute task
+    resources: Mapping[str, float] = MappingProxyType({})
+
+    def check(self) -> None:
+        """Raise InvalidArgument for what is no number of workers, and no resources."""
+        for name, count, what in (("ps", self.ps, "parameter servers"), ("workers", self.workers, "workers")):
+            if count is not None and (type(count) is not int or count < 1):
+                raise InvalidArgument(f"{name}={count!r}: the number of {what} is an integer from 1")
+        if not isinstance(self.resources, Mapping) or not all(
+            isinstance(name, str) and type(amount) in (int, float) and amount > 0
+            for name, amount in self.resources.items()
+        ):
+            raise InvalidArgument(
+                f"resources={self.resources!r}: names and amounts as Dask's workers have them, such as {{'GPU': 1}}"
+            )
+
+    @property
+    def least(self) -> int:
+        """Workers that are waited for.
+
+        >>> Wanted().least, Wanted(ps=2).least, Wanted(ps=2, workers=2).least
+        (1, 3, 2)
+        """
+        return self.workers or (self.ps or 0) + 1
+
+    def takes(self, facts: Mapping[str, Any]) -> bool:
+        """Whether a worker has the resources.
+
+        >>> Wanted(resources={"GPU": 1}).takes({"resources": {"GPU": 2.0}}), Wanted(resources={"GPU": 1}).takes({})
+        (True, False)
+        """
+        has = facts.get("resources") or {}
+        return all(has.get(name, 0) >= amount for name, amount in self.resources.items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={amount:g}" for name, amount in self.resources.items())
 
 
 @dataclass
 class Place:
-    """Where the tasks will run: a client, how to close what was made here, and how many servers were asked for."""
+    """Where the tasks will run: a client, how to close what was made here, and the workers that are wanted."""
 
     client: Client
     closers: list[Callable[[], Any]] = field(default_factory=list)
     dashboard: bool = True
     is_ours: bool = False  # started here
-    ps: int | None = None
-    workers: int = 1  # to wait for
+    wanted: Wanted = Wanted()  # noqa: RUF009  # it cannot change
     progress: Progress = field(default_factory=Progress)
 
     def close(self) -> None:
@@ -139,14 +186,13 @@ AS_EVER = Started()
 
 
 def find(
-    cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float,
+    cluster: Any, wanted: Wanted, security: Security | None, insecure: bool, timeout: float,
     started: Started = AS_EVER,
 ) -> Place:  # fmt: skip
     """A client for what the user gave; raises Unavailable, InsecureAddress or InvalidArgument."""
-    if ps is not None and (not isinstance(ps, int) or isinstance(ps, bool) or ps < 1):
-        raise InvalidArgument(f"ps={ps!r}: the number of parameter servers is an integer from 1")
+    wanted.check()
     started.check()
-    place = _found(cluster, ps, security, insecure, timeout, started)
+    place = _found(cluster, wanted, security, insecure, timeout, started)
     if started != AS_EVER and not place.is_ours:
         place.close()
         asked = ", ".join(f"{name}={value!r}" for name, value in started._asdict().items() if value)
@@ -155,24 +201,24 @@ def find(
 
 
 def _found(
-    cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float, started: Started
+    cluster: Any, wanted: Wanted, security: Security | None, insecure: bool, timeout: float, started: Started
 ) -> Place:  # fmt: skip
     match cluster:
         case bool() | float() | bytes():
             raise InvalidArgument(f"connect({cluster!r}): a number of compute tasks, an address, a Client or a cluster")
         case None:
-            return _default(ps, timeout, started)
+            return _default(wanted, timeout, started)
         case int():
-            return local(cluster, ps, timeout, started)
+            return local(cluster, wanted, timeout, started)
         case str() | Path():
-            return _address(str(cluster), ps, security, insecure, timeout)
+            return _address(str(cluster), wanted, security, insecure, timeout)
         case Client():
-            return _client(cluster, ps, insecure)
+            return _client(cluster, wanted, insecure)
     address = getattr(cluster, "scheduler_address", None)
     if isinstance(address, str):
         _check_secure(address, insecure)
         place = _dialled(cluster, address, None, timeout)
-        place.ps = ps
+        place.wanted = wanted
         return place
     raise InvalidArgument(
         f"connect({type(cluster).__name__}): expected a number of compute tasks, an address, a scheduler file, "
@@ -180,25 +226,25 @@ def _found(
     )
 
 
-def _default(ps: int | None, timeout: float, started: Started) -> Place:
+def _default(wanted: Wanted, timeout: float, started: Started) -> Place:
     """Dask's default client, else a cluster of two tasks."""
     try:
         client = default_client()
     except ValueError:
-        return local(2, ps, timeout, started)
-    return _client(client, ps, True)
+        return local(2, wanted, timeout, started)
+    return _client(client, wanted, True)
 
 
-def _client(client: Client, ps: int | None, insecure: bool) -> Place:
+def _client(client: Client, wanted: Wanted, insecure: bool) -> Place:
     if client.asynchronous:
         raise InvalidArgument("connect needs a blocking Client: make it with asynchronous=False")
     if client.status != "running" or client.scheduler is None:
         raise Unavailable(f"the Client is {client.status}; connect with a running one")
     _check_secure(scheduler_address(client), insecure)
-    return Place(client, ps=ps)
+    return Place(client, wanted=wanted)
 
 
-def _address(text: str, ps: int | None, security: Security | None, insecure: bool, timeout: float) -> Place:
+def _address(text: str, wanted: Wanted, security: Security | None, insecure: bool, timeout: float) -> Place:
     if text.endswith(".json"):
         if not Path(text).is_file():
             raise InvalidArgument(f"there is no scheduler file {text}")
@@ -217,7 +263,7 @@ def _address(text: str, ps: int | None, security: Security | None, insecure: boo
         if scheme in ("tls", "wss") and security is None and not dask.config.get("distributed.comm.tls.ca-file"):
             raise InvalidArgument(f"{text} is encrypted: pass security=distributed.Security(...) with its certificates")
         place = _dialled(text, text, security, timeout)
-    place.ps = ps
+    place.wanted = wanted
     return place
 
 
@@ -314,11 +360,14 @@ def _quietly(thing: Any) -> None:
         logging.getLogger(__name__).debug("closing %r failed", type(thing), exc_info=True)
 
 
-def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER) -> Place:
-    """A cluster of processes on this machine: ``tasks`` compute tasks and ``ps`` servers, default one."""
+def local(tasks: int, wanted: Wanted, timeout: float, started: Started = AS_EVER) -> Place:
+    """A cluster of processes on this machine: ``tasks`` compute tasks and ``wanted.ps`` servers, default one."""
     if tasks < 1:
         raise InvalidArgument(f"connect({tasks}): at least one compute task is needed")
-    ps = 1 if ps is None else ps
+    if wanted.workers is not None:
+        raise InvalidArgument(f"workers={wanted.workers}: connect({tasks}) starts its own; others are waited for")
+    ps = 1 if wanted.ps is None else wanted.ps
+    wanted = wanted._replace(ps=ps, workers=tasks + ps)
     begin = time.monotonic()
     cluster = _Local.__new__(_Local)  # so that its scheduler is seen while workers start
     progress = Progress()
@@ -326,21 +375,21 @@ def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER
     def make() -> LocalCluster:
         with dask.config.set(SETTINGS):
             cluster.__init__(  # type: ignore[misc]
-                n_workers=tasks + ps, threads_per_worker=started.threads or 1, processes=True, host="127.0.0.1",
+                n_workers=wanted.least, threads_per_worker=started.threads or 1, processes=True, host="127.0.0.1",
                 memory_limit=started.memory or "auto", dashboard_address="127.0.0.1:0",
                 scheduler_kwargs={"dashboard": started.dashboard},
-                silence_logs=logging.ERROR,
+                silence_logs=logging.ERROR, resources=dict(wanted.resources) or None,
                 preload=["tfnb.cluster.tasks.task"], worker_class=_Starter,
             )  # fmt: skip
         return cluster
 
     def look() -> None:
         workers = getattr(getattr(cluster, "scheduler", None), "workers", {})
-        progress.found("workers", sorted(str(worker.name) for worker in list(workers.values())), tasks + ps)
+        progress.found("workers", sorted(str(worker.name) for worker in list(workers.values())), wanted.least)
         progress.say()
 
     try:
-        _opened(make, timeout, f"starting {tasks + ps} worker processes", look)
+        _opened(make, timeout, f"starting {wanted.least} worker processes", look)
     except DeadlineExceeded as late:
         raise DeadlineExceeded(f"{late}; a busy machine takes longer: connect(timeout={2 * timeout:g})") from None
     try:
@@ -349,7 +398,7 @@ def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER
         _quietly(cluster)
         raise
     place.closers = [partial(_closed, cluster), *place.closers, partial(_hushed, place.client)]
-    place.ps, place.workers, place.dashboard, place.progress = ps, tasks + ps, started.dashboard, progress
+    place.wanted, place.dashboard, place.progress = wanted, started.dashboard, progress
     place.is_ours = True
     return place
 
@@ -434,20 +483,27 @@ def _by_name(worker: tuple[str, dict[str, Any]]) -> tuple[int, str, str]:
 
 
 async def workers_of(
-    client: Client, least: int, timeout: float, progress: Progress | None = None
+    client: Client, wanted: Wanted, adapting: Adapting, timeout: float, progress: Progress
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Address -> facts of every worker, as soon as there are ``least``."""
+    """Address -> facts of every worker that is taken, as soon as there are enough.
+
+    Where nobody said how many, and all are there that the cluster was made with, these are enough.
+    """
     end = time.monotonic() + timeout
     while True:
-        found = await identities(client)
-        if progress is not None:
-            progress.found("workers", sorted(str(facts.get("name", addr)) for addr, facts in found.items()), least)
-        if len(found) >= least:
+        there = await identities(client)
+        found = {addr: facts for addr, facts in there.items() if wanted.takes(facts)}
+        progress.found("workers", sorted(str(facts.get("name", addr)) for addr, facts in found.items()), wanted.least)
+        is_all = found and wanted.workers is None and not adapting.is_starting
+        if len(found) >= wanted.least or is_all:
             return dict(sorted(found.items(), key=_by_name))
         if time.monotonic() > end:
+            address = scheduler_address(client)
+            fitting = f" with {wanted} (of {len(there)})" if wanted.resources else ""
+            fewer = f", or connect(workers={len(found)}) does with these" if found else ""
             raise DeadlineExceeded(
-                f"the Dask cluster at {scheduler_address(client)} has {len(found)} of {least} workers after "
-                f"{timeout:g} s; start some with `dask worker {scheduler_address(client)}`"
+                f"the Dask cluster at {address} has {len(found)} of {wanted.least} workers{fitting} after "
+                f"{timeout:g} s; start some with `dask worker {address}`{fewer}"
             )
         await asyncio.sleep(0.05)
 
@@ -461,10 +517,11 @@ async def identities(client: Client) -> dict[str, dict[str, Any]]:
     return {addr: facts for addr, facts in found["workers"].items() if facts.get("status", "running") == "running"}
 
 
-def submit(client: Client, name: str, addr: str, owner: str) -> Any:
+def submit(client: Client, name: str, addr: str, owner: str, resources: Mapping[str, float]) -> Any:
     """Start the task actor on a worker; its future."""
     return client.submit(
         TaskActor, name, actor=True, workers=[addr], allow_other_workers=False, pure=False, key=f"tfnb-{owner}-{name}",
+        resources=dict(resources) or None,
     )  # fmt: skip
 
 
@@ -540,17 +597,18 @@ class WorkerGone(Unavailable):
 
 
 async def start(
-    client: Client, link: ClientLink, registered: Registered, ps: int | None, workers: int, timeout: float,
+    client: Client, link: ClientLink, registered: Registered, wanted: Wanted, adapting: Adapting, timeout: float,
     progress: Progress,
 ) -> tuple[list[Member], list[Member], str]:  # fmt: skip
     """Tasks and servers on the workers of a cluster, and the route to them; all of them in the registry."""
     end = time.monotonic() + timeout
+    adapting.hold(wanted.least)
     try:
         await registered.open()
         while True:
-            addrs = list(await workers_of(client, workers, end - time.monotonic(), progress))
+            addrs = list(await workers_of(client, wanted, adapting, end - time.monotonic(), progress))
             try:
-                found = await _start_on(client, link, addrs, roles(len(addrs), ps), registered.epoch, end, progress)
+                found = await _start_on(client, link, addrs, wanted, registered.epoch, end, progress)
                 break
             except WorkerGone:
                 if time.monotonic() > end:
@@ -558,17 +616,19 @@ async def start(
                 await asyncio.sleep(0.1)
         await registered.publish(lambda: (*found[0], *found[1]))
     except BaseException:
+        adapting.release()
         await registered.close()
         raise
     return found
 
 
 async def joined(
-    client: Client, link: ClientLink, name: str, addr: str, servers: Sequence[Member], epoch: int, end: float
+    client: Client, link: ClientLink, name: str, addr: str, wanted: Wanted, servers: Sequence[Member], epoch: int,
+    end: float,
 ) -> Member:  # fmt: skip
     """A task on a worker that came later; raises WorkerGone, or another TfnbError where the worker cannot be used."""
     await _ensure_tfnb(client, addr, end)
-    future = submit(client, name, addr, uuid.uuid4().hex[:8])
+    future = submit(client, name, addr, uuid.uuid4().hex[:8], wanted.resources)
     try:
         await started(client, {name: future}, {name: addr}, end, Progress())
         peer, info = await greet(link, addr, str(future.key), end)
@@ -593,12 +653,13 @@ async def _ensure_tfnb(client: Client, addr: str, end: float) -> None:
 
 
 async def _start_on(
-    client: Client, link: ClientLink, addrs: Sequence[str], who: Roles, epoch: int, end: float, progress: Progress
+    client: Client, link: ClientLink, addrs: Sequence[str], wanted: Wanted, epoch: int, end: float, progress: Progress
 ) -> tuple[list[Member], list[Member], str]:
+    who = roles(len(addrs), wanted.ps)
     first = len(addrs) - who.tasks  # servers are the oldest workers: Dask's `scale` ends the youngest
     names = {a: f"ps:{i}" if i < first else f"task:{i - first}" for i, a in enumerate(addrs)}
     owner = uuid.uuid4().hex[:8]
-    futures = {name: submit(client, name, addr, owner) for addr, name in names.items()}
+    futures = {name: submit(client, name, addr, owner, wanted.resources) for addr, name in names.items()}
     await started(client, futures, {name: addr for addr, name in names.items()}, end, progress)
     members, route = [], "direct"
     for addr, name in names.items():

@@ -23,13 +23,16 @@ PATIENCE = 10.0  # seconds that the scheduler has for an answer
 
 
 class Registered:
-    """The entry of one cluster. ``without``: why there is none, in a line."""
+    """The entry of one cluster. ``without``: why there is none, in a line.
+
+    ``is_scaled``: whether something scales the Dask cluster adaptively, as of the last answer.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.cluster = uuid.uuid4().hex[:8]
         self.epoch, self.revision, self.others = 1, 0, 0
-        self.without = ""
+        self.without, self.is_scaled = "", False
         self._heeds = False
         self._writing = asyncio.Lock()
 
@@ -89,5 +92,5 @@ class Registered:
     async def _ask(self, method: str, **arguments: Any) -> Any:
         async with asyncio.timeout(PATIENCE):
             answer = await scheduler_of(self._client).tfnb_registry(method=method, cluster=self.cluster, **arguments)
-        self.others = int(answer["clusters"]) - 1
+        self.others, self.is_scaled = int(answer["clusters"]) - 1, bool(answer["is_scaled"])
         return answer["entry"]

@@ -1,16 +1,19 @@
 """Which tfnb clusters live on a Dask scheduler: a table, and the scheduler plugin that keeps it.
 
 Each cluster has an epoch, which no other one of this scheduler ever has, and a revision: who writes says which one it
-read, and is refused where somebody wrote since. The plugin tells every notebook at once that a worker came or left.
+read, and is refused where somebody wrote since. The plugin tells every notebook at once that a worker came or left, and
+with each answer whether the Dask cluster is scaled adaptively.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 TOPIC = "tfnb-members"  # of Dask's events
+LATELY = 60.0  # seconds between two questions of adaptive scaling, at most: one by default
 
 
 class Table:
@@ -66,20 +69,27 @@ class Table:
 class Registry(SchedulerPlugin):
     """The table on a scheduler: ``scheduler.tfnb_registry(method=, ...)`` calls its methods."""
 
-    name = "tfnb-registry-1"  # of what it answers: another version has another table
+    name = "tfnb-registry-2"  # of what it answers: another version has another table
     idempotent = True
 
     async def start(self, scheduler: Any) -> None:
         """Called by Dask."""
         self.table, self.scheduler = Table(), scheduler
-        scheduler.handlers["tfnb_registry"] = self.answer
+        self.scaled = float("-inf")  # when somebody asked how many workers the scheduler needs
+        self._target = scheduler.handlers["adaptive_target"]
+        scheduler.handlers |= {"tfnb_registry": self.answer, "adaptive_target": self._adaptive_target}
+
+    def _adaptive_target(self, **options: Any) -> Any:
+        self.scaled = time.monotonic()
+        return self._target(**options)
 
     async def answer(self, method: str, **arguments: Any) -> Any:
-        """What a client asks; a count of clusters goes with each answer."""
+        """What a client asks; a count of clusters goes with each answer, and whether their workers are scaled."""
         if method not in ("open", "read", "write", "close"):
             raise ValueError(f"the registry has no method {method[:40]!r}")
         found = getattr(self.table, method)(**arguments)
-        return {"entry": found, "clusters": len(self.table.clusters)}
+        is_scaled = time.monotonic() - self.scaled < LATELY
+        return {"entry": found, "clusters": len(self.table.clusters), "is_scaled": is_scaled}
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         """Called by Dask."""

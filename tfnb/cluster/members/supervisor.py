@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from itertools import chain, count
 
@@ -21,7 +21,8 @@ from distributed import Client
 
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import Member
-from tfnb.cluster.members.deploy import LOOK, WorkerGone, identities, joined
+from tfnb.cluster.members.adapting import Adapting
+from tfnb.cluster.members.deploy import LOOK, Wanted, WorkerGone, identities, joined
 from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.wire.messages import Refused
 from tfnb.errors import Fenced, VersionMismatch
@@ -34,7 +35,11 @@ ANNOUNCED = 2.0  # seconds that such a worker has to be running
 class Supervisor:
     """Watches the workers of a cluster while it is connected."""
 
-    def __init__(self, client: Client, engine: Engine, registered: Registered) -> None:
+    def __init__(
+        self, client: Client, engine: Engine, registered: Registered, wanted: Wanted, adapting: Adapting
+    ) -> None:  # fmt: skip
+        self._wanted, self._adapting = wanted, adapting
+        self._is_scaling_said = False
         self._client, self._engine, self._registered = client, engine, registered
         self._news = asyncio.Event()  # of the registry
         self._heard = 0.0  # when it came
@@ -49,6 +54,8 @@ class Supervisor:
     async def start(self) -> None:
         """Look from now on."""
         self._registered.heed(self._news.set)
+        self._say_lifetimes(self._there())
+        self._keep()
         self._watch = asyncio.create_task(self._watched())
 
     def cancel(self) -> None:
@@ -78,7 +85,8 @@ class Supervisor:
                 if self._is_behind:
                     await self._publish()
                 self._end_the_lost()
-                self._look(found)
+                self._keep()
+                self._look([addr for addr, facts in found.items() if self._wanted.takes(facts)])
 
     def _say_who_left(self) -> None:
         engine, left = self._engine, list[Member]()
@@ -106,6 +114,25 @@ class Supervisor:
         except Fenced as error:
             self._engine.lose_entry(error)
             raise
+
+    def _keep(self) -> None:
+        """Let adaptive scaling keep the workers that are there, or say that it will not."""
+        count = len({member.peer.addr for member in self._there()})
+        if self._adapting.hold(count):
+            self._engine.say(f"Dask's adaptive scaling keeps {count} workers now, while the cluster is connected")
+        elif self._registered.is_scaled and not self._adapting.is_known and not self._is_scaling_said:
+            self._is_scaling_said = True
+            self._engine.say(
+                "Dask's adaptive scaling is on: it closes workers that compute no Dask tasks, also those of tasks and "
+                f"servers. Where the cluster was made, call its adapt(minimum={count}, ...)"
+            )
+
+    def _say_lifetimes(self, members: Iterable[Member]) -> None:
+        for member in members:
+            if lifetime := member.info.get("lifetime"):
+                who = f"{member.name} ({member.peer.addr})"
+                end = "its values are lost then" if member.shards else "it leaves then"
+                self._engine.say(f"the worker of {who} has a lifetime of {lifetime:g} s: {end}")
 
     def _there(self) -> list[Member]:
         engine = self._engine
@@ -156,7 +183,9 @@ class Supervisor:
         """Make a task on a worker, and let it take part."""
         engine, end = self._engine, time.monotonic() + STARTS_WITHIN
         try:
-            member = await joined(self._client, engine.link, name, addr, engine.servers, engine.epoch, end)
+            member = await joined(
+                self._client, engine.link, name, addr, self._wanted, engine.servers, engine.epoch, end
+            )  # fmt: skip
             self._entering.add(member)
             await self._publish()
         except WorkerGone:
@@ -167,6 +196,7 @@ class Supervisor:
             engine.say(f"the worker at {addr} takes no part: {(why or type(error).__name__).splitlines()[0]}")
         else:
             engine.join(member)
+            self._say_lifetimes([member])
             engine.say(f"{name} ({addr}) joined at step {engine.step}: {self._width()}")
         finally:
             self._entering = {each for each in self._entering if each.name != name}

@@ -25,6 +25,8 @@ from tfnb.placement.placement import Homes, Piece, read_from
 from tfnb.placement.shards import pack, together
 
 REFRESH = 2.0  # seconds between two pulls during a fit, at least
+STILL = 0.05  # of the time, at most, that training stands still for them
+BUSY = 0.02  # of a processor's time, at most, that they take here; servers compute about as much
 
 
 class VariablesThere:
@@ -35,12 +37,8 @@ class VariablesThere:
 
     def __init__(self, engine: Engine, do: Callable[..., Any]) -> None:
         self.engine, self.do, self.held, self.hooks = engine, do, Holdings(), Hooks()
-        self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
-
-    @property
-    def pulled_step(self) -> int:
-        """The step that the storages here show."""
-        return self._pulled[0]
+        self.pulled_step = 0  # the step that the storages here show
+        self._due = time.monotonic() + REFRESH  # when they are to be pulled again
 
     def outdated(self, step: StepGraph) -> None:
         """A step writes its Variables there: the storages here are old."""
@@ -131,7 +129,7 @@ class VariablesThere:
 
     async def bring_home(self, kept: Sequence[Variable] = ()) -> int:
         """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
-        begin = time.monotonic()
+        begin, busy = time.monotonic(), time.process_time()
         variables = [variable for variable in self.held.variables if variable not in kept]
         values, step, _ = await self.values(variables)
         with torch.no_grad(), self.held.showing:
@@ -139,7 +137,9 @@ class VariablesThere:
                 if variable in self.held:  # else the cluster was closed meanwhile: its value is here
                     lazy_memory.assign(variable.kept, values[variable.key])
                     self.held.same(variable)
-            self._pulled = (step, time.monotonic(), time.monotonic() - begin)
+            self.pulled_step = step
+        still, busy = time.monotonic() - begin, time.process_time() - busy
+        self._due = time.monotonic() + max(REFRESH, still / STILL, busy / BUSY)
         return step
 
     async def values(
@@ -163,16 +163,15 @@ class VariablesThere:
             self.pull(self.held.written(self.held.variables, thorough=True))
 
     def refresh(self) -> None:
-        """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most.
+        """A pull now and then while training, for the case that a server is lost.
 
         What was written here stays: it is sent later, or refused.
         """
-        _, when, cost = self._pulled
-        if time.monotonic() - when > max(REFRESH, 20 * cost):
+        if time.monotonic() > self._due:
             try:
                 self.pull(self.held.written(self.held.variables, thorough=False))
             except Aborted:  # steps went on: the next time
-                self._pulled = (self.pulled_step, time.monotonic(), cost)
+                self._due = time.monotonic() + REFRESH
 
     def release(self) -> None:
         """Variables live here again."""

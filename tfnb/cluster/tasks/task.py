@@ -185,7 +185,7 @@ class Task:
             "incarnation": self.incarnation, "versions": versions(), "pid": os.getpid(), "budget": self.budget,
             "room": self._room,
             "threads": torch.get_num_threads(), "devices": _devices(), "nanny": self.worker.nanny is not None,
-            "client": self.link.client,
+            "client": self.link.client, "lifetime": getattr(self.worker, "lifetime", None),
         })  # fmt: skip
 
     async def _configure(self, request: Request) -> Answer:
