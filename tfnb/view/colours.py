@@ -175,9 +175,8 @@ class Marks:
         return ", ".join(f"{found.count(mark)} {mark}" for mark in TONES if mark in found)
 
     def legend(self, root: Box) -> list[list[str]]:
-        """Words and colours that boxes below ``root`` have."""
-        found = {self.of(box) for box in root.walk()}
-        return [[mark, LIGHT[tone].line] for mark, tone in TONES.items() if mark in found]
+        """Words and colours of what became of nodes; a group of several kinds has that of what is changed."""
+        return [[mark, LIGHT[tone].line] for mark, tone in TONES.items() if mark in self.by_id.values()]
 
 
 def marks(difference: Difference) -> dict[int, str]:
