@@ -204,6 +204,7 @@ def test_close_ends_the_wait_at_once(connect, what):
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.filterwarnings("ignore:closed without the last values")
 def test_an_address_that_refuses_connections_has_no_process(connect, dask):
     cluster = connect(2)
     engine, member = cluster._engine, cluster._engine.servers[-1]
