@@ -43,9 +43,9 @@ test-slow: $(INSTALLED) ## only the slow tests, with the other notebooks and the
 test-all: $(INSTALLED) ## both, without a choice or a limit of time
 	$(PYTEST) -m "not sweep" tests $(NOTEBOOKS)
 
-durations: $(INSTALLED) ## run the slow tests, and write what each takes to tests/durations.json
+durations: $(INSTALLED) ## run all tests, and write what each takes to tests/durations.json
 	mkdir -p build
-	$(PYTEST) -m slow --junitxml build/slow.xml tests $(NOTEBOOKS); $(BIN)/python -m tests.selection build/slow.xml
+	$(PYTEST) -m "not sweep" --junitxml build/all.xml tests $(NOTEBOOKS); $(BIN)/python -m tests.durations build/all.xml
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .
