@@ -79,7 +79,8 @@ class Supervisor:
         while self._engine.lost is None:
             await self._sleep()
             if self._client.status != "running":
-                self._engine.lose_scheduler()
+                if not self._engine.is_closing:  # else who closes knows, and brings the values home before
+                    self._engine.lose_scheduler()
                 return
             with suppress(OSError, TimeoutError, RuntimeError, Fenced):  # the next look says what it was
                 found = await identities(self._client)
