@@ -16,7 +16,8 @@ INSTALLED := $(VENV)/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 # Tests start hundreds of processes: where no bytecode is kept each of them compiles our modules anew.
 export PYTHONDONTWRITEBYTECODE :=
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
+# A worker that crashed is not replaced: pytest-xdist 3.8 can wait for ever for the new one.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
