@@ -18,7 +18,7 @@ from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived, Reply, Send, Tick
 from tfnb.cluster.server.cores import Cores
 from tfnb.cluster.server.parts import mean
-from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request
+from tfnb.cluster.wire.messages import GIVEN_UP, Failed, Ok, OpId, Refused, Request
 from tfnb.state.store import Store
 
 BAD = Failed("InvalidArgument", "kernel")
@@ -114,6 +114,35 @@ def test_a_step_over_which_a_task_and_its_successor_are_lost_stops_and_names_the
     assert not any(isinstance(i, e.Finish) for i in play(machine, CutAt(machine.next - 4))), (
         "a step was written between"
     )
+
+
+def test_a_silent_task_kills_no_step_and_joins_again_under_its_place():
+    machine = rounds(tasks=[0, 2, 1])
+    play(machine, Offer("abcd"))
+    task = 1
+    for following in range(3, 9):
+        assert play(machine, e.Lost(task, is_silent=True)) == [Cut(machine.next - 1)]
+        assert {i.task for i in play(machine, CutAt(machine.first - 1)) if isinstance(i, Give)} == {0, 2}
+        play(machine, e.Joined(following, follows=task))
+        given = [i for i in play(machine, CutAt(machine.first - 1)) if isinstance(i, Give)]
+        assert {i.task for i in given} == {0, 2, following} and [i.piece.steps for i in given] == ["abcd"] * 3
+        task = following
+    assert machine.cause is None and machine.lost == []
+    play(machine, e.Lost(task), CutAt(machine.first - 1), e.Joined(9, follows=task), CutAt(machine.first - 1))
+    play(machine, e.Lost(9))
+    assert "seems to kill" in machine.cause.message, "it died twice over one step"
+
+
+def test_training_without_a_task_waits_for_a_silent_one_and_not_for_a_dead_one():
+    for is_silent in (True, False):
+        machine = rounds(tasks=[0])
+        play(machine, Offer("ab"), e.Lost(0, is_silent), now=5.0)
+        ends = play(machine, CutAt(0), e.Tick(), now=5.0 + GIVEN_UP - 1)
+        if not is_silent:
+            assert ends == [e.Finish(cause=e.TasksLost())]
+            continue
+        assert ends == [] and machine.state == "waiting"
+        assert [i.task for i in play(machine, e.Joined(1, follows=0))] == [1]
 
 
 def test_tasks_that_are_lost_while_nothing_is_lent_are_no_attempt():

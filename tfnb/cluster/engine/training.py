@@ -246,7 +246,7 @@ class Training:
         """Tell the machine, and carry out what it says."""
         if self._is_changing and self.machine.state == "over":
             self._missed.append(event)
-        if isinstance(event, e.Lost | e.Suspect):
+        if isinstance(event, e.Lost | e.MissedPing):
             self._give_up(event.task)
         if isinstance(event, e.Lost):
             self._loops.pop(event.task, None)
@@ -501,7 +501,7 @@ class Training:
         """A loop failed, or was not reached: it ends, and the machine learns why, unless it was ended meanwhile."""
         event = await self.engine.judged(answer, task)
         if not isinstance(event, e.Lost) and not await self._left(task, loop):
-            event = e.Lost(task)
+            event = self.engine.peers.lost(task)
         if self._loops.get(task) is loop:
             if not isinstance(event, e.Lost):
                 del self._loops[task]
@@ -523,7 +523,7 @@ class Training:
         is_there = loop is None or await self._left(task, loop)
         if is_there:
             self._loops.pop(task, None)
-        self.feed(a.Stopped(task) if is_there else e.Lost(task))
+        self.feed(a.Stopped(task) if is_there else self.engine.peers.lost(task))
 
     def _give_up(self, task: int) -> None:
         """No other loop waits for that of a task, and servers take nothing from it: should it live, it begins anew."""
@@ -574,7 +574,7 @@ class Training:
         self._loops.clear()
         for task, is_there in zip(loops, ends, strict=True):
             if not is_there:
-                self.feed(e.Lost(task))
+                self.feed(self.engine.peers.lost(task))
         self.feed(s.CutAt(latest))
 
     async def _count(self, operations: Sequence[tuple[int, int]]) -> None:

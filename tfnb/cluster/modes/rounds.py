@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.leases import AHEAD, Broken, Give, Held, Offer, Piece, Progress, Report, Sizes
 from tfnb.cluster.modes.plan import RETRIES, poison
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import GIVEN_UP, Failed
 
 
 class Cut(NamedTuple):
@@ -42,9 +42,9 @@ class Rounds:
 
     ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``fixed``: of how many it
     is always made, 0 for all but the spare ones. ``least``: tasks without which there is no step. ``patience``: seconds
-    that training with fewer tasks waits for one. ``members``: the tasks of this generation, in worker order. ``base``:
-    steps that were written before it, the first of whose rounds is ``first``. States: planned; open; cutting; waiting
-    (for a task); over.
+    that training with fewer tasks waits for one; it waits for a silent one, too. ``members``: the tasks of this
+    generation, in worker order. ``base``: steps that were written before it, the first of whose rounds is ``first``.
+    States: planned; open; cutting; waiting (for a task); over.
     """
 
     tasks: list[int]
@@ -71,7 +71,7 @@ class Rounds:
     known: set[tuple[int, int]] = field(default_factory=set)  # steps of which all those have told
     began: float = 0.0
     missed: int = 0  # failures since the last step that was written
-    lost: list[int] = field(default_factory=list)  # tasks likewise, one of each attempt; as in `places`
+    lost: list[int] = field(default_factory=list)  # dead tasks likewise, one of each attempt; as in `places`
     places: dict[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
     is_ended: bool = False
 
@@ -121,8 +121,8 @@ class Rounds:
             case "open", Broken(task, failure, is_fatal) if task in self.members:
                 self.missed += 1
                 return self._stop(failure if is_fatal or self.missed > RETRIES else None)
-            case "open" | "cutting" | "planned" | "waiting", e.Lost(task) if task in self.tasks:
-                return self._lose(task)
+            case "open" | "cutting" | "planned" | "waiting", e.Lost(task, is_silent) if task in self.tasks:
+                return self._lose(task, is_silent)
             case "open" | "cutting" | "waiting", e.Joined(task, follows) if task not in self.tasks:
                 return self._join(task, follows, now)
             case "waiting", e.Interrupt():
@@ -213,11 +213,13 @@ class Rounds:
             self.places[task] = self.places.get(follows, follows)
         return self._begin(now) if self.state == "waiting" else self._stop(None)
 
-    def _lose(self, task: int) -> list[Instruction]:
+    def _lose(self, task: int, is_silent: bool) -> list[Instruction]:
         self.tasks.remove(task)
+        if is_silent:
+            self.patience = max(self.patience, GIVEN_UP)
         if self.state in ("planned", "waiting") or task not in self.members:
             return []
-        if self.state == "open" and self.out:  # tasks lost together are one attempt
+        if self.state == "open" and self.out and not is_silent:  # tasks lost together are one attempt
             self.lost.append(self.places.get(task, task))
         if (cause := poison(self.lost)) is not None:
             return self._stop(cause)

@@ -535,6 +535,17 @@ class Loops:
             self._loops.pop(str(meta["loop"]), None)
         return report
 
+    async def reset(self) -> None:
+        """End all loops, whatever servers answer, and drop the data; what is lent to these loops comes too late."""
+        loops = list(self._loops.values())
+        self._left.extend(self._loops)
+        self._loops.clear()
+        await asyncio.gather(*(loop.stop(0, is_given_up=True) for loop in loops))
+        for data in self._data.values():
+            data.close()
+        self._data.clear()
+        await self._host.stop_reading()
+
     def end(self) -> None:
         """Their task ends, whatever they wait for."""
         for loop in self._loops.values():
