@@ -14,14 +14,12 @@ import pytest
 import torch
 
 import tfnb
-from tests.cluster.conftest import close_to, stats, stop, worker_processes
+from tests.cluster.conftest import SOON, close_to, stats, stop, until, worker_processes
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_faults import Interrupter
-from tests.cluster.test_members import member_of, rows, until
+from tests.cluster.test_members import member_of, rows
 from tests.cluster.test_silent_servers import MODES, NAMES, call_of, starved, stopped
 from tests.quick import quick
-
-SOON = 120.0  # seconds that a slow machine has
 
 
 @pytest.fixture
@@ -196,21 +194,6 @@ def test_the_status_tells_of_a_silent_task_and_who_dies_then_is_dead(connect):
     until(lambda: cluster.tasks == ("task:0", "task:1"))
     assert member_of(cluster, "task:1").info["pid"] != old.info["pid"]
     assert any("task:1" in line and "left at step" in line for line in cluster.news(0)[1])
-
-
-@pytest.mark.slow
-def test_a_task_that_is_silent_for_too_long_is_replaced(connect, monkeypatch):
-    monkeypatch.setattr("tfnb.cluster.engine.peers.GIVEN_UP", 8.0)
-    c, cluster = Counters(), connect(2)
-    tfnb.run(c.train, {c.x: torch.ones(4)})
-    old = member_of(cluster, "task:1")
-    with striking(old, stopped(20.0)) as strike:
-        tfnb.fit(c.train, rows(c, lambda: not (old.alive or old.silent_since), at=(30, strike)))
-        assert cluster.tasks == ("task:0",) and "1 of 2 compute tasks are lost" in str(cluster.status())
-    until(lambda: cluster.tasks == ("task:0", "task:1"))
-    assert member_of(cluster, "task:1").info["pid"] != old.info["pid"]
-    assert "restarts left: 4 of 5" in str(cluster.status())
-    check_counts(c, cluster)
 
 
 @pytest.mark.parametrize("what", quick(1, ["sync", "async", "run", "bounded"]))

@@ -381,7 +381,7 @@ class Engine:
     @property
     def patience(self) -> float:
         """Seconds that work waits for a task where there is none: a nanny starts one again, or a silent one answers."""
-        return REPLACED_WITHIN if any(m.info.get("nanny") or m.is_silent for m in self.tasks) else 0.0
+        return REPLACED_WITHIN if any(m.info.get("nanny") or m.is_silent for m in self.places.values()) else 0.0
 
     @property
     def comes(self) -> bool:
