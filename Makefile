@@ -16,7 +16,8 @@ INSTALLED := $(VENV)/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 # Tests start hundreds of processes: where no bytecode is kept each of them compiles our modules anew.
 export PYTHONDONTWRITEBYTECODE :=
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
+# A worker that crashed is not replaced: pytest-xdist 3.8 can wait for ever for the new one.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
@@ -43,9 +44,9 @@ test-slow: $(INSTALLED) ## only the slow tests, with the other notebooks and the
 test-all: $(INSTALLED) ## both, without a choice or a limit of time
 	$(PYTEST) -m "not sweep" tests $(NOTEBOOKS)
 
-durations: $(INSTALLED) ## run the slow tests, and write what each takes to tests/durations.json
+durations: $(INSTALLED) ## run all tests, and write what each takes to tests/durations.json
 	mkdir -p build
-	$(PYTEST) -m slow --junitxml build/slow.xml tests $(NOTEBOOKS); $(BIN)/python -m tests.selection build/slow.xml
+	$(PYTEST) -m "not sweep" --junitxml build/all.xml tests $(NOTEBOOKS); $(BIN)/python -m tests.durations build/all.xml
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .

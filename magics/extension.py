@@ -68,9 +68,10 @@ def load(shell: InteractiveShell) -> None:
 
 
 def _user_code_ran(_result: Any = None) -> None:
-    """A cell may have changed what recordings read."""
-    if "tfnb.recording" in sys.modules:
-        tfnb.recording.user_code_ran()
+    """A cell may have changed what recordings read. While the room is still being imported there are none."""
+    tell = getattr(sys.modules.get("tfnb.recording"), "user_code_ran", None)
+    if tell is not None:
+        tell()
 
 
 def _import_torch() -> None:

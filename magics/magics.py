@@ -26,7 +26,7 @@ from tfnb.magics.complete import VERBS
 from tfnb.magics.export_files import exported
 from tfnb.magics.graph_names import is_graph
 from tfnb.magics.live import Lives
-from tfnb.magics.options import existing, magic, near, parsed, size
+from tfnb.magics.options import device, existing, magic, near, parsed, size
 from tfnb.magics.rerun import Cells, Change, RecordedCell, change
 from tfnb.magics.run_magics import RunMagics
 from tfnb.magics.sticky import Sticky
@@ -54,7 +54,7 @@ class TfnbMagics(RunMagics):
         argument("words", nargs="*", metavar="NAME", help="the graph; line form also a verb: " + " ".join(VERBS)),
         argument("-i", "--input", action="append", default=[], metavar="NAME[:DIMS]",
                  help="make the tensor NAME a placeholder; x:B,T,8 names axes, _ keeps the sample's size"),
-        argument("-d", "--device", metavar="DEV", help="where factories and placeholders go"),
+        argument("-d", "--device", type=device, metavar="DEV", help="where factories and placeholders go"),
         argument("--lazy", action="store_true", help="shapes only, no sample values"),
         argument("-N", "--no-execute", action="store_true", help="show what AutoGraph makes of the cell, run nothing"),
         argument("--no-autograph", action="store_true", help="if, while and for stay Python, decided by the samples"),

@@ -74,6 +74,17 @@ def size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
+def device(text: str) -> str:
+    """A device that tensors can be on; raises UsageError."""
+    import torch  # loading the extension does not wait for it
+
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:  # torch raises any of them
+        raise UsageError(f"-d {text}: {str(error).splitlines()[0]}") from None
+    return text
+
+
 def existing(path: Path) -> Path:
     """A file that is there; raises UsageError."""
     if path.is_dir():

@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.durations import known, long
 from tests.scheduling import Scheduling, place
 from tfnb.graph import current
 from tfnb.recording.cells.block import forget, graphs
@@ -69,11 +70,13 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that processes side by side end at about the same time."""
     items.sort(key=lambda item: place(item.nodeid))
+    left = long((item.nodeid for item in items if not item.get_closest_marker("slow")), known())
     for item in items:
         is_cell = config.getoption("nbval", None) and item.path.suffix == ".ipynb"
         if is_cell:  # it needs those above it in its kernel
             item.add_marker(pytest.mark.flaky(reruns=0))
-        if (is_cell and item.path.stem not in QUICK_NOTEBOOKS) or item.get_closest_marker("browser"):
+        is_slow_cell = is_cell and item.path.stem not in QUICK_NOTEBOOKS
+        if is_slow_cell or item.get_closest_marker("browser") or item.nodeid in left:
             item.add_marker(pytest.mark.slow)
 
 

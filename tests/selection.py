@@ -4,33 +4,28 @@
 those of the rooms directly above, by the table of ``tests/test_layers.py``, then a third of the others, which differs
 from commit to commit. By ``tests/durations.json`` they fit into so many seconds of wall time; the others are left out.
 ``TFNB_SLOW_DEADLINE``, in seconds since the epoch, is for slow machines: no slow test is begun later.
-
-``python -m tests.selection REPORT.xml`` writes the durations in a report of ``pytest --junitxml`` to that file.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 import time
-import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from statistics import mean, median
+from statistics import median
 from typing import Any
 from zlib import crc32
 
 import pytest
 
+from tests.durations import function_of, known, unit_of
 from tests.scheduling import scope
 from tests.test_layers import BELOW
 
 ROOT = Path(__file__).parent.parent
-DURATIONS = Path(__file__).with_name("durations.json")
 SECONDS, DEADLINE = "TFNB_SLOW_SECONDS", "TFNB_SLOW_DEADLINE"
 HISTORY = 20  # commits back to the base, where there is no other
 SHARES = 3  # of the tests that no change calls for, each commit runs one share
@@ -178,12 +173,6 @@ class Reasons:
         )
 
 
-def unit_of(nodeid: str) -> str:
-    """What is chosen or left out as a whole: a test, or all cells of a notebook, as each needs those before it."""
-    path = nodeid.partition("::")[0]
-    return path if path.endswith(".ipynb") else nodeid
-
-
 def left_out(nodeids: Iterable[str], reasons: Reasons, durations: Mapping[str, float], seconds: float, processes: int,
              scope: Callable[[str], str] = scope) -> dict[str, str]:  # fmt: skip
     """The tests that are not run, each with the reason.
@@ -207,11 +196,6 @@ def left_out(nodeids: Iterable[str], reasons: Reasons, durations: Mapping[str, f
             total += cost
             scopes[scope(unit)] += cost
     return out
-
-
-def function_of(nodeid: str) -> str:
-    """A test without its parameters, a notebook without the cell: what durations are kept for."""
-    return unit_of(nodeid.partition("[")[0])
 
 
 def summary(nodeids: Iterable[str], out: Mapping[str, str]) -> list[str]:
@@ -247,7 +231,7 @@ class Selection:
         if self.reasons is None:
             return
         slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
-        out = left_out(slow, self.reasons, json.loads(DURATIONS.read_text()), self.seconds, self.processes)
+        out = left_out(slow, self.reasons, known(), self.seconds, self.processes)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
         items[:] = [item for item in items if item.nodeid not in out]
         self.lines = summary(slow, out)
@@ -273,31 +257,3 @@ class Selection:
             terminalreporter.line(line)
         if late:
             terminalreporter.line(f"{late} chosen tests were not begun: the time was over")
-
-
-def measured(report: Path, root: Path = ROOT) -> dict[str, float]:
-    """Seconds that each test took, its fixtures included, on average over its parameters; of a JUnit report."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    for case in ET.parse(report).iter("testcase"):
-        if case.find("skipped") is None:
-            place = case.get("classname", "").removesuffix(".ipynb").replace(".", "/")
-            path = next((f"{place}{end}" for end in (".py", ".ipynb") if (root / f"{place}{end}").exists()), None)
-            if path is not None:
-                found[function_of(f"{path}::{case.get('name')}")].append(float(case.get("time", "0")))
-    return {name: round(mean(times), 2) for name, times in found.items()}
-
-
-def merged(old: Mapping[str, float], new: Mapping[str, float], root: Path = ROOT) -> dict[str, float]:
-    """The new durations, and the old ones of files that were not run and still exist."""
-
-    def path(name: str) -> str:
-        return name.partition("::")[0]
-
-    run = {path(name) for name in new}
-    kept: Iterator[str] = (name for name in old if path(name) not in run and (root / path(name)).exists())
-    return dict(sorted(({name: old[name] for name in kept} | dict(new)).items()))
-
-
-if __name__ == "__main__":
-    before = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    DURATIONS.write_text(json.dumps(merged(before, measured(Path(sys.argv[1]))), indent=0) + "\n")

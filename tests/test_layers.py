@@ -80,6 +80,7 @@ LATE = {
     ): "malt takes time to load",
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
     ("magics/extension.py", "tfnb.recording.shapes.fakes"): "torch loads in the background",
+    ("magics/options.py", "torch"): "loading the extension does not wait for torch",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
     ("tfnb/summary.py", "torch.utils.tensorboard"): "optional extra [tensorboard]",
     ("tfnb/summary.py", "tensorboard.compat.proto.config_pb2"): "optional extra [tensorboard]",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.durations import known, long, measured, merged
 from tests.selection import (
     ABOUT,
     ABOVE,
@@ -27,8 +27,6 @@ from tests.selection import (
     change,
     folder_of_tests,
     left_out,
-    measured,
-    merged,
     room_of_source,
     rooms_of_test,
     summary,
@@ -240,27 +238,30 @@ def test_summary_counts_by_file_and_reason() -> None:
 def test_durations_come_from_a_report(tmp_path: Path) -> None:
     for path in ("tests/a/test_a.py", "tests/a/test_b.py", "notebooks/c.ipynb"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).touch()
+        (tmp_path / path).write_text("def test(): ...")
     report = tmp_path / "report.xml"
     report.write_text(
         '<testsuites><testsuite>'
         '<testcase classname="tests.a.test_a" name="test[x[0]]" time="1.0"/>'
         '<testcase classname="tests.a.test_a" name="test[y]" time="2.0"/>'
+        '<testcase classname="tests.a.test_a.TestIt" name="test" time="0.5"/>'
+        '<testcase classname="tests.a.test_a.TestIt" name="test_short" time="0.05"/>'
         '<testcase classname="tests.a.test_a" name="test_skipped" time="0.0"><skipped/></testcase>'
         '<testcase classname="notebooks.c.ipynb" name="Cell 0" time="3.0"/>'
         '<testcase classname="notebooks.c.ipynb" name="Cell 1" time="4.0"/>'
         "</testsuite></testsuites>"
     )  # fmt: skip
     new = measured(report, tmp_path)
-    assert new == {"tests/a/test_a.py::test": 1.5, "notebooks/c.ipynb": 3.5}
+    of_class = {"tests/a/test_a.py::TestIt::test": 0.5}
+    assert new == {"tests/a/test_a.py::test": 1.5, **of_class, "tests/a/test_a.py::TestIt::test_short": 0.05,
+                   "notebooks/c.ipynb": 3.5}  # fmt: skip
     old = {"tests/a/test_a.py::gone": 9.0, "tests/a/test_b.py::test": 8.0, "tests/a/test_gone.py::test": 7.0}
     assert merged(old, new, tmp_path) == {"notebooks/c.ipynb": 3.5, "tests/a/test_a.py::test": 1.5,
-                                          "tests/a/test_b.py::test": 8.0}  # fmt: skip
+                                          **of_class, "tests/a/test_b.py::test": 8.0}  # fmt: skip
 
 
 def test_committed_durations_are_of_tests_that_exist() -> None:
-    durations = json.loads((ROOT / "tests/durations.json").read_text())
-    assert [name for name in durations if not (ROOT / name.partition("::")[0]).exists()] == []
+    assert [name for name in known() if not (ROOT / name.partition("::")[0]).exists()] == []
 
 
 SLOW = """
@@ -305,3 +306,9 @@ def test_tests_without_time_are_left_out_and_counted(pytester: pytest.Pytester) 
     result = run(pytester, {SECONDS: "0"}, SLOW)
     assert result.parseoutcomes() == {"passed": 1, "deselected": 1}
     result.stdout.fnmatch_lines(["slow tests: base: *", "0 of 1 slow tests chosen; left out: 1 (*)"])
+
+
+def test_of_long_tests_quick_runs_take_one_and_of_longer_ones_none() -> None:
+    nodeids = ["a.py::t[1]", "a.py::t[2]", "a.py::u[1]", "a.py::u[2]", "a.py::v[1]", "n.ipynb::Cell 0", "a.py::new"]
+    durations = {"a.py::t": 0.5, "a.py::u": 0.2, "a.py::v": 9.0, "n.ipynb": 9.0}
+    assert long(nodeids, durations) == {"a.py::t[2]", "a.py::v[1]"}

@@ -384,7 +384,9 @@ function tfnbDrawing(root, options) {
       const label = box.getAttribute("aria-label") || "";
       return keyOf(box).includes(".") ? label.replace(/\n.* line \d+: .*$/, "") : label;
     };
-    hits = text ? [...everyBox(top)].filter((box) => matches(words(box))).map(keyOf) : [];
+    const found = text ? [...everyBox(top)].filter((box) => matches(words(box))).map(keyOf) : [];
+    const around = new Set(found.flatMap((key) => [...key.matchAll(/\./g)].map((dot) => key.slice(0, dot.index))));
+    hits = found.filter((key) => !around.has(key));  // what matches inside of a box that matches is the hit
     current = -1;
     mark();
     tally.textContent = text ? `${hits.length} found` : "";

@@ -13,6 +13,7 @@ from distributed import Client
 
 import tfnb
 from tests.cluster.conftest import worker_processes
+from tests.cluster.test_modes import until
 from tfnb.errors import DeadlineExceeded, InvalidArgument
 
 SOON = 0.1  # seconds between two decisions of adaptive scaling
@@ -61,11 +62,11 @@ def test_adaptive_scaling_that_begins_later() -> None:
     assert minimum(client) == 1
 
 
-def test_of_an_address_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_an_address_it_is_said() -> None:
     with worker_processes(2) as client, by_address(client) as other:
         client.cluster.adapt(minimum=2, maximum=3, interval=SOON)
         with tfnb.connect(other, ps=1, timeout=120) as cluster:
-            assert "connect: Dask's adaptive scaling is on" in capsys.readouterr().out
+            until(lambda: "Dask's adaptive scaling is on" in str(cluster.status()))
             assert "adapt(minimum=2" in str(cluster.status())
 
 

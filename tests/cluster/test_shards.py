@@ -240,7 +240,7 @@ class There:
         self.seq += 1
         return OpId("c", self.seq)
 
-    async def persist(self, peer, method, meta, tensors=(), *, op=None, epoch=0, deadline=0.0):
+    async def call(self, peer, method, meta, tensors=(), *, op=None, epoch=0):
         request = Request(method, op or self.op(), meta=meta, tensors=tensors)
         parts = asking.parts(request) if method == "batch" else [request]
         self.forms.append(method)
@@ -257,7 +257,7 @@ class There:
 def test_values_that_find_no_room_in_an_answer_come_in_another_one_under_the_same_identity(most, sizes):
     there = There(most)
     asks = [Ask(shard, "pull") for shard in range(4)]
-    found = asyncio.run(asking.persisted(there, None, asks, epoch=1, deadline=float("inf")))
+    found = asyncio.run(asking.persisted(there, None, asks, epoch=1))
     assert [end.meta["of"] for end in found] == [0, 1, 2, 3] and list(map(len, there.seen)) == sizes
     assert len({part for some in there.seen for part in some}) == 4, "each keeps its identity"
 
@@ -265,7 +265,7 @@ def test_values_that_find_no_room_in_an_answer_come_in_another_one_under_the_sam
 def test_what_waits_for_a_part_that_failed_is_not_asked_again():
     there = There(1 << 20)
     asks = [Ask(0, "take"), Ask(1, "drop"), Ask(2, "pull")]
-    found = asyncio.run(asking.persisted(there, None, asks, epoch=1, deadline=float("inf")))
+    found = asyncio.run(asking.persisted(there, None, asks, epoch=1))
     assert [type(end) for end in found] == [Refused, Failed, Ok] and len(there.seen) == 1
 
 
@@ -273,7 +273,7 @@ def test_what_waits_for_a_part_that_failed_is_not_asked_again():
 def test_large_parts_travel_on_their_own(most):
     there = There(most)
     asks = [Ask(shard, "push", {}, [torch.ones(16)]) for shard in range(3)]
-    found = asyncio.run(asking.persisted(there, None, asks, epoch=1, deadline=float("inf")))
+    found = asyncio.run(asking.persisted(there, None, asks, epoch=1))
     assert all(isinstance(end, Ok) for end in found)
     assert {len(some) for some in there.seen} == ({3} if most > 1000 else {1})
     assert set(there.forms) == {"batch"}, "one alone would wait on where another one failed"
@@ -288,15 +288,21 @@ def test_many_names_travel_in_several_messages():
     assert [type(end) for end in ends] == [Ok, Ok, Refused] and ends[2].reason == "again"
 
 
-def test_silence_is_the_outcome_of_every_part():
+def test_silence_is_the_outcome_of_every_part(monkeypatch):
+    monkeypatch.setattr(asking, "PATIENCE", 1.0)
+    monkeypatch.setattr(asking, "REDIAL", 0.1)
+    dialled = []
+
     class Silent(There):
-        async def persist(self, *_, **__):
+        confirm = dialled.append
+
+        async def call(self, *_, **__):
             return Unknown("nobody", lost=True)
 
-    found = asyncio.run(
-        asking.persisted(Silent(1 << 20), None, [Ask(0, "pull"), Ask(1, "pull")], epoch=1, deadline=1.0)
-    )
+    peer = Peer("tcp://127.0.0.1:1", "k", 1)
+    found = asyncio.run(asking.persisted(Silent(1 << 20), peer, [Ask(0, "pull"), Ask(1, "pull")], epoch=1))
     assert [type(end) for end in found] == [Unknown, Unknown]
+    assert len(dialled) > 2, "it is tried again until then"
 
 
 # -- direct streams to processes with several shards -----------------------------------------------------------------

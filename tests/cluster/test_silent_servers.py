@@ -152,7 +152,8 @@ def call_of(c, what):
     """Something that uses the servers for long."""
     if what == "run":
         return lambda: [tfnb.run(c.train, {c.x: torch.ones(4)}) for _ in range(10_000)]
-    return lambda: tfnb.fit(c.train, {c.x: ROWS}, steps=100_000, batch_size=4, mode=what)
+    how = {"staleness": 2} if what == "bounded" else {}
+    return lambda: tfnb.fit(c.train, {c.x: ROWS}, steps=100_000, batch_size=4, mode=what, **how)
 
 
 @pytest.mark.filterwarnings("ignore:the values stay on the servers")
@@ -203,6 +204,7 @@ def test_close_ends_the_wait_at_once(connect, what):
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.filterwarnings("ignore:closed without the last values")
 def test_an_address_that_refuses_connections_has_no_process(connect, dask):
     cluster = connect(2)
     engine, member = cluster._engine, cluster._engine.servers[-1]

@@ -33,8 +33,8 @@ def listening(tasks, mode="sync", ways=("mean",)):
     """A training on two tasks, and what to tell it with: tell(task, piece, first step, steps, rows, value, workers)."""
     members = [Member(f"task:{task}", Peer("a", "k", task), None) for task in tasks]
     engine = SimpleNamespace(
-        link=SimpleNamespace(client="c"), names=itertools.count(), step=0, tasks=members, forget=lambda _: None,
-        later=lambda work: work.close(),
+        link=SimpleNamespace(client="c"), names=itertools.count(), step=0, interrupts=0, tasks=members,
+        forget=lambda _: None, later=lambda work: work.close(),
     )  # fmt: skip
     placed = SimpleNamespace(writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"))
     training = Quiet(engine, placed, Mode(mode), ways, None, list(tasks), float("inf"))

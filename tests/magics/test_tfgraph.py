@@ -240,6 +240,13 @@ def test_an_option_of_another_magic_is_said_to_be_one(notebook, name):
     assert ran.err == "UsageError: unrecognized arguments: --devce=cpu; did you mean --device of %tfgraph?\n"
 
 
+@pytest.mark.parametrize("name", ["nodev", "cuda:99", "cpu:x"])
+def test_a_device_that_is_not_there_is_a_usage_error_before_anything_is_recorded(notebook, name):
+    ran = notebook.run(f"%%tfgraph on_{name[:3]} -d {name}\nx = tfnb.constant(1.0)")
+    assert ran.err.startswith(f"UsageError: -d {name}: ") and ran.err.count("\n") == 1
+    assert f"on_{name[:3]}" not in tfnb.graphs()
+
+
 @pytest.mark.parametrize(
     "line, words",
     [

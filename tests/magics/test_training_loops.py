@@ -394,7 +394,7 @@ fetched = optimizer.step()
     ),
     "siamese": Loop(
         """
-batches = [(torch.randn(n, 1, 6, 6), torch.randn(n, 1, 6, 6), torch.randint(2, (n,)).float()) for n in (6, 6, 2)]
+batches = [(torch.randn(n, 1, 6, 6), torch.randn(n, 1, 6, 6), 1.0 * torch.randint(2, (n,))) for n in (6, 6, 2)]
 class SiameseNetwork(nn.Module):
     def __init__(self):
         super().__init__()

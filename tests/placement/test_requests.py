@@ -100,5 +100,5 @@ def test_what_is_asked_for_inside_is_refused_as_it_is_outside(kind, executor):
     with tfnb.record():
         x = tfnb.placeholder(torch.ones(3), name="x")
         y = inside(x, kind)
-    with pytest.raises(InvalidArgument, match=r"device specification 'task:99' of node [a-z_0-9]+: there are"):
+    with pytest.raises(InvalidArgument, match=r"device specification 'task:99' of node .*: there are"):
         tfnb.Session(y.graph, executor=executor).run(y, {x: torch.ones(3)})

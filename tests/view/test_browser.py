@@ -136,6 +136,18 @@ def test_search_finds_and_reveals_what_is_folded(page: Page, text: str) -> None:
     assert page.js("return document.querySelectorAll('.hit,.holds').length") == 0
 
 
+def test_what_matches_inside_of_a_box_that_matches_is_one_hit(page: Page) -> None:
+    search = page.js("return document.querySelector('input[type=search]')")
+    search.send_keys("model")
+    count = int(page.wait("document.querySelector('.tfnb-tally').textContent").split()[0])
+    for place in range(1, count + 1):
+        search.send_keys("\ue007")
+        page.wait(f"document.querySelector('.tfnb-tally').textContent === '{place} of {count}'")
+    page.wait(f"document.querySelectorAll('.box.hit').length === {count}")
+    keys = page.js("return [...document.querySelectorAll('.box.hit')].map((box) => box.dataset.key)")
+    assert not [key for key in keys for other in keys if other.startswith(f"{key}.")]
+
+
 def test_a_search_that_is_no_regex_is_text(page: Page) -> None:
     page.js("return document.querySelector('input[type=search]')").send_keys("/(/")
     assert page.wait("document.querySelector('.tfnb-tally').textContent") == "0 found"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,6 +46,22 @@ def test_a_trap_is_an_error_and_the_next_layout_works() -> None:
     with pytest.raises(LayoutFailed, match="could not be laid out"):
         layout.layout(multigraph(20_000))
     assert len(layout.layout(chain(3, "after")).nodes) == 4
+
+
+def test_a_trap_is_an_error_after_faulthandler_took_the_signals() -> None:
+    """As it does in a pytest that runs in this process; where the engine needs signals itself, the process dies."""
+    source = f"""
+import faulthandler
+from tfnb.view import layout
+layout.layout("digraph {{a -> b}}")
+faulthandler.enable()
+try:
+    layout.layout({multigraph(20_000)!r})
+except layout.LayoutFailed:
+    print("failed")
+"""
+    run = subprocess.run([sys.executable, "-"], input=source, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout.strip()) == (0, "failed"), run.stderr[-2000:]
 
 
 def test_bad_dot_is_an_error_and_the_next_layout_works() -> None:

@@ -20,6 +20,7 @@ from tfnb.execution import Trace
 from tfnb.execution.tracing.trace import Event
 from tfnb.graph import Graph
 from tfnb.view import Drawing, graph_html, trace_html
+from tfnb.view.page import live
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,7 @@ def test_boxes_are_coloured_by_their_share_of_the_step() -> None:
     first, second = (boxes[event.node.id] for event in names.events)
     assert [drawing.painter.tone(box) for box in (first, second, drawing.root)] == ["heat4", "heat3", "heat4"]
     assert drawing.painter.tone(boxes[names.graph.placeholders[0].id]) == "plain"
+    assert [words for words, _ in live(drawing)["legend"]] == ["over 33 % of the time", "11 % of the time"]
     assert "700.00 ms · 88 %" in drawing.card(first).svg
     assert "1000 bytes · 50 %" in Drawing(names.graph, trace=names, by="bytes").card(first).svg
     with pytest.raises(InvalidArgument, match="not by 'flops'"):

@@ -53,10 +53,10 @@ class Heat:
         text, percent = duration(amount) if self.by == "time" else facts.amount(amount), 100 * self._share(amount)
         return f"{text} · {percent:.0f} %" if percent >= 1 else f"{text} · <1 %"
 
-    @property
-    def legend(self) -> list[list[str]]:
-        """Words and colours."""
-        return [[f"{words} of the {self.by}", LIGHT[tone].line] for tone, words in HOT.items()]
+    def legend(self, root: Box) -> list[list[str]]:
+        """Words and colours that boxes below ``root`` have."""
+        tones = {self.tone(box) for box in root.walk()}
+        return [[f"{words} of the {self.by}", LIGHT[tone].line] for tone, words in HOT.items() if tone in tones]
 
     def _share(self, amount: float) -> float:
         return amount / self.total if self.total else 0.0
@@ -174,9 +174,8 @@ class Marks:
             return found[0] or ""
         return ", ".join(f"{found.count(mark)} {mark}" for mark in TONES if mark in found)
 
-    @property
-    def legend(self) -> list[list[str]]:
-        """Words and colours."""
+    def legend(self, root: Box) -> list[list[str]]:
+        """Words and colours of what became of nodes; a group of several kinds has that of what is changed."""
         return [[mark, LIGHT[tone].line] for mark, tone in TONES.items() if mark in self.by_id.values()]
 
 

@@ -83,9 +83,9 @@ def live(drawing: Drawing, *, below: str = "") -> dict[str, Any]:
 
 def _legend(drawing: Drawing) -> list[list[str]]:
     if drawing.colours is not None:
-        return drawing.colours.legend
+        return drawing.colours.legend(drawing.root)
     tones = {facts.tone(node) for node in drawing.contents.nodes}
-    badges = [] if drawing.badges is None else drawing.badges.legend
+    badges = [] if drawing.badges is None else drawing.badges.legend(drawing.root)
     return [
         *([tone, LIGHT[tone].line] for tone in LEGEND if tone in tones),
         *([f"dot: {word}", colour] for word, colour in badges),

@@ -23,16 +23,13 @@ PATIENCE = 10.0  # seconds that the scheduler has for an answer
 
 
 class Registered:
-    """The entry of one cluster. ``without``: why there is none, in a line.
-
-    ``is_scaled``: whether something scales the Dask cluster adaptively, as of the last answer.
-    """
+    """The entry of one cluster. ``without``: why there is none, in a line."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.cluster = uuid.uuid4().hex[:8]
         self.epoch, self.revision, self.others = 1, 0, 0
-        self.without, self.is_scaled = "", False
+        self.without, self._is_scaled = "", False
         self._heeds = False
         self._writing = asyncio.Lock()
 
@@ -52,6 +49,13 @@ class Registered:
         if not self.without:
             self._client.subscribe_topic(TOPIC, lambda event: heard())
             self._heeds = True
+
+    async def is_scaled(self) -> bool:
+        """Whether something scales the Dask cluster adaptively, as far as the scheduler has noticed."""
+        if not self.without:
+            with suppress(OSError, TimeoutError):
+                await self._ask("read")
+        return self._is_scaled
 
     async def publish(self, members: Callable[[], Iterable[Member]]) -> None:
         """Let these be the cluster's tasks, asked for in turn. Raises Fenced where the entry is gone, or not ours."""
@@ -92,5 +96,5 @@ class Registered:
     async def _ask(self, method: str, **arguments: Any) -> Any:
         async with asyncio.timeout(PATIENCE):
             answer = await scheduler_of(self._client).tfnb_registry(method=method, cluster=self.cluster, **arguments)
-        self.others, self.is_scaled = int(answer["clusters"]) - 1, bool(answer["is_scaled"])
+        self.others, self._is_scaled = int(answer["clusters"]) - 1, bool(answer["is_scaled"])
         return answer["entry"]

@@ -31,6 +31,7 @@ from tfnb.errors import Fenced, VersionMismatch
 
 STARTS_WITHIN = 60.0  # seconds that a worker has for its task
 SOON = 0.1  # seconds between two looks while the successor of a lost task is awaited, or a worker that was announced
+SCALED_WITHIN = 10.0  # seconds in which adaptive scaling is noticed: it asks the scheduler once a second
 ANNOUNCED = 2.0  # seconds that such a worker has to be running
 
 
@@ -41,7 +42,7 @@ class Supervisor:
         self, client: Client, engine: Engine, registered: Registered, wanted: Wanted, adapting: Adapting
     ) -> None:  # fmt: skip
         self._wanted, self._adapting = wanted, adapting
-        self._is_scaling_said = False
+        self._asks_until = 0.0  # whether workers are scaled adaptively, and nobody here would know
         self._client, self._engine, self._registered = client, engine, registered
         self._news = asyncio.Event()  # of the registry
         self._heard = 0.0  # when it came
@@ -58,7 +59,8 @@ class Supervisor:
         """Look from now on."""
         self._registered.heed(self._news.set)
         self._say_lifetimes(self._there())
-        self._keep()
+        self._asks_until = 0.0 if self._adapting.is_known else time.monotonic() + SCALED_WITHIN
+        await self._keep()
         self._watch = asyncio.create_task(self._watched())
 
     def cancel(self) -> None:
@@ -81,7 +83,8 @@ class Supervisor:
         while self._engine.lost is None:
             await self._sleep()
             if self._client.status != "running":
-                self._engine.lose_scheduler()
+                if not self._engine.is_closing:  # else who closes knows, and brings the values home before
+                    self._engine.lose_scheduler()
                 return
             self._await_the_silent()
             with suppress(OSError, TimeoutError, RuntimeError, Fenced):  # the next look says what it was
@@ -90,7 +93,7 @@ class Supervisor:
                 if self._is_behind:
                     await self._publish()
                 self._end_the_lost()
-                self._keep()
+                await self._keep()
                 self._look([addr for addr, facts in found.items() if self._wanted.takes(facts)])
 
     def _say_who_left(self) -> None:
@@ -120,14 +123,14 @@ class Supervisor:
             self._engine.lose_entry(error)
             raise
 
-    def _keep(self) -> None:
+    async def _keep(self) -> None:
         """Let adaptive scaling keep the workers that are there, or say that it will not."""
         silent = [member for member in self._engine.places.values() if member.is_silent]
         count = len({member.peer.addr for member in (*self._there(), *silent)})
         if self._adapting.hold(count):
             self._engine.say(f"Dask's adaptive scaling keeps {count} workers now, while the cluster is connected")
-        elif self._registered.is_scaled and not self._adapting.is_known and not self._is_scaling_said:
-            self._is_scaling_said = True
+        elif time.monotonic() < self._asks_until and await self._registered.is_scaled():
+            self._asks_until = 0.0
             self._engine.say(
                 "Dask's adaptive scaling is on: it closes workers that compute no Dask tasks, also those of tasks and "
                 f"servers. Where the cluster was made, call its adapt(minimum={count}, ...)"

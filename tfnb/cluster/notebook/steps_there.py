@@ -207,9 +207,7 @@ class Steps:
                 for group in steps:
                     yield group
                     if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
-                        self._variables.send_leading(
-                            step.variables
-                        )  # a callback set a rate: for steps begun from now on
+                        self._variables.send_leading(step.variables)  # a callback set a rate: for the next steps
                         self._variables.refresh()
             finally:
                 steps.close()
@@ -219,8 +217,8 @@ class Steps:
             if not is_shown and self._engine.lost is None:  # an error, or Ctrl-C at whatever instant, also in `_show`
                 is_unwanted = self._engine.interrupts != interrupts or (end is not None and time.monotonic() >= end)
                 if is_unwanted and (silent := self._engine.peers.silent):
-                    names = ", ".join(member.name for member in silent)
-                    text = f"the values stay on the servers until Cluster.pull(): {names} does not answer"
+                    who = ", ".join(member.name for member in silent)
+                    text = f"the values stay on the servers until Cluster.pull(): {who} does not answer"
                     warnings.warn(text, stacklevel=user_level(None))
                 else:
                     self._show()
