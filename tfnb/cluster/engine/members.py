@@ -127,8 +127,7 @@ class Mode(NamedTuple):
     """How the tasks of a training work together: a row of MODES, and its options as `tfnb.fit` has them.
 
     ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
-    is meant for. ``joint``: whether the same tasks make a step on all servers. ``elastic``: whether fewer than
-    ``required`` ones go on.
+    is meant for. ``elastic``: whether fewer than ``required`` ones go on.
     """
 
     name: str = "sync"
@@ -136,7 +135,6 @@ class Mode(NamedTuple):
     staleness: int | None = None
     required: int = 0
     replicas: int = 0
-    joint: bool = True
     elastic: bool = True
 
     def __str__(self) -> str:

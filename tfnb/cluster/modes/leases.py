@@ -62,13 +62,13 @@ class Offer(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """A task has applied so many steps of a piece. ``workers``: of how many tasks those from ``start`` on are made."""
+    """A task has applied so many steps of a piece; those from ``start`` on are made of so many ``parts`` of tasks."""
 
     task: int
     number: int
     done: int
     start: int = 0
-    workers: int = 0
+    parts: int = 0
 
 
 class Broken(NamedTuple):
