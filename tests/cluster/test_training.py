@@ -30,7 +30,7 @@ class Quiet(Training):
 
 
 def listening(tasks, mode="sync", ways=("mean",)):
-    """A training on two tasks, and what to tell it with: tell(task, piece, first step, steps, rows, value, parts, place)."""
+    """A training on two tasks, and how to tell it of steps of a piece: of which part of how many, rows and values."""
     members = [Member(f"task:{task}", Peer("a", "k", task), None) for task in tasks]
     engine = SimpleNamespace(
         link=SimpleNamespace(client="c"), names=itertools.count(), step=0, interrupts=0, tasks=members,

@@ -194,7 +194,9 @@ class World:
         for shard, process in self.process.items():
             self.hosts[process].add(self.cores[shard])
         self.watch(self.cores[shards[0]])
-        self.basis: dict[tuple[int, int], dict[int, float]] = {}  # round and place -> the values that it is computed from
+        self.basis: dict[
+            tuple[int, int], dict[int, float]
+        ] = {}  # round and place -> the values that it is computed from
         self.tickets, self.ops = itertools.count(), itertools.count()
         self.answers: dict[int, Ok | Failed | Refused] = {}
         self.sends: list[Send] = []
@@ -335,7 +337,7 @@ class Worker:
             return
         if not self.is_levelling and len(answers) < len(world.shards):
             return
-        number, first, steps, mine = self.pieces[0]
+        number, _, _, mine = self.pieces[0]
         for shard, answer in answers.items():
             self.rounds[shard], self.values[shard] = answer.meta["latest"], answer.tensors[0].item()
         chief = answers.get(world.shards[0])
@@ -384,7 +386,9 @@ def test_s95_the_first_part_of_each_place_makes_a_round_on_all_servers():
     world = World(rounds(), [], (0, 1), (0, 1))
     first = [told(world, 0, worker=1, place=0), told(world, 0, worker=2, place=0)]
     copy = world.answers[first[1]].meta
-    assert first[0] not in world.answers and copy == copy | {"latest": 0, "counts": False, "place": 1}, "that is missing"
+    assert first[0] not in world.answers and copy == copy | {"latest": 0, "counts": False, "place": 1}, (
+        "that is missing"
+    )
     there = told(world, 1, worker=2, place=0)
     assert world.answers[there].meta["latest"] == 0, "the second server answers at once"
     told(world, 1, worker=1, place=0)
@@ -576,7 +580,9 @@ def contributed(workers, shards=8):
     sys.setprofile(counted)
     try:
         for worker in range(workers):
-            replies += told(worker, "contribute", {**about, "worker": worker, "place": worker, "reads": ["w"]}, [torch.ones(3)])
+            replies += told(
+                worker, "contribute", {**about, "worker": worker, "place": worker, "reads": ["w"]}, [torch.ones(3)]
+            )
     finally:
         sys.setprofile(None)
     assert all(

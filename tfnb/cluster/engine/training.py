@@ -252,27 +252,34 @@ class Training:
             self._loops.pop(event.task, None)
         for instruction in self.machine.on(event, time.monotonic()):
             match instruction:
-                case a.Give(task, piece):
-                    self._begin(self._lend(task, piece))
-                case a.Stop(task):
-                    self._begin(self._stopped(task))
-                case a.Pause(task):
-                    self._begin(self._pause(task, is_wanted=True))
-                case a.Continue(task):
-                    self._begin(self._pause(task, is_wanted=False))
-                case a.Count(operations):
-                    self._begin(self._count(operations))
                 case a.Held():
                     self.is_held = True
                 case a.Report():
                     self._applied(instruction)
-                case s.Ask():
-                    self._begin(self._ask())
-                case s.Cut(upto):
-                    self._begin(self._cut(upto))
                 case e.Finish():
                     self._over(instruction)
+                case _:
+                    self._begin(self._work(instruction))
         self._news.set()
+
+    def _work(self, instruction: Any) -> Coroutine[Any, Any, None]:
+        """What is done for an instruction beside everything else."""
+        match instruction:
+            case a.Give(task, piece):
+                return self._lend(task, piece)
+            case a.Stop(task):
+                return self._stopped(task)
+            case a.Pause(task):
+                return self._pause(task, is_wanted=True)
+            case a.Continue(task):
+                return self._pause(task, is_wanted=False)
+            case a.Count(operations):
+                return self._count(operations)
+            case s.Ask():
+                return self._ask()
+            case s.Cut(upto):
+                return self._cut(upto)
+        raise AssertionError(instruction)
 
     async def _change(self) -> None:
         """All that was lent is done: loops of another mode begin."""

@@ -324,7 +324,7 @@ class Loop:
         return given.first + index <= max(self._rounds.values(), default=-1)
 
     def _is_over(self, given: Given, index: int) -> bool:
-        """Whether this worker goes on behind a step to which it gave a part: else that was a copy, and one is missing."""
+        """Whether a step to which a part was given is over; else that was a copy, and another part is missing."""
         return given.part is None or self._is_written(given, index)
 
     def _is_free(self, until: float) -> bool:
