@@ -19,7 +19,9 @@ from tests.cluster.test_cuts import Counters
 from tests.cluster.test_faults import Interrupter
 from tests.cluster.test_members import member_of, rows
 from tests.cluster.test_silent_servers import MODES, NAMES, call_of, starved, stopped
+from tests.cluster.test_streams import call
 from tests.quick import quick
+from tfnb.cluster.wire.messages import Ok, Refused
 
 
 @pytest.fixture
@@ -194,6 +196,20 @@ def test_the_status_tells_of_a_silent_task_and_who_dies_then_is_dead(connect):
     until(lambda: cluster.tasks == ("task:0", "task:1"))
     assert member_of(cluster, "task:1").info["pid"] != old.info["pid"]
     assert any("task:1" in line and "left at step" in line for line in cluster.news(0)[1])
+
+
+def test_a_task_that_was_reset_refuses_earlier_calls_and_goes_on(connect):
+    c, cluster = Counters(), connect(1)
+    tfnb.run(c.train, {c.x: torch.ones(4)})
+    link, peer = cluster._engine.link, member_of(cluster, "task:0").peer
+    early, reset = link.op(), link.op()
+    for _ in range(2):  # it is repeated where its answer was lost
+        assert isinstance(call(link, peer, "reset", op=reset), Ok)
+        assert call(link, peer, "waits", op=early) == Refused("stale", "task:0 was reset after this call")
+    assert isinstance(call(link, peer, "waits"), Ok)
+    tfnb.run(c.train, {c.x: torch.ones(4)})
+    assert tfnb.fit(c.train, {c.x: torch.ones(40)}, batch_size=4).steps == 10
+    check_counts(c, cluster)
 
 
 @pytest.mark.parametrize("what", quick(1, ["sync", "async", "run", "bounded"]))
