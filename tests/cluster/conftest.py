@@ -35,6 +35,7 @@ from tfnb.graph import resources
 from tfnb.state.queue_operations import QueueHandle
 
 WORKERS = 4
+SOON = 120.0  # seconds that a slow machine has
 LASTING = weakref.WeakSet[QueueHandle]()  # queues that no collection frees: each looks at all that is imported
 distributed.comm.core.random = random.Random()  # its retries would move Python's numbers, which hypothesis watches
 
@@ -90,6 +91,14 @@ def stop(pid: int) -> None:
         tasks = Path(f"/proc/{pid}/task").iterdir()
         states = {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
     assert states == {"T"}, states
+
+
+def until(is_so: Callable[[], object], seconds: float = SOON) -> None:
+    """Wait until it is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
 
 
 def workers(client: Client, least: int) -> int:

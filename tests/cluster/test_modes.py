@@ -95,6 +95,56 @@ def test_c57_a_slow_task_holds_no_step_up_and_what_it_computes_late_is_dropped(c
     assert all(stat["staged"] == 0 for stat in stats(cluster))
 
 
+def dropping_out():
+    """A net that draws in each step, its step, its placeholders and its loss."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)).double()
+    with tfnb.record("dropping_out"):
+        x, y = tfnb.placeholder(ROWS[:5, None].double().expand(5, 4), name="x"), tfnb.placeholder(ROWS[:5].long() % 3)
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        train = tfnb.train.Adam(1e-3).minimize(loss)
+    return net, train, (x, y), loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["arrays", "batches"])
+def test_each_row_counts_once_whichever_spare_task_stands_still(connect, is_drawn):
+    """Rows, draws and their order are those of as many tasks as make a step, bit for bit, with a last short batch."""
+    torch.manual_seed(1)
+    data, labels = torch.randn(101, 4, dtype=torch.float64), torch.randint(0, 3, (101,))
+
+    def trained(tasks, *, halts=(), **options):
+        net, train, (x, y), loss = dropping_out()
+        cluster = connect(tasks)
+        batches = [{x: data[at : at + 10], y: labels[at : at + 10]} for at in range(0, 101, 10)]
+        fed = {"data": batches * 100} if is_drawn else {"data": {x: data, y: labels}, "epochs": 100, "batch_size": 10}
+        halting = threading.Thread(target=lambda: [stand_still(cluster, *halt) for halt in halts])
+        halting.start()
+        done = tfnb.fit(train, watch={"loss": loss}, **fed, **options)
+        halting.join()
+        late = sum(member.late for member in cluster._engine.tasks)
+        assert done.steps == 1100 == cluster.step
+        cluster.close()
+        return [p.detach().clone() for p in net.parameters()], done.history, late
+
+    def stand_still(cluster, task, steps):
+        """Until so many steps were taken without it."""
+        pid, before = cluster._engine.tasks[task].info["pid"], version(cluster)
+        stop(pid)
+        try:
+            assert until(lambda: version(cluster) >= before + steps), "the others go on"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    expected, history, late = trained(2)
+    assert late == 0
+    found, _, late = trained(3, backup=1, halts=[(1, 60), (0, 80), (2, 60)])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and late > 0
+    found, told, _ = trained(3, backup=1)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [entry["loss"] for entry in told] == pytest.approx([entry["loss"] for entry in history], rel=1e-12)
+
+
 @pytest.mark.slow
 def test_c55_nobody_gets_further_ahead_of_a_halted_task_than_asked(connect):
     c = Counters()

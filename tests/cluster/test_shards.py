@@ -339,7 +339,8 @@ def all_shards(servings, ask):
 
 def test_a_stream_is_left_when_a_shard_of_another_process_fails(processes):
     servings, here = processes
-    about = {"training": "t", "round": 1, "worker": 0, "workers": 2, "shards": [0, 1, 2, 3], "plan": "add"}
+    about = {"training": "t", "round": 1, "worker": 0, "shards": [0, 1, 2, 3], "plan": "add"}
+    about |= {"place": 0, "places": 2, "parts": 2}
     about |= {"reads": ["w"], "since": [-1]}
     asks = all_shards(servings, lambda shard: Ask(shard, "contribute", about, [torch.ones(1)], OpId("c", shard)))
     (waits, fails), others = here.call(asks, epoch=1)

@@ -32,7 +32,7 @@ from tfnb.execution import lower
 SEED = int(os.environ.get("TFNB_SOAK_SEED", "16"))
 SECONDS = float(os.environ.get("TFNB_SOAK_SECONDS", "30"))
 DEADLINE, GRACE = 60.0, 60.0  # of one training; what a busy machine takes to say that it is over
-MODES = [Mode(), Mode(backup=1), Mode("async"), Mode("bounded", staleness=1), Mode(required=1, joint=False)]
+MODES = [Mode(), Mode(backup=1), Mode("async"), Mode("bounded", staleness=1), Mode(required=1)]
 FAULTS = ["none", "none", "kill", "stop", "both", "interrupt", "server"]
 
 
@@ -71,7 +71,7 @@ class Notebook:
         if self.source.random() > 0.1:
             return None
         self.done["changes"] += 1
-        return self.source.choice([Mode(), Mode("async"), Mode("bounded", staleness=1), Mode(required=1, joint=False)])
+        return self.source.choice([Mode(), Mode("async"), Mode("bounded", staleness=1), Mode(required=1)])
 
     def look(self) -> None:
         """A read in the midst."""

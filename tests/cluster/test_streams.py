@@ -272,8 +272,9 @@ def test_several_servers_at_once_and_those_without_a_stream_are_not_asked(connec
     assert here.lacks(peers) == peers[1:]
     (first,), (second,) = here.call(asks, epoch=epoch())
     assert isinstance(first, Ok) and first.tensors[0].tolist() == [1, 1, 1] and isinstance(second, NotSent)
+    about = {"training": "t", "shards": [0]}
     contributions = {
-        peer: [Ask(shard, "contribute", {"training": "t", "round": 1, "worker": 0, "workers": 2, "shards": [0]})]
+        peer: [Ask(shard, "contribute", {"round": 1, "worker": 0, "place": 0, "places": 2, "parts": 2, **about})]
         for shard, peer in enumerate(peers)
     }
     ends = here.call(contributions, epoch=epoch())

@@ -30,7 +30,7 @@ class Quiet(Training):
 
 
 def listening(tasks, mode="sync", ways=("mean",)):
-    """A training on two tasks, and what to tell it with: tell(task, piece, first step, steps, rows, value, workers)."""
+    """A training on two tasks, and how to tell it of steps of a piece: of which part of how many, rows and values."""
     members = [Member(f"task:{task}", Peer("a", "k", task), None) for task in tasks]
     engine = SimpleNamespace(
         link=SimpleNamespace(client="c"), names=itertools.count(), step=0, interrupts=0, tasks=members,
@@ -40,9 +40,10 @@ def listening(tasks, mode="sync", ways=("mean",)):
     training = Quiet(engine, placed, Mode(mode), ways, None, list(tasks), float("inf"))
     training.feed(e.Start())
 
-    def tell(task, number, start, steps, rows, value, workers):
+    def tell(task, number, start, steps, rows, value, parts, place=None):
         told = [torch.full((steps,), value)] * len(ways)
-        meta = {"at": 0, "some": [True] * len(ways), "groups": [[number, start, steps, rows, workers]]}
+        meta = {"at": 0, "some": [True] * len(ways), "groups": []}
+        meta["groups"] = [[number, start, steps, task if place is None else place, parts, rows]]
         loop = training._loop(task)
         loop.seen = 0
         training._hear(task, loop, Ok({**meta, "late": 0, "seconds": 0.0}, told))

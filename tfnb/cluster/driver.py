@@ -184,7 +184,7 @@ class Cluster:
         )  # fmt: skip
         state = "closed" if self._engine.is_closed else "lost" if engine.lost else "connected"
         notes = tuple([engine.lost.message] if engine.lost else ())
-        dead = sum(not member.is_there for member in engine.places.values())
+        dead = sum(not member.may_answer for member in engine.places.values())
         if dead and not engine.lost:
             notes += (f"{dead} of {len(engine.places)} compute tasks are lost; the others go on",)
         notes += tuple(engine.lines)[-SHOWN:]

@@ -138,9 +138,9 @@ def fit(
     over rows. exact: None compares both on at most 64 rows before the first of these trainings of a recording, and
     warns of a loss that is none, such as a sum or a mean over what a mask leaves, with the line; False averages without
     a look. What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm``
-    scales, is what the first task made of its rows. ``backup`` of the tasks are spare: a step is made of the first
-    gradients that all servers have, over as many rows as asked for; later ones are dropped and counted in the
-    cluster's status. `tfnb.train.SyncReplicas` has more options of this.
+    scales, is what the first task made of its rows. ``backup`` of the tasks are spare: they compute copies of the parts
+    of a step, of which the first one counts, so that no step waits for the slowest tasks; each row counts once, and
+    dropped copies are counted in the cluster's status. `tfnb.train.SyncReplicas` has more options of this.
     ``"async"``: each task takes steps of its own, one after the other; of Dask data whole chunks are shuffled, and rows
     within them, and a task takes those of its own worker first. ``"bounded"``: likewise, but a task begins a
     step only while it is at most ``staleness`` steps ahead of the slowest one. Another call may have another mode: it

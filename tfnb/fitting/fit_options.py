@@ -146,7 +146,7 @@ def mode_of(mode: Any, backup: Any, staleness: Any) -> Mode:
         if backup or staleness is not None:
             raise InvalidArgument("SyncReplicas says how many tasks are spare: leave out backup and staleness")
         elastic = mode.elastic or not mode.distinct
-        return Mode("sync", mode.backup, None, mode.m, mode.n or 0, mode.atomic, elastic)
+        return Mode("sync", mode.backup, None, mode.m, mode.n or 0, elastic)
     if not isinstance(mode, str) or mode in LATER:
         raise Unimplemented(f"mode={mode!r} is not there yet; there are: {', '.join(MODES)}")
     if mode not in MODES:

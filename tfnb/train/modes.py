@@ -9,12 +9,13 @@ from tfnb.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class SyncReplicas:
-    """A synchronous step of ``m`` gradients, of the tasks that are first; ``n`` tasks compute them.
+    """A synchronous step of ``m`` gradients, each of its part of the batch; ``n`` tasks compute them.
 
-    n: how many compute tasks the cluster has to have; None: as many as there are. ``n - m`` of them are spare: their
-    gradients are dropped and counted.
-    atomic: the same m tasks make a step on all servers. Else each server takes the first m that come to it, as
-    TensorFlow does for each variable: variables on different servers may average gradients of different tasks.
+    n: how many compute tasks the cluster has to have; None: as many as there are. ``n - m`` of them are spare: they
+    compute copies of parts, the first of each part counts, and the others are dropped and counted. So each row of a
+    batch counts once, and the numbers are those of m tasks without spare ones.
+    atomic: as in TensorFlow, whether all variables average gradients of the same tasks. Copies of a part are equal, so
+    both say the same here.
     distinct: each task gives one gradient to a step. With ``distinct=False`` there may be fewer than m tasks, and with
     ``elastic=True`` a step may be made of fewer gradients. In both cases the tasks that are there divide the rows of
     the batch. Else training waits for a task that its nanny starts again, and then raises StepAborted.

@@ -578,7 +578,8 @@ def test_what_is_sent_for_a_training_that_is_over_changes_nothing():
     assert isinstance(server.push(1, op=OpId("t-1", 0), training="t"), Ok)
     server("end_training", training="t", clients=["t-1"])
     assert server.push(1, op=OpId("t-1", 0), training="t").reason == "stale"
-    about = {"training": "t", "round": 1, "worker": 0, "workers": 1, "shards": [0], "shard": 0, "reads": ["w"]}
+    about = {"training": "t", "round": 1, "worker": 0, "shards": [0], "reads": ["w"]}
+    about |= {"place": 0, "places": 1, "parts": 1}
     assert server("contribute", [torch.ones(3)], plan="add", **about).reason == "stale"
     assert server.w.tolist() == [1, 1, 1] and not server.core.ledger.clients.get("t-1")
 

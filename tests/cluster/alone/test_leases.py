@@ -29,7 +29,7 @@ from tfnb.cluster.modes.leases import (
     Stopped,
 )
 from tfnb.cluster.server.ledger import WINDOW
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import GIVEN_UP, Failed
 
 BAD = Failed("InvalidArgument", "kernel")
 
@@ -109,6 +109,20 @@ def test_a_step_that_kills_each_task_stops_training_and_one_that_is_merely_hit_d
     (count,) = play(machine, e.Lost(4))
     assert isinstance(count, Count)
     assert isinstance(machine.cause, e.TasksLost) and "seems to kill" in machine.cause.message
+
+
+def test_a_silent_task_kills_no_step_and_training_waits_for_it():
+    machine = leases(tasks=[0])
+    (first,) = play(machine, Offer("ab"))
+    for task in range(5):
+        assert play(machine, e.Lost(task, is_silent=True)) == [] and machine.state == "open"
+        assert play(machine, e.Tick(), now=GIVEN_UP - 1) == []
+        (give,) = play(machine, e.Joined(task + 1, follows=task))
+        assert (give.piece.steps, give.piece.stream, give.piece.lost) == ("ab", first.piece.stream, ())
+    assert machine.cause is None
+    play(machine, e.Lost(5, is_silent=True))
+    play(machine, e.Tick(), now=GIVEN_UP + 1)
+    assert machine.cause == e.TasksLost(), "nobody came"
 
 
 def test_a_task_whose_loop_broke_goes_on_with_another_stream():

@@ -15,7 +15,7 @@ from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived, Reply, Send
 from tfnb.cluster.tasks.computing import Computing
 from tfnb.cluster.tasks.data import Data, written
-from tfnb.cluster.tasks.pieces import Given, Prefetch
+from tfnb.cluster.tasks.pieces import Given, Part, Prefetch
 from tfnb.cluster.tasks.programs import Push
 from tfnb.cluster.tasks.resident import Loop
 from tfnb.cluster.wire.asking import gathered
@@ -96,8 +96,8 @@ class Servers:
         """Another worker's part of a round, of one of two workers."""
         for shard in self.shards:
             meta = {
-                "training": "t", "round": number, "worker": worker, "workers": 1, "shards": self.shards,
-                "plan": "add", "rows": 1, "joint": True,
+                "training": "t", "round": number, "worker": worker, "place": 0, "places": 1, "parts": 1,
+                "shards": self.shards, "plan": "add", "rows": 1, "spare": True,
             }  # fmt: skip
             self.tell(shard, "contribute", meta, [torch.ones(1)])
         if deliver:
@@ -134,7 +134,7 @@ def test_a_failure_on_one_server_is_told_while_another_one_waits_for_the_round(w
         servers = Servers()
         servers.cores[without].plans.clear()
         loop, _ = loop_on(servers)
-        loop.lend(piece(3, part=(0, 1, 1)))
+        loop.lend(piece(3, part=Part(0, 1, 1)))
         await until(lambda: loop.is_over)
         failure = read_outcome(loop.report(0).meta["failure"], ())
         assert failure == Refused("unknown-plan", "add")
@@ -148,12 +148,8 @@ def test_a_worker_that_was_late_goes_on_with_values_of_one_round():
         loop, seen = loop_on(servers)
         servers.contribute(1, 1)
         servers.contribute(2, 1, deliver=False)
-        staged = servers.sends.pop(0)
-        servers.tell(staged.shard, staged.method, staged.meta)  # the first server has chosen
-        chosen = servers.sends.pop(0)
-        servers.tell(chosen.shard, chosen.method, chosen.meta)
         ready = servers.sends.pop(0)
-        servers.tell(ready.shard, ready.method, ready.meta)
+        servers.tell(ready.shard, ready.method, ready.meta)  # the first server writes
         assert [core.step for core in servers.cores.values()] == [2, 1], "the second one has not heard of the decision"
         went_on = []
 
@@ -164,7 +160,7 @@ def test_a_worker_that_was_late_goes_on_with_values_of_one_round():
                 servers.contribute(3, 1)  # the others are quick
 
         servers.before = before
-        loop.lend(piece(4, part=(0, 2, 1)))
+        loop.lend(piece(4, part=Part(0, 2, 1)))
         await until(lambda: len(seen) == 2)
         assert went_on == [2] and seen[1] == {"w0": 3.0, "w1": 3.0}
         for shard in servers.shards:
@@ -205,7 +201,7 @@ def test_a_pause_is_answered_while_a_long_step_computes():
         goes_on.set()
         while not answer.meta["paused"]:
             answer = await asyncio.wait_for(loop.pause(True, 0), SOON)
-        assert [count for *_, count, _, _ in answer.meta["groups"]] == [1], "the step was not lost"
+        assert [count for _, _, count, *_ in answer.meta["groups"]] == [1], "the step was not lost"
         await loop.pause(False, 1)
         await until(lambda: len(seen) == 3)
         await loop.stop(1)
@@ -215,7 +211,7 @@ def test_a_pause_is_answered_while_a_long_step_computes():
 
 def steps_of(report):
     """Steps that a loop tells of."""
-    return sum(count for *_, count, _, _ in report.meta["groups"])
+    return sum(count for _, _, count, *_ in report.meta["groups"])
 
 
 class Streaming(Servers):

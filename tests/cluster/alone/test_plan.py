@@ -92,6 +92,19 @@ def test_no_task_left_and_a_poisonous_step_stop():
     assert "kill" in end.cause.message
 
 
+def test_silent_tasks_are_left_out_and_kill_no_step():
+    machine = step(tasks=range(9))
+    play(machine, e.Start())
+    for task in range(8):
+        abort, *runs = play(machine, e.Lost(task, is_silent=True))
+        assert isinstance(abort, Abort) and task not in {run.task for run in runs}
+    assert machine.lost == [] and machine.ranges == {8: (0, machine.rows)}
+    machine = step(once=True)
+    play(machine, e.Start())
+    (_, end) = play(machine, e.Lost(0, is_silent=True))
+    assert end.cause.tasks == (0,) and machine.lost == [], "it is tried again on another task"
+
+
 def test_the_first_failure_ends_the_step_and_later_messages_mean_nothing():
     machine = step()
     play(machine, e.Start())

@@ -114,13 +114,13 @@ def test_bad_requests_are_typed_errors_and_wait_for_nothing(method, meta, tag):
 def test_a_contribution_that_is_asked_for_again_after_its_round_is_answered_then():
     host = Host()
     host("open_training", training="t")
-    about = {"training": "t", "round": 1, "workers": 2, "shards": [0], "plan": "add", "reads": ["w"]}
+    about = {"training": "t", "round": 1, "places": 2, "parts": 2, "shards": [0], "plan": "add", "reads": ["w"]}
     op = OpId("first", 1)
-    first = host.send("contribute", [torch.ones(3)], op, worker=0, **about)
+    first = host.send("contribute", [torch.ones(3)], op, worker=0, place=0, **about)
     host.pass_time(POLL + 1)
     assert host.answers[first] == Refused("again", "it waits still")
-    assert isinstance(host("contribute", [torch.full((3,), 3.0)], worker=1, **about), Ok), "the round is whole"
-    again = host("contribute", [torch.ones(3)], op, worker=0, **about)
+    assert isinstance(host("contribute", [torch.full((3,), 3.0)], worker=1, place=1, **about), Ok), "the round is whole"
+    again = host("contribute", [torch.ones(3)], op, worker=0, place=0, **about)
     assert again.meta["counts"] and again.tensors[0].tolist() == [2, 2, 2]
     assert host.core.lines.names(with_turns=True) == []
 
@@ -129,8 +129,8 @@ def test_a_contribution_that_is_asked_for_again_after_its_round_is_answered_then
 def test_contributions_that_wait_hear_when_their_round_will_not_be(how):
     host = Host("compute" if how == "fail" else "")
     host("open_training", training="t")
-    about = {"training": "t", "round": 1, "workers": 3, "shards": [0], "plan": "add", "reads": ["w"]}
-    waiting = [host.send("contribute", [torch.ones(3)], OpId(str(w), 1), worker=w, **about) for w in range(2)]
+    about = {"training": "t", "round": 1, "places": 3, "parts": 3, "shards": [0], "plan": "add", "reads": ["w"]}
+    waiting = [host.send("contribute", [torch.ones(3)], OpId(str(w), 1), worker=w, place=w, **about) for w in range(2)]
     assert not set(waiting) & set(host.answers)
     match how:
         case "cut":
@@ -138,7 +138,7 @@ def test_contributions_that_wait_hear_when_their_round_will_not_be(how):
         case "end_training":
             host("end_training", training="t", clients=[])
         case "fail":
-            assert isinstance(host("contribute", [torch.ones(3)], worker=2, **about), Failed)
+            assert isinstance(host("contribute", [torch.ones(3)], worker=2, place=2, **about), Failed)
         case "fence":
             host.core.epoch = 2
             host.pass_time(0.1)

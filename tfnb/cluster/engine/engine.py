@@ -53,6 +53,7 @@ from tfnb.graph import lazy_memory
 
 PULLS = 5  # tries to have values of one step
 REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
+STARVED = 0.3  # seconds for a ping to a task that gets too little of its processor
 LINES = 100  # of who came and left that are kept
 
 
@@ -326,12 +327,14 @@ class Engine:
                 answer = Ok(NO_LOOP)
             if isinstance(answer, Ok):
                 break
+            begin = time.monotonic()
             if not await self.peers.verify(member) or member in self.servers:
                 continue
             if self.peers.silent:  # it may wait for one of them
                 latest = time.monotonic() + LATEST
                 continue
-            if not looks.were_late or time.monotonic() > latest:
+            is_starved = time.monotonic() - begin > STARVED
+            if not (looks.were_late or is_starved) or time.monotonic() > latest:
                 await self._restart(member, patience)
         if before is not None:
             await asyncio.wait({before})
@@ -356,6 +359,12 @@ class Engine:
         member.is_charged = member.is_charged or self.restarts.spend(time.monotonic())
         return member.is_charged
 
+    async def reset(self, member: Member) -> Outcome:
+        """Let a silent task that answers again end all that it computes, until it is given up."""
+        self.link.confirm(member.peer.addr)
+        deadline = time.monotonic() + max(GIVEN_UP - member.silence, p.patience(member.seconds))
+        return await self.link.persist(member.peer, "reset", epoch=self.epoch, deadline=deadline)
+
     async def quit(self, member: Member) -> Outcome:
         """Tell a task to end its process."""
         self.link.confirm(member.peer.addr)
@@ -371,14 +380,15 @@ class Engine:
 
     @property
     def patience(self) -> float:
-        """Seconds that work waits for a task where there is none: a nanny starts one again."""
-        return REPLACED_WITHIN if any(member.info.get("nanny") for member in self.tasks) else 0.0
+        """Seconds that work waits for a task where there is none: a nanny starts one again, or a silent one answers."""
+        return REPLACED_WITHIN if any(m.info.get("nanny") or m.is_silent for m in self.places.values()) else 0.0
 
     @property
     def comes(self) -> bool:
-        """Whether a task was lost lately that a nanny starts again."""
+        """Whether a task is silent, or was lost lately and a nanny starts it again."""
         since = time.monotonic() - REPLACED_WITHIN
-        return any(m.lost_at > since and m.info.get("nanny") for m in self.places.values() if not m.is_there)
+        lost = [member for member in self.places.values() if not member.is_there]
+        return any(m.is_silent or (m.lost_at > since and m.info.get("nanny")) for m in lost)
 
     def join(self, member: Member) -> None:
         """One more task, from the next step on."""
@@ -466,11 +476,11 @@ class Engine:
                 return p.Missed(number, task, Failed("StepAborted", message))
             case Refused("unknown-task" | "fenced", _):
                 member.lose()
-                return e.Lost(task)
+                return self.peers.lost(task)
             case Refused(reason, message):
                 return p.Error(number, task, Failed("Internal", f"{member.name} refused: {reason} {message}"))
         if not await self.peers.verify(member):
-            return e.Lost(task)
+            return self.peers.lost(task)
         return p.Missed(number, task, Failed("Unavailable", f"{member.name}: {answer.message}", {"task": member.name}))
 
     async def judged(self, answer: Outcome, task: int) -> Any:

@@ -10,21 +10,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.cluster.wire.messages import Peer
+from tfnb.cluster.wire.messages import GIVEN_UP, SILENCE, Peer
 from tfnb.state.batch_order import Order
 from tfnb.state.chunks import Chunked
 
 
 @dataclass(eq=False)
 class Member:
-    """A task as the notebook sees it. ``future`` is Dask's word on whether its worker lives."""
+    """A task as the notebook sees it. ``future`` is Dask's word on whether its worker lives.
+
+    States: alive; silent (a suspect: it does not answer, gets no work, and is waited for); dead.
+    """
 
     name: str
     peer: Peer
     future: Any
     info: dict[str, Any] = field(default_factory=dict)
     alive: bool = True
-    lost_at: float = 0.0  # when it was found dead
+    lost_at: float = 0.0  # when it was found silent or dead
+    silent_since: float = 0.0  # of a silent one, its last answer; 0 of all others
+    patience: float = SILENCE  # seconds of silence after which it is a suspect
     shards: tuple[int, ...] = ()  # that it holds
     plans: set[str] = field(default_factory=set)
     is_charged: bool = False  # a restart of the budget was taken for it
@@ -41,10 +46,35 @@ class Member:
         """Whether it can be given work."""
         return self.alive and self.reported
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it does not answer, while Dask lists its worker, and is waited for."""
+        return self.silent_since > 0 and self.reported
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether it is neither gone nor given up."""
+        return self.is_there or self.is_silent
+
+    @property
+    def silence(self) -> float:
+        """Seconds since a silent one answered."""
+        return time.monotonic() - self.silent_since
+
+    def fall_silent(self, since: float) -> None:
+        """It has not answered since that instant: it is a suspect."""
+        if self.alive:
+            self.alive, self.lost_at, self.silent_since = False, time.monotonic(), since
+
     def lose(self) -> None:
         """It is dead; harmless if repeated."""
-        if self.alive:
-            self.alive, self.lost_at = False, time.monotonic()
+        if self.alive or self.silent_since:
+            self.alive, self.lost_at, self.silent_since = False, time.monotonic(), 0.0
+
+    def successor(self) -> Member:
+        """The same task as a newcomer, which knows no plan. One that did nothing since it came has more patience."""
+        patience = SILENCE if self.seconds else min(GIVEN_UP, 2 * self.patience)
+        return Member(self.name, self.peer, self.future, self.info, patience=patience)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +127,7 @@ class Mode(NamedTuple):
     """How the tasks of a training work together: a row of MODES, and its options as `tfnb.fit` has them.
 
     ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
-    is meant for. ``joint``: whether the same tasks make a step on all servers. ``elastic``: whether fewer than
-    ``required`` ones go on.
+    is meant for. ``elastic``: whether fewer than ``required`` ones go on.
     """
 
     name: str = "sync"
@@ -106,7 +135,6 @@ class Mode(NamedTuple):
     staleness: int | None = None
     required: int = 0
     replicas: int = 0
-    joint: bool = True
     elastic: bool = True
 
     def __str__(self) -> str:

@@ -3,9 +3,10 @@
 A call to shards is one message for each process, and keeps its identity when it is repeated. In the event loop, which
 may be late itself (`Looks`): what it does not hear then proves nothing about a peer.
 
-A task that is silent for `SILENCE` seconds is dead: its rows are lent to others. A false death of a server costs the
-run, so a silent server is waited for: until Dask says that it is dead, until its address refuses connections, or until
-it was silent for `GIVEN_UP` seconds. Calls to it go on, under their identities, when it answers again.
+A silent member is waited for: until it answers again, until Dask says that it is dead, until its address refuses
+connections, or until it was silent for `GIVEN_UP` seconds. Calls to a silent server go on, under their identities, when
+it answers again. A task is silent, a suspect, after `SILENCE` seconds without an answer: calls to it end, its rows are
+lent to others, and its late contributions are dropped. The supervisor waits for it, and it joins again as a newcomer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Settled = Ok | Failed | e.ShardLost
 LOOK = 0.05  # seconds between looks at who is alive
 PATIENCE = 1.0  # seconds a call is out before its peers are pinged
 PING = 1.5  # seconds that the first ping of a server has; the next one has twice as many, up to ten times
-MISSES = 3  # pings without an answer that make a task dead; two of one that has been silent for `SILENCE`
+MISSES = 3  # pings without an answer that make a task a suspect; two of one silent for `SILENCE`. Refusals are a death
 ON_TIME = 0.3  # of its looks that an event loop has to take to hear an answer: a new connection takes twenty turns
 LATEST = 60.0  # seconds after which silence counts though this event loop is late
 
@@ -61,8 +62,8 @@ class Looks:
 
 
 @dataclass(slots=True)
-class ServerWait:
-    """A wait for a server that does not answer, since the instant ``begin``.
+class Wait:
+    """A wait for a member that does not answer, since the instant ``begin``.
 
     ``silence``: seconds, without those in which this process stood still itself. ``refusals``: connections that its
     address refused, one after the other.
@@ -83,9 +84,10 @@ class ServerWait:
 
 def _waited_for(member: Member, silence: float) -> str:
     until = time.strftime("%H:%M:%S", time.localtime(time.time() + GIVEN_UP - silence))
+    meanwhile = ", and others compute its rows" * (not member.alive)
     return (
         f"{member.name} ({member.peer.addr}) has not answered for {silence:.0f} s; Dask lists its worker: "
-        f"it is waited for until {until}"
+        f"it is waited for until {until}{meanwhile}"
     )
 
 
@@ -201,36 +203,53 @@ class Peers:
     async def verify(self, member: Member) -> bool:
         """Whether a peer that a call failed to is alive: by the scheduler's word, then by pings.
 
-        For a silent server it waits.
+        For a silent server it waits. A task that is silent is a suspect from then on.
         """
         if member in self.servers:
-            return await self._server_answers(member)
-        begin, since = time.monotonic(), self.link.heard.get(member.peer.addr, 0.0)
-        if begin - since > 2 * PATIENCE:  # nobody asked it lately
-            since = begin
-        missed = 0
-        while missed < MISSES and member.alive and member.reported:
-            if missed == MISSES - 1 and time.monotonic() - since >= SILENCE:
+            return await self.answers_again(member)
+        begin = time.monotonic()
+        since = begin - self._silence(member, begin)
+        missed = refusals = 0
+        while member.is_there and refusals < MISSES:
+            if missed >= MISSES - 1 and time.monotonic() - since >= member.patience:
                 break
             if missed == 1:
-                self._report(e.Suspect(self.tasks.index(member)))
+                self._report(e.MissedPing(self.tasks.index(member)))
             self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
             ping = self.link.call(member.peer, "ping", epoch=self.epoch)
             with Looks() as looks:
                 answer: Outcome = await self._unless_dead(member, ping, Unknown(), is_ping=True)
-            if isinstance(answer, Ok) and answer.meta.get("incarnation") == member.peer.incarnation:
-                return True
-            now = time.monotonic()
-            if isinstance(answer, NotSent | Unknown) and looks.were_late and now - begin < LATEST:
-                since = now
-            else:
-                missed += 1
-        member.lose()
+            match answer:
+                case Ok(meta={"incarnation": member.peer.incarnation}):
+                    return True
+                case Ok() | Refused():  # of another process at this address
+                    refusals = MISSES
+                case _ if looks.were_late and time.monotonic() - begin < LATEST:
+                    since = time.monotonic()
+                case _:
+                    missed += 1
+                    refusals = refusals + 1 if await self.link.refuses(member.peer.addr) else 0
+                    await asyncio.sleep(LOOK)  # the scheduler's word may be on its way
+        if refusals >= MISSES or not member.reported:
+            member.lose()
+        else:
+            member.fall_silent(since)
         self.link.suspect.add(member.peer.addr)
         return False
 
-    async def _server_answers(self, member: Member) -> bool:
-        """Wait until a server answers, or is dead: one wait for all that ask."""
+    def lost(self, task: int) -> e.Lost:
+        """The event that a task is lost, dead or silent."""
+        return e.Lost(task, self.tasks[task].is_silent)
+
+    def _silence(self, member: Member, now: float) -> float:
+        """Seconds since a member answered; 0 where nobody asked it lately."""
+        if member.silent_since:
+            return now - member.silent_since
+        silence = now - self.link.heard.get(member.peer.addr, 0.0)
+        return silence if silence <= 2 * PATIENCE else 0.0
+
+    async def answers_again(self, member: Member) -> bool:
+        """Wait until a server, or a silent task, answers, or is dead: one wait for all that ask."""
         if member not in self._waits:
             self._waits[member] = waiting = asyncio.create_task(self._wait_for(member))
             waiting.add_done_callback(lambda _: self._waits.pop(member))
@@ -238,11 +257,10 @@ class Peers:
 
     async def _wait_for(self, member: Member) -> bool:
         begin = time.monotonic()
-        silence = begin - self.link.heard.get(member.peer.addr, 0.0)
-        wait = ServerWait(begin, silence if silence <= 2 * PATIENCE else 0.0)  # else nobody asked it lately
+        wait, limit = Wait(begin, self._silence(member, begin)), partial(self._limit, member)
         has_answered = False
         try:
-            while not has_answered and member.is_there and wait.refusals < MISSES and wait.silence < self._limit:
+            while not has_answered and member.may_answer and wait.refusals < MISSES and wait.silence < limit():
                 match await self._pinged(member, wait):
                     case None:
                         has_answered = self._was_heard(member, wait)
@@ -256,27 +274,26 @@ class Peers:
                         await wait.pass_time()
         finally:
             self.silent.discard(member)
-        if has_answered and member.is_there:
-            if wait.is_said:
+        if has_answered and member.may_answer:
+            if wait.is_said and member.alive:
                 self._say(f"{member.name} ({member.peer.addr}) answers again, after {wait.silence:.0f} s")
             return True
-        if wait.silence >= self._limit:
+        if wait.silence >= limit() and member.alive:
             member.info.setdefault("poisoned", f"did not answer for {wait.silence:.0f} s")
         member.lose()
         self.link.suspect.add(member.peer.addr)
         return False
 
-    @property
-    def _limit(self) -> float:
-        """Seconds of silence after which a server is dead."""
-        return min(SILENCE, GIVEN_UP) if self.is_closing else GIVEN_UP
+    def _limit(self, member: Member) -> float:
+        """Seconds of silence after which a member is dead. A silent task, which is not alive, keeps nobody waiting."""
+        return min(SILENCE, GIVEN_UP) if self.is_closing and member.alive else GIVEN_UP
 
-    def _was_heard(self, member: Member, wait: ServerWait) -> bool:
-        """Whether a server has answered another call since the wait for it began."""
+    def _was_heard(self, member: Member, wait: Wait) -> bool:
+        """Whether a member has answered another call since the wait for it began."""
         return self.link.heard.get(member.peer.addr, 0.0) > wait.begin
 
-    async def _pinged(self, member: Member, wait: ServerWait) -> Outcome | None:
-        """The outcome of one more ping; None where the server has answered another call, or is dead, before it ends."""
+    async def _pinged(self, member: Member, wait: Wait) -> Outcome | None:
+        """The outcome of one more ping; None where the member has answered another call, or is dead, before it ends."""
         self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
         seconds = min(10 * PING, PING * 2**wait.pings)
         wait.pings += 1
@@ -285,12 +302,12 @@ class Peers:
         try:
             while not asked.done():
                 await wait.pass_time(asked)
-                if wait.silence >= PING:
+                if wait.silence >= PING and member.alive:
                     self.silent.add(member)
                 if wait.silence >= SILENCE and not wait.is_said:
                     wait.is_said = True
                     self._say(_waited_for(member, wait.silence))
-                if not member.is_there or self._was_heard(member, wait) or wait.silence >= self._limit:
+                if not member.may_answer or self._was_heard(member, wait) or wait.silence >= self._limit(member):
                     return None
             return asked.result()
         finally:
@@ -311,8 +328,9 @@ class Peers:
                 for index, member in enumerate(self.tasks):
                     if member not in seen and not (member.alive and member.reported):
                         seen.add(member)
-                        member.lose()
-                        queue.put_nowait(e.Lost(index))
+                        if not member.is_silent:
+                            member.lose()
+                        queue.put_nowait(self.lost(index))
                 for member in self.servers:
                     if member not in seen and not (member.alive and member.reported):
                         seen.add(member)

@@ -125,10 +125,9 @@ class SingleSteps:
                 end, waits = await self._drive(machine, placed, batch, since, use, turn, see)
                 if not isinstance(end.cause, e.TasksLost):
                     break
-                if machine.once and end.cause.tasks and not end.cause.put:  # what it took is back: on another task
-                    lost += [machine.places.get(task, task) for task in end.cause.tasks]
-                    if p.poison(lost) is None:
-                        continue
+                is_undone = machine.once and end.cause.tasks and not end.cause.put  # what it took is back
+                if is_undone and p.poison(lost) is None:
+                    continue  # on another task
                 if not (end.cause.is_none_left and self.engine.comes):
                     break
             if end.cause is not None:

@@ -45,12 +45,13 @@ async def _always() -> bool:
 
 
 class _Heard(NamedTuple):
-    """What a task told of steps ``start`` and following of a piece, each made of so many ``workers``."""
+    """What a task told of its part of steps ``start`` and following of a piece, each made of so many ``parts``."""
 
     start: int
     steps: int
+    place: int
+    parts: int
     rows: int
-    workers: int
     values: list[torch.Tensor | None]
 
 
@@ -106,7 +107,6 @@ class Training:
 
     def _take(self, mode: Mode, tasks: list[int]) -> None:
         """The policy of a mode, from the next step on."""
-        self._joint = mode.joint
         self._staleness = mode.staleness if mode.name == "bounded" else None
         about = (tasks, self.placed.writes, self._pieces, self._deadline)
         least = 1 if mode.elastic else mode.required
@@ -246,31 +246,40 @@ class Training:
         """Tell the machine, and carry out what it says."""
         if self._is_changing and self.machine.state == "over":
             self._missed.append(event)
-        if isinstance(event, e.Lost | e.Suspect):
+        if isinstance(event, e.Lost | e.MissedPing):
             self._give_up(event.task)
         if isinstance(event, e.Lost):
             self._loops.pop(event.task, None)
         for instruction in self.machine.on(event, time.monotonic()):
             match instruction:
-                case a.Give(task, piece):
-                    self._begin(self._lend(task, piece))
-                case a.Stop(task):
-                    self._begin(self._stopped(task))
-                case a.Pause(task):
-                    self._begin(self._pause(task, is_wanted=True))
-                case a.Continue(task):
-                    self._begin(self._pause(task, is_wanted=False))
-                case a.Count(operations):
-                    self._begin(self._count(operations))
                 case a.Held():
                     self.is_held = True
                 case a.Report():
                     self._applied(instruction)
-                case s.Cut(upto):
-                    self._begin(self._cut(upto))
                 case e.Finish():
                     self._over(instruction)
+                case _:
+                    self._begin(self._work(instruction))
         self._news.set()
+
+    def _work(self, instruction: Any) -> Coroutine[Any, Any, None]:
+        """What is done for an instruction beside everything else."""
+        match instruction:
+            case a.Give(task, piece):
+                return self._lend(task, piece)
+            case a.Stop(task):
+                return self._stopped(task)
+            case a.Pause(task):
+                return self._pause(task, is_wanted=True)
+            case a.Continue(task):
+                return self._pause(task, is_wanted=False)
+            case a.Count(operations):
+                return self._count(operations)
+            case s.Ask():
+                return self._ask()
+            case s.Cut(upto):
+                return self._cut(upto)
+        raise AssertionError(instruction)
 
     async def _change(self) -> None:
         """All that was lent is done: loops of another mode begin."""
@@ -356,7 +365,8 @@ class Training:
                 heard.start + (heard.steps if heard.start <= at else 0) - at for heard in found if heard is not None
             ]
             count = min([report.stop - at, *ends])
-            is_whole = bool(known) and len(known) >= known[0].workers  # else a task was lost before it told its part
+            known.sort(key=lambda heard: heard.place)
+            is_whole = bool(known) and len(known) >= known[0].parts  # else a task was lost before it told its part
             values, numbers = self._joined(known, at, count) if is_whole else [], self._steps_of.get(report.number)
             self.results.append(StepGroup(count, values, None if numbers is None else numbers[at : at + count]))
             at += count
@@ -374,11 +384,11 @@ class Training:
         return told[0] if told else None
 
     def _joined(self, known: Sequence[_Heard], at: int, count: int) -> list[torch.Tensor | None]:
-        """The values of all workers that a step is made of, as those of the whole batch."""
+        """The values of all parts of a step, as those of the whole batch."""
         rows = [heard.rows for heard in known]
         joined: list[torch.Tensor | None] = []
-        for place, way in enumerate(self._ways):
-            values = [heard.values[place] for heard in known]
+        for index, way in enumerate(self._ways):
+            values = [heard.values[index] for heard in known]
             parts = [
                 value[at - heard.start :][:count]
                 for value, heard in zip(values, known, strict=True)
@@ -405,10 +415,9 @@ class Training:
         self._streams.add(piece.stream)
         meta: dict[str, Any] = {
             "training": self._name, "data": self._sent.name, "loop": loop.name, "plan": self.placed.compute.id,
-            "part": part, "joint": self._joint,
-            "shards": list(self.placed.writes), "number": piece.number, "stream": self._stream(piece.stream),
-            "first": piece.first, "count": piece.count, "staleness": self._staleness,
-            "order": None, "steps": None, "run": 0,
+            "part": part, "shards": list(self.placed.writes),
+            "number": piece.number, "stream": self._stream(piece.stream), "first": piece.first, "count": piece.count,
+            "staleness": self._staleness, "order": None, "steps": None, "run": 0,
         }  # fmt: skip
         if isinstance(self.data, Ahead):
             self._steps_of[piece.number] = piece.steps
@@ -481,17 +490,17 @@ class Training:
     def _hear(self, task: int, loop: _Listening, answer: Ok) -> None:
         """Take what a task tells of the steps that it had not told of before."""
         at, some, tensors = int(answer.meta["at"]), answer.meta["some"], iter(answer.tensors)
-        for number, start, count, rows, workers in answer.meta["groups"]:
+        for number, start, count, place, parts, rows in answer.meta["groups"]:
             values = [next(tensors) if has else None for has in some]
             known = min(count, max(0, loop.seen - at))
             at += count
             if known < count:
                 loop.seen = at
                 values = [None if value is None else value[known:] for value in values]
-                self._heard.setdefault((number, task), []).append(
-                    _Heard(start + known, count - known, rows, workers, values)
-                )
-                self.feed(a.Progress(task, number, start + count, start + known, workers))
+                if number in self._steps_of:  # else all of it was reported by the word of a server
+                    heard = _Heard(start + known, count - known, place, parts, rows, values)
+                    self._heard.setdefault((number, task), []).append(heard)
+                self.feed(a.Progress(task, number, start + count, start + known, parts))
         member, late = self.engine.tasks[task], int(answer.meta["late"])
         member.late, loop.late = member.late + late - loop.late, late
         if answer.meta["seconds"]:
@@ -501,7 +510,7 @@ class Training:
         """A loop failed, or was not reached: it ends, and the machine learns why, unless it was ended meanwhile."""
         event = await self.engine.judged(answer, task)
         if not isinstance(event, e.Lost) and not await self._left(task, loop):
-            event = e.Lost(task)
+            event = self.engine.peers.lost(task)
         if self._loops.get(task) is loop:
             if not isinstance(event, e.Lost):
                 del self._loops[task]
@@ -523,7 +532,7 @@ class Training:
         is_there = loop is None or await self._left(task, loop)
         if is_there:
             self._loops.pop(task, None)
-        self.feed(a.Stopped(task) if is_there else e.Lost(task))
+        self.feed(a.Stopped(task) if is_there else self.engine.peers.lost(task))
 
     def _give_up(self, task: int) -> None:
         """No other loop waits for that of a task, and servers take nothing from it: should it live, it begins anew."""
@@ -557,6 +566,12 @@ class Training:
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
+    async def _ask(self) -> None:
+        """Ask the first server how far training is, whatever tasks tell."""
+        chief = self.placed.writes[0]
+        answer = await self.engine.peers.settled(chief, "standing", {"training": self._name})
+        self.feed(s.Written(int(answer.meta["latest"])) if isinstance(answer, Ok) else e.ShardLost(chief))
+
     async def _cut(self, upto: int) -> None:
         """Let the servers end what is not decided, and every loop; then say where they stand."""
         chief, *others = self.placed.writes
@@ -574,7 +589,7 @@ class Training:
         self._loops.clear()
         for task, is_there in zip(loops, ends, strict=True):
             if not is_there:
-                self.feed(e.Lost(task))
+                self.feed(self.engine.peers.lost(task))
         self.feed(s.CutAt(latest))
 
     async def _count(self, operations: Sequence[tuple[int, int]]) -> None:

@@ -4,8 +4,10 @@ The scheduler's registry says at once that a worker came or left. The list of wo
 without a word from it, so that no event can be missed and a scheduler that blocks plugins will do; more often while a
 lost task has no successor. What changed is in the registry before it takes part, where that answers.
 A worker that comes is a compute task, in the place of one that was lost if there is one. A worker with another version,
-or without tfnb, is refused in one line, and training goes on without it. A task that was found dead because it did not
-answer, and whose worker lives, is told to end its process as soon as it hears: its nanny starts another one.
+or without tfnb, is refused in one line, and training goes on without it.
+A silent task keeps its name and its process while Dask lists its worker: when it answers again, what it still computes
+is ended, and it joins as a newcomer. After `GIVEN_UP` seconds of silence it is given up, and told to end its process as
+soon as it hears: its nanny starts another one, at the cost of a restart.
 It runs in the client's event loop, beside `engine`, which it tells who is there.
 """
 
@@ -24,7 +26,7 @@ from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.adapting import Adapting
 from tfnb.cluster.members.deploy import LOOK, Wanted, WorkerGone, identities, joined
 from tfnb.cluster.members.registered import Registered
-from tfnb.cluster.wire.messages import Refused
+from tfnb.cluster.wire.messages import Ok, Refused
 from tfnb.errors import Fenced, VersionMismatch
 
 STARTS_WITHIN = 60.0  # seconds that a worker has for its task
@@ -48,7 +50,8 @@ class Supervisor:
         self._is_behind = False  # whether the registry may lack what changed
         self._refused: set[str] = set()  # addresses of workers, while they are there
         self._gone: set[Member] = set()  # whose leaving was said
-        self._ending: dict[Member, asyncio.Task[None]] = {}  # lost tasks whose workers live
+        self._awaited: dict[Member, asyncio.Task[None]] = {}  # silent tasks
+        self._ending: dict[Member, asyncio.Task[None]] = {}  # dead tasks whose workers live
         self._joining: dict[str, tuple[str, asyncio.Task[None]]] = {}  # name of a task -> where, and what makes it
         self._watch: asyncio.Task[None] | None = None
 
@@ -62,7 +65,8 @@ class Supervisor:
 
     def cancel(self) -> None:
         """Look no more, and give up what is being made. In the event loop."""
-        for work in (self._watch, *self._ending.values(), *(work for _, work in self._joining.values())):
+        joining = [work for _, work in self._joining.values()]
+        for work in (self._watch, *self._awaited.values(), *self._ending.values(), *joining):
             if work is not None:
                 work.cancel()
 
@@ -82,6 +86,7 @@ class Supervisor:
                 if not self._engine.is_closing:  # else who closes knows, and brings the values home before
                     self._engine.lose_scheduler()
                 return
+            self._await_the_silent()
             with suppress(OSError, TimeoutError, RuntimeError, Fenced):  # the next look says what it was
                 found = await identities(self._client)
                 self._say_who_left()
@@ -94,7 +99,7 @@ class Supervisor:
     def _say_who_left(self) -> None:
         engine, left = self._engine, list[Member]()
         for member in engine.places.values():
-            if not member.is_there and member not in self._gone:
+            if not member.may_answer and member not in self._gone:
                 member.lose()
                 self._gone.add(member)
                 engine.bury(member)
@@ -120,7 +125,8 @@ class Supervisor:
 
     async def _keep(self) -> None:
         """Let adaptive scaling keep the workers that are there, or say that it will not."""
-        count = len({member.peer.addr for member in self._there()})
+        silent = [member for member in self._engine.places.values() if member.is_silent]
+        count = len({member.peer.addr for member in (*self._there(), *silent)})
         if self._adapting.hold(count):
             self._engine.say(f"Dask's adaptive scaling keeps {count} workers now, while the cluster is connected")
         elif time.monotonic() < self._asks_until and await self._registered.is_scaled():
@@ -146,15 +152,46 @@ class Supervisor:
         there = sum(member.is_there for member in self._engine.places.values())
         return f"{there} compute task{'s' if there != 1 else ''} now"
 
+    def _await_the_silent(self) -> None:
+        """Begin with those that fell silent lately."""
+        for member in self._engine.places.values():
+            if member.is_silent and member not in self._awaited:
+                self._engine.bury(member)
+                self._is_behind = True
+                self._awaited[member] = asyncio.create_task(self._await(member))
+
+    async def _await(self, member: Member) -> None:
+        """Let a silent task join again when it answers; return where it is given up."""
+        engine = self._engine
+        while engine.lost is None and await engine.peers.answers_again(member):
+            after = f"{member.name} ({member.peer.addr}) answers again after {member.silence:.0f} s"
+            with suppress(Fenced):  # the cluster ends
+                if isinstance(await engine.reset(member), Ok) and await self._enter(member.successor()):
+                    engine.say(f"{after} and joined at step {engine.step}: {self._width()}")
+                    return
+            await asyncio.sleep(SOON)
+
+    async def _enter(self, member: Member) -> bool:
+        """Let a task take part as soon as the registry has it; whether its worker was there until then."""
+        self._entering.add(member)
+        try:
+            await self._publish()
+            if member.is_there:
+                self._engine.join(member)
+            return member.is_there
+        finally:
+            self._entering.discard(member)
+
     def _end_the_lost(self) -> None:
         """Begin with those that were found dead lately."""
-        for member in self._engine.tasks:
-            is_left_over = not member.alive and member.reported and member.info.get("nanny")
+        latest = {member.peer: member for member in self._engine.tasks}
+        for member in latest.values():
+            is_left_over = not (member.alive or member.silent_since) and member.reported and member.info.get("nanny")
             if is_left_over and member not in self._ending and member not in self._engine.servers:
                 self._ending[member] = asyncio.create_task(self._end(member))
 
     async def _end(self, member: Member) -> None:
-        """Tell a lost task to end its process, until it hears or Dask finds it dead, too."""
+        """Tell a dead task to end its process, until it hears or Dask finds it dead, too."""
         engine = self._engine
         if not engine.charge(member):
             engine.say(f"{member.name} ({member.peer.addr}) is given up: {engine.restarts}")
@@ -174,10 +211,10 @@ class Supervisor:
                 self._joining[name] = addr, asyncio.create_task(self._join(name, addr))
 
     def _vacancy(self) -> str:
-        """The name of a task that is lost and not made again yet, or a new one."""
+        """The name of a task that is dead and not made again yet, or a new one."""
         places = self._engine.places
         names = chain(
-            (name for name, member in places.items() if not member.is_there),
+            (name for name, member in places.items() if not member.may_answer),
             (name for name in map("task:{}".format, count()) if name not in places),
         )
         return next(name for name in names if name not in self._joining)
@@ -189,8 +226,8 @@ class Supervisor:
             member = await joined(
                 self._client, engine.link, name, addr, self._wanted, engine.servers, engine.epoch, end
             )  # fmt: skip
-            self._entering.add(member)
-            await self._publish()
+            if not await self._enter(member):
+                raise WorkerGone(f"the worker at {addr} left while its task was started")
         except WorkerGone:
             pass  # it is new again when it is back
         except Exception as error:  # also Dask's own: this worker is not used, and training goes on
@@ -198,9 +235,7 @@ class Supervisor:
             why = error.details["differs"] if isinstance(error, VersionMismatch) else str(error)
             engine.say(f"the worker at {addr} takes no part: {(why or type(error).__name__).splitlines()[0]}")
         else:
-            engine.join(member)
             self._say_lifetimes([member])
             engine.say(f"{name} ({addr}) joined at step {engine.step}: {self._width()}")
         finally:
-            self._entering = {each for each in self._entering if each.name != name}
             del self._joining[name]

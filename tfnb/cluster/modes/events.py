@@ -47,13 +47,14 @@ class Start(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A compute task is dead."""
+    """A compute task is dead, or ``is_silent``, a suspect: it does not answer, and joins again should it do so."""
 
     task: int
+    is_silent: bool = False
 
 
-class Suspect(NamedTuple):
-    """A compute task does not answer: nobody is to wait for it, before it answers again or is found dead."""
+class MissedPing(NamedTuple):
+    """A compute task left a ping unanswered: nobody waits for its loop, before it answers again or is lost."""
 
     task: int
 
@@ -97,7 +98,7 @@ class Fault(NamedTuple):
     failure: Failed
 
 
-Event = Start | Lost | Suspect | Joined | ShardLost | Interrupt | Tick | Hold | Resume | End | Fault
+Event = Start | Lost | MissedPing | Joined | ShardLost | Interrupt | Tick | Hold | Resume | End | Fault
 
 
 # -- the last instruction -----------------------------------------------------------------------------------------

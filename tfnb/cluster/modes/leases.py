@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.plan import RETRIES, poison
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import GIVEN_UP, Failed
 
 AHEAD = 2  # pieces that a task has at a time
 SECONDS = 0.5  # that a piece should take
@@ -29,7 +29,7 @@ class Piece:
     """Steps ``first`` and following of a stream. ``done``: of them, as far as the notebook has heard.
 
     ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: tasks that
-    were lost over its next step, one of each attempt.
+    died over its next step, one of each attempt.
     """
 
     number: int
@@ -62,13 +62,13 @@ class Offer(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """A task has applied so many steps of a piece. ``workers``: of how many tasks those from ``start`` on are made."""
+    """A task has applied so many steps of a piece; those from ``start`` on are made of so many ``parts`` of tasks."""
 
     task: int
     number: int
     done: int
     start: int = 0
-    workers: int = 0
+    parts: int = 0
 
 
 class Broken(NamedTuple):
@@ -188,7 +188,7 @@ class Sizes:
 class Leases:
     """Asynchronous training: each task works on pieces of its own.
 
-    ``patience``: seconds that training without any task waits for one.
+    ``patience``: seconds that training without any task waits for one; a silent task is waited for.
     States: planned; open; closing (loops end, what is in doubt is found out and completed); counting; over.
     """
 
@@ -259,8 +259,8 @@ class Leases:
             case "closing", Stopped(task):
                 self._drop(task)
                 return self._next(now)
-            case "open" | "closing", e.Lost(task) if task in self.tasks:
-                return self._lose(task, now)
+            case "open" | "closing", e.Lost(task, is_silent) if task in self.tasks:
+                return self._lose(task, is_silent, now)
             case "planned" | "counting", e.Lost(task) if task in self.tasks:
                 self.tasks.remove(task)
             case "open" | "closing", e.Joined(task, follows) if task not in self.tasks:
@@ -374,12 +374,14 @@ class Leases:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
-    def _lose(self, task: int, now: float) -> list[Instruction]:
+    def _lose(self, task: int, is_silent: bool, now: float) -> list[Instruction]:
         self.tasks.remove(task)
+        if is_silent:
+            self.patience = max(self.patience, GIVEN_UP)
         self.told.discard(task)
         self.paused.discard(task)
         rest = self._return(task)
-        if rest and self.state == "open":
+        if rest and self.state == "open" and not is_silent:
             rest[0].lost += (self.places.get(task, task),)
             if (cause := poison(rest[0].lost)) is not None:
                 return self._close(cause)

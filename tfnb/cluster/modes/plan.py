@@ -33,7 +33,9 @@ def patience(seconds: Sequence[float]) -> float:
 
 
 def poison(lost: Sequence[int]) -> e.TasksLost | None:
-    """Why a step is not tried again, by the tasks that were lost over it, one of each attempt; a successor is the same.
+    """Why a step is not tried again, by the tasks that died over it, one of each attempt; a successor is the same.
+
+    A silent task is not among them: it may be busy.
 
     >>> poison([0, 1]), poison([1, 1]).message
     (None, '2 attempts of this step each lost a task: it seems to kill them')
@@ -168,14 +170,14 @@ class Step:
     values: dict[int, Any] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)  # shards
     missed: int = 0
-    lost: list[int] = field(default_factory=list)  # tasks, one of each attempt; each stands for its successors
+    lost: list[int] = field(default_factory=list)  # dead tasks, one of each attempt; each stands for its successors
     places: Mapping[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
 
     def on(self, event: Event, now: float) -> list[Instruction]:
         """What to do next."""
         match self.state, event:
-            case "planned" | "running", e.Lost(task) if task in self.tasks:
-                return self._lose(task)
+            case "planned" | "running", e.Lost(task, is_silent) if task in self.tasks:
+                return self._lose(task, is_silent)
             case "planned", e.Start():
                 return self._run()
             case "running", Done(number, task, values) if number == self.number:
@@ -246,14 +248,15 @@ class Step:
         rows = tuple(stop - start for start, stop in self.ranges.values())
         return [e.Finish(tuple(self.values[task] for task in self.ranges), rows)]
 
-    def _lose(self, task: int) -> list[Instruction]:
+    def _lose(self, task: int, is_silent: bool) -> list[Instruction]:
         self.tasks.remove(task)
         if self.state == "planned" or task not in self.ranges:
             return []
+        if not is_silent:
+            self.lost.append(self.places.get(task, task))
         if self.once:
             text = "a task was lost in a step that puts elements into queues: those that it put are there"
             return self._stop(e.TasksLost(text, (task,)))
-        self.lost.append(self.places.get(task, task))
         if (cause := poison(self.lost)) is not None:
             return self._stop(cause)
         return [Abort(self.number), *self._run()] if self.tasks else self._stop(e.TasksLost())

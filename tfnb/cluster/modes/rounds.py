@@ -3,8 +3,9 @@
 `Rounds` lends every task the same pieces, two ahead of need; each task computes its share of the rows, and the servers
 commit a round when all shares are there. The notebook acts only where something happens: it lets the servers end every
 round that is not decided (a cut), ends the loops, and begins anew with the tasks that are there, from the step after
-the last one that was written. With spare tasks the first shares make a round, and the others are dropped: no step
-waits for the slowest tasks. No clock, socket, thread or Dask.
+the last one that was written. With spare tasks the first part of each place makes a round, and copies are dropped (see
+`server.courses`): no step waits for the slowest tasks, nor does the report of a step, for which the notebook asks the
+first server. No clock, socket, thread or Dask.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.leases import AHEAD, Broken, Give, Held, Offer, Piece, Progress, Report, Sizes
 from tfnb.cluster.modes.plan import RETRIES, poison
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import GIVEN_UP, Failed
+
+UNTOLD = 1.5  # seconds that a step waits for the word of the other tasks after the first one: they tell twice a second
 
 
 class Cut(NamedTuple):
@@ -26,14 +29,24 @@ class Cut(NamedTuple):
     upto: int
 
 
+class Ask(NamedTuple):
+    """Ask the first server which round was written last: a task to which a step owes a part does not tell of it."""
+
+
+class Written(NamedTuple):
+    """The last round that was written on the first server; training goes on."""
+
+    latest: int
+
+
 class CutAt(NamedTuple):
     """The last round that was written, on all servers; nothing is in progress."""
 
     latest: int
 
 
-Event = e.Event | Offer | Progress | Broken | CutAt
-Instruction = Give | Cut | Held | Report | e.Finish
+Event = e.Event | Offer | Progress | Broken | Written | CutAt
+Instruction = Give | Ask | Cut | Held | Report | e.Finish
 
 
 @dataclass
@@ -42,9 +55,9 @@ class Rounds:
 
     ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``fixed``: of how many it
     is always made, 0 for all but the spare ones. ``least``: tasks without which there is no step. ``patience``: seconds
-    that training with fewer tasks waits for one. ``members``: the tasks of this generation, in worker order. ``base``:
-    steps that were written before it, the first of whose rounds is ``first``. States: planned; open; cutting; waiting
-    (for a task); over.
+    that training with fewer tasks waits for one; it waits for a silent one, too. ``members``: the tasks of this
+    generation, in worker order. ``base``: steps that were written before it, the first of whose rounds is ``first``.
+    States: planned; open; cutting; waiting (for a task); over.
     """
 
     tasks: list[int]
@@ -67,11 +80,12 @@ class Rounds:
     out: deque[Piece] = field(default_factory=deque)
     again: deque[Sequence[Any]] = field(default_factory=deque)  # steps that were given and not written
     offered: deque[Sequence[Any]] = field(default_factory=deque)
-    told: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # piece and step -> tasks of which it is made
-    known: set[tuple[int, int]] = field(default_factory=set)  # steps of which all those have told
+    told: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)  # piece and step -> who told, and when
+    known: set[tuple[int, int]] = field(default_factory=set)  # steps that were told of by all tasks of which they are
+    asked: float = 0.0
     began: float = 0.0
     missed: int = 0  # failures since the last step that was written
-    lost: list[int] = field(default_factory=list)  # tasks likewise, one of each attempt; as in `places`
+    lost: list[int] = field(default_factory=list)  # dead tasks likewise, one of each attempt; as in `places`
     places: dict[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
     is_ended: bool = False
 
@@ -98,7 +112,7 @@ class Rounds:
         return 1
 
     def part(self, task: int) -> tuple[int, int, int]:
-        """The number of a task among the workers, how many there are, and of how many a step is made."""
+        """The number of a task among the workers, how many there are, and of how many parts a step is made."""
         return self.members.index(task), len(self.members), min(self.wanted, len(self.members))
 
     def steps_at(self, latest: int) -> int:
@@ -121,8 +135,8 @@ class Rounds:
             case "open", Broken(task, failure, is_fatal) if task in self.members:
                 self.missed += 1
                 return self._stop(failure if is_fatal or self.missed > RETRIES else None)
-            case "open" | "cutting" | "planned" | "waiting", e.Lost(task) if task in self.tasks:
-                return self._lose(task)
+            case "open" | "cutting" | "planned" | "waiting", e.Lost(task, is_silent) if task in self.tasks:
+                return self._lose(task, is_silent)
             case "open" | "cutting" | "waiting", e.Joined(task, follows) if task not in self.tasks:
                 return self._join(task, follows, now)
             case "waiting", e.Interrupt():
@@ -137,6 +151,11 @@ class Rounds:
                 return self._stop(failure)
             case "open" | "cutting", e.Tick() if now >= self.deadline:
                 return self._stop(e.TimedOut())
+            case "open", e.Tick() if self.spare and self._is_untold(now):
+                self.asked = now
+                return [Ask()]
+            case "open", Written(latest):
+                return [*self._told_by_server(latest, now), *self._next()]
             case "cutting", CutAt(latest):
                 return self._cut(latest, now)
             case "open" | "cutting" | "waiting", e.ShardLost(shard):
@@ -182,18 +201,35 @@ class Rounds:
 
     def _progress(self, progress: Progress, now: float) -> list[Instruction]:
         """Steps are reported when every task of which they are made has told of them."""
-        for step in range(progress.start, progress.done):
-            tasks = self.told.setdefault((progress.number, step), set())
-            tasks.add(progress.task)
-            if len(tasks) >= (progress.workers or len(self.members)):
+        reported = next((piece.done for piece in self.out if piece.number == progress.number), progress.done)
+        for step in range(max(progress.start, reported), progress.done):
+            tasks = self.told.setdefault((progress.number, step), {})
+            tasks.setdefault(progress.task, now)
+            if len(tasks) >= (progress.parts or len(self.members)):
                 self.known.add((progress.number, step))
+        return self._reports(now)
+
+    def _is_untold(self, now: float) -> bool:
+        """Whether some tasks told of a step long ago, and others do not."""
+        since = next((when for tasks in self.told.values() for when in tasks.values()), now)
+        return now >= max(since, self.asked) + UNTOLD
+
+    def _told_by_server(self, latest: int, now: float) -> list[Instruction]:
+        """Steps up to a round are written, and are reported though not all tasks have told."""
+        for piece in self.out:
+            written = min(piece.count, latest - piece.first + 1)
+            self.known |= {(piece.number, step) for step in range(piece.done, written)}
+        return self._reports(now)
+
+    def _reports(self, now: float) -> list[Instruction]:
+        """The reports of steps that are known, in order."""
         told: list[Instruction] = []
         while self.out:
             piece = self.out[0]
             done = piece.done
             while (piece.number, done) in self.known:
                 self.known.discard((piece.number, done))
-                del self.told[piece.number, done]
+                self.told.pop((piece.number, done), None)
                 done += 1
             if done > piece.done:
                 told.append(Report(piece.number, piece.done, done, self.members))
@@ -213,11 +249,13 @@ class Rounds:
             self.places[task] = self.places.get(follows, follows)
         return self._begin(now) if self.state == "waiting" else self._stop(None)
 
-    def _lose(self, task: int) -> list[Instruction]:
+    def _lose(self, task: int, is_silent: bool) -> list[Instruction]:
         self.tasks.remove(task)
+        if is_silent:
+            self.patience = max(self.patience, GIVEN_UP)
         if self.state in ("planned", "waiting") or task not in self.members:
             return []
-        if self.state == "open" and self.out:  # tasks lost together are one attempt
+        if self.state == "open" and self.out and not is_silent:  # tasks lost together are one attempt
             self.lost.append(self.places.get(task, task))
         if (cause := poison(self.lost)) is not None:
             return self._stop(cause)

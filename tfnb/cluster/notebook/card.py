@@ -28,7 +28,7 @@ class Status:
 
     def __str__(self) -> str:
         lines = [self.title, *(f"  {name}: {value}" for name, value in self.facts)]
-        lines += [f"  {row.name:8} {row.state:5} {row.address:26} {row.detail}".rstrip() for row in self.rows]
+        lines += [f"  {row.name:8} {row.state:6} {row.address:26} {row.detail}".rstrip() for row in self.rows]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     __repr__ = __str__

@@ -68,9 +68,10 @@ class Overview:
         return tuple(map(self._row, dict.fromkeys((*self._engine.places.values(), *self._engine.servers))))
 
     def _row(self, member: Member) -> Row:
-        state = "alive" if member.is_there else "lost"
+        state = "alive" if member.is_there else "silent" if member.is_silent else "lost"
         threads = member.info.get("threads", 1)
-        parts = [f"{threads} torch thread{'s' if threads != 1 else ''}", ", ".join(member.info.get("devices", ()))]
+        parts = [f"for {member.silence:.0f} s, and waited for"] if member.is_silent else []
+        parts += [f"{threads} torch thread{'s' if threads != 1 else ''}", ", ".join(member.info.get("devices", ()))]
         if member.is_there and (worker := self._workers.get(member.peer.addr)):
             limit = f" of {size(worker['memory_limit'])}" if worker.get("memory_limit") else ""
             parts.append(f"memory {size(worker.get('metrics', {}).get('memory', 0))}{limit}")

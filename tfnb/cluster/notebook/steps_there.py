@@ -161,7 +161,7 @@ class Steps:
         """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
 
         sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. With
-        ``backup`` spare tasks a step is made of the first gradients that all servers have, and takes no later ones.
+        ``backup`` spare tasks a step is made of the first gradient of each of its parts, and waits for no copy.
         async: each task works on whole batches of its own. bounded: likewise, at most ``staleness`` steps ahead of the
         slowest one. ``changes``: asked now and then for another mode to go on in. Tasks work ahead of what is yielded.
         Close the generator (or exhaust it): local storages then show the values of the last step, also after Ctrl-C.

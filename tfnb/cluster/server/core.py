@@ -106,7 +106,7 @@ class Core:
     MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit", "enter", "depart"})
     METHODS = MUTATIONS | Objects.METHODS | {
         "register_shard", "pull", "stage", "prepare", "abort", "keep", "stat", "applied",
-        "contribute", "staged", "choose", "decided", "hold", "go", "cut", "open_training", "end_training", "gone",
+        "contribute", "staged", "decided", "standing", "hold", "go", "cut", "open_training", "end_training", "gone",
     }  # fmt: skip
 
     def on(self, event: Event, now: float) -> list[Effect]:

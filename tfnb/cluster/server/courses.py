@@ -5,8 +5,11 @@ Every worker contributes to round k and is answered with the values after it. A 
 the write and tells the first shard; when all are ready, that one writes and lets the others write. What it decided is
 final: whoever reads a cut, or ends the training, asks it first and names its decision to the others.
 
-With spare workers a shard tells the first one of each part that it has. The first workers whose parts are on all
-shards make the round: the first shard names them to the others, which then compute. The other parts are dropped.
+A round has places: the rows and the random stream of one part of its batch. Each shard keeps the first part that comes
+for a place, and drops copies: the parts of a place are equal, whoever computes them, so all shards write the same. With
+as many places as workers each worker has its own. With spare workers the first shard gives the places of the next
+round away in the order in which workers come for them; later ones copy the place that was given away last. Who sends a
+copy while the part of another place is missing computes that one, so that no round waits for the slowest workers.
 
 With bounded staleness each loop has a clock, the steps that it has applied, and reads only while it is no more steps
 ahead of the slowest one than it may be. A loop that stands still leaves, and nobody waits for it.
@@ -14,6 +17,7 @@ ahead of the slowest one than it may be. A loop that stands still leaves, and no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,16 +27,16 @@ HOLD = 2.0  # seconds after which a hold ends by itself
 
 @dataclass
 class Turn:
-    """One round in the making. ``wanted``: of how many workers it is made; ``chosen``: of which ones.
+    """One round in the making. ``wanted``: of how many parts it is made; ``owners``: the workers whose parts are kept.
 
-    The first shard alone knows ``holders``, the shards that have the part of a worker, and ``ready``, those that have
+    The first shard alone knows ``takers``, the place that it gave each worker, and ``ready``, the shards that have
     computed their write. ``error``: why this shard could not.
     """
 
-    parts: dict[int, Any] = field(default_factory=dict)  # worker -> Part
+    parts: dict[int, Any] = field(default_factory=dict)  # place -> Part
+    owners: dict[int, int] = field(default_factory=dict)  # place -> worker
+    takers: dict[int, int] = field(default_factory=dict)  # worker -> place
     wanted: int = 0
-    chosen: tuple[int, ...] = ()
-    holders: dict[int, set[int]] = field(default_factory=dict)
     error: Exception | None = None
     shards: tuple[int, ...] = ()
     write: Callable[[], None] | None = None
@@ -43,18 +47,36 @@ class Turn:
     ready: set[int] = field(default_factory=set)
     nbytes: int = 0  # of all parts
 
-    def add(self, worker: int, part: Any, shards: tuple[int, ...], wanted: int) -> None:
-        """The part of one worker, who had none."""
-        self.parts[worker], self.shards, self.wanted = part, shards, wanted
+    def add(self, place: int, worker: int, part: Any, shards: tuple[int, ...], wanted: int) -> None:
+        """The part of a place that had none."""
+        self.parts[place], self.owners[place], self.takers[worker] = part, worker, place
+        self.shards, self.wanted = shards, wanted
         self.nbytes += part.nbytes
 
-    def hold(self, worker: int, shard: int) -> list[int]:
-        """A shard has the part of a worker; the workers of the round, where that one makes their number whole."""
-        self.holders.setdefault(worker, set()).add(shard)
-        if self.chosen or not self.shards:
-            return []
-        whole = sorted(worker for worker, held in self.holders.items() if held.issuperset(self.shards))
-        return whole if len(whole) == self.wanted else []
+    def place_for(self, worker: int, places: int, before: int = -1) -> int:
+        """The place whose part a worker is to compute, of so many; ``before``: the one whose part it computed last.
+
+        The one that it has, while its part is missing; else one that nobody has, that of before if it can be; else a
+        copy of the place with the fewest workers, of those the one that was given away last.
+
+        >>> turn = Turn()
+        >>> [turn.place_for(worker, 2) for worker in (4, 5, 6, 4)]
+        [0, 1, 1, 0]
+        """
+        missing = [place for place in range(places) if place not in self.parts]
+        if missing and self.takers.get(worker) not in missing:
+            others = [place for other, place in self.takers.items() if other != worker]
+            given, last = Counter(others), {place: at for at, place in enumerate(others, 1)}
+            self.takers.pop(worker, None)  # who is given a place now is the last one
+            self.takers[worker] = min(
+                missing, key=lambda place: (given[place], -last.get(place, 0), place != before, place)
+            )
+        return self.takers.get(worker, 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parts of all places are here."""
+        return 0 < self.wanted == len(self.parts)
 
     @property
     def is_decided(self) -> bool:
@@ -66,13 +88,15 @@ class Turn:
 class Course:
     """The rounds of one training. ``latest``: the last one written; ``floor``: those up to it are over.
 
-    ``counted``: the last round in which each worker counted. ``clocks``: of loops that are at work; ``least``: where
+    ``places``: of how many parts a round is made, unless its batch is too short. ``counted``: of each worker the last
+    round with a part of it, and the place of that part. ``clocks``: of loops that are at work; ``least``: where
     the slowest of them was when there was one; ``gone``: loops that were given up.
     """
 
     latest: int = 0
-    counted: dict[int, int] = field(default_factory=dict)
+    counted: dict[int, tuple[int, int]] = field(default_factory=dict)
     floor: int = 0
+    places: int = 1
     clocks: dict[str, int] = field(default_factory=dict)
     least: int = 0
     gone: set[str] = field(default_factory=set)
@@ -87,6 +111,11 @@ class Course:
     def turn(self, number: int) -> Turn:
         """A round, begun if it was not."""
         return self.turns.setdefault(number, Turn())
+
+    def place_for(self, worker: int) -> int:
+        """The place of the next round whose part a worker is to compute."""
+        _, before = self.counted.get(worker, (0, -1))
+        return self.turn(max(self.latest, self.floor) + 1).place_for(worker, self.places, before)
 
     def enter(self, loop: str, clock: int) -> int:
         """A loop goes to work, not behind the others; its clock."""

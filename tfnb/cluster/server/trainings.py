@@ -22,7 +22,7 @@ class Trainings:
         self.decisions = 0  # how often something happened that a contribution may wait for
         self.methods: dict[str, Callable[[Request], Ok | Refused]] = {
             "open_training": self.begin, "end_training": self.end, "enter": self.enter, "depart": self.depart,
-            "choose": self.choose, "decided": self.decided, "cut": self.cut,
+            "decided": self.decided, "cut": self.cut, "standing": self.standing,
         }  # fmt: skip
         self.timed: dict[str, Callable[[Request, float], Ok | Refused | None]] = {
             "contribute": self.contribute, "staged": self.staged, "hold": self.hold, "go": self.go,
@@ -80,60 +80,57 @@ class Trainings:
         return self._shard.ack()
 
     def contribute(self, request: Request, now: float) -> Ok | Refused | None:
-        """Keep one worker's part; answered when its round is written, with the values of now and whether it counts."""
+        """Keep a worker's part of a round; answered when that is written, with the values of now and whether it counts.
+
+        With ``spare`` workers the first shard also says which place the worker takes next, and answers a copy at once
+        while the part of another place is missing. The other shards answer at once, for what they keep of a worker may
+        be what the first one drops.
+        """
         meta, course = request.meta, self._course(request.meta)
-        number, worker = int(meta["round"]), int(meta["worker"])
+        number, worker, has_spare = int(meta["round"]), int(meta["worker"]), "spare" in meta
+        is_first = self._shard.shard == meta["shards"][0]
+        is_wanted = False
         if number > course.latest:
             if number <= course.floor:
                 return Refused("stale", f"round {number} is over; the last one was {course.floor}")
             turn = course.turn(number)
-            if worker not in turn.parts and not turn.chosen and "absent" not in meta:
-                part = self._shard.part(request)
-                if isinstance(part, Refused):
-                    return part
-                self._shard.afford(part.nbytes)
-                turn.add(worker, part, tuple(map(int, meta["shards"])), int(meta["workers"]))
-                self._has_part(turn, worker, meta)
-                self._commit_decided(course, now)
+            if "absent" not in meta:
+                refused = self._keep(course, turn, request, now)
+                if refused is not None:
+                    return refused
+                is_copy = turn.owners[int(meta["place"])] != worker
+                is_wanted = is_copy and not turn.is_whole
             if turn.error is not None:
                 raise turn.error
-            if number > course.latest:
+            may_leave = is_wanted if is_first else "absent" not in meta
+            if number > course.latest and not (has_spare and may_leave):
                 return None
-        counts = {"latest": course.latest, "counts": course.counted.get(worker) == number}
-        return self._shard.with_values(Ok({**self._shard.ack().meta, **counts}), request)
+        about = {"latest": course.latest, "counts": course.counted.get(worker, (0, 0))[0] == number}
+        if has_spare and is_first:
+            about["place"] = course.place_for(worker)
+        return self._shard.with_values(Ok({**self._shard.ack().meta, **about}), request)
 
-    def _has_part(self, turn: Turn, worker: int, meta: Mapping[str, Any]) -> None:
-        """A part is there: the first ones here make the round, or (``joint``) those whom the first shard chooses."""
-        first = turn.shards[0]
-        if "joint" not in meta:
-            if len(turn.parts) == turn.wanted:
-                self._make(turn, sorted(turn.parts), meta)
-        elif self._shard.shard == first:
-            self._held(turn, worker, first, meta)
-        else:
-            self._send(first, "staged", meta, by=self._shard.shard, worker=worker)
+    def _keep(self, course: Course, turn: Turn, request: Request, now: float) -> Refused | None:
+        """Keep the part of a place that has none yet; the last one makes the round whole."""
+        meta, place = request.meta, int(request.meta["place"])
+        if place in turn.parts:
+            return None
+        part = self._shard.part(request)
+        if isinstance(part, Refused):
+            return part
+        self._shard.afford(part.nbytes)
+        course.places = int(meta["places"])
+        turn.add(place, int(meta["worker"]), part, tuple(map(int, meta["shards"])), int(meta["parts"]))
+        if turn.is_whole:
+            self._make(turn, meta)
+            self._commit_decided(course, now)
+        return None
 
-    def _held(self, turn: Turn, worker: int, shard: int, meta: Mapping[str, Any]) -> None:
-        """On the first shard: a shard has the part of a worker. The first that are everywhere make the round."""
-        if chosen := turn.hold(worker, shard):
-            self._make(turn, chosen, meta)
-            for other in turn.shards[1:]:
-                self._send(other, "choose", meta, workers=chosen)
-
-    def choose(self, request: Request) -> Ok:
-        """The first shard has chosen the workers of a round."""
-        meta, course = request.meta, self._course(request.meta)
-        turn = course.turns.get(int(meta["round"]))
-        if turn is not None and not turn.chosen:
-            self._make(turn, list(map(int, meta["workers"])), meta)
-        return self._shard.ack()
-
-    def _make(self, turn: Turn, chosen: list[int], meta: Mapping[str, Any]) -> None:
+    def _make(self, turn: Turn, meta: Mapping[str, Any]) -> None:
         """Compute the write of a round, and tell the first shard; that one lets the others write when all are ready.
 
         An error is kept for those who contribute.
         """
-        turn.chosen = tuple(chosen)
         try:
             self._compute(turn)
         except Exception as error:
@@ -146,28 +143,19 @@ class Trainings:
             decided = {"training": str(meta["training"]), "decided": int(meta["round"])}
             turn.sends = [Send(other, "decided", decided) for other in others]
         else:
-            self._send(first, "staged", meta, by=self._shard.shard)
-
-    def _send(self, to: int, method: str, meta: Mapping[str, Any], **more: Any) -> None:
-        """Tell another shard of the round that a request is of."""
-        about = {"training": str(meta["training"]), "round": int(meta["round"])}
-        self._sends.append(Send(to, method, about | more))
+            about = {"training": str(meta["training"]), "round": int(meta["round"]), "by": self._shard.shard}
+            self._sends.append(Send(first, "staged", about))
 
     def _compute(self, turn: Turn) -> None:
-        """The write of a round, in the order of its workers."""
-        turn.write, turn.writes = self._shard.prepared([turn.parts[worker] for worker in turn.chosen])
+        """The write of a round, in the order of its places."""
+        turn.write, turn.writes = self._shard.prepared([turn.parts[place] for place in sorted(turn.parts)])
         turn.is_computed, turn.opening = True, self._shard.opening
 
     def staged(self, request: Request, now: float) -> Ok:
-        """Another shard has the part of a worker, or has computed its write of a round."""
-        meta, course = request.meta, self._course(request.meta)
-        number, shard = int(meta["round"]), int(meta["by"])
+        """Another shard has computed its write of a round."""
+        course, number = self._course(request.meta), int(request.meta["round"])
         if number > max(course.latest, course.floor):
-            turn = course.turn(number)
-            if "worker" in meta:
-                self._held(turn, int(meta["worker"]), shard, meta)
-            else:
-                turn.ready.add(shard)
+            course.turn(number).ready.add(int(request.meta["by"]))
             self._commit_decided(course, now)
         return self._shard.ack()
 
@@ -190,6 +178,10 @@ class Trainings:
         course.held_until = 0.0
         self._commit_decided(course, now)
         return Ok({"latest": course.latest})
+
+    def standing(self, request: Request) -> Ok:
+        """The last round that was written here."""
+        return Ok({"latest": self._course(request.meta).latest})
 
     def cut(self, request: Request) -> Ok:
         """Rounds up to ``upto`` that are not decided are over; the last one that was written."""
@@ -231,7 +223,7 @@ class Trainings:
         self._shard.step += 1
         course.latest = number
         self.decisions += 1
-        course.counted.update(dict.fromkeys(turn.chosen, number))
+        course.counted |= {worker: (number, place) for place, worker in turn.owners.items()}
 
     def _course(self, meta: Mapping[str, Any]) -> Course:
         """The training that a request is of; what is sent for one that is not open was refused."""

@@ -14,35 +14,49 @@ from tfnb.cluster.modes.plan import divide
 from tfnb.cluster.tasks.data import Data, Needs
 from tfnb.state.batch_order import Order, Rows
 
-RANK = 1 << 40  # between the random streams of the workers of one step
+RANK = 1 << 40  # between the random streams of the places of one step
 
 
 class Share(NamedTuple):
-    """Feeds and rows of one worker of a step, no rows where it has none; of how many workers the step is made."""
+    """One part of a step: feeds and rows, no rows where there is none; its place, and how many parts the step has."""
 
     feeds: Sequence[torch.Tensor]
     rows: int
     run: int
+    place: int
+    parts: int
+
+
+class Part(NamedTuple):
+    """Who computes a piece: a worker, of how many, and into how many ``places`` the rows of each batch are divided.
+
+    A worker begins with the place of its number. Spare ones begin with copies, of the last place first.
+
+    >>> [Part(worker, 4, 2).place for worker in range(4)]
+    [0, 1, 1, 0]
+    """
+
+    worker: int
     workers: int
+    places: int
 
+    @property
+    def has_spare(self) -> bool:
+        """Whether there are more workers than places."""
+        return self.workers > self.places
 
-class _Mine(NamedTuple):
-    """``rows``, from and to, that a worker takes of a ``batch`` of a piece; None where it has none."""
-
-    batch: int
-    rows: tuple[int, int] | None
-    run: int
-    workers: int
+    @property
+    def place(self) -> int:
+        """The place that this worker begins with."""
+        turn, place = divmod(self.worker, self.places)
+        return self.places - 1 - place if turn else place
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
     """One piece of training. ``steps``: of the data sent ahead; else ``batches`` holds (feeds, rows, run index).
 
-    ``part``: this worker, how many there are, and how many of them make a step, among which the rows of each batch are
-    divided; None: whole batches. The spare workers of a step compute the first rows of the next batch; who is spare
-    goes round, so that a slow task leaves out no rows more than others. ``joint``: the same workers make a step on all
-    servers; else the first ones on each.
+    ``part``: None for whole batches.
     """
 
     number: int
@@ -51,8 +65,7 @@ class Given:
     count: int
     steps: int | None = None
     run: int = 0
-    part: tuple[int, int, int] | None = None
-    joint: bool = True
+    part: Part | None = None
     batches: Sequence[tuple[Sequence[torch.Tensor], int, int, Sequence[bool]]] = ()
 
     @classmethod
@@ -64,50 +77,45 @@ class Given:
         part = meta["part"]
         return cls(
             int(meta["number"]), str(meta["stream"]), int(meta["first"]), int(meta["count"]), meta["steps"],
-            int(meta["run"]), None if part is None else (part[0], part[1], part[2]), bool(meta["joint"]),
-            tuple(batches),
+            int(meta["run"]), None if part is None else Part(*part), tuple(batches),
         )  # fmt: skip
 
-    def share(self, index: int, data: Rows | None) -> Share:
-        """What this worker computes of a step."""
-        mine = self._mine(index, data)
-        if mine.rows is None:
-            return Share((), 0, mine.run, mine.workers)
-        first, last = mine.rows
+    def share(self, index: int, data: Rows | None, place: int) -> Share:
+        """The part of a place of a step."""
+        parts, run = self._parts(index, data), self.run + index if self.steps is not None else self.batches[index][2]
+        if self.part is not None and self.part.has_spare:
+            place %= len(parts)  # a short batch has fewer parts than places
+        elif place >= len(parts):
+            return Share((), 0, run, place, len(parts))
+        (first, last), run = parts[place], run + place * RANK
         if self.steps is not None:
             assert data is not None  # the notebook sends the data first
-            feeds: Sequence[torch.Tensor] = data.part(self.steps + mine.batch, first, last)
-            return Share(feeds, last - first, mine.run, mine.workers)
-        tensors, of, _, cut = self.batches[mine.batch % self.count]
+            feeds: Sequence[torch.Tensor] = data.part(self.steps + index, first, last)
+            return Share(feeds, last - first, run, place, len(parts))
+        tensors, of, _, cut = self.batches[index]
         if (first, last) == (0, of):
-            return Share(tensors, of or 1, mine.run, mine.workers)
+            return Share(tensors, of or 1, run, place, len(parts))
         feeds = [t[first:last] if c else t for t, c in zip(tensors, cut, strict=True)]
-        return Share(feeds, last - first, mine.run, mine.workers)
+        return Share(feeds, last - first, run, place, len(parts))
 
     def rows(self, order: Rows) -> Iterator[torch.Tensor | slice]:
-        """Where the rows are that this worker takes of arrays, step by step."""
+        """Where the rows are that this worker may take of arrays, step by step: with spare workers all of them."""
         for index in range(self.count):
-            mine = self._mine(index, order)
-            if mine.rows is not None:
-                yield order.at((self.steps or 0) + mine.batch, *mine.rows)
+            parts = self._parts(index, order)
+            if self.part is not None and self.part.has_spare:
+                parts = [(0, parts[-1][1])]
+            place = 0 if self.part is None or self.part.has_spare else self.part.worker
+            if place < len(parts):
+                yield order.at((self.steps or 0) + index, *parts[place])
 
-    def _mine(self, index: int, data: Rows | None) -> _Mine:
-        """Which rows of which batch."""
-        worker, workers, wanted = self.part or (0, 1, 1)
-        ranges = divide(self._rows(index, data), wanted)
-        run = self.run + index if self.steps is not None else self.batches[index][2]
-        if wanted == workers:
-            if worker >= len(ranges):
-                return _Mine(index, None, run, len(ranges))
-            return _Mine(index, ranges[worker], run + worker * RANK, len(ranges))
-        ahead, place = divmod((worker + self.first + index) % workers, wanted)
-        of_next = divide(self._rows(index + ahead, data), wanted)
-        return _Mine(index + ahead, of_next[place % len(of_next)], run + worker * RANK, len(ranges))
+    def _parts(self, index: int, data: Rows | None) -> list[tuple[int, int]]:
+        """The rows of a batch from and to, for each of its parts."""
+        return divide(self._rows(index, data), 1 if self.part is None else self.part.places)
 
     def _rows(self, index: int, data: Rows | None) -> int:
-        """Rows of a batch, 0 where it has none; behind the last batch of those drawn in the notebook is the first."""
+        """Rows of a batch, 0 where it has none."""
         if self.steps is None:
-            return self.batches[index % self.count][1]
+            return self.batches[index][1]
         assert data is not None  # the notebook sends the data first
         _, start, stop = data.order.place(self.steps + index)
         return stop - start

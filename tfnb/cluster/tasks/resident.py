@@ -21,7 +21,7 @@ import torch
 
 from tfnb.cluster.tasks.computing import Compute, Computing
 from tfnb.cluster.tasks.data import Data
-from tfnb.cluster.tasks.pieces import Given, Prefetch, Share
+from tfnb.cluster.tasks.pieces import Given, Part, Prefetch, Share
 from tfnb.cluster.tasks.programs import ComputeProgram, Push
 from tfnb.cluster.tasks.rows_there import LookedUp
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, OpId, Outcome, Refused, Request, failed
@@ -90,19 +90,20 @@ class _Sent(NamedTuple):
 
 @dataclass(slots=True)
 class _Done:
-    """A step that is applied: which one of which piece, over how many rows, of how many workers; its watched values."""
+    """A part of a step that is applied: of which one of which piece, which part of how many, its rows and values."""
 
     number: int
     index: int
+    place: int
+    parts: int
     rows: int
-    workers: int
     out: Out
 
     def follows(self, other: _Done) -> bool:
         """Whether their values can be stacked."""
         if (self.number, self.index) != (other.number, other.index + 1):
             return False
-        if (self.rows, self.workers) != (other.rows, other.workers):
+        if (self.place, self.parts, self.rows) != (other.place, other.parts, other.rows):
             return False
         return all(a is None or b is None or a.shape == b.shape for a, b in zip(self.out, other.out, strict=True))
 
@@ -122,7 +123,8 @@ class Loop:
         self._given: deque[Given] = deque()
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
         self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
-        self._counts = True  # whether the last step counts, on the first shard
+        self._counts = True  # whether the last part that was sent counts, on the first shard
+        self._place: int | None = None  # what the first shard gave this loop of the next round
         self._late = 0  # steps that came too late to count
         self._log: deque[_Done] = deque()  # what the notebook has not confirmed
         self._told = 0  # steps before the log
@@ -211,7 +213,9 @@ class Loop:
         ]
         return Ok({
             "at": self._told, "some": next(([v is not None for v in d.out] for d in log), []),
-            "groups": [[d.number, d.index, len(group), d.rows, d.workers] for group in groups for d in group[:1]],
+            "groups": [
+                [d.number, d.index, len(group), d.place, d.parts, d.rows] for group in groups for d in group[:1]
+            ],
             "late": self._late,
             "paused": self._stands.is_set(), "over": self._work.done(),
             "failure": None if self._failure is None else outcome_header(self._failure),
@@ -281,8 +285,8 @@ class Loop:
         if sent is not None:
             await self._ask(sent.asks, sent.outcomes)
             self._applied(given, index, sent.done)
-            index += 1
-        await self._level()
+            index += self._is_over(given, index)
+        await self._level(given)
         await self._keep_bound()
         return index
 
@@ -294,7 +298,7 @@ class Loop:
         """
         first, until = index, time.monotonic() + WHILE
         while index < given.count and self._may_follow and (index == first or self._is_free(until)):
-            if given.first + index > max(self._rounds.values(), default=-1):  # else it is written, without this worker
+            if not self._is_written(given, index):
                 begun = self._begin(given, index, compute)
                 if begun.rows is None:
                     self._begun = begun
@@ -306,8 +310,22 @@ class Loop:
                 for ask, answer in zip(sent.asks, answers, strict=True):
                     self._take(ask, answer)
                 self._applied(given, index, sent.done)
+                behind = self._numbered(self._behind(given))
+                for ask, outcome in zip(behind, self._host.stream(behind) if behind else (), strict=True):
+                    if isinstance(outcome, Ok):
+                        self._take(ask, outcome)
+                if not self._is_over(given, index):
+                    continue
             index += 1
         return index, None
+
+    def _is_written(self, given: Given, index: int) -> bool:
+        """Whether a step is written, with or without a part of this worker."""
+        return given.first + index <= max(self._rounds.values(), default=-1)
+
+    def _is_over(self, given: Given, index: int) -> bool:
+        """Whether a step to which a part was given is over; else that was a copy, and another part is missing."""
+        return given.part is None or self._is_written(given, index)
 
     def _is_free(self, until: float) -> bool:
         """Whether the compute thread is to go on."""
@@ -319,10 +337,11 @@ class Loop:
         return self._is_wanted and len({*self._rounds.values()}) <= 1 and not self._too_far
 
     def _applied(self, given: Given, index: int, done: _Computed) -> None:
-        """A step is over: for the notebook, where it counts."""
+        """A part was sent and answered: it is for the notebook, where it counts."""
+        share = done.share
         if self._counts:
-            self._log.append(_Done(given.number, index, done.share.rows, done.share.workers, done.out))
-        elif done.share.rows:
+            self._log.append(_Done(given.number, index, share.place, share.parts, share.rows, done.out))
+        elif share.rows:
             self._late += 1
 
     def _streamed(self, given: Given, index: int, done: _Computed) -> _Sent:
@@ -331,27 +350,40 @@ class Loop:
         op: OpId | None = OpId(given.stream, given.first + index)
         method = "push"
         if given.part is not None:
-            worker, workers, wanted = given.part
             method, op = "contribute", None
-            about |= {
-                "round": given.first + index, "worker": worker, "workers": done.share.workers, "shards": self._shards,
-            }  # fmt: skip
-            about |= {"joint": True} if wanted < workers and given.joint else {}
+            about |= self._of_round(given.part, given.first + index)
+            about |= {"place": done.share.place, "places": given.part.places, "parts": done.share.parts}
         if self._staleness is not None:
             self._clock += 1
             about |= {"loop": self._name, "clock": self._clock}
-        asks = [
-            ask if ask.op is not None else ask._replace(op=self._host.streams.op())
-            for ask in self._asks(method, about, {push.shard: push for push in done.pushes}, op)
-        ]
+        asks = self._numbered(self._asks(method, about, {push.shard: push for push in done.pushes}, op))
         return _Sent(done, asks, self._host.stream(asks))
+
+    def _numbered(self, asks: Sequence[Ask]) -> list[Ask]:
+        """Asks with identities, under which they are repeated on another connection."""
+        return [ask if ask.op is not None else ask._replace(op=self._host.streams.op()) for ask in asks]
+
+    def _of_round(self, part: Part, number: int) -> dict[str, Any]:
+        """What servers are told of a round and of this worker."""
+        about = {"training": self._training, "round": number, "worker": part.worker, "shards": self._shards}
+        return about | {"spare": True} if part.has_spare else about
+
+    def _behind(self, given: Given) -> list[Ask]:
+        """What is asked of servers that sent values of an earlier round than another one."""
+        latest = max(self._rounds.values(), default=0)
+        shards = [shard for shard, number in self._rounds.items() if number < latest]
+        if not shards or given.part is None:
+            return []
+        about = {**self._of_round(given.part, latest), "absent": True}
+        return [Ask(shard, "contribute", about | self._known(shard, "reads")) for shard in shards]
 
     def _begin(self, given: Given, index: int, compute: Compute) -> _Begun:
         """In the compute thread: what is to be computed, with the rows as far as direct streams give them."""
         if self._begun is not None and self._begun.step == (given.number, index):
             begun, self._begun = self._begun, None
             return begun
-        share = compute(partial(given.share, index, self._ahead.data if self._ahead is not None else None))
+        place = 0 if given.part is None else given.part.place if self._place is None else self._place
+        share = compute(partial(given.share, index, self._ahead.data if self._ahead is not None else None, place))
         if not (share.rows and self._program.lookups):
             return _Begun((given.number, index), share)
         looked = compute(partial(self._program.looked_up, share.feeds))
@@ -457,15 +489,10 @@ class Loop:
         about = {"training": self._training, "loop": self._name, **more}
         return await self._host.ask([Ask(shard, method, about) for shard in shards])
 
-    async def _level(self) -> None:
+    async def _level(self, given: Given) -> None:
         """Values of one round from all servers: without this worker they may be at different ones."""
-        latest = max(self._rounds.values(), default=0)
-        about = {"training": self._training, "worker": -1, "absent": True}
-        while behind := [shard for shard, number in self._rounds.items() if number < latest]:
-            await self._ask([
-                Ask(shard, "contribute", {**about, "round": latest, **self._known(shard, "reads")}) for shard in behind
-            ])  # fmt: skip
-            latest = max(self._rounds.values())  # the others may have gone on meanwhile
+        while behind := self._behind(given):  # the others may have gone on meanwhile
+            await self._ask(behind)
 
     async def _ask(self, asks: Sequence[Ask], outcomes: Sequence[Outcome] = ()) -> None:
         """Take what shards answered; they are asked by Dask's connections where there is no answer yet."""
@@ -483,7 +510,7 @@ class Loop:
         if "latest" in answer.meta:
             self._rounds[ask.shard] = int(answer.meta["latest"])
             if ask.shard == self._shards[0]:
-                self._counts = bool(answer.meta["counts"])
+                self._counts, self._place = bool(answer.meta["counts"]), answer.meta.get("place")
         if "lead" in answer.meta:
             self._leads[ask.shard] = int(answer.meta["lead"])
         fresh = iter(answer.tensors)
@@ -534,6 +561,17 @@ class Loops:
         if request.method == "leave":
             self._loops.pop(str(meta["loop"]), None)
         return report
+
+    async def reset(self) -> None:
+        """End all loops, whatever servers answer, and drop the data; what is lent to these loops comes too late."""
+        loops = list(self._loops.values())
+        self._left.extend(self._loops)
+        self._loops.clear()
+        await asyncio.gather(*(loop.stop(0, is_given_up=True) for loop in loops))
+        for data in self._data.values():
+            data.close()
+        self._data.clear()
+        await self._host.stop_reading()
 
     def end(self) -> None:
         """Their task ends, whatever they wait for."""

@@ -50,6 +50,7 @@ from tfnb.cluster.wire.messages import (
     Failed,
     NotDone,
     Ok,
+    OpId,
     Outcome,
     Peer,
     Refused,
@@ -118,6 +119,8 @@ class Task:
         self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
         self.steps: dict[int, asyncio.Task[Answer]] = {}  # round -> what runs for it
         self.floor = 0  # rounds up to here are over
+        self._reset_by = OpId("", -1)  # the notebook's last call of `reset`: its earlier calls come too late
+        self._resetting: asyncio.Future[None] | None = None
         self.computing, self.waiting = Computing(), Computing(WAITING)
         self.over: set[int] = set()  # rounds above the floor
         self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
@@ -131,7 +134,7 @@ class Task:
         limit_copies(self._room // COPIES)
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
-            "forget": self._forget, "quit": self._quit, "stream": self._open_stream,
+            "forget": self._forget, "reset": self._reset, "quit": self._quit, "stream": self._open_stream,
             "waits": self._waits, "code": self._code,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
@@ -174,6 +177,8 @@ class Task:
                 refused = fence(request, self.epoch, self.incarnation)
                 if refused is not None:
                     return refused
+                if self._is_too_late(request.op):
+                    return Refused("stale", f"{self.name} was reset after this call")
         method = self._methods.get(request.method)
         if method is None:
             return Refused("protocol", f"a task has no method {request.method[:40]!r}")
@@ -293,6 +298,29 @@ class Task:
         for shard in request.meta.get("lost", ()):
             self.queues.lose(int(shard), ParameterServerLost(f"server {shard} was lost"))
         return Ok({"waits": [wait for waits in await asyncio.gather(*stopping) for wait in waits]})
+
+    async def _reset(self, request: Request) -> Answer:
+        """End every round and loop, and drop data and copies of values; answers when nothing of them runs.
+
+        Its notebook took it for dead meanwhile, and sends anew what it needs.
+        """
+        if request.op != self._reset_by:
+            self._reset_by = request.op
+            self._resetting = asyncio.ensure_future(self._end_all())
+        if self._resetting is not None:
+            await asyncio.shield(self._resetting)
+        return Ok()
+
+    async def _end_all(self) -> None:
+        for step in list(self.steps.values()):
+            step.cancel()
+        threads = [threads.stopped(lambda number: True) for threads in (self.computing, self.waiting)]
+        await asyncio.gather(self.loops.reset(), *threads)
+        self.cache.clear()
+
+    def _is_too_late(self, op: OpId) -> bool:
+        """Whether the notebook made a call before it reset this task."""
+        return op.client == self._reset_by.client and op.seq < self._reset_by.seq
 
     async def _waits(self, request: Request) -> Answer:
         """Which steps wait for queues, and what they would do after that."""

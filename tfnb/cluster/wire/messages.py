@@ -16,8 +16,8 @@ from tfnb import errors
 from tfnb.errors import StepAborted, TfnbError
 
 POLL = 10.0  # seconds that a server lets a request wait until it tells the caller to ask again
-SILENCE = 4.0  # seconds without an answer after which a server's silence is said, and a task is dead
-GIVEN_UP = 60.0  # seconds of silence after which a server is dead that Dask lists; no call to one ends earlier
+SILENCE = 4.0  # seconds without an answer after which silence is said, and others compute the rows of a task
+GIVEN_UP = 60.0  # seconds of silence after which a task or server is dead that Dask lists; no call ends earlier
 
 
 class Peer(NamedTuple):
