@@ -472,6 +472,7 @@ def test_a_recorded_torch_optimizer_trains_there_with_the_rate_of_now(connect):
     rows = torch.randn(32, 4, dtype=torch.float64)
     with tfnb.record():
         x = tfnb.placeholder(rows[:8])
+        optimizer.zero_grad()
         models[0](x).square().mean().backward()
         step = optimizer.step()
     connect(2)
@@ -504,6 +505,7 @@ def test_numbers_of_groups_that_change_reach_the_servers(connect, kind, settings
     rows = torch.randn(32, 4, dtype=torch.float64)
     with tfnb.record():
         x = tfnb.placeholder(rows[:8])
+        optimizer.zero_grad()
         models[0](x).square().mean().backward()
         step = optimizer.step()
     cluster = connect(2)

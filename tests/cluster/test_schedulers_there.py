@@ -78,6 +78,7 @@ def fitted(
     with tfnb.record("scheduled"):
         x, y = (tfnb.placeholder(rows[:4]) for rows in data)
         loss = F.cross_entropy(net(x), y)
+        rule.zero_grad()
         loss.backward()
         step = rule.step()
 
@@ -122,6 +123,7 @@ class Descent:
             for _ in range(6):
                 busy = busy @ (busy + self.x.mean() * 0)
             loss = (self.module(self.x) * busy[0, 0]).mean()
+            self.optimizer.zero_grad()
             loss.backward()
             self.step = self.optimizer.step()
 

@@ -452,6 +452,7 @@ def test_a_step_that_nobody_holds_is_noted() -> None:
     w = World()
     with pytest.warns(UserWarning) as seen, tfnb.record():
         loss = (w.model(tfnb.placeholder(DATA[0])) - 1).square().mean()
+        w.optimizer.zero_grad()
         loss.backward()
         w.optimizer.step()  # nobody holds it
     (said,) = [str(each.message) for each in seen]
@@ -463,6 +464,7 @@ def test_a_step_in_a_staged_branch_is_one_statement() -> None:
     @tfnb.autograph
     def every_second(w: World, x: torch.Tensor) -> torch.Tensor:
         loss = (w.model(x) - 1).square().mean()
+        w.optimizer.zero_grad()
         loss.backward()
         w.model.seen += 1
         if w.model.seen % 2 == 0:
@@ -617,9 +619,11 @@ def test_notes_are_of_the_cell_and_go_with_it() -> None:
     notebook = Notebook("noted")
     w = notebook.names["w"] = World()
     notebook.names["x0"] = DATA[0]
-    text = "x = tfnb.placeholder(x0)\nloss = (w.model(x) - 1).square().mean()\nloss.backward()\n"
+    text = (
+        "x = tfnb.placeholder(x0)\nloss = (w.model(x) - 1).square().mean()\nw.optimizer.zero_grad()\nloss.backward()\n"
+    )
     graph = notebook.run("1", f"{text}w.optimizer.step()")
-    assert ["no name holds the step" in note and "line 4" in note for note in graph.notes] == [True]
+    assert ["no name holds the step" in note and "line 5" in note for note in graph.notes] == [True]
     graph = notebook.run("1", f"{text}w.model.seen += 1\nstep = w.optimizer.step()")
     assert graph.notes == ()
     for _ in range(2):
