@@ -13,7 +13,6 @@ from torch import nn
 
 import tfnb
 from tests.cluster.conftest import close_to, one_by_one, stats
-from tests.quick import quick
 from tfnb.cluster import connected
 from tfnb.cluster.modes.joins import join, joins
 from tfnb.errors import (
@@ -37,8 +36,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("tasks", quick(1, [2, 1, 3]))
-@pytest.mark.parametrize("name", quick(1, OPTIMIZERS))
+@pytest.mark.parametrize("tasks", [2, 1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_c52_c79_sync_equals_the_local_run(connect, problem, name, tasks):
     p = problem(OPTIMIZERS[name]())
     states, losses = p.local(8, last=5)
@@ -436,7 +435,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("name", quick(2, SPARSE))
+@pytest.mark.parametrize("name", SPARSE)
 def test_rows_of_a_table_go_to_its_server_and_equal_the_local_run(connect, name):
     def trained(tasks, clip):
         torch.manual_seed(0)
