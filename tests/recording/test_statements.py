@@ -221,14 +221,6 @@ def test_a_fetch_without_the_step_changes_nothing(statement: str) -> None:
     assert all(map(torch.equal, before, world.state()))
 
 
-@pytest.mark.parametrize("statement", ["average", "clamp", "count", "statistics", "in_branch"])
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_fit_does_the_statement(statement: str, place: str) -> None:
-    world, _, x, loss, made = recorded(statement, place, "by_torch")
-    tfnb.fit(made, {x: torch.cat(DATA)}, batch_size=4, epochs=2, shuffle=False, watch=[loss])
-    torch.testing.assert_close(world.state(), eager(statement, place, "by_torch", [*DATA, *DATA])[-1])
-
-
 def test_a_loaded_graph_does_its_statements(tmp_path: Path) -> None:
     world, graph, x, _, made = recorded("average", "after", "by_torch")
     graph.save(tmp_path / "graph.json")
