@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import tfnb
-from tests.quick import quick
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument
 from tfnb.graph.files import read_tensors, write_tensors
 from tfnb.session import default_session
@@ -118,7 +117,7 @@ def test_a_learning_rate_that_was_set_is_restored_in_place(tmp_path: Path, optim
         again.session.restore(tmp_path / "v")  # nothing to tell
 
 
-@pytest.mark.parametrize("scheduler", quick(4, SCHEDULERS))
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("order", ["before", "after", "by hand"])
 def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, scheduler: str, order: str) -> None:
     make = SCHEDULERS[scheduler]

@@ -268,8 +268,14 @@ function tfnbDrawing(root, options) {
     tall();
     view.x = (w - wide / view.scale) / 2;
     view.y = 0;
+    show();
+    view.y = Math.max(0, lossEnds() + GAP[1] - svg.clientHeight / view.scale);
     Object.assign(view, { ready: true, moved: false });
     show();
+  }
+  function lossEnds() {  // where the lowest box of the forward pass ends, for a view from the top
+    const boxes = [...svg.querySelectorAll('.box:not([data-pass]):not([aria-expanded="true"])')];
+    return Math.max(0, ...boxes.map((box) => box.getBoundingClientRect().bottom - svg.getBoundingClientRect().top)) / view.scale;
   }
   function zoom(factor, at) {
     const box = svg.getBoundingClientRect();

@@ -13,7 +13,6 @@ from torch import nn
 import tfnb
 from tests.cluster.conftest import close_to
 from tests.cluster.test_queues_on_servers import fifo
-from tests.quick import quick
 from tfnb.errors import BreakpointReached, DeadlineExceeded, FailedPrecondition, InvalidArgument, NonFinite
 
 MODES = {"sync": {}, "async": {"mode": "async"}}
@@ -31,7 +30,7 @@ def logarithm():
     return layer, x, loss, train
 
 
-@pytest.mark.parametrize("mode", quick(1, MODES))
+@pytest.mark.parametrize("mode", MODES)
 def test_a_checked_fit_stops_before_the_step_that_would_give_nan(connect, mode):
     layer, x, loss, train = logarithm()
     cluster = connect(2)
@@ -125,7 +124,7 @@ def test_a_breakpoint_stops_a_run_before_anything_is_written(connect, problem):
 
 
 @pytest.mark.filterwarnings("ignore:mode=async takes one step after the other. a breakpoint is set")
-@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_breakpoint_stops_a_fit_at_its_step(connect, problem, mode):
     p = problem(tfnb.train.SGD(0.1))
     states, _ = p.local(5)
@@ -141,7 +140,7 @@ def test_a_breakpoint_stops_a_fit_at_its_step(connect, problem, mode):
     assert tfnb.fit(p.train, data[4:], mode=mode).steps == 1
 
 
-@pytest.mark.parametrize("way", quick(1, ["read", "run", "assign", "close"]))
+@pytest.mark.parametrize("way", ["read", "run", "assign", "close"])
 def test_a_condition_may_not_use_the_cluster_that_waits_for_it(connect, problem, way):
     p = problem()
     first = next(iter(p.graph.variables))
@@ -161,7 +160,7 @@ def test_a_condition_may_not_use_the_cluster_that_waits_for_it(connect, problem,
     assert cluster.step == 2 and first.value().isfinite().all()
 
 
-@pytest.mark.parametrize("way", quick(1, ["a deadline", "an interrupt"]))
+@pytest.mark.parametrize("way", ["a deadline", "an interrupt"])
 def test_a_condition_that_does_not_end_is_not_waited_for(connect, problem, way):
     p, ends = problem(), threading.Event()
     feeds = dict(zip(p.feeds, p.batch(0, 12), strict=True))

@@ -14,7 +14,6 @@ import torch
 
 import tfnb
 from tests.cluster.conftest import stats
-from tests.quick import quick
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.server import trainings
 from tfnb.cluster.server.courses import HOLD
@@ -53,7 +52,8 @@ def served(cluster):
 
 @pytest.mark.parametrize(
     "options",
-    quick(1, [{"mode": "async"}, {"mode": "bounded", "staleness": 0}, {"backup": 1}], ["async", "bounded", "backup"]),
+    [{"mode": "async"}, {"mode": "bounded", "staleness": 0}, {"backup": 1}],
+    ids=["async", "bounded", "backup"],
 )
 def test_a_pull_in_mid_training_sees_one_count(connect, options):
     c = Counters()
@@ -177,7 +177,7 @@ def test_a_pull_while_trainings_begin_and_end(connect, mode):
     assert cluster.pull() == 80 and c.counts() == [80.0, 80.0]
 
 
-@pytest.mark.parametrize("end", quick(2, ["kill all", "error", "deadline", "break"]))
+@pytest.mark.parametrize("end", ["kill all", "error", "deadline", "break"])
 def test_the_count_is_what_the_servers_applied(connect, end):
     c = Counters(pause=5)
     cluster = connect(2)

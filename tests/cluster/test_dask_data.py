@@ -18,7 +18,6 @@ from dask.delayed import delayed
 from tornado.iostream import IOStream
 
 import tfnb
-from tests.quick import quick
 from tfnb.errors import FeedError, InvalidArgument, ResourceExhausted, ShapeError, UnsupportedDtype
 from tfnb.session import default_session
 from tfnb.train.batches import batches
@@ -35,8 +34,8 @@ def array(tensor, *chunks):
     return da.from_array(tensor.numpy(), chunks=chunks)
 
 
-@pytest.mark.parametrize("shuffle", quick(1, [True, False]))
-@pytest.mark.parametrize("tasks", quick(1, [2, 1]))
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("tasks", [2, 1])
 def test_a_sync_fit_on_dask_arrays_is_bitwise_that_on_tensors(connect, problem, tasks, shuffle):
     p = problem()
     x, y = p.feeds
@@ -79,7 +78,7 @@ def test_columns_of_a_dataframe(connect, problem):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", quick(2, ["chunks", "array", "batches"]))
+@pytest.mark.parametrize("kind", ["chunks", "array", "batches"])
 def test_float64_data_of_a_float32_graph_is_rounded_with_one_note(connect, problem, kind):
     p = problem(dtype=torch.float32)
     x, y = p.feeds
@@ -237,7 +236,7 @@ def test_in_asynchronous_mode_whole_chunks_are_shuffled_and_each_row_counts_once
     assert s.sums() == [2 * 8000 * 7999 / 2 / 64] * 2
 
 
-@pytest.mark.parametrize("options", quick(1, [{}, {"backup": 1}], ["sync", "backup"]))
+@pytest.mark.parametrize("options", [{}, {"backup": 1}], ids=["sync", "backup"])
 def test_shuffled_steps_that_need_more_chunks_than_a_task_keeps(connect, options):
     """Rows of a shuffled step lie in nearly all chunks; the error says so, and its advice is sound."""
     s = Sums()

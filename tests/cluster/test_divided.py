@@ -12,7 +12,6 @@ import torch
 import tfnb
 import tfnb.placement.shards as shards_module
 from tests.cluster.conftest import close_to, one_by_one, stats
-from tests.quick import quick
 from tfnb.errors import AlreadyExists, InvalidArgument
 
 
@@ -26,7 +25,7 @@ def divided(cluster):
     return [pieces for pieces in cluster._variables.held.homes.values() if pieces[0].rows is not None]
 
 
-@pytest.mark.parametrize("tasks", quick(1, [2, 1]))
+@pytest.mark.parametrize("tasks", [2, 1])
 def test_run_is_bitwise_equal_to_local(connect, problem, tasks):
     p = problem(tfnb.train.Adam(1e-2))
     states, losses = p.local(4)
@@ -51,7 +50,7 @@ def test_sync_on_two_tasks_equals_the_local_run_and_async_trains(connect, proble
     assert sum(s["applied"] for s in stats(cluster)) >= 40, "every batch on both servers"
 
 
-@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_killed_task_loses_and_doubles_nothing(connect, problem, mode):
     p = problem(tfnb.train.SGD(0.1))
     states, _ = p.local(20)
@@ -128,7 +127,7 @@ def test_where_one_piece_cannot_be_made_nothing_is(connect):
     assert tfnb.run(total) == 120
 
 
-@pytest.mark.parametrize("said", quick(1, [{"partitions": 2}, {"partitions": "auto"}, {"partition_bytes": 100}]))
+@pytest.mark.parametrize("said", [{"partitions": 2}, {"partitions": "auto"}, {"partition_bytes": 100}])
 def test_a_declared_division_holds_and_files_have_the_whole(connect, monkeypatch, tmp_path, said):
     monkeypatch.setattr(shards_module, "LARGE", 64 << 20)
     monkeypatch.setattr(shards_module, "SMALL", 50)

@@ -408,6 +408,7 @@ def test_an_update_after_another_one_of_the_same_step_is_named(connect: Callable
         z = tfnb.placeholder(rows[:4])
         made = make(z)
         one = torch.optim.SGD(judge.parameters(), 0.1)
+        one.zero_grad()
         F.mse_loss(judge(made.detach()), ones(z)).backward()
         first = one.step()
         other = torch.optim.SGD(make.parameters(), 0.1)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import tfnb
-from tests.quick import quick
 from tfnb import train
 
 RULES = {
@@ -18,7 +17,7 @@ RULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", quick(1, ["sync", "run"]))
+@pytest.mark.parametrize("mode", ["sync", "run"])
 def test_every_rule_takes_the_local_steps_on_two_servers(connect, mode):
     torch.manual_seed(0)
     models = {name: nn.Linear(3, 2).double() for name in RULES}

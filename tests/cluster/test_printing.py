@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import tfnb
-from tests.quick import quick
 
 
-@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_runs_and_trainings_print_here(
     connect: Callable[..., Any], capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:  # fmt: skip

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import tfnb
-from tests.quick import quick
 from tests.state.test_queues import in_thread
 from tfnb.errors import (
     DeadlineExceeded,
@@ -285,7 +284,7 @@ def test_a_step_that_put_on_another_server_keeps_what_it_took_when_it_fails(conn
     assert [float(n) for n in b.dequeue_many(2)] == [10, 20]
 
 
-@pytest.mark.parametrize("is_placed", quick(1, [True, False], ["step", "call"]))
+@pytest.mark.parametrize("is_placed", [True, False], ids=["step", "call"])
 def test_the_end_of_a_queue_whose_runner_failed_has_that_as_its_cause(connect, is_placed):
     source, queue = fifo("source", 9), fifo("fed", 9)
     source.enqueue_many(torch.tensor([4.0, -1.0]))

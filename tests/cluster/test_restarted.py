@@ -9,11 +9,10 @@ import pytest
 import tfnb
 from tests.cluster.conftest import WORKERS, workers
 from tests.cluster.test_cuts import Counters
-from tests.quick import quick
 from tfnb.errors import ParameterServerLost
 
 
-@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_c63_row27_a_dask_cluster_that_is_restarted_in_mid_training(connect, dask, mode: str) -> None:
     counters = Counters(shards=1)
     connect(3)

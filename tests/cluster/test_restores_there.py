@@ -13,7 +13,6 @@ import torch
 
 import tfnb
 import tfnb.cluster.notebook.restoring
-from tests.quick import quick
 from tests.state.saved_queues import fifo
 from tfnb.cluster.wire.messages import Failed
 from tfnb.errors import ParameterServerLost, ResourceExhausted, Unavailable
@@ -78,7 +77,7 @@ def kill(server: Any) -> None:
     os.kill(server.info["pid"], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("method", quick(1, ["bring", "freeze", "refill"]))
+@pytest.mark.parametrize("method", ["bring", "freeze", "refill"])
 def test_a_server_that_is_killed_during_a_restore_leaves_all_or_nothing(
     one: Saved, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -126,7 +125,7 @@ def test_what_is_here_is_restored_where_a_queue_does_not_come_home(one: Saved, m
         assert not home.is_lost or queue.size() == 1, "what was on the lost server is here"
 
 
-@pytest.mark.parametrize("method", quick(1, ["freeze", "bring"]))
+@pytest.mark.parametrize("method", ["freeze", "bring"])
 def test_a_server_that_refuses_what_is_restored_keeps_all_as_it_was(
     one: Saved, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

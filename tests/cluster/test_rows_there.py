@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import tfnb
-from tests.quick import quick
 from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.messages import Ok
@@ -58,8 +57,8 @@ def switched(is_on: bool) -> None:
     streams.is_on = is_on
 
 
-@pytest.mark.parametrize("case", quick(2, CASES))
-@pytest.mark.parametrize("on", quick(1, [True, False]))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("on", [True, False])
 def test_training_equals_that_here_and_moves_no_table(connect, dask, case: tuple[int, dict[str, Any]], on) -> None:
     tasks, options = case
     here, there = Words(**options), Words(**options)
@@ -80,7 +79,7 @@ def test_training_equals_that_here_and_moves_no_table(connect, dask, case: tuple
     assert after - before < 8 * size, "tables are made, and come home, now and then; 15 steps move rows only"
 
 
-@pytest.mark.parametrize("mode", quick(1, ["async", "bounded"]))
+@pytest.mark.parametrize("mode", ["async", "bounded"])
 def test_tasks_on_their_own_take_rows_of_now(connect, mode: str) -> None:
     words = Words()
     connect(2)

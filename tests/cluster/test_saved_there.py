@@ -13,7 +13,6 @@ from torch import nn
 
 import tfnb
 from tests.cluster.test_cuts import Counters
-from tests.quick import quick
 from tfnb.session import default_session
 from tfnb.state import checkpoint
 
@@ -59,7 +58,7 @@ class Saves:
             self.session.save(self.files[-1])
 
 
-@pytest.mark.parametrize("kind", quick(1, ["source", "arrays"]))
+@pytest.mark.parametrize("kind", ["source", "arrays"])
 def test_a_training_goes_on_from_any_file_as_if_nothing_was(connect, tmp_path: Path, kind: str) -> None:
     whole = Net()
     assert whole.fit(kind).steps == STEPS
@@ -78,7 +77,7 @@ def test_a_training_goes_on_from_any_file_as_if_nothing_was(connect, tmp_path: P
             torch.testing.assert_close(again.values()[label], value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", quick(1, ["async", "bounded", "sync"]))
+@pytest.mark.parametrize("mode", ["async", "bounded", "sync"])
 def test_values_and_count_are_of_one_cut(connect, tmp_path: Path, mode: str) -> None:
     options: dict[str, Any] = {"mode": mode, "staleness": 1 if mode == "bounded" else None}
     counters = Counters()

@@ -19,7 +19,6 @@ from tests.cluster.conftest import WORKERS, close_to, one_by_one, worker_process
 from tests.cluster.test_cuts import Counters, served
 from tests.cluster.test_faults import kill, train
 from tests.cluster.test_resident import ROWS
-from tests.quick import quick
 from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived, Reply
 from tfnb.cluster.server.cores import Cores
@@ -104,7 +103,7 @@ def asked(cluster):
     return [counts for some in found.values() for counts in some if counts]
 
 
-@pytest.mark.parametrize("options", quick(2, MODES, NAMES))
+@pytest.mark.parametrize("options", MODES, ids=NAMES)
 def test_every_mode_counts_exactly_on_all_shards_and_a_step_is_one_message_to_a_process(four, options):
     c = Counters(shards=4)
     done = tfnb.fit(c.train, {c.x: ROWS}, steps=40, batch_size=4, **options)
@@ -115,7 +114,7 @@ def test_every_mode_counts_exactly_on_all_shards_and_a_step_is_one_message_to_a_
     assert calls and all(set(some) <= {"batch", *alone} for some in calls), "what is for a process is one"
 
 
-@pytest.mark.parametrize("options", quick(1, MODES, NAMES))
+@pytest.mark.parametrize("options", MODES, ids=NAMES)
 def test_a_killed_task_loses_and_doubles_nothing_on_any_shard(four, options):
     c = Counters(shards=4)
     task = four._engine.tasks[1]

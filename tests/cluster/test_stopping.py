@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import tfnb
-from tests.quick import quick
 from tests.state.test_queues import in_thread
 from tfnb.errors import DeadlineExceeded, WorkerLost
 
@@ -78,8 +77,8 @@ def test_a_task_that_does_not_stop_gets_another_process(connect, monkeypatch):
     assert tfnb.run(bump).tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("mode", quick(1, ["async", "sync"]))
-@pytest.mark.parametrize("when", quick(1, ["during", "before"]))
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("when", ["during", "before"])
 def test_fit_ends_when_no_task_is_left(connect, problem, mode, when, nobody_joins):
     p = problem(tfnb.train.SGD(0.1))
     cluster = connect(2)

@@ -21,7 +21,6 @@ from distributed import Security
 import tfnb
 from tests.cluster.conftest import epoch, stop, worker_processes, workers
 from tests.cluster.test_cuts import Counters
-from tests.quick import quick
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.encryption import encryption
 from tfnb.cluster.wire.messages import Ask, NotSent, Ok, Unknown
@@ -143,7 +142,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_push_applies_it_once(server
     assert server.push(5.0, op).dup
 
 
-@pytest.mark.parametrize("what", quick(4, ["key", "name", "garbage", "twice", "silence"]))
+@pytest.mark.parametrize("what", ["key", "name", "garbage", "twice", "silence"])
 def test_only_who_has_a_fresh_key_is_heard(server, what):
     offer = server.offer()
     if what == "twice":
@@ -347,7 +346,7 @@ def test_streams_that_break_while_a_fit_trains_cost_and_double_no_step(connect, 
     assert c.counts() == [200.0, 200.0]
 
 
-@pytest.mark.parametrize("mode", quick(1, ["async", "sync"]))
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_fit_is_the_same_with_streams_and_without_them(connect, problem, dask, mode):
     p = problem()
     x, y = p.feeds

@@ -11,7 +11,6 @@ import torch
 
 import tfnb
 from tests.cluster.test_cuts import Counters
-from tests.quick import quick
 from tfnb.cluster.engine.members import Member, Mode
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes import events as e
@@ -94,7 +93,7 @@ def test_a_value_whose_rows_lie_on_another_axis(connect):
     assert cluster.step == 4
 
 
-@pytest.mark.parametrize("mode", quick(1, ["async", "sync"]))
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_an_error_in_the_notebook_s_side_of_a_training_ends_it(connect, monkeypatch, mode):
     c = Counters()
     connect(2)
@@ -112,9 +111,7 @@ def test_an_error_in_the_notebook_s_side_of_a_training_ends_it(connect, monkeypa
 
 
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["arrays", "drawn"])
-@pytest.mark.parametrize(
-    "options", quick(1, [{"mode": "async"}, {"mode": "sync"}, {"mode": "bounded", "staleness": 1}])
-)
+@pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "sync"}, {"mode": "bounded", "staleness": 1}])
 def test_epoch_means_are_over_the_rows_of_the_epoch_whatever_task_is_quicker(connect, options, is_drawn):
     data = torch.arange(26, dtype=torch.float64).reshape(13, 2) ** 2
     w = tfnb.Variable(torch.zeros(2, dtype=torch.float64), name="w")
@@ -155,7 +152,7 @@ def test_a_loop_is_asked_until_it_stands_unless_it_is_to_go_on_again():
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("mode", quick(1, ["async", "sync"]))
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_an_interrupt_that_comes_before_a_training_listens_ends_it(connect, problem, mode):
     p = problem()
     cluster = connect(2)

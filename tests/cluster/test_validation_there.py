@@ -15,7 +15,6 @@ from torch import nn
 
 import tfnb
 from tests.cluster.test_queues_on_servers import until
-from tests.quick import quick
 from tfnb.cluster.engine.members import Ahead
 from tfnb.cluster.engine.sources import Near
 from tfnb.state.batch_order import Order
@@ -60,7 +59,7 @@ class Line:
         return done, [*seen, stopping.best_epoch], [v.value().clone() for v in self.graph.variables]
 
 
-@pytest.mark.parametrize("case", quick(1, CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_the_numbers_are_those_of_the_local_training(connect, case: str) -> None:
     kind, options = CASES[case]
     here, seen_here, values_here = Line().fit(kind, options)
@@ -73,7 +72,7 @@ def test_the_numbers_are_those_of_the_local_training(connect, case: str) -> None
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", quick(1, [dict, list]))
+@pytest.mark.parametrize("kind", [dict, list])
 def test_random_numbers_go_on_behind_those_of_the_validation(connect, kind: Any) -> None:
     """Both graphs draw: a step after the first epoch draws what it draws here. On one task its bits are the same."""
     options = {"epochs": 3} | ({"batch_size": 8} if kind is dict else {})
@@ -134,7 +133,7 @@ def test_what_a_callback_writes_between_two_epochs_counts(connect) -> None:
         torch.testing.assert_close(mine.value(), other.value(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", quick(1, [dict, list]))
+@pytest.mark.parametrize("kind", [dict, list])
 def test_what_a_slow_callback_writes_counts_too(connect, kind: Any) -> None:
     """The values here were pulled so long ago that they are due again: what is written counts, a reader's value too."""
     lines, clusters = [Line(), Line()], [None]

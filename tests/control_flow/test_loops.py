@@ -14,7 +14,6 @@ import torch
 
 import tfnb
 from tests.control_flow.random_programs import python_branch, python_loop
-from tests.quick import quick
 from tfnb.errors import BranchChanged, DeadlineExceeded, InvalidArgument, ShapeError
 from tfnb.execution.tiers import tiered as tiers
 
@@ -193,7 +192,7 @@ def test_what_a_loop_goes_over_has_one_length(loop: Callable[[Any], Any]) -> Non
         tfnb.run(found, {x: five})
 
 
-@pytest.mark.parametrize("options", quick(2, [{"compile": "off"}, {"executor": "dataflow"}, {"compile": "now"}]))
+@pytest.mark.parametrize("options", [{"compile": "off"}, {"executor": "dataflow"}, {"compile": "now"}])
 def test_a_run_looks_whether_rows_that_data_picked_are_as_many(options: dict[str, Any]) -> None:
     with tfnb.record() as g:
         x = tfnb.placeholder(torch.tensor([1.0, 2.0, 3.0]), name="x")

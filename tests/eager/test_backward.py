@@ -376,6 +376,7 @@ def test_updates_by_hand_are_what_fetching_the_parameters_does() -> None:
     with tfnb.record():
         x = tfnb.placeholder(DATA)
         loss = model(x).square().mean()
+        model.zero_grad()
         loss.backward()
         with torch.no_grad():
             for p in model.parameters():

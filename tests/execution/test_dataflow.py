@@ -12,7 +12,6 @@ import torch
 
 import tfnb
 from tests.control_flow.random_programs import program, python_branch, python_loop
-from tests.quick import quick
 from tfnb.errors import DeadlineExceeded, InvalidArgument, Unimplemented
 from tfnb.execution.dataflow.executor import Dataflow
 from tfnb.execution.dataflow.machine import Machine
@@ -68,7 +67,7 @@ def check_random_program(seed: int) -> None:
         torch.testing.assert_close(session.run(outs, feeds), expected, rtol=0, atol=0, msg=f"seed {seed}")
 
 
-@pytest.mark.parametrize("first", quick(1, range(0, 40, 10)))
+@pytest.mark.parametrize("first", range(0, 40, 10))
 def test_random_programs_give_what_python_gives(first: int) -> None:
     for seed in range(first, first + 10):
         check_random_program(seed)

@@ -10,7 +10,6 @@ from torch import nn
 
 import tfnb
 from tests.gradients.reference import compare
-from tests.quick import quick
 
 KINDS = (nn.LSTM, nn.GRU, nn.RNN)
 
@@ -45,7 +44,7 @@ def test_what_is_to_be_recomputed_keeps_nothing() -> None:
     assert nodes.index("aten.gru.input") < nodes.index("aten.sum.default") < nodes.index("tfnb.recurrent_net.default")
 
 
-@pytest.mark.parametrize("executor", quick(1, ["auto", "dataflow"]))
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_recording_for_all_sizes(kind: Any, options: dict[str, Any], executor: str) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.quick import quick
 from tfnb.graph.collector import frozen, lasting, uncollected
 
 
@@ -75,15 +74,12 @@ class _Held:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
-    quick(
-        2,
-        [
-            the_collector_is_afterwards_as_it_was,
-            what_stays_is_looked_at_once_while_frozen_and_what_does_not_is_freed,
-            what_lasts_is_not_looked_at_when_the_collector_goes_on,
-            what_was_there_is_not_looked_at_while_frozen,
-        ],
-    ),
+    [
+        the_collector_is_afterwards_as_it_was,
+        what_stays_is_looked_at_once_while_frozen_and_what_does_not_is_freed,
+        what_lasts_is_not_looked_at_when_the_collector_goes_on,
+        what_was_there_is_not_looked_at_while_frozen,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_alone(check: Callable[[], None]) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 import tfnb
 from tests.models.check import Draw, Objective, check
 from tests.models.test_models import floats, ids, in_modes, inputs, padding
-from tests.quick import quick
 from tfnb.errors import BranchChanged, ShapeError
 
 OFF = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
@@ -191,7 +190,7 @@ def kept(side: str, dtype: torch.dtype, rows: int, time: int = 6) -> torch.Tenso
         ("eager", "left", torch.int64),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("make", quick(1, [bert, gpt2, llama]))
+@pytest.mark.parametrize("make", [bert, gpt2, llama])
 def test_padding_masks_of_both_sides_and_kinds_run_at_other_batches(
     make: Callable[..., nn.Module], attention: str, side: str, dtype: torch.dtype
 ) -> None:

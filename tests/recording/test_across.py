@@ -84,7 +84,10 @@ def test_a_view_of_a_parameter_is_of_the_parameter_in_every_cell() -> None:
     assert tfnb.run(names["r"]).tolist() == [7, 7, 7]
 
 
-UPDATE = "loss = ((p - x.mean(0)) ** 2).sum()\nloss.backward()\nwith torch.no_grad():\n    p -= 0.25 * p.grad\n"
+UPDATE = (
+    "loss = ((p - x.mean(0)) ** 2).sum()\np.grad = None\nloss.backward()\n"
+    "with torch.no_grad():\n    p -= 0.25 * p.grad\n"
+)
 
 
 @pytest.mark.parametrize("by", ["parameter", "group", "line below", "loss", "another cell"])

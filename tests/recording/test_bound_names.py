@@ -180,13 +180,6 @@ def test_a_file_of_an_earlier_release_has_one_value_for_each_name(notebook: Note
     assert value(loaded) == DATA.max(1).values.sum()
 
 
-def test_training_goes_by_the_latest_names() -> None:
-    history, models = trained()
-    plain_history, plain_models = by_torch()
-    assert history == pytest.approx(plain_history)
-    assert_equal(models, plain_models)
-
-
 ROWS, TARGETS = torch.randn(8, 3, generator=torch.Generator().manual_seed(3)), torch.arange(8.0).reshape(8, 1)
 
 

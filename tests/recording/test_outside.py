@@ -119,6 +119,7 @@ def test_a_scaler_is_refused_with_the_line_unless_it_is_disabled(enabled: bool) 
     def record() -> Any:
         with tfnb.record():
             loss = layer(tfnb.placeholder(torch.ones(4, 3), name="x")).sum()
+            optimizer.zero_grad()
             scaler.scale(loss).backward()
             step = scaler.step(optimizer)
             scaler.update()

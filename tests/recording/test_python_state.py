@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrizations, prune
 import tfnb
 from tfnb.errors import StaleNode
 from tfnb.recording import user_code_ran
+from tfnb.recording.marks import python_state
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -448,3 +450,32 @@ def test_state_of_the_block_itself_is_said() -> None:
     assert twice
     names = sorted(str(w.message).split("keeps ")[1].split(" ")[0] for w in said)
     assert names == ["other", "running", "steps", "total"]
+
+
+@pytest.mark.parametrize(("run", "compared"), [(2.0, 20), (0.6, 10), (0.1, 2)])
+def test_comparisons_cost_at_most_a_twentieth_of_the_time_with_what_they_do_to_caches(
+    monkeypatch: pytest.MonkeyPatch, run: float, compared: int
+) -> None:
+    """So many of 20 runs are compared; a comparison takes 0.025, and counts as 0.05. One follows user code that ran."""
+    now, comparisons = [0.0], []
+
+    class Guard:
+        label, is_cell, all, has_notes = "In[1]", True, (), False
+
+        def is_kept(self) -> bool:
+            comparisons.append(now[0])
+            now[0] += 0.025
+            return True
+
+    Guard.all = (Guard(),)
+    monkeypatch.setattr(python_state, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    watched = python_state.Watched([Guard()])  # type: ignore[list-item]
+    for _ in range(20):
+        watched.check(pytest.fail)
+        now[0] += run
+    assert len(comparisons) == compared
+    watched.check(pytest.fail)
+    before = len(comparisons)
+    user_code_ran()
+    watched.check(pytest.fail)
+    assert len(comparisons) == before + 1

@@ -43,6 +43,7 @@ def _program() -> Any:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     with pytest.raises(Unsupported, match="StepLR"):
         torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
+    optimizer.zero_grad()
     y.backward()
     return layer, x, optimizer.step()
 

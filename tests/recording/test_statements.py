@@ -221,14 +221,6 @@ def test_a_fetch_without_the_step_changes_nothing(statement: str) -> None:
     assert all(map(torch.equal, before, world.state()))
 
 
-@pytest.mark.parametrize("statement", ["average", "clamp", "count", "statistics", "in_branch"])
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_fit_does_the_statement(statement: str, place: str) -> None:
-    world, _, x, loss, made = recorded(statement, place, "by_torch")
-    tfnb.fit(made, {x: torch.cat(DATA)}, batch_size=4, epochs=2, shuffle=False, watch=[loss])
-    torch.testing.assert_close(world.state(), eager(statement, place, "by_torch", [*DATA, *DATA])[-1])
-
-
 def test_a_loaded_graph_does_its_statements(tmp_path: Path) -> None:
     world, graph, x, _, made = recorded("average", "after", "by_torch")
     graph.save(tmp_path / "graph.json")
@@ -452,6 +444,7 @@ def test_a_step_that_nobody_holds_is_noted() -> None:
     w = World()
     with pytest.warns(UserWarning) as seen, tfnb.record():
         loss = (w.model(tfnb.placeholder(DATA[0])) - 1).square().mean()
+        w.optimizer.zero_grad()
         loss.backward()
         w.optimizer.step()  # nobody holds it
     (said,) = [str(each.message) for each in seen]
@@ -463,6 +456,7 @@ def test_a_step_in_a_staged_branch_is_one_statement() -> None:
     @tfnb.autograph
     def every_second(w: World, x: torch.Tensor) -> torch.Tensor:
         loss = (w.model(x) - 1).square().mean()
+        w.optimizer.zero_grad()
         loss.backward()
         w.model.seen += 1
         if w.model.seen % 2 == 0:
@@ -617,9 +611,11 @@ def test_notes_are_of_the_cell_and_go_with_it() -> None:
     notebook = Notebook("noted")
     w = notebook.names["w"] = World()
     notebook.names["x0"] = DATA[0]
-    text = "x = tfnb.placeholder(x0)\nloss = (w.model(x) - 1).square().mean()\nloss.backward()\n"
+    text = (
+        "x = tfnb.placeholder(x0)\nloss = (w.model(x) - 1).square().mean()\nw.optimizer.zero_grad()\nloss.backward()\n"
+    )
     graph = notebook.run("1", f"{text}w.optimizer.step()")
-    assert ["no name holds the step" in note and "line 4" in note for note in graph.notes] == [True]
+    assert ["no name holds the step" in note and "line 5" in note for note in graph.notes] == [True]
     graph = notebook.run("1", f"{text}w.model.seen += 1\nstep = w.optimizer.step()")
     assert graph.notes == ()
     for _ in range(2):

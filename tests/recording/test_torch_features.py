@@ -40,6 +40,7 @@ def check(make: Callable[[], nn.Module], program: Program = call, tolerance: flo
     with tfnb.record():
         x = tfnb.placeholder(DATA)
         out = program(model, x)
+        optimizer.zero_grad()
         out.float().square().mean().backward()
         grads = [p.grad for p in model.parameters()]
         step = optimizer.step()
@@ -82,6 +83,7 @@ def test_casts_of_autocast_do_not_pass_from_one_recording_to_another() -> None:
         for _ in range(2):
             with tfnb.record() as graph:
                 x = tfnb.placeholder(DATA)
+                model.zero_grad()
                 out = model(x)
                 out.float().sum().backward()
                 assert all(p.grad is not None for p in model.parameters())

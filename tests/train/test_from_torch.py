@@ -129,6 +129,7 @@ def test_fit_trains_the_module() -> None:
         with tfnb.record("fit"):
             x, y = tfnb.placeholder(images[:8]), tfnb.placeholder(labels[:8])
             loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
             loss.backward()
             optimizer.step()  # nothing is assigned: it is found by its name
     before = F.cross_entropy(model(images), labels).item()
@@ -300,6 +301,7 @@ def test_rows_that_a_batch_looks_up_are_all_that_a_step_of_them_writes(name: str
     optimizer = make(model.parameters(), lr=0.1)
     with tfnb.record():
         x = tfnb.placeholder(torch.tensor([[1, 3], [2, 1]]))
+        optimizer.zero_grad()
         model(x).square().sum().backward()
         step = optimizer.step()
     before = model.weight.detach().clone()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tfnb
 from tests.view.browser import Page, browser
 from tfnb.graph import Graph
 from tfnb.view import graph_html
@@ -341,3 +344,29 @@ def test_a_large_graph_says_what_only_the_live_drawing_unfolds(driver: Any, digi
     )
     page.click(page.key("0 conv2d"))
     assert "live" in page.wait("document.querySelector('.tfnb-note').textContent")
+
+
+CHAIN = (
+    "sin", "cos", "tanh", "sigmoid", "relu", "exp", "atan", "erf", "sinh", "abs", "neg", "square", "cosh", "log1p",
+    "expm1", "asinh", "sqrt", "tan", "erfc", "exp2", "rsqrt", "sinc",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_first_view_of_a_tall_drawing_shows_the_loss_at_its_natural_size(
+    driver: Any, tmp_path: Path, trains: bool
+) -> None:
+    names = {"tfnb": tfnb, "torch": torch, "w": torch.nn.Parameter(torch.ones(4))}
+    lines = ["x = tfnb.placeholder(torch.ones(2, 4))", "h = x * w", *(f"h = torch.{name}(h)" for name in CHAIN)]
+    lines += ["loss = h.mean()", "step = tfnb.train.SGD(0.1).minimize(loss)" if trains else ""]
+    text = "with tfnb.record('tall') as graph:\n" + "".join(f"    {line}\n" for line in lines)
+    linecache.cache["<tall>"] = (len(text), None, text.splitlines(True), "<tall>")
+    exec(compile(text, "<tall>", "exec"), names)
+    page = Page(driver, tmp_path, graph_html(names["graph"]))
+    window = page.js("return document.querySelector('svg.tfnb').getBoundingClientRect().toJSON()")
+    box = page.js("return document.querySelector('[data-node=\"loss\"]').getBoundingClientRect().toJSON()")
+    assert window["top"] <= box["top"] and box["bottom"] <= window["bottom"]
+    _, y, *shown = page.view()
+    svg = "document.querySelector('svg.tfnb')"
+    assert y > 0 and shown == page.js(f"return [{svg}.clientWidth, {svg}.clientHeight]")
+    assert page.errors() == []

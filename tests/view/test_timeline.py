@@ -168,3 +168,20 @@ def test_a_narrow_page_keeps_the_tables_within_it(trace: Trace, tmp_path: Path) 
         tables = "[...document.querySelectorAll('table')].map(one => one.getBoundingClientRect().width)"
         assert max(page.js(f"return {tables}")) > 520  # it is the tables that would be too wide
         assert page.js("return document.documentElement.scrollWidth") <= 520
+
+
+def test_a_legend_lists_the_colours_of_boxes_and_not_that_of_the_whole() -> None:
+    """Four ops take a quarter each; of a module one op is marked, so that its frame has the colour of a change."""
+    with tfnb.record() as shares:
+        x = tfnb.placeholder(torch.ones(2))
+        a = torch.sin(x)
+        b = torch.cos(x)
+        c = torch.exp(x)
+        d = torch.tan(x)
+    assert len({a, b, c, d}) == 4
+    drawing = Drawing(shares, trace=made_up(shares, (0.25,) * 4))
+    assert [words for words, _ in live(drawing)["legend"]] == ["11 % of the time"]
+    with tfnb.record() as graph:
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())(tfnb.placeholder(torch.ones(1, 2)))
+    added = next(node.id for node in graph.nodes if "relu" in node.op)
+    assert [words for words, _ in live(Drawing(graph, marks={added: "added"}))["legend"]] == ["added", "changed"]

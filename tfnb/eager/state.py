@@ -43,11 +43,19 @@ class Autograd:
     def grad(self, tensor: Any) -> torch.Tensor | None:
         """The gradient so far of a Variable or tensor."""
         var = None if isinstance(tensor, Tensor | Variable) else known(tensor)
-        return self._grads.get(tensor if var is None else var)
+        holder = tensor if var is None else var
+        found = self.held(holder)
+        self.recorder.carried.read(holder, found)
+        return found
+
+    def held(self, holder: Any) -> torch.Tensor | None:
+        """The gradient so far of its holder."""
+        return self._grads.get(holder)
 
     def set_grad(self, tensor: Any, grad: torch.Tensor | None = None) -> None:
         """Replace the gradient; raises ShapeError or InvalidArgument for one that does not fit."""
         holder, at = self.holder(tensor), self.recorder.tape.at
+        self.recorder.carried.clear(holder)
         if grad is None:
             self._grads.pop(holder, None)
             return
@@ -62,7 +70,8 @@ class Autograd:
 
     def accumulate(self, holder: Any, grad: torch.Tensor, *, keep_graph: bool) -> None:
         """Add to the gradient as torch does: in place, unless the sum is to be differentiated again."""
-        before = self._grads.get(holder)
+        self.recorder.carried.fill(holder)
+        before = self.held(holder)
         if before is None:
             self._grads[holder] = grad
         elif keep_graph:

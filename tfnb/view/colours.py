@@ -53,10 +53,10 @@ class Heat:
         text, percent = duration(amount) if self.by == "time" else facts.amount(amount), 100 * self._share(amount)
         return f"{text} · {percent:.0f} %" if percent >= 1 else f"{text} · <1 %"
 
-    def legend(self, root: Box) -> list[list[str]]:
-        """Words and colours that boxes below ``root`` have."""
-        tones = {self.tone(box) for box in root.walk()}
-        return [[f"{words} of the {self.by}", LIGHT[tone].line] for tone, words in HOT.items() if tone in tones]
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Words by colour, as a legend lists them."""
+        return {tone: f"{words} of the {self.by}" for tone, words in HOT.items()}
 
     def _share(self, amount: float) -> float:
         return amount / self.total if self.total else 0.0
@@ -174,9 +174,16 @@ class Marks:
             return found[0] or ""
         return ", ".join(f"{found.count(mark)} {mark}" for mark in TONES if mark in found)
 
-    def legend(self, root: Box) -> list[list[str]]:
-        """Words and colours of what became of nodes; a group of several kinds has that of what is changed."""
-        return [[mark, LIGHT[tone].line] for mark, tone in TONES.items() if mark in self.by_id.values()]
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Words by colour, as a legend lists them; a group of several kinds has the colour of what is changed."""
+        return {tone: mark for mark, tone in TONES.items()}
+
+
+def legend(colours: Heat | Marks, root: Box) -> list[list[str]]:
+    """Words and colours that boxes inside of ``root`` have."""
+    tones = {colours.tone(box) for child in root.children for box in child.walk()}
+    return [[words, LIGHT[tone].line] for tone, words in colours.kinds.items() if tone in tones]
 
 
 def marks(difference: Difference) -> dict[int, str]:

@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from tfnb.view import facts
+from tfnb.view.colours import legend
 from tfnb.view.drawing import Drawing
 from tfnb.view.escape import packed, xml
 from tfnb.view.layout import LayoutFailed
@@ -83,9 +84,9 @@ def live(drawing: Drawing, *, below: str = "") -> dict[str, Any]:
 
 def _legend(drawing: Drawing) -> list[list[str]]:
     if drawing.colours is not None:
-        return drawing.colours.legend(drawing.root)
+        return legend(drawing.colours, drawing.root)
     tones = {facts.tone(node) for node in drawing.contents.nodes}
-    badges = [] if drawing.badges is None else drawing.badges.legend(drawing.root)
+    badges = [] if drawing.badges is None else legend(drawing.badges, drawing.root)
     return [
         *([tone, LIGHT[tone].line] for tone in LEGEND if tone in tones),
         *([f"dot: {word}", colour] for word, colour in badges),

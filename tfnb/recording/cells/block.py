@@ -356,7 +356,7 @@ def _commit(
     nodes, lost = attached(
         recorder.tape.kept, nodes, _user_held(recorder, named, names), recorder.tape.everything, recorder.tape.calls
     )
-    lost += [Note(kept.source, kept.text) for kept in recorder.python.kept()]
+    lost += [Note(*each) for each in (*recorder.python.kept(), *recorder.carried.notes())]
     if not recorder.is_cell and recorder.stop is not None:
         recorder.tape.draws += unheard_draws(recorder.held, recorder.tape.heard, recorder.stop, body)
     lost += notes_of_draws(recorder.tape, names, _results(recorder, names))
@@ -392,6 +392,7 @@ def _keep_guards(recorder: Recorder, *, is_cell: bool) -> None:
     kept = {key: guards for key, guards in graph.attached.get(GUARDS, {}).items() if key in owners}
     guards = recorder.python.guards(label, recorder.new, is_cell=is_cell)
     graph.attached[GUARDS] = kept | {recorder.owner.key: guards}
+    recorder.carried.remember()
 
 
 def _attempted(recorder: Recorder, error: Exception) -> tuple[Graph, Node | None]:

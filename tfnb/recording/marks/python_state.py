@@ -25,7 +25,8 @@ from tfnb.recording.marks.attribute_reads import attribute_reads
 from tfnb.recording.marks.block_names import NameRead, Namespace, numbers
 
 GUARDS = "python guards"  # key of what is attached to a graph: the guards of each owner
-SHARE = 20  # a comparison may take one of so many parts of the time since the last one
+SHARE = 20  # a comparison may cost one of so many parts of the time since the last one
+COST = 2  # of its own time: the run after it is slower, whose data it pushed out of the processor's caches
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
@@ -318,7 +319,7 @@ class Watched:
         self._seen = _executed[0]
         end = time.perf_counter()
         self._seconds = min(end - now, 2 * self._seconds)
-        self._next = end + SHARE * self._seconds
+        self._next = end + SHARE * COST * self._seconds
 
 
 def stale_owners(attached: Mapping[str, Any]) -> list[str]:
