@@ -139,12 +139,12 @@ def test_ordinary_habits_train_as_plain_pytorch_without_a_note(name: str) -> Non
     assert of_gradients(notes) == []
 
 
-def test_a_block_of_a_script_warns_and_fit_does_as_run() -> None:
+def test_blocks_of_a_script_warn_and_one_that_is_a_step_by_itself_does_not() -> None:
     found = []
     for way in ("run", "fit"):
         names = world()
-        with pytest.warns(UserWarning, match=r"test_carried_gradients.py line .*: nothing in this block clears .grad"):  # noqa: SIM117
-            with tfnb.record():
+        for _ in range(2):  # two graphs are two programs
+            with tfnb.record() as graph:
                 x = tfnb.placeholder(X)
                 names["model"](x).square().mean().backward()
                 step = names["opt"].step()
@@ -155,20 +155,25 @@ def test_a_block_of_a_script_warns_and_fit_does_as_run() -> None:
             tfnb.fit(step, {x: X}, epochs=3, batch_size=4)
         found.append(ends(names, None))
     assert is_same(*found)
+    with (
+        pytest.warns(UserWarning, match=r"test_carried_gradients.py line .* leaves .weight, bias."),
+        tfnb.record(graph),
+    ):
+        names["model"](tfnb.placeholder(X)).mean().backward()
+        _ = names["opt"].step()
 
 
 def test_a_gradient_from_outside_of_recordings_is_noted_where_an_update_would_take_it() -> None:
-    names, twin = world(), world()
-    for each in (names, twin):
+    notebook, twin = Notebook("carried-outside"), world()
+    notebook.names |= world()
+    for each in (notebook.names, twin):
         each["model"](X).mean().backward()
-    with pytest.warns(UserWarning, match="there from outside of the recording .weight, bias."), tfnb.record():
-        x = tfnb.placeholder(X)
-        names["model"](x).square().mean().backward()
-        step = names["opt"].step()
-        names["opt"].zero_grad()
-    tfnb.run(step, {x: X})
+    notebook.run("0", f"x = tfnb.placeholder(torch.tensor({X.tolist()}, dtype=torch.float64))")
+    (note,) = notebook.run("1", END).notes
+    assert "In[1] line 1" in note and "there from outside of the recording (weight, bias)" in note
+    tfnb.run(notebook.names["out"], {notebook.names["x"]: X})
     exec(END, {**twin, "x": X})
-    assert not is_same(ends(names, None), ends(twin, None))
+    assert not is_same(ends(notebook.names, None), ends(twin, None))
 
 
 def test_a_gradient_from_outside_is_not_noted_where_it_is_cleared_or_no_update_takes_it() -> None:

@@ -2,7 +2,8 @@
 
 Every recording begins with each ``.grad`` empty, and so does every run of it. `CarriedGradients` collects which
 Parameters a block fills, clears and updates. A block that adds to a gradient, and uses the sum, is noted where that
-gradient comes from another block, from outside, or from the block's own run before.
+gradient comes from another block, from outside, or from the block's own run before. In a script, where a block is
+written to be run and not executed in turns, that is another block of the same graph.
 """
 
 from __future__ import annotations
@@ -162,7 +163,9 @@ class CarriedGradients:
         return use.owner == self._rec.owner.key and use.graph() is self._rec.graph
 
     def _others(self, variable: Variable) -> list[GradientUse]:
-        return [use for use in _uses.get(variable, ()) if not self._is_mine(use) and use.is_recorded]
+        """The uses of blocks that plain PyTorch runs with this one: of all cells, in a script of those of one graph."""
+        found = [use for use in _uses.get(variable, ()) if not self._is_mine(use) and use.is_recorded]
+        return found if self._rec.is_cell else [use for use in found if use.graph() is self._rec.graph]
 
     def _of_earlier(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
         pairs = [
@@ -180,7 +183,7 @@ class CarriedGradients:
 
     def _of_outside(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
         found = [(variable, use) for variable, use in now.items() if variable in self._outside and use.updates]
-        if not found:
+        if not found or not self._rec.is_cell:
             return None
         return found[0][1].source, (
             f"in plain PyTorch backward() adds here to the .grad that is there from outside of the recording "
@@ -204,7 +207,7 @@ class CarriedGradients:
 
     def _of_runs(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
         found = [(variable, use) for variable, use in now.items() if use.adds and use.updates and use.leaves]
-        if not found:
+        if not found or not self._rec.is_cell:
             return None
         return found[0][1].source, (
             f"nothing in this block clears .grad ({_names(v for v, _ in found)}), so in plain PyTorch each turn would "
