@@ -23,7 +23,7 @@ from tfnb.errors import (
     Unimplemented,
 )
 from tfnb.graph import Spec
-from tfnb.graph.files import write_tensors
+from tfnb.graph.tensor_files import write_tensors
 from tfnb.state import checkpoint
 
 TENSORS = {"fc.weight": torch.arange(6.0).view(2, 3), "fc.bias": torch.tensor([1, 2])}

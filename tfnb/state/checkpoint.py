@@ -18,7 +18,7 @@ import torch
 
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound
 from tfnb.graph import Spec
-from tfnb.graph.files import read_tensors, write_tensors
+from tfnb.graph.tensor_files import read_tensors, write_tensors
 from tfnb.state import param_groups
 
 FORMAT, VERSION = "tfnb-variables", 1

@@ -1,23 +1,21 @@
 """From JSON text to nodes: strict parsing and reading of what `tfnb.graph.forms.serial` writes.
 
 Nothing in a file is trusted: sizes over the caps, unknown fields, wrong types and ops that are not admitted are
-errors that name the path inside the file. Recursion is bounded by DEPTH_CAP, checked before parsing.
+errors that name the path inside the file. Recursion is bounded by the depth that `strict_json` takes.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from tfnb.errors import GraphCycleError, GraphFormatError, InvalidArgument, UnknownOp, UntrustedOp
+from tfnb.graph import strict_json
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
@@ -29,7 +27,6 @@ from tfnb.graph.variable import Variable
 
 FORMAT, VERSION = "tfnb-graph", 1
 FILE_CAP = 64 * 2**20  # bytes
-DEPTH_CAP = 64  # nested lists and objects
 NODE_CAP = 10**6
 ATTR_CAP = 10**3  # per node
 STRING_CAP = 2**20  # characters
@@ -42,50 +39,15 @@ def parse(text: str) -> dict[str, Any]:
     """The JSON object in ``text``; raises GraphFormatError for what strict JSON or the caps forbid."""
     if len(text) > FILE_CAP:
         raise GraphFormatError(f"the graph has {len(text)} characters; at most {FILE_CAP} are allowed")
-    _check_depth(text)
     try:
-        document = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
-    except json.JSONDecodeError as error:
-        raise GraphFormatError(f"not JSON at line {error.lineno} column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # ValueError: an int of thousands of digits
-        raise GraphFormatError(f"not JSON: {error}") from error
+        document = strict_json.read(text)
+    except ValueError as error:
+        raise GraphFormatError(str(error)) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise GraphFormatError(f"not a graph file: its format is not {FORMAT!r}")
     if document.get("version") != VERSION or isinstance(document["version"], bool):
         raise GraphFormatError(f"version: {document.get('version')!r} is unknown; this tfnb reads version {VERSION}")
     return document
-
-
-_STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
-_NO_BRACKETS = re.compile(r"[^][{}]+")
-
-
-def _check_depth(text: str) -> None:
-    """Count brackets outside of strings, before a recursive parser sees them."""
-    outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
-    brackets = _NO_BRACKETS.sub("", outside)
-    if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > DEPTH_CAP:
-        raise GraphFormatError(f"lists and objects are nested deeper than {DEPTH_CAP} levels")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise GraphFormatError(f"the key {twice!r} occurs twice in one object")
-    return found
-
-
-def _no_constant(literal: str) -> float:
-    raise GraphFormatError(f"{literal} is not JSON; non-finite numbers are written as {{'$float': 'nan'}}")
-
-
-def _finite(literal: str) -> float:
-    value = float(literal)
-    if not math.isfinite(value):
-        raise GraphFormatError(f"the number {literal[:40]} is too large for a float")
-    return value
 
 
 # -- reading ------------------------------------------------------------------------------------------------
@@ -379,7 +341,7 @@ class _Reader:
         return {key: self.leaf(leaf, f"{path}.{key[:60]}") for key, leaf in record.items()}
 
     def leaf(self, leaf: Any, path: str) -> Any:
-        """One attr; nesting is bounded by DEPTH_CAP."""
+        """One attr; nesting is bounded by `strict_json`."""
         if isinstance(leaf, list):
             return [self.leaf(item, f"{path}[{i}]") for i, item in enumerate(leaf)]
         if isinstance(leaf, dict):
