@@ -1,8 +1,9 @@
-"""Files that are whole or absent: atomic replacement, and reading of what may come from strangers."""
+"""Files that are whole or absent: atomic replacement, reading of what may come from strangers, and digests."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+import torch
 from safetensors import SafetensorError
 
 from tfnb.errors import CheckpointWriteError, InvalidArgument
@@ -62,3 +64,9 @@ def _raise_write_error(path: Path, error: OSError | SafetensorError) -> NoReturn
     failure = CheckpointWriteError(f"cannot write {path}: {why}")
     failure.errno, failure.filename = number, str(path)
     raise failure from None  # it says all of it
+
+
+def sha256(tensor: torch.Tensor) -> str:
+    """Of the bytes of a dense tensor alone, not of dtype and shape."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()

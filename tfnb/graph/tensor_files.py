@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from tfnb.errors import CheckpointCorrupt, CheckpointWriteError, ResourceExhausted, Unimplemented
 from tfnb.graph import lazy_memory, strict_json
-from tfnb.graph.files import opened, replace_file
+from tfnb.graph.files import opened, replace_file, sha256
 
 HEADER_CAP = 16 * 2**20  # bytes
 TENSOR_CAP = 2**17  # tensors of a file: each takes a thousand bytes here, and few in a header
@@ -75,12 +75,6 @@ def _stored(key: str, tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     return torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)  # a copy: digest and file see one value
-
-
-def sha256(tensor: torch.Tensor) -> str:
-    """Of the bytes of a dense tensor alone, not of dtype and shape."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
 
 
 # -- headers ------------------------------------------------------------------------------------------------

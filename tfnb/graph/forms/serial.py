@@ -18,10 +18,10 @@ import torch
 
 from tfnb.errors import CheckpointCorrupt, GraphCycleError, GraphFormatError, UnknownOp, UntrustedOp
 from tfnb.graph.contents import Contents
-from tfnb.graph.files import opened, replace_file
+from tfnb.graph.files import opened, replace_file, sha256
 from tfnb.graph.forms.decode import FILE_CAP, FORMAT, VERSION, build, field, parse
 from tfnb.graph.forms.encode import Writer, variable_json
-from tfnb.graph.tensor_files import read_tensors, sha256, write_tensors
+from tfnb.graph.tensor_files import read_tensors, write_tensors
 from tfnb.graph.variable import Variable
 
 # -- files --------------------------------------------------------------------------------------------------
