@@ -269,7 +269,6 @@ class SavedState:
     ) -> None:
         """Become what a file holds, all or nothing: `Session.restore`."""
         saved, about = checkpoint.load(path)
-        checkpoint.ensure_told(about)
         tensors, held = queue_contents.split(saved, about.get("queues", ()))
         if not strict or mapping:
             about = {name: facts for name, facts in about.items() if name not in _OF_OPTIMIZERS}

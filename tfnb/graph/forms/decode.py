@@ -23,6 +23,7 @@ from tfnb.graph.op_facts import admit
 from tfnb.graph.queue import QUEUES, Queue
 from tfnb.graph.spec import Dim, Spec, numbered
 from tfnb.graph.subgraph import Recursion, Subgraph
+from tfnb.graph.tensor_files import RANK_CAP, SIZE_CAP
 from tfnb.graph.variable import Variable
 
 FORMAT, VERSION = "tfnb-graph", 1
@@ -30,6 +31,8 @@ FILE_CAP = 64 * 2**20  # bytes
 NODE_CAP = 10**6
 ATTR_CAP = 10**3  # per node
 STRING_CAP = 2**20  # characters
+OUTPUT_CAP = 10**4  # of a node
+SCOPE_CAP = 100  # parts of a scope: each is a box inside of another one
 
 
 # -- parsing ------------------------------------------------------------------------------------------------
@@ -222,12 +225,14 @@ class _Reader:
         only(record, SPEC, path)
         dtype = self.constant(torch.dtype, field(record, "dtype", str, path), f"{path}.dtype")
         shape = field(record, "shape", list, path)
+        if len(shape) > RANK_CAP:
+            raise GraphFormatError(f"{path}.shape: {len(shape)} axes; at most {RANK_CAP} are allowed")
         sizes = tuple(self.size(size, f"{path}.shape[{axis}]") for axis, size in enumerate(shape))
         device = field(record, "device", str, path, "cpu")
         return Spec(dtype, sizes, str(self.device(device, f"{path}.device")))
 
     def size(self, size: Any, path: str) -> int | Dim:
-        if type(size) is int and size >= 0:
+        if type(size) is int and 0 <= size < SIZE_CAP:
             return size
         if isinstance(size, str):
             return self.dim(size, path)
@@ -316,16 +321,20 @@ class _Reader:
             error.message = f"{path}: {error.message}"
             raise
         forward = field(record, "forward", int, path, None)
+        outs, scope = field(record, "out", list, path, []), _strings(record, "scope", path)
+        for key, found, most in (("out", outs, OUTPUT_CAP), ("scope", scope, SCOPE_CAP)):
+            if len(found) > most:
+                raise GraphFormatError(f"{path}.{key}: a list of {len(found)}; at most {most} are allowed")
         return Node(
             id=self.ids[place],
             name=field(record, "name", str, path),
             op=op,
             inputs=tuple(self.value(v, f"{path}.in[{i}]") for i, v in enumerate(field(record, "in", list, path, []))),
-            outputs=tuple(self.spec(s, f"{path}.out[{i}]") for i, s in enumerate(field(record, "out", list, path, []))),
+            outputs=tuple(self.spec(s, f"{path}.out[{i}]") for i, s in enumerate(outs)),
             attrs=self.attrs(field(record, "attrs", dict, path, {}), f"{path}.attrs"),
             control=tuple(self.place(p, f"{path}.control") for p in field(record, "control", list, path, [])),
             effects=tuple(self.place(p, f"{path}.effects") for p in field(record, "effects", list, path, [])),
-            scope=tuple(_strings(record, "scope", path)),
+            scope=tuple(scope),
             source=self.entry(record, "source", self.sources, path),
             owner=self.entry(record, "owner", self.owners, path),
             device=field(record, "device", str, path, None),
