@@ -151,7 +151,7 @@ def compare(
         )
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
         raise InvalidArgument(f"seeds is a number of runs of each mode, an int of at least 1, not {seeds!r}")
-    if not modes or not all(isinstance(each, Mapping) for each in modes.values()):
+    if not modes or not isinstance(modes, Mapping) or not all(isinstance(each, Mapping) for each in modes.values()):
         raise InvalidArgument(f"modes is a dict of names and options of fit, such as {{'sync': {{}}}}, not {modes!r}")
     asked = {mode: {"fetch": fetch, "data": data, "watch": watch, **options, **each} for mode, each in modes.items()}
     for mode, how in asked.items():

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from tfnb.errors import FeedError, GraphFormatError, InvalidArgument, ShapeError
+from tfnb.errors import FeedError, GraphFormatError, InvalidArgument, ShapeError, ensure_type
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -353,6 +353,7 @@ class Spec:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Spec:
         """The Spec of a plain tensor."""
+        ensure_type(tensor, torch.Tensor, "Spec.of")
         return cls(tensor.dtype, tuple(tensor.shape), str(tensor.device))
 
     def is_on(self, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tfnb.cluster.connected import connected
-from tfnb.errors import InvalidArgument
+from tfnb.errors import InvalidArgument, InvalidType
 from tfnb.graph import Graph, Variable, lazy_memory
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.queue import Queue
@@ -298,6 +298,11 @@ class SavedState:
                         become()
                         del self.inputs.contents[label]
             return
+        if not isinstance(source, Source):
+            raise InvalidType(
+                f"Session.reads takes a Source, a queue or a scheduler of a torch optimizer, and was given a "
+                f"{type(source).__name__}"
+            )
         if self.inputs.sources.setdefault(source.name, source)._root is not source._root:
             raise InvalidArgument(
                 f"this session reads another source named {source.name!r}: their positions are saved by name, so give "
