@@ -104,7 +104,7 @@ def test_calls_that_failed_in_our_own_code_say_what_they_take(worlds: Worlds, na
 
 def test_a_save_after_a_refused_source_is_as_before(worlds: Worlds, tmp_path: Path) -> None:
     for wrong in WRONG:
-        with pytest.raises(InvalidType, match="Session.reads takes a Source, a queue or a scheduler"):
+        with pytest.raises(InvalidType, match=r"Session\.reads takes a Source, a queue or a scheduler"):
             worlds.world.session.reads(wrong)
     worlds.world.session.save(tmp_path / "v")
 

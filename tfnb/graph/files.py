@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 
 from tfnb.errors import CheckpointWriteError, InvalidArgument
 
+_LINKS = 40  # that a path leads through
+
 
 def opened(path: Path) -> BinaryIO:
     """A regular file to read; raises InvalidArgument for a pipe or a device, which might never end."""
@@ -30,18 +32,36 @@ def opened(path: Path) -> BinaryIO:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, sync it and move it there: all or nothing.
 
-    Raises CheckpointWriteError with the errno where the disk is full or the folder cannot be written.
+    A file that is replaced keeps its mode, and a link stays: what it leads to is replaced. Raises CheckpointWriteError
+    with the errno where the disk is full or the folder cannot be written.
     """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    draft: Path | None = None
     try:
+        path = _led_to(path)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+        if mode is not None:
+            draft.touch(mode=0o600)  # who cannot read the file cannot read it while it is written
         write(draft)
+        if mode is not None:
+            draft.chmod(mode)
         _sync(draft)
         draft.replace(path)
         _sync(path.parent)
     except (OSError, SafetensorError) as error:
         _raise_write_error(path, error)
     finally:
-        draft.unlink(missing_ok=True)
+        if draft is not None:
+            draft.unlink(missing_ok=True)
+
+
+def _led_to(path: Path) -> Path:
+    """The file that links lead to, which need not be there."""
+    for _ in range(_LINKS):
+        if not path.is_symlink():
+            return path
+        path = path.parent / path.readlink()
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 def _sync(path: Path) -> None:
