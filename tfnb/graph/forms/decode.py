@@ -20,6 +20,7 @@ from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
 from tfnb.graph.op_facts import admit
+from tfnb.graph.ops import QUEUES as QUEUE_OPS
 from tfnb.graph.queue import QUEUES, Queue
 from tfnb.graph.spec import Dim, Spec, numbered
 from tfnb.graph.subgraph import Recursion, Subgraph
@@ -33,6 +34,14 @@ ATTR_CAP = 10**3  # per node
 STRING_CAP = 2**20  # characters
 OUTPUT_CAP = 10**4  # of a node
 SCOPE_CAP = 100  # parts of a scope: each is a box inside of another one
+
+
+NEEDED: Mapping[str, Mapping[str, type]] = {
+    "tfnb.read": {"variable": Variable}, "tfnb.assign": {"variable": Variable},
+    "tfnb.constant": {"value": torch.Tensor},
+    **{op: {"queue": Queue} for op in QUEUE_OPS},
+}  # fmt: skip
+"""What attrs of ops are, that text and drawings of a graph rely on."""
 
 
 # -- parsing ------------------------------------------------------------------------------------------------
@@ -137,6 +146,8 @@ def build(
         place = next((place for place, node in enumerate(nodes) if node.name == error.node), None)
         where = "file" if place is None else f"nodes[{place}]"
         raise GraphFormatError(f"{where}: {error}", node=error.node, op=error.op) from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise GraphFormatError(f"file: an attr has another form than its op takes: {error!r}") from error
     return field(document, "name", str, "file"), field(document, "seed", int, "file"), contents
 
 
@@ -320,6 +331,9 @@ class _Reader:
         except (UnknownOp, UntrustedOp) as error:
             error.message = f"{path}: {error.message}"
             raise
+        attrs = self.attrs(field(record, "attrs", dict, path, {}), f"{path}.attrs")
+        for key, kind in NEEDED.get(op, {}).items():
+            field(attrs, key, kind, f"{path}.attrs")
         forward = field(record, "forward", int, path, None)
         outs, scope = field(record, "out", list, path, []), _strings(record, "scope", path)
         for key, found, most in (("out", outs, OUTPUT_CAP), ("scope", scope, SCOPE_CAP)):
@@ -331,7 +345,7 @@ class _Reader:
             op=op,
             inputs=tuple(self.value(v, f"{path}.in[{i}]") for i, v in enumerate(field(record, "in", list, path, []))),
             outputs=tuple(self.spec(s, f"{path}.out[{i}]") for i, s in enumerate(outs)),
-            attrs=self.attrs(field(record, "attrs", dict, path, {}), f"{path}.attrs"),
+            attrs=attrs,
             control=tuple(self.place(p, f"{path}.control") for p in field(record, "control", list, path, [])),
             effects=tuple(self.place(p, f"{path}.effects") for p in field(record, "effects", list, path, [])),
             scope=tuple(scope),
