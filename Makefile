@@ -8,6 +8,8 @@ BENCH ?=
 WORKERS ?= 2
 # Tests of `make coverage-lines`.
 LINES ?= tests
+# What `make fuzz` runs more of.
+FUZZ := tests/graph/test_mutated_files.py tests/graph/test_costly_files.py tests/test_wrong_arguments.py tests/test_escaping.py
 # Address of one more wheel index, for example one with CPU-only builds of torch. Empty: pip's own configuration.
 TORCH_INDEX ?=
 
@@ -20,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
+.PHONY: help demo fuzz test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -43,6 +45,9 @@ test-slow: $(INSTALLED) ## only the slow tests, with the other notebooks and the
 
 test-all: $(INSTALLED) ## both, without a choice or a limit of time
 	$(PYTEST) -m "not sweep" tests $(NOTEBOOKS)
+
+fuzz: $(INSTALLED) ## the long form of what strangers may do: files, names, wrong arguments
+	TFNB_FUZZ=1000 $(BIN)/python -m pytest -q $(FUZZ)
 
 durations: $(INSTALLED) ## run all tests, and write what each takes to tests/durations.json
 	mkdir -p build

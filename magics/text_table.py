@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
+
+from tfnb.escaping import xml
 
 COLUMNS = ("name", "spec", "bytes", "where", "trainable")  # of Variables
 
@@ -63,7 +64,7 @@ class Table:
 
     def _repr_html_(self) -> str:
         def row(tag: str, cells: tuple[Any, ...]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+            return "<tr>" + "".join(f"<{tag}>{xml(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
         body = "".join(row("td", cells) for cells in self.rows)
         return f"<table><thead>{row('th', self.columns)}</thead><tbody>{body}</tbody></table>"

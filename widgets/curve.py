@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
+
+from tfnb.escaping import xml
 
 INK = "#5b8def"
 FONT = "font:13px Helvetica,Arial,sans-serif"
@@ -30,7 +31,7 @@ def svg(name: str, points: Sequence[Point], wide: int = 240, high: int = 40) -> 
     span = f"{number(min(values))} to {number(max(values))}"
     return (
         f'<svg width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" role="img">'
-        f"<title>{escape(name)}: {span}</title>"
+        f"<title>{xml(name)}: {span}</title>"
         f'<polyline points="{line}" fill="none" stroke="{INK}" stroke-width="1.6" stroke-linejoin="round"/>'
         f'<circle cx="{x + 4:.1f}" cy="{y + 4:.1f}" r="2.6" fill="{INK}"/></svg>'
     )
@@ -65,11 +66,11 @@ def bands(
         drawn += f'<polyline points="{" ".join(at(x, y) for x, y, _ in points)}" fill="none" stroke="{ink}"/>'
         drawn += (
             f'<text x="{wide - 6}" y="{16 + 14 * number_of}" text-anchor="end" fill="{ink}" font-size="12" '
-            f'font-family="Helvetica,Arial,sans-serif">{escape(key)}</text>'
+            f'font-family="Helvetica,Arial,sans-serif">{xml(key)}</text>'
         )
     return (
         f'<svg width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" role="img">'
-        f"<title>{escape(name)}: {number(low)} to {number(top)}</title>{drawn}</svg>"
+        f"<title>{xml(name)}: {number(low)} to {number(top)}</title>{drawn}</svg>"
     )
 
 
@@ -89,7 +90,7 @@ def bars(name: str, counts: Sequence[float], low: float, high: float, wide: int 
     )
     return (
         f'<svg width="{wide}" height="{tall}" viewBox="0 0 {wide} {tall}" role="img" fill="{INK}">'
-        f"<title>{escape(name)}: {number(low)} to {number(high)}</title>{drawn}</svg>"
+        f"<title>{xml(name)}: {number(low)} to {number(high)}</title>{drawn}</svg>"
     )
 
 
@@ -114,7 +115,7 @@ def _scaled(points: Sequence[Point], wide: float, high: float) -> Iterator[tuple
 def table(rows: Iterable[tuple[str, str, str]]) -> str:
     """Names, texts and pictures (SVG) as HTML; nothing without rows."""
     drawn = "".join(
-        f"<tr><th {_CELL}>{escape(name)}</th><td {_CELL}>{escape(text)}</td><td {_CELL}>{picture}</td></tr>"
+        f"<tr><th {_CELL}>{xml(name)}</th><td {_CELL}>{xml(text)}</td><td {_CELL}>{picture}</td></tr>"
         for name, text, picture in rows
     )
     return f'<table style="border-collapse:collapse;{FONT}">{drawn}</table>' if drawn else ""

@@ -1,22 +1,19 @@
-// Unpacks the script and style of this output and starts its drawings; what another output has unpacked is not unpacked again.
-(function () {
-  const here = document.currentScript && document.currentScript.parentElement;
-  const roots = here && here.matches(".tfnb-page") ? [here] : document.querySelectorAll(".tfnb-page:not([data-on])");
-  const known = (window.tfnbStart ||= {});
-  async function unpacked(script) {
-    const bytes = Uint8Array.from(atob(script.textContent), (char) => char.charCodeAt(0));
+// Unpacks the script and style of the page that this script is in, and starts its drawing; one output unpacks for all.
+// A front end that runs scripts elsewhere (in the document's head) shows the picture: what is in the document may be a
+// stranger's, so the page is never searched for.
+(async function (page) {
+  const code = page?.matches(".tfnb-page:not([data-on])") && page.querySelector(":scope > script.tfnb-code");
+  if (!code || !window.DecompressionStream) return;
+  page.dataset.on = "";
+  const { name } = code.dataset, known = (window.tfnbStart ||= {}), one = (known[name] ||= {});
+  async function unpacked() {
+    const bytes = Uint8Array.from(atob(code.textContent), (char) => char.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     const { script: text, style } = JSON.parse(await new Response(stream).text());
     const add = (tag, words) => { document.head.appendChild(document.createElement(tag)).textContent = words; };
     add("style", style);
-    add("script", `window.tfnbStart["${script.dataset.name}"].run = (() => {${text}\nreturn tfnbStartPage;})();`);
+    add("script", `window.tfnbStart["${name}"].run = (() => {${text}\nreturn tfnbStartPage;})();`);
   }
-  for (const root of roots) {
-    const code = root.querySelector(".tfnb-code");
-    if (!code || "on" in root.dataset || !window.DecompressionStream) continue;
-    root.dataset.on = "";
-    const one = (known[code.dataset.name] ||= {});
-    one.ready ||= unpacked(code);
-    one.ready.then(() => one.run(root));
-  }
-})();
+  await (one.ready ||= unpacked());
+  one.run(page);
+})(document.currentScript?.parentElement);

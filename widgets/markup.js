@@ -2,11 +2,12 @@
 function tfnbClean(el, words = "") {
   const ALLOWED = new Set(`svg g rect path circle text title style ${words}`.split(" "));
   const clean = (one) => {
-    for (const child of [...one.children]) ALLOWED.has(child.localName) ? clean(child) : child.remove();
+    if (!ALLOWED.has(one.localName)) return one.remove();
     for (const { name } of [...one.attributes]) if (/^on|href/i.test(name)) one.removeAttribute(name);
+    [...one.children].forEach(clean);
   };
   clean(el);
-  return document.importNode(el, true);
+  return ALLOWED.has(el.localName) ? document.importNode(el, true) : null;
 }
 async function tfnbUnpacked(script) {  // what `packed` of Python wrote; nothing in a browser from before 2023
   if (!script || !window.DecompressionStream) return {};

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any, Protocol, TextIO
 
 import ipywidgets
 from IPython import get_ipython
 from IPython.display import HTML, display
 
+from tfnb.escaping import xml
 from tfnb.widgets import curve as chart
 from tfnb.widgets.curve import FONT, number
 
@@ -106,11 +106,11 @@ class _Notebook:
             self._place = display(self._box, display_id=True)
         self._bar.value = min(panel.step, self._bar.max) if panel.total else 0
         self._bar.bar_style = "" if panel.total else "info"
-        self._status.value = escape(panel.status())
+        self._status.value = xml(panel.status())
         self._table.value = panel.table()
 
     def finish(self, panel: ProgressPanel, text: str) -> None:
-        final = HTML(f'<div style="{FONT};padding:4px 0">{escape(text)}</div>{panel.table()}')
+        final = HTML(f'<div style="{FONT};padding:4px 0">{xml(text)}</div>{panel.table()}')
         if self._place is None:
             display(final)
         else:

@@ -284,7 +284,7 @@ def test_a_look_that_takes_too_long_or_too_much_is_left_out_and_said(monkeypatch
         patch.setattr(divided_rows, "SECONDS", 0.0)
         (note,) = seen(loss, "xy").notes
         assert "was not looked at: it takes more than" in note
-    monkeypatch.setattr(lazy_memory, "_free", lambda: 1000)
+    monkeypatch.setattr(lazy_memory, "free", lambda: 1000)
     (note,) = seen(loss, "xy").notes
     assert "was not looked at: this process has not the memory" in note
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from tests.graph.build import Builder
 from tfnb.errors import (
     CheckpointCorrupt,
     CheckpointIncompatible,
@@ -22,8 +24,8 @@ from tfnb.errors import (
     NotFound,
     Unimplemented,
 )
-from tfnb.graph import Spec
-from tfnb.graph.files import write_tensors
+from tfnb.graph import Graph, Spec, tensor_files
+from tfnb.graph.tensor_files import write_tensors
 from tfnb.state import checkpoint
 
 TENSORS = {"fc.weight": torch.arange(6.0).view(2, 3), "fc.bias": torch.tensor([1, 2])}
@@ -274,6 +276,61 @@ def test_missing_folder_is_a_write_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointWriteError, match="No such file or directory") as caught:
         checkpoint.save(tmp_path / "nowhere" / "v", TENSORS, {})
     assert caught.value.errno == 2
+
+
+def saved_graph(path: Path) -> None:
+    b = Builder()
+    b.constant(torch.ones(2))
+    Graph("g", b.contents()).save(path)
+
+
+SAVES = {"checkpoint": lambda path: checkpoint.save(path, TENSORS, {}), "graph": saved_graph}
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_a_file_that_is_saved_again_keeps_its_mode(tmp_path: Path, save: Callable[[Path], object]) -> None:
+    save(tmp_path / "v")
+    for mode in (0o600, 0o640, 0o644, 0o444):
+        for path in tmp_path.glob("v*"):
+            path.chmod(mode)
+        save(tmp_path / "v")
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("v*")} == {mode}
+
+
+def test_nobody_else_can_read_a_private_file_while_it_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.chmod(0o600)
+    modes = []
+    real = tensor_files.save_file
+
+    def looked_at(tensors: object, draft: Path, metadata: object) -> None:
+        modes.append(draft.stat().st_mode & 0o777)
+        real(tensors, draft, metadata)
+        modes.append(draft.stat().st_mode & 0o777)
+
+    monkeypatch.setattr(tensor_files, "save_file", looked_at)
+    checkpoint.save(path, TENSORS, META)
+    assert modes == [0o600, 0o600]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_save_to_a_link_writes_what_it_leads_to(tmp_path: Path, is_there: bool) -> None:
+    (tmp_path / "deep").mkdir()
+    target, link = tmp_path / "deep" / "v", tmp_path / "link"
+    if is_there:
+        checkpoint.save(target, {}, {})
+        target.chmod(0o600)
+    link.symlink_to(target)
+    checkpoint.save(link, TENSORS, META)
+    assert link.is_symlink() and same(checkpoint.load(target)[0], TENSORS)
+    assert not is_there or target.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in target.parent.iterdir()] == ["v"]
+
+
+def test_a_save_to_links_in_a_circle_is_a_write_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(CheckpointWriteError, match="Too many levels of symbolic links"):
+        checkpoint.save(tmp_path / "a", TENSORS, META)
 
 
 # -- matching -----------------------------------------------------------------------------------------------

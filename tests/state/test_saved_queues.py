@@ -333,7 +333,7 @@ def test_positions_that_are_none_are_refused(tmp_path: Path, about: Any) -> None
 def test_a_file_of_many_elements_is_not_refused_for_its_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(sys.modules["tfnb.graph.files"], "HEADER_CAP", 3000)
+    monkeypatch.setattr(sys.modules["tfnb.graph.tensor_files"], "HEADER_CAP", 3000)
     queue = tfnb.FIFOQueue(5000, [torch.int64, torch.float32], [None, ()], name="q")
     with tfnb.record() as graph:
         queue.dequeue(sample=(torch.tensor([1]), torch.tensor(1.0)))
@@ -348,7 +348,7 @@ def test_a_file_of_many_elements_is_not_refused_for_its_header(
 
 
 def test_a_file_that_could_not_be_restored_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["tfnb.graph.files"], "HEADER_CAP", 3000)
+    monkeypatch.setattr(sys.modules["tfnb.graph.tensor_files"], "HEADER_CAP", 3000)
     path = tmp_path / "file"
     checkpoint.save(path, {"v": torch.ones(1)}, {})
     with pytest.raises(tfnb.errors.CheckpointWriteError, match=r"100 tensors.* at most 3000 can be read again"):

@@ -292,6 +292,46 @@ def test_one_output_unpacks_the_script_for_all_and_any_may_go(driver: Any, digit
     assert page.js("return document.querySelectorAll('#b .tfnb-tools').length") == 1
 
 
+EVIL = packed({"style": "", "script": "document.title = 'ran'; function tfnbStartPage() {}"})
+
+
+def ran(driver: Any, folder: Path, body: str, where: str) -> Page:
+    """A page whose scripts are run as front ends do it: in their place, or in the document's head."""
+    page = Page(driver, folder, "")
+    page.js(
+        """document.body.innerHTML = arguments[0];
+        for (const old of document.body.querySelectorAll('script:not([type])')) {
+          const made = document.createElement('script');
+          made.textContent = old.textContent;
+          if (arguments[1] === 'head') { old.remove(); document.head.appendChild(made); } else old.replaceWith(made);
+        }
+        return new Promise((done) => setTimeout(done, 300));""",
+        body,
+        where,
+    )
+    return page
+
+
+@pytest.mark.parametrize("where", ["place", "head"])
+@pytest.mark.parametrize("tag", ["div", "pre", "script"])
+def test_code_of_a_stranger_is_not_run(driver: Any, digits: Graph, tmp_path: Path, where: str, tag: str) -> None:
+    code = f'<{tag} type="text/plain" class="tfnb-code" data-name="x">{EVIL}</{tag}>'
+    stranger = f'<div class="tfnb-page" id="stranger">{code}</div>'
+    for body in (stranger + graph_html(digits), graph_html(digits) + stranger):
+        page = ran(driver, tmp_path, body, where)
+        assert page.js("return [document.title, document.getElementById('stranger').dataset.on]") == ["", None]
+
+
+@pytest.mark.parametrize("evil", [
+    f'<div class="tfnb-code" data-name="x">{EVIL}</div>',
+    f'<div><script type="text/plain" class="tfnb-code" data-name="x">{EVIL}</script></div>',
+])  # fmt: skip
+def test_only_a_script_right_in_the_page_is_code(driver: Any, digits: Graph, tmp_path: Path, evil: str) -> None:
+    page = ran(driver, tmp_path, graph_html(digits).replace("<svg", f"{evil}<svg", 1), "place")
+    page.wait("document.querySelector('.tfnb-page').dataset.on === '1'")
+    assert page.js("return document.title") == ""
+
+
 def test_boxes_have_labels_for_a_screen_reader(page: Page) -> None:
     assert page.js(
         "return [...document.querySelectorAll('.box')].every(b => b.getAttribute('aria-label') && b.tabIndex === -1)"

@@ -10,9 +10,10 @@ import torch
 
 from tests.graph.build import Builder
 from tests.view.browser import unpacked
+from tfnb.escaping import shorten, visible, xml
 from tfnb.graph import Graph, Ref, Source, Spec, Variable
 from tfnb.view import graph_dot, graph_html, graph_svg, tensor_html, text_tree, variable_html
-from tfnb.view.escape import packed, shorten, visible, xml
+from tfnb.view.escape import packed
 from tfnb.view.layout import layout
 
 NASTY = [

@@ -206,6 +206,7 @@ def test_a_click_selects_and_shows_the_value_as_text(live: Page) -> None:
     assert live.js("return [window.model.get('selection'), window.model.saved]") == ["model/1/relu", 1]
 
 
+ROOTS = [("script", "http://www.w3.org/1999/xhtml"), ("script", "http://www.w3.org/2000/svg")]
 EMPTY = """<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" onload="window.hacked = 1"><rect class="paper"/>
 <script>window.hacked = 1</script><g class="level" data-w="9" data-h="9"/></svg>"""
 
@@ -217,7 +218,9 @@ def test_a_new_picture_is_shown(live: Page) -> None:
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("svg", ["<svg", EMPTY])
+@pytest.mark.parametrize(
+    "svg", ["<svg", EMPTY, *(f'<{tag} xmlns="{space}">window.hacked = 1</{tag}>' for tag, space in ROOTS)]
+)
 def test_markup_that_is_no_picture_does_nothing(live: Page, svg: str) -> None:
     live.js("window.model.set('picture', { svg: arguments[0] })", svg)
     assert live.js("return [window.hacked || 0, document.querySelectorAll('#here script').length]") == [0, 0]

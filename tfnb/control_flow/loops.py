@@ -29,6 +29,7 @@ from tfnb.control_flow.structure import (
 from tfnb.control_flow.tensor_array import arrays, filled, has_blanks, is_array
 from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.graph import Spec, Variable
+from tfnb.graph.spec import tensor_of
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import Given, attempt, bound_outside, record_region
 from tfnb.recording.subgraphs.loop_node import Loop
@@ -213,7 +214,7 @@ def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, 
 def _tensor(item: Any) -> Any:
     if isinstance(item, Variable):
         return item.read()
-    return item if isinstance(item, torch.Tensor) else torch.as_tensor(item)
+    return item if isinstance(item, torch.Tensor) else tensor_of(item, None, "a loop")
 
 
 def _same_form(
@@ -401,6 +402,10 @@ _LENGTHS = "{what} goes over the rows of tensors of one length, and was given {g
 
 def _plain_scan(fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str) -> tuple[Any, Any]:
     sequences, row_form = flat(tree_map(_tensor, xs))
+    if not sequences or not all(rows.dim() for rows in sequences):
+        raise ShapeError(
+            f"{what} goes through the rows of tensors, and was given {'one number' if sequences else 'none'}"
+        )
     if len({len(rows) for rows in sequences}) > 1:
         raise ShapeError(_LENGTHS.format(what=what, given=" and ".join(str(Spec.of(rows)) for rows in sequences)))
     order = range(len(sequences[0]))

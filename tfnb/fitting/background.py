@@ -10,11 +10,11 @@ import atexit
 import weakref
 from collections.abc import Generator
 from concurrent.futures import Future, TimeoutError
-from html import escape
 from threading import Thread
 from typing import Any
 
 from tfnb.errors import DeadlineExceeded
+from tfnb.escaping import xml
 from tfnb.fitting.fit_loop import RunResult, fit
 from tfnb.session.structures import graph_of
 from tfnb.train.callbacks import Progress, listed
@@ -94,8 +94,8 @@ class RunHandle:
         return f"<training of {self.name}: {'; '.join(self._facts())}>"
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<div>{escape(fact)}</div>" for fact in self._facts())
-        return f"<div><b>training of {escape(self.name)}</b>{rows}</div>"
+        rows = "".join(f"<div>{xml(fact)}</div>" for fact in self._facts())
+        return f"<div><b>training of {xml(self.name)}</b>{rows}</div>"
 
 
 def launch(fetch: Any, data: Any, **options: Any) -> RunHandle:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from html import escape
 from inspect import signature
 from itertools import combinations
 from math import comb, isfinite, nan
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument
+from tfnb.escaping import xml
 from tfnb.fitting.fit_loop import fit
 from tfnb.fitting.fit_options import watched_by
 from tfnb.graph.variable_locks import LOCKS
@@ -103,11 +103,11 @@ class Comparison:
         charts = "".join(
             f"<figure style='display:inline-block;margin:4px 12px 4px 0'>"
             f"{bands(self.name, {mode: self.curve(mode, axis) for mode in self.runs})}"
-            f"<figcaption>{escape(self.name)} {AXES[axis]}</figcaption></figure>"
+            f"<figcaption>{xml(self.name)} {AXES[axis]}</figcaption></figure>"
             for axis in AXES
         )
-        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self.rows())
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in self._heads())
+        rows = ("".join(f"<td>{xml(cell)}</td>" for cell in row) for row in self.rows())
+        head = "".join(f"<th>{xml(cell)}</th>" for cell in self._heads())
         return f"{charts}<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
@@ -151,7 +151,7 @@ def compare(
         )
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
         raise InvalidArgument(f"seeds is a number of runs of each mode, an int of at least 1, not {seeds!r}")
-    if not modes or not all(isinstance(each, Mapping) for each in modes.values()):
+    if not modes or not isinstance(modes, Mapping) or not all(isinstance(each, Mapping) for each in modes.values()):
         raise InvalidArgument(f"modes is a dict of names and options of fit, such as {{'sync': {{}}}}, not {modes!r}")
     asked = {mode: {"fetch": fetch, "data": data, "watch": watch, **options, **each} for mode, each in modes.items()}
     for mode, how in asked.items():

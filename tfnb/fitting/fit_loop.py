@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
 from itertools import chain
 from operator import is_not
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from tfnb.cluster.engine.members import Mode
 from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
+from tfnb.escaping import xml
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import begin, exact_of, known_keys, mode_of, watched_by
 from tfnb.interrupts import handled
@@ -75,17 +75,17 @@ class RunResult:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        heads = "".join(f"<th>{escape(name)}</th>" for name in (self.history[-1] if self.history else {}))
-        cells = ("".join(f"<td>{number(value)}</td>" for value in entry.values()) for entry in self.history[-10:])
+        heads = "".join(f"<th>{xml(name)}</th>" for name in (self.history[-1] if self.history else {}))
+        cells = ("".join(f"<td>{xml(number(value))}</td>" for value in entry.values()) for entry in self.history[-10:])
         rows = "".join(f"<tr>{row}</tr>" for row in cells)
         names = [name for name in (self.curve[-1] if self.curve else {}) if name not in ("epoch", "step")]
         curves = "".join(
-            f"<figure>{svg(name, [(p['step'], p[name]) for p in self.curve])}<figcaption>{escape(name)}</figcaption>"
+            f"<figure>{svg(name, [(p['step'], p[name]) for p in self.curve])}<figcaption>{xml(name)}</figcaption>"
             "</figure>"
             for name in names
         )
         table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-        return f"<div>{escape(self.summary)}</div>{curves}{table}"
+        return f"<div>{xml(self.summary)}</div>{curves}{table}"
 
 
 def fit(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import InvalidArgument, NoGradient, ShapeError
+from tfnb.errors import InvalidArgument, NoGradient, ShapeError, ensure_type
 from tfnb.gradients.arguments import differentiable, entries_of, listed, seed
 from tfnb.gradients.decompose import decomposition
 from tfnb.gradients.derived import derived_rule, has_formula
@@ -97,6 +97,7 @@ def stop_gradient(x: Any) -> torch.Tensor:
     if isinstance(x, Tensor):
         with reopen(x.graph):
             return x.detach()
+    ensure_type(x, (torch.Tensor, Variable), "stop_gradient")
     return x.read().detach() if isinstance(x, Variable) else x.detach()
 
 

@@ -3,8 +3,8 @@
 `graph` is a named handle to `contents`: a tuple of `node`s, with `subgraph`s inside. `spec` says what a value is,
 `variable` and `queue` name state. `variable_locks`, `held` and `lazy_memory` belong to Variables. `ops`, `op_facts`
 and `pure` say what torch's operators are. `forms` has the readable form and the JSON form; `files` writes whole
-files. `check` and `difference` look at contents; `current` is the stack of open recordings; `collector` is Python's
-own.
+files, `tensor_files` those of tensors, and `strict_json` reads what strangers wrote. `check` and `difference` look at
+contents; `current` is the stack of open recordings; `collector` is Python's own.
 """
 
 from tfnb.graph.contents import Contents, Guard

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ensure_type
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.difference import Compared, Difference, compared
@@ -42,6 +42,8 @@ class Graph:
     """
 
     def __init__(self, name: str = "graph", contents: Contents | None = None, *, seed: int = 0) -> None:
+        ensure_type(name, str, "the name of a Graph")
+        ensure_type(contents, (Contents, type(None)), "the contents of a Graph")
         self.name = name
         self.version = -1
         self.seed = seed
@@ -100,6 +102,7 @@ class Graph:
         return name in self.contents.names
 
     def __getitem__(self, name: str) -> Node:
+        ensure_type(name, str, "graph[...]")
         contents = self.contents
         if name not in contents.names:
             raise NotFound(f"graph {self.name} has no node {name!r}{self._near(name)}")
@@ -124,6 +127,7 @@ class Graph:
         >>> g.value("loss") == loss.value, g["loss"].name
         (True, 'loss_1')
         """
+        ensure_type(name, str, "Graph.value")
         if name in self.contents.names:
             return self.contents.names[name]
         stem, colon, index = name.rpartition(":")
@@ -159,6 +163,7 @@ class Graph:
         >>> Graph("a").diff(Graph("b"))
         <Difference: 0 added, 0 removed, 0 changed>
         """
+        ensure_type(other, Graph, "Graph.diff")
         return Difference.of(self.name, self.contents, other.name, other.contents)
 
     def since(self, before: Contents) -> Compared:
@@ -167,6 +172,7 @@ class Graph:
         >>> Graph("a").since(Contents()).added
         ()
         """
+        ensure_type(before, Contents, "Graph.since")
         return compared(before, self.contents)
 
     def to_module(self, fetches: Any, feeds: Iterable[Any]) -> Any:
@@ -226,11 +232,13 @@ class Graph:
 
     def commit(self, contents: Contents, *, removed: Iterable[tuple[int, str]] = ()) -> None:
         """Swap in new contents, all or nothing; ``removed`` names ids that are gone and what to re-run."""
+        ensure_type(contents, Contents, "Graph.commit")
+        gone = dict(removed)
         check(contents)
         with self._lock:
             self.ensure_open()
             self.contents = contents
-            self.stale.update(removed)
+            self.stale.update(gone)
             self.version += 1
 
     def finalize(self) -> None:
@@ -244,6 +252,7 @@ class Graph:
 
     def derive(self, contents: Contents) -> Graph:
         """A new graph with other contents: what a pass returns."""
+        ensure_type(contents, Contents, "Graph.derive")
         derived = Graph(self.name, contents, seed=self.seed)
         derived.stale = self.stale
         return derived

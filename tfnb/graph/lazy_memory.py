@@ -175,15 +175,15 @@ def assign(target: torch.Tensor, value: torch.Tensor) -> None:
 
 def ensure_room(nbytes: int, what: str) -> None:
     """Raise ResourceExhausted where this machine has less memory than that: else the system would end a process."""
-    free = _free()
-    if free is not None and nbytes > free:
+    there = free()
+    if there is not None and nbytes > there:
         raise ResourceExhausted(
-            f"{what} takes {nbytes} bytes, and {free} are free on this machine: make it smaller, or start a table of "
+            f"{what} takes {nbytes} bytes, and {there} are free on this machine: make it smaller, or start a table of "
             "rows from zeros, tfnb.Variable(0.0, shape=...), which takes memory only where rows are written"
         )
 
 
-def _free() -> int | None:
+def free() -> int | None:
     """Bytes that can be had without swapping, as Linux says."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from tfnb.errors import FeedError, GraphFormatError, InvalidArgument, ShapeError
+from tfnb.errors import FeedError, GraphFormatError, InvalidArgument, ShapeError, ensure_type
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -58,6 +58,7 @@ _NAME = re.compile(r"\b[^\W\d]\w*")
 _LESS = re.compile(r"\(-(\d+)\) \+ ([^\W\d]\w*)")
 _NOT_NEGATIVE = re.compile(r"max\(0, ([^\W\d]\w*-\d+)\)")
 LENGTH_CAP, DEPTH_CAP, POWER_CAP = 4000, 100, 64  # characters, nesting, exponent: a file may hold anything
+BIT_CAP = 256  # of a number in a size expression: a size has 63
 
 
 @lru_cache(maxsize=4096)
@@ -108,14 +109,21 @@ def _exponent(power: Any) -> Any:
     return power
 
 
+def _bounded(number: Any) -> Any:
+    """``number``, if it is no longer than some sizes multiplied: powers of powers fill the memory."""
+    if isinstance(number, int) and number.bit_length() > BIT_CAP:
+        raise ShapeError(f"a size expression has a number of {number.bit_length()} bits; at most {BIT_CAP} are allowed")
+    return number
+
+
 def _evaluate(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant(value=bool() | int() | float() as value):
-            return value
+            return _bounded(value)
         case ast.Name(id=name):
             return symbols[name]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](_evaluate(left, symbols), _evaluate(right, symbols))
+            return _bounded(_BINARY[type(op)](_evaluate(left, symbols), _evaluate(right, symbols)))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, symbols)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
@@ -178,13 +186,17 @@ class Dim:
         return self.expr.isidentifier() and not keyword.iskeyword(self.expr)
 
     def evaluate(self, symbols: Mapping[str, Any]) -> Any:
-        """The value with every symbol bound; raises ShapeError for an unbound one."""
+        """The value with every symbol bound; raises ShapeError for an unbound one, and where there is no value."""
         try:
             return _evaluate(_parse(self.expr), symbols)
         except KeyError as missing:
             raise ShapeError(f"size {self.expr} needs a value for {missing.args[0]}") from None
         except ZeroDivisionError:
             raise ShapeError(f"size {self.expr} divides by zero for {dict(symbols)}") from None
+        except (OverflowError, ValueError, TypeError) as error:
+            if isinstance(error, InvalidArgument):
+                raise
+            raise ShapeError(f"size {self.expr[:80]} has no value for {dict(symbols)}: {error}") from None
 
     def checked(self) -> Dim:
         """This Dim, if its text is a size expression; raises GraphFormatError."""
@@ -341,6 +353,7 @@ class Spec:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Spec:
         """The Spec of a plain tensor."""
+        ensure_type(tensor, torch.Tensor, "Spec.of")
         return cls(tensor.dtype, tuple(tensor.shape), str(tensor.device))
 
     def is_on(self, device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, StepAborted
+from tfnb.errors import FailedPrecondition, InvalidArgument, InvalidType, NotFound, ShapeError, StepAborted, ensure_type
 from tfnb.graph import current, lazy_memory, resources
 from tfnb.graph.held import CHANGES, Held, Watch
 from tfnb.graph.spec import Spec, flows, tensor_of
@@ -79,6 +79,8 @@ class Variable:
         shared_name: str | None = None, lazy_init: bool = False, shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None, partitions: int | str | None = None, partition_bytes: int | None = None,
     ) -> None:  # fmt: skip
+        ensure_type(dtype, (torch.dtype, type(None)), "the dtype of a Variable")
+        ensure_type(name, (str, type(None)), "the name of a Variable")
         owned = None
         if lazy_init and shape is not None:
             spec = Spec(dtype or torch.get_default_dtype(), (*shape,))
@@ -378,6 +380,7 @@ class Variable:
 
     def ensure_fits(self, value: torch.Tensor) -> None:
         """Raise ShapeError for a value of another shape or dtype."""
+        ensure_type(value, torch.Tensor, f"variable {self.name}")
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
             raise ShapeError(f"cannot assign {Spec.of(value)} to variable {self.name}, which is {self.spec}")
 
@@ -404,7 +407,7 @@ class Variable:
                     new = _with_rows(own, kind, *operands)
                 else:
                     new = updated(old, kind, *operands)
-            except RuntimeError as error:
+            except (RuntimeError, IndexError) as error:
                 raise ShapeError(f"variable {self.name}, which is {self.spec}: {kind}: {error}") from error
             self.set(new)
         return new
@@ -508,6 +511,9 @@ def initialize(*what: Any) -> int:
     >>> tfnb.initialize(a), a.value(), b.initialized
     (1, tensor([2., 2.]), True)
     """
+    for each in what:
+        if not isinstance(each, Variable) and not isinstance(getattr(each, "variables", None), tuple):
+            raise InvalidType(f"tfnb.initialize takes Variables and graphs, and was given a {type(each).__name__}")
     wanted = [one for each in what for one in ([each] if isinstance(each, Variable) else _without_value(each))]
     for variable in wanted:
         if not variable.initialized or any(variable is each for each in what):

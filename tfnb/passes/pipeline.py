@@ -72,9 +72,9 @@ class Passes:
         return "\n".join("  ".join(line) for line in lines)
 
     def _repr_html_(self) -> str:
-        from tfnb.view import difference_html  # listed exception: a repr asks view
+        from tfnb.view import passes_html  # listed exception: a repr asks view
 
-        return f"<pre>{self!r}</pre>{difference_html(self.diff())}"
+        return passes_html(self)
 
 
 def table(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tfnb.graph import Graph, Variable
-from tfnb.graph.files import read_facts
 from tfnb.graph.subgraph import queues_of
+from tfnb.graph.tensor_files import read_facts
 from tfnb.recording import graphs
 from tfnb.state import queue_contents
 

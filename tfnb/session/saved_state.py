@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tfnb.cluster.connected import connected
-from tfnb.errors import InvalidArgument
+from tfnb.errors import InvalidArgument, InvalidType
 from tfnb.graph import Graph, Variable, lazy_memory
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.queue import Queue
@@ -269,7 +269,6 @@ class SavedState:
     ) -> None:
         """Become what a file holds, all or nothing: `Session.restore`."""
         saved, about = checkpoint.load(path)
-        checkpoint.ensure_told(about)
         tensors, held = queue_contents.split(saved, about.get("queues", ()))
         if not strict or mapping:
             about = {name: facts for name, facts in about.items() if name not in _OF_OPTIMIZERS}
@@ -299,6 +298,11 @@ class SavedState:
                         become()
                         del self.inputs.contents[label]
             return
+        if not isinstance(source, Source):
+            raise InvalidType(
+                f"Session.reads takes a Source, a queue or a scheduler of a torch optimizer, and was given a "
+                f"{type(source).__name__}"
+            )
         if self.inputs.sources.setdefault(source.name, source)._root is not source._root:
             raise InvalidArgument(
                 f"this session reads another source named {source.name!r}: their positions are saved by name, so give "

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tfnb.cluster.connected import connected, notices
 from tfnb.cluster.engine.members import Ahead
-from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
 from tfnb.execution import TRACERS, Checked, Trace, Tracer, profiling
 from tfnb.execution.budgeted import Planned
 from tfnb.execution.dataflow.executor import EXECUTORS
@@ -171,6 +171,8 @@ class Session:
         __tracebackhide__ = True
         if timeout is not None:
             check_timeout(timeout)
+        if feed_dict is not None and type(feed_dict) is not dict:
+            ensure_type(feed_dict, Mapping, "feed_dict")
         feeds = feed_dict or {}
         watch = None if self._is_twin else self.graph.attached.get("watch")
         if watch is None or trace or not (step := watch.next_step()):

@@ -18,7 +18,7 @@ import torch
 
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound
 from tfnb.graph import Spec
-from tfnb.graph.files import read_tensors, write_tensors
+from tfnb.graph.tensor_files import read_tensors, write_tensors
 from tfnb.state import param_groups
 
 FORMAT, VERSION = "tfnb-variables", 1
@@ -79,7 +79,11 @@ def load(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, 
     if about.get("format") != FORMAT or about.get("version") != VERSION:
         found = f"{about.get('format')} version {about.get('version')}"
         raise CheckpointIncompatible(f"{path} is {found}; expected {FORMAT} version {VERSION}")
-    return tensors, about["meta"]
+    meta = about.get("meta")
+    if not isinstance(meta, dict):
+        raise CheckpointCorrupt(f"{path} has damaged facts: they are {type(meta).__name__}, not an object")
+    ensure_told(meta)
+    return tensors, meta
 
 
 def ensure_told(about: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, NotFound
-from tfnb.graph import Spec
+from tfnb.graph import Spec, strict_json
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import dtype_name
 from tfnb.state import checkpoint
@@ -161,7 +161,7 @@ _DAMAGES = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 def _read(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], begin: str) -> Held:
     """What a file says that a queue is to hold, of tensors whose keys begin so; raises one of `_DAMAGES`."""
-    told = json.loads(tensors[begin + "facts"].numpy().tobytes())
+    told = strict_json.read(tensors[begin + "facts"].numpy().tobytes().decode(), finite=False)
     groups = [tensors[f"{begin}{number}"] for number in range(about["groups"])]
     found = {**about["found"], "facts": told["facts"]}
     return Held(found, _unpacked(groups, told["shapes"], tensors[begin + "places"]))
@@ -238,6 +238,8 @@ def _packed(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[A
 
 def _unpacked(groups: Sequence[torch.Tensor], shapes: Sequence[Any], places: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that were packed, each in memory of its own."""
+    if sum(many for _, _, many in shapes) != len(places):  # before they are made: those of no size need no bytes
+        raise ValueError("there are other tensors than those that are told of")
     starts, rows = [0] * len(groups), []
     for number, shape, many in shapes:
         start, length = starts[number], many * math.prod(shape)

@@ -11,11 +11,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from tfnb.escaping import shorten, xml
 from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, key_name
 from tfnb.view.colours import Heat, Marks, Vitals, heat
-from tfnb.view.escape import shorten, xml
 from tfnb.view.face import HEAD, Face, Painter, n, times
 from tfnb.view.inside import opened
 from tfnb.view.level import Drawn, Level, Placed, Ports

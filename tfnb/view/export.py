@@ -17,6 +17,7 @@ from typing import Any
 import graphviz
 
 from tfnb.errors import FailedPrecondition
+from tfnb.escaping import visible, xml
 from tfnb.graph import Graph, Node
 from tfnb.graph.difference import Difference
 from tfnb.view import page
@@ -24,7 +25,6 @@ from tfnb.view.box import Box, Key, key_name
 from tfnb.view.colours import marks, union
 from tfnb.view.drawing import Drawing
 from tfnb.view.escape import dot as quoted
-from tfnb.view.escape import visible
 from tfnb.view.layout import LayoutFailed
 from tfnb.view.listing import listing, text_tree
 from tfnb.view.style import LIGHT, MONO, SANS
@@ -69,6 +69,11 @@ def trace_html(trace: Any, *, by: str = "time") -> str:
 def difference_html(difference: Difference) -> str:
     """Two graphs as one, coloured by what is new, gone and changed."""
     return page.html(Drawing(union(difference), marks=marks(difference)), lambda: str(difference))
+
+
+def passes_html(passes: Any) -> str:
+    """The table of what passes did to a run, above the first and the last graph as one."""
+    return f"<pre>{xml(repr(passes))}</pre>{difference_html(passes.diff())}"
 
 
 def graph_svg(graph: Graph, **options: Any) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tfnb.escaping import shorten, xml
 from tfnb.view import facts
 from tfnb.view.box import Box
 from tfnb.view.colours import TONES, Heat, Marks, Vitals
-from tfnb.view.escape import shorten, xml
 from tfnb.view.inside import ARGUMENT
 from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE, width

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from tfnb.errors import ShapeError
+from tfnb.escaping import shorten
 from tfnb.graph import Contents, Dim, Node, Ref, Spec, Value, Variable
-from tfnb.view.escape import shorten
 
 SMALL = frozenset({"tfnb.read", "tfnb.constant"})  # drawn as small nodes, beside their first user
 STATE = frozenset({"tfnb.read", "tfnb.assign"})
 BATCH = 32  # what an axis that varies counts for in the thickness of an edge
+MOST = 2**63  # bytes: a file may tell of any size
 PREVIEW = 64  # numbers; tensor data beyond this never enters a page
 
 
@@ -91,11 +93,15 @@ def given_name(node: Node) -> str:
 
 def bytes_of(out: Spec) -> int:
     """Bytes of a value, an axis that varies counted as `BATCH`."""
-    return math.prod([_estimate(size) for size in out.shape]) * out.dtype.itemsize
+    return min(MOST, math.prod([_estimate(size) for size in out.shape]) * out.dtype.itemsize)
 
 
 def _estimate(size: int | Dim) -> int:
-    return max(1, int(size.evaluate(dict.fromkeys(size.symbols, BATCH)))) if isinstance(size, Dim) else size
+    """A size, or what it is where all axes that vary are `BATCH`; 1 for an expression without a value there."""
+    try:
+        return max(1, int(size.evaluate(dict.fromkeys(size.symbols, BATCH)))) if isinstance(size, Dim) else size
+    except (ShapeError, OverflowError, ValueError):  # of a stranger's file; an infinity, or not a number
+        return 1
 
 
 def amount(count: float) -> str:

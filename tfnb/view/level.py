@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tfnb.escaping import xml
 from tfnb.graph import Value
 from tfnb.view import dot, facts
 from tfnb.view.box import Box, Key, key_name
-from tfnb.view.escape import xml
 from tfnb.view.face import HEAD, Face, n
 from tfnb.view.layout import Point, layout
 from tfnb.view.style import LIGHT, WIRE

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+from tfnb.escaping import shorten
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, common, key_name
-from tfnb.view.escape import shorten
 from tfnb.view.inside import Opened
 from tfnb.view.wiring import Wiring
 

@@ -13,10 +13,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from tfnb.escaping import xml
 from tfnb.view import facts
 from tfnb.view.colours import legend
 from tfnb.view.drawing import Drawing
-from tfnb.view.escape import packed, xml
+from tfnb.view.escape import packed
 from tfnb.view.layout import LayoutFailed
 from tfnb.view.style import LIGHT
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from tfnb.escaping import shorten, xml
 from tfnb.view import facts
 from tfnb.view.colours import duration
-from tfnb.view.escape import shorten, xml
 from tfnb.view.face import n
 from tfnb.view.style import LIGHT, PAPER, SANS, SHEET, SOFT, Tone, width
 

@@ -355,7 +355,7 @@ def with_rows(budget):
 
 def test_a_push_that_was_applied_is_acknowledged_with_its_values_where_memory_is_short(monkeypatch):
     server = with_rows(80 << 20)
-    monkeypatch.setattr(lazy_memory, "_free", lambda: 0)
+    monkeypatch.setattr(lazy_memory, "free", lambda: 0)
     op = OpId("other", 1)
     for _ in range(2):
         answer = server("push", [torch.ones(3, 16)], plan="rows", reads=["t"], op=op)

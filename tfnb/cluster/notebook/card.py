@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from tfnb.escaping import xml
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +35,18 @@ class Status:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        facts = "".join(f"<div><b>{escape(n)}</b>: {escape(v)}</div>" for n, v in self.facts)
+        facts = "".join(f"<div><b>{xml(n)}</b>: {xml(v)}</div>" for n, v in self.facts)
         rows = "".join(_html_row((row.name, row.state, row.address, row.detail)) for row in self.rows)
-        notes = "".join(f'<div style="color:#b45309">note: {escape(note)}</div>' for note in self.notes)
+        notes = "".join(f'<div style="color:#b45309">note: {xml(note)}</div>' for note in self.notes)
         return (
             '<div style="border:1px solid #8888;border-radius:6px;padding:.6em 1em;max-width:60em">'
-            f'<div style="font-weight:bold;margin-bottom:.3em">{escape(self.title)}</div>{facts}'
+            f'<div style="font-weight:bold;margin-bottom:.3em">{xml(self.title)}</div>{facts}'
             f'<table style="margin:.4em 0">{rows}</table>{notes}</div>'
         )
 
 
 def _html_row(cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in cells) + "</tr>"
+    return "<tr>" + "".join(f'<td style="text-align:left">{xml(cell)}</td>' for cell in cells) + "</tr>"
 
 
 def size(nbytes: float) -> str:

@@ -1,5 +1,6 @@
 """Steps are compiled outside of the process that runs them, and what came of it is kept on disk.
 
-`package_cache` is the folder of packages, `compiler_process` the process that fills it, `compile_loop` the code that
-runs there, `compiled_packages` the way from a request to its package. They move folders, and know no step.
+`package_cache` is the folder of packages, `private_folder` says whether others can fill it, `compiler_process` the
+process that fills it, `compile_loop` the code that runs there, `compiled_packages` the way from a request to its
+package. They move folders, and know no step.
 """

@@ -87,8 +87,11 @@ def compiled(
 def _built(
     request: str, write: Callable[[Path], None], build: str, owner: object, urgent: bool
 ) -> PackageFolder | str:  # fmt: skip
-    draft = packages().draft()
     facts: dict[str, Any] | str = "interrupted"
+    try:
+        draft = packages().draft()
+    except OSError as error:
+        return str(error)
     try:
         (draft / REQUEST).mkdir()
         write(draft / REQUEST)

@@ -1,23 +1,25 @@
 """Packages on disk: folders of compiled code under a key, shared by all processes of one user.
 
-A package is code, so only a folder that belongs to this user alone is read. An entry is written beside its place and
-moved there, so it is whole or absent. Its digests are checked before anything of it is used, and one that is damaged is
-removed. The entries that were used longest ago go when there is no room.
+A package is code, so only a folder that nobody else can fill is read, see `private_folder`. An entry is written beside
+its place and moved there, so it is whole or absent. Its digests are checked before anything of it is used, and one that
+is damaged is removed. The entries that were used longest ago go when there is no room.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import json
 import os
 import platform
 import secrets
 import shutil
-import stat
 import sys
 import tempfile
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -30,6 +32,8 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from tfnb.errors import InvalidArgument
+from tfnb.execution.compiling.private_folder import refusal, spares
+from tfnb.recording.marks.notes import user_level
 
 FOLDER, LIMIT = "TFNB_CACHE_DIR", "TFNB_CACHE_MB"  # environment variables
 MOST_MB = 1024
@@ -48,7 +52,7 @@ What the others do shows in the graph. `tests/test_layers.py` follows the import
 
 
 class PackageCache:
-    """The packages of a folder; where it may not be used they last as long as this process, and ``why`` says why.
+    """The packages of a folder; where it may not be used they are in a spare one, and ``why`` says why.
 
     limit: bytes. A package larger than that is given to who made it and not kept.
 
@@ -62,16 +66,42 @@ class PackageCache:
     """
 
     def __init__(self, folder: Path, limit: int = MOST_MB << 20) -> None:
-        self.folder, self.limit = folder, limit
-        self.why = refusal(folder)
-        if self.why is not None:
-            self.folder = Path(tempfile.mkdtemp(prefix="tfnb-"))
-            atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+        self.wanted, self._folder, self.limit = folder, folder, limit
+        self.why: str | None = None
+        self._moving = threading.Lock()
+
+    @property
+    def folder(self) -> Path:
+        """Where entries are, which is looked at each time: one that others can fill is left for a spare one."""
+        if (why := refusal(self._folder)) is not None:
+            with self._moving:
+                if refusal(self._folder) is not None:  # else another thread has moved
+                    self._move(why)
+        return self._folder
+
+    def _move(self, why: str) -> None:
+        self.why = refusal(self.wanted) or why
+        found = [each / "packages" for each in spares() if refusal(each / "packages") is None]
+        spare = found[0] if found else self._of_this_process()
+        self._folder = spare
+        warnings.warn(
+            f"compiled steps are code, and {self.why}: they are kept in {spare}. Set {FOLDER} to a folder that only "
+            "you can write",
+            stacklevel=user_level(None),
+        )
+
+    def _of_this_process(self) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="tfnb-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        if (why := refusal(folder)) is not None:
+            raise PermissionError(errno.EPERM, f"code cannot be kept: {self.why}; {why}; set {FOLDER}", str(folder))
+        self.why = f"{self.why}, and no other folder was found that lasts longer than this process"
+        return folder
 
     def find(self, key: str) -> Path | None:
         """The folder of an entry whose files are what was written; its time of use is now."""
-        at = self.folder / key
         try:
+            at = self.folder / key
             for name, written in _read(at)["files"].items():
                 if digest((at / name).read_bytes()) != written:
                     raise ValueError(f"{name} is damaged")
@@ -90,8 +120,8 @@ class PackageCache:
 
     def note(self, key: str, facts: Mapping[str, Any]) -> None:
         """Add facts about an entry, if it is there and can be written."""
-        at = self.folder / key
         try:
+            at = self.folder / key
             entry = _read(at)
             _write(at, entry["files"], entry["facts"] | facts)
         except (OSError, ValueError, KeyError, TypeError):
@@ -99,7 +129,6 @@ class PackageCache:
 
     def draft(self) -> Path:
         """A new folder to write a package into."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed
         return Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.folder))
 
     def keep(self, key: str, draft: Path, facts: Mapping[str, Any]) -> Path:
@@ -113,14 +142,14 @@ class PackageCache:
             _write(draft, files, facts)
             if _bytes(draft) > self.limit:
                 return draft
-            draft.rename(self.folder / key)
+            at = draft.rename(self.folder / key)
         except OSError:  # there is one already, or no room
             found = self.find(key)
             if found is not None:
                 shutil.rmtree(draft, ignore_errors=True)
             return found or draft
         self._trim(key)
-        return self.folder / key
+        return at
 
     @contextmanager
     def alone(self, key: str, seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
@@ -129,25 +158,25 @@ class PackageCache:
         Who has waited for so long, or ``is_wanted`` no more, runs it beside the others; so does everybody where files
         cannot be locked.
         """
-        lock, end = FileLock(self.folder / f"{LOCK}{key}"), time.monotonic() + seconds
+        lock, end = None, time.monotonic() + seconds
         with suppress(OSError, NotImplementedError):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed
+            lock = FileLock(self.folder / f"{LOCK}{key}")
             while not lock.is_locked and is_wanted() and time.monotonic() < end:
                 with suppress(Timeout):
                     lock.acquire(timeout=LOOK, poll_interval=LOOK)
         try:
             yield
         finally:
-            if lock.is_locked:
+            if lock is not None and lock.is_locked:
                 with suppress(OSError):
-                    (self.folder / f"{LOCK}{key}").unlink()
+                    Path(lock.lock_file).unlink()
                 lock.release()
 
     def drop(self, key: str) -> None:
         """Remove an entry, so that nobody sees a part of it."""
-        grave = self.folder / f"{DRAFT}{key}-{os.getpid()}-{time.monotonic_ns()}"
         try:
-            (self.folder / key).rename(grave)
+            folder = self.folder
+            grave = (folder / key).rename(folder / f"{DRAFT}{key}-{os.getpid()}-{time.monotonic_ns()}")
         except OSError:  # another process did, or nobody can
             return
         shutil.rmtree(grave, ignore_errors=True)
@@ -182,26 +211,8 @@ class PackageCache:
     def __repr__(self) -> str:
         entries = list(self._entries())
         size = sum(map(_bytes, entries)) / 2**20
-        where = f"this process only ({self.why})" if self.why else str(self.folder)
+        where = f"{self.folder} ({self.why})" if self.why else str(self.folder)
         return f"{len(entries)} packages, {size:,.1f} of {self.limit / 2**20:,.0f} MiB, in {where}"
-
-
-def refusal(folder: Path) -> str | None:
-    """Why packages of a folder are not for this user alone; None where they are. Makes the folder."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return f"{folder}: {error.strerror}"
-    if not hasattr(os, "getuid"):
-        return None  # Windows: the folder lies in the user's profile
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        return f"{folder} belongs to somebody else"
-    if found.st_mode & 0o077:
-        return f"others may use {folder}: chmod 700"
-    open_to_all = (above for above in folder.resolve().parents if above.stat().st_mode & 0o1002 == 0o002)
-    return next((f"others may replace folders of {above}" for above in open_to_all), None)
 
 
 @cache

@@ -1,38 +1,47 @@
 """From JSON text to nodes: strict parsing and reading of what `tfnb.graph.forms.serial` writes.
 
 Nothing in a file is trusted: sizes over the caps, unknown fields, wrong types and ops that are not admitted are
-errors that name the path inside the file. Recursion is bounded by DEPTH_CAP, checked before parsing.
+errors that name the path inside the file. Recursion is bounded by the depth that `strict_json` takes.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from tfnb.errors import GraphCycleError, GraphFormatError, InvalidArgument, UnknownOp, UntrustedOp
+from tfnb.graph import strict_json
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
 from tfnb.graph.op_facts import admit
+from tfnb.graph.ops import QUEUES as QUEUE_OPS
 from tfnb.graph.queue import QUEUES, Queue
 from tfnb.graph.spec import Dim, Spec, numbered
 from tfnb.graph.subgraph import Recursion, Subgraph
+from tfnb.graph.tensor_files import RANK_CAP, SIZE_CAP
 from tfnb.graph.variable import Variable
 
 FORMAT, VERSION = "tfnb-graph", 1
 FILE_CAP = 64 * 2**20  # bytes
-DEPTH_CAP = 64  # nested lists and objects
 NODE_CAP = 10**6
 ATTR_CAP = 10**3  # per node
 STRING_CAP = 2**20  # characters
+OUTPUT_CAP = 10**4  # of a node
+SCOPE_CAP = 100  # parts of a scope: each is a box inside of another one
+
+
+NEEDED: Mapping[str, Mapping[str, type]] = {
+    "tfnb.read": {"variable": Variable}, "tfnb.assign": {"variable": Variable},
+    "tfnb.constant": {"value": torch.Tensor},
+    **{op: {"queue": Queue} for op in QUEUE_OPS},
+}  # fmt: skip
+"""What attrs of ops are, that text and drawings of a graph rely on."""
 
 
 # -- parsing ------------------------------------------------------------------------------------------------
@@ -42,50 +51,15 @@ def parse(text: str) -> dict[str, Any]:
     """The JSON object in ``text``; raises GraphFormatError for what strict JSON or the caps forbid."""
     if len(text) > FILE_CAP:
         raise GraphFormatError(f"the graph has {len(text)} characters; at most {FILE_CAP} are allowed")
-    _check_depth(text)
     try:
-        document = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
-    except json.JSONDecodeError as error:
-        raise GraphFormatError(f"not JSON at line {error.lineno} column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # ValueError: an int of thousands of digits
-        raise GraphFormatError(f"not JSON: {error}") from error
+        document = strict_json.read(text)
+    except ValueError as error:
+        raise GraphFormatError(str(error)) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise GraphFormatError(f"not a graph file: its format is not {FORMAT!r}")
     if document.get("version") != VERSION or isinstance(document["version"], bool):
         raise GraphFormatError(f"version: {document.get('version')!r} is unknown; this tfnb reads version {VERSION}")
     return document
-
-
-_STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
-_NO_BRACKETS = re.compile(r"[^][{}]+")
-
-
-def _check_depth(text: str) -> None:
-    """Count brackets outside of strings, before a recursive parser sees them."""
-    outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
-    brackets = _NO_BRACKETS.sub("", outside)
-    if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > DEPTH_CAP:
-        raise GraphFormatError(f"lists and objects are nested deeper than {DEPTH_CAP} levels")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise GraphFormatError(f"the key {twice!r} occurs twice in one object")
-    return found
-
-
-def _no_constant(literal: str) -> float:
-    raise GraphFormatError(f"{literal} is not JSON; non-finite numbers are written as {{'$float': 'nan'}}")
-
-
-def _finite(literal: str) -> float:
-    value = float(literal)
-    if not math.isfinite(value):
-        raise GraphFormatError(f"the number {literal[:40]} is too large for a float")
-    return value
 
 
 # -- reading ------------------------------------------------------------------------------------------------
@@ -172,6 +146,8 @@ def build(
         place = next((place for place, node in enumerate(nodes) if node.name == error.node), None)
         where = "file" if place is None else f"nodes[{place}]"
         raise GraphFormatError(f"{where}: {error}", node=error.node, op=error.op) from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise GraphFormatError(f"file: an attr has another form than its op takes: {error!r}") from error
     return field(document, "name", str, "file"), field(document, "seed", int, "file"), contents
 
 
@@ -260,12 +236,14 @@ class _Reader:
         only(record, SPEC, path)
         dtype = self.constant(torch.dtype, field(record, "dtype", str, path), f"{path}.dtype")
         shape = field(record, "shape", list, path)
+        if len(shape) > RANK_CAP:
+            raise GraphFormatError(f"{path}.shape: {len(shape)} axes; at most {RANK_CAP} are allowed")
         sizes = tuple(self.size(size, f"{path}.shape[{axis}]") for axis, size in enumerate(shape))
         device = field(record, "device", str, path, "cpu")
         return Spec(dtype, sizes, str(self.device(device, f"{path}.device")))
 
     def size(self, size: Any, path: str) -> int | Dim:
-        if type(size) is int and size >= 0:
+        if type(size) is int and 0 <= size < SIZE_CAP:
             return size
         if isinstance(size, str):
             return self.dim(size, path)
@@ -353,17 +331,24 @@ class _Reader:
         except (UnknownOp, UntrustedOp) as error:
             error.message = f"{path}: {error.message}"
             raise
+        attrs = self.attrs(field(record, "attrs", dict, path, {}), f"{path}.attrs")
+        for key, kind in NEEDED.get(op, {}).items():
+            field(attrs, key, kind, f"{path}.attrs")
         forward = field(record, "forward", int, path, None)
+        outs, scope = field(record, "out", list, path, []), _strings(record, "scope", path)
+        for key, found, most in (("out", outs, OUTPUT_CAP), ("scope", scope, SCOPE_CAP)):
+            if len(found) > most:
+                raise GraphFormatError(f"{path}.{key}: a list of {len(found)}; at most {most} are allowed")
         return Node(
             id=self.ids[place],
             name=field(record, "name", str, path),
             op=op,
             inputs=tuple(self.value(v, f"{path}.in[{i}]") for i, v in enumerate(field(record, "in", list, path, []))),
-            outputs=tuple(self.spec(s, f"{path}.out[{i}]") for i, s in enumerate(field(record, "out", list, path, []))),
-            attrs=self.attrs(field(record, "attrs", dict, path, {}), f"{path}.attrs"),
+            outputs=tuple(self.spec(s, f"{path}.out[{i}]") for i, s in enumerate(outs)),
+            attrs=attrs,
             control=tuple(self.place(p, f"{path}.control") for p in field(record, "control", list, path, [])),
             effects=tuple(self.place(p, f"{path}.effects") for p in field(record, "effects", list, path, [])),
-            scope=tuple(_strings(record, "scope", path)),
+            scope=tuple(scope),
             source=self.entry(record, "source", self.sources, path),
             owner=self.entry(record, "owner", self.owners, path),
             device=field(record, "device", str, path, None),
@@ -379,7 +364,7 @@ class _Reader:
         return {key: self.leaf(leaf, f"{path}.{key[:60]}") for key, leaf in record.items()}
 
     def leaf(self, leaf: Any, path: str) -> Any:
-        """One attr; nesting is bounded by DEPTH_CAP."""
+        """One attr; nesting is bounded by `strict_json`."""
         if isinstance(leaf, list):
             return [self.leaf(item, f"{path}[{i}]") for i, item in enumerate(leaf)]
         if isinstance(leaf, dict):

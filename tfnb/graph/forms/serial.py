@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 
 from tfnb.errors import CheckpointCorrupt, GraphCycleError, GraphFormatError, UnknownOp, UntrustedOp
 from tfnb.graph.contents import Contents
-from tfnb.graph.files import read_tensors, replace_file, sha256, write_tensors
+from tfnb.graph.files import opened, replace_file, sha256
 from tfnb.graph.forms.decode import FILE_CAP, FORMAT, VERSION, build, field, parse
 from tfnb.graph.forms.encode import Writer, variable_json
+from tfnb.graph.tensor_files import read_tensors, write_tensors
 from tfnb.graph.variable import Variable
 
 # -- files --------------------------------------------------------------------------------------------------
@@ -41,11 +43,13 @@ def read_graph(path: Path, new_id: Callable[[], int], *, trusted: bool = False) 
 
     Raises GraphFormatError (with the path inside the file), GraphCycleError, UnknownOp, UntrustedOp.
     """
-    size = path.stat().st_size
-    if size > FILE_CAP:
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(min(size, FILE_CAP) + 1)
+    if max(size, len(data)) > FILE_CAP:
         raise GraphFormatError(f"{path} has {size} bytes; a graph file has at most {FILE_CAP}")
     try:
-        text = path.read_bytes().decode()
+        text = data.decode()
         document = parse(text)
         tensors = _read_constants(path, field(document, "constants", (str, type(None)), ""))
         return build(document, tensors, new_id, {}, trusted)

@@ -22,7 +22,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, file_label
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ensure_type, file_label
 from tfnb.graph import Contents, Dim, Graph, Node, Owner, Source, Value, current, ops
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
@@ -91,6 +91,7 @@ def graph_name(text: str) -> str:
     >>> graph_name("my_graph")
     'my_graph'
     """
+    ensure_type(text, str, "the name of a graph")
     if not text or text.split() != [text]:
         near = "_".join(text.split()) or "graph"
         raise InvalidArgument(f"{text!r} is no graph name: one word without blanks is, such as {near}")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tfnb.errors import ensure_type
 from tfnb.graph.current import is_recorded
 
 _SHORT = 64  # items; a longer list or dict of the program's holds data
@@ -66,6 +67,7 @@ class Scopes:
     @contextmanager
     def name_scope(self, name: str | None) -> Iterator[str]:
         """``"a"`` opens a fresh ``a``, ``a_1``; ``"a/"`` re-enters; ``None`` returns to the root."""
+        ensure_type(name, (str, type(None)), "name_scope")
         before, function = self.path, self.function
         if name is None:
             self.path = []

@@ -1,0 +1,176 @@
+"""Everything that makes HTML or SVG shows names and texts as text, whatever they hold: one table of all producers."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.test_layers import module_of, sources
+from tests.view.test_escape import NASTY, graph
+from tfnb import view, watching
+from tfnb.cluster.notebook import card
+from tfnb.doctor import Finding, Report
+from tfnb.fitting import background, comparing, fit_loop
+from tfnb.graph import Spec, Variable
+from tfnb.magics import text_table
+from tfnb.passes import pipeline
+from tfnb.state import checkpoint
+from tfnb.widgets import curve, progress
+
+MORE = ["\x85\x9b31m", "\u2066\u2069\u200b\u200e", "\ufeff\ufffe\U000e0001", "\udfff\ud800", "\u061c\u00ad"]
+CURVE = [(1.0, 2.0), (2.0, 1.0)]
+
+
+def running(text: str) -> Any:
+    """A training in the background that ended with an error of this text."""
+    handle = background.RunHandle(text)
+    handle._values = {text: 1.0}
+    handle._future.set_exception(ValueError(text))
+    return handle
+
+
+def compared(text: str) -> comparing.Comparison:
+    """Runs of a mode of this name."""
+    points = [comparing.Point(samples=n, seconds=float(n), value=1.0) for n in range(1, 4)]
+    return comparing.Comparison(text, {text: [points, points], "b": [points, points]})
+
+
+def watched(text: str) -> Any:
+    """What watches a graph of this name."""
+    made = object.__new__(watching.Watch)
+    made.__dict__.update(graph=graph(text), steps=1, every=1, note=text, courses={})
+    return made
+
+
+def passed(text: str) -> pipeline.Passes:
+    """Passes of these names over a graph of this name."""
+    one = pipeline.Stage(text, 1, 1, 1, graph(text))
+    return pipeline.Passes((one, one))
+
+
+def saved(text: str) -> checkpoint.Checkpoint:
+    """A variable file of this name, with a Variable and a graph of this name."""
+    return checkpoint.Checkpoint(Path(text or "x"), 1, {text: Spec(torch.float32, ())}, {"graph": text})
+
+
+def paneled(text: str) -> str:
+    """The table of a panel of progress, below a status."""
+    panel = progress.ProgressPanel(2, text, stream=io.StringIO())
+    panel.update(1, {text: 1.0}, curve=[{"step": 1, text: 1.0}, {"step": 2, text: 2.0}])
+    return panel.table()
+
+
+PRODUCERS: dict[str, Callable[[str], str]] = {
+    "tfnb.graph.graph.Graph": lambda text: graph(text)._repr_html_(),
+    "tfnb.graph.difference.Difference": lambda text: graph(text).diff(graph("b"))._repr_html_(),
+    "tfnb.doctor.Report": lambda text: Report((Finding(text, text),))._repr_html_(),
+    "tfnb.cluster.notebook.card.Status": lambda text: card.Status(
+        text, ((text, text),), (card.Row(text, text, text, text),), (text,)
+    )._repr_html_(),
+    "tfnb.fitting.fit_loop.RunResult": lambda text: fit_loop.RunResult(
+        1, [{text: text}], 1.0, [{"step": 1, text: 1.0}, {"step": 2, text: 2.0}], text, text
+    )._repr_html_(),
+    "tfnb.fitting.background.RunHandle": lambda text: running(text)._repr_html_(),
+    "tfnb.fitting.comparing.Comparison": lambda text: compared(text)._repr_html_(),
+    "tfnb.fitting.comparing.Comparisons": lambda text: comparing.Comparisons({text: compared(text)})._repr_html_(),
+    "tfnb.watching.Watch": lambda text: watched(text)._repr_html_(),
+    "tfnb.passes.pipeline.Passes": lambda text: passed(text)._repr_html_(),
+    "tfnb.magics.text_table.Table": lambda text: text_table.Table((text,), [(text,)])._repr_html_(),
+    "tfnb.widgets.progress": paneled,
+    "tfnb.widgets.curve": lambda text: "".join([
+        curve.svg(text, CURVE), curve.bands(text, {text: [(1, 2, 0.1), (2, 1, 0.1)]}), curve.bars(text, [1, 2], 0, 1),
+        curve.table([(text, text, "")]),
+    ]),
+    "tfnb.view.export": lambda text: "".join([view.graph_html(graph(text)), view.graph_svg(graph(text))]),
+    "tfnb.view.reprs": lambda text: "".join([
+        view.variable_html(Variable(torch.zeros(1), name=text)),
+        view.checkpoint_html(saved(text)),
+        view.session_html(tfnb.Session(graph(text))),
+    ]),
+}  # fmt: skip
+"""What each class or module makes of a text that stands wherever a user, a file or a peer can put one."""
+
+SHOWN_BY_OTHERS = {
+    "tfnb.cluster.driver.Cluster": "its status", "tfnb.execution.tracing.trace.Trace": "tfnb.view.timeline",
+    "tfnb.widgets.graph_widget.GraphWidget": "a picture of tfnb.view.page, and names as data",
+    "tfnb.view.page": "tfnb.view.export", "tfnb.view.face": "tfnb.view.export", "tfnb.view.level": "tfnb.view.export",
+    "tfnb.view.drawing": "tfnb.view.export", "tfnb.view.timeline": "tests/view/test_timeline.py",
+    "tfnb.cluster.notebook.card": "Status", "tfnb.fitting.comparing": "Comparison", "tfnb.doctor": "Report",
+    "tfnb.fitting.fit_loop": "RunResult", "tfnb.fitting.background": "RunHandle", "tfnb.watching": "Watch",
+    "tfnb.magics.text_table": "Table",
+}  # fmt: skip
+"""Parts of the producers above, and what hands on what they make, with where that is looked at."""
+
+MARKUP = re.compile(r"<(div|pre|table|tr|td|th|span|b|p|figure|figcaption|svg|text|title|rect|script|style)\b[^>]*>?")
+
+
+class Page(HTMLParser):
+    """Collects the elements, attributes and texts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.texts = set[str](), set[str](), list[str]()
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.texts += [value or "" for _, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+@pytest.mark.parametrize("text", [*NASTY, *MORE], ids=ascii)
+def test_a_text_adds_no_element_and_hides_nothing(name: str, text: str) -> None:
+    plain, made = Page(PRODUCERS[name]("plain")), PRODUCERS[name](text)
+    made.encode()  # a front end can be sent it
+    page = Page(made)
+    assert page.tags <= plain.tags, page.tags - plain.tags
+    assert page.attributes <= plain.attributes
+    hidden = {
+        char for part in page.texts for char in part if char != "\n" and not char.isprintable() and char != "\xa0"
+    }
+    assert hidden == set()
+
+
+def found() -> set[str]:
+    """Classes with a form for notebooks, and modules with markup in their code."""
+    made = set[str]()
+    for path in sources():
+        tree, module = ast.parse(path.read_text()), module_of(path)
+        for each in ast.walk(tree):
+            if isinstance(each, ast.ClassDef) and any(
+                isinstance(item, ast.FunctionDef) and re.fullmatch(r"_repr_(html|svg|mimebundle)_", item.name)
+                for item in each.body
+            ):
+                made.add(f"{module}.{each.name}")
+            if isinstance(each, ast.JoinedStr) and any(
+                isinstance(part, ast.Constant) and MARKUP.search(str(part.value)) for part in each.values
+            ):
+                made.add(module)
+    return made
+
+
+def test_every_producer_is_in_the_table() -> None:
+    listed = {*PRODUCERS, *SHOWN_BY_OTHERS, "tfnb.view.export"}
+    assert found() - listed == set(), "add what makes HTML or SVG to PRODUCERS"
+    assert set(SHOWN_BY_OTHERS) - found() == set()
+
+
+def test_there_is_one_function_that_escapes() -> None:
+    others = [
+        str(path) for path in sources() if re.search(r"^(from html|import html)\b", path.read_text(), re.MULTILINE)
+    ]
+    assert [Path(path).name for path in others] == ["escaping.py"]

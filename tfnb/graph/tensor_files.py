@@ -1,0 +1,275 @@
+"""Tensors in safetensors files with digests, read into memory that no other process can change. No pickle.
+
+A tensor file is plain safetensors; its metadata adds ``tfnb``, a JSON text, and ``digest``, a sha256 over that text
+and over dtype, shape and bytes of every tensor, so a flipped bit anywhere is found before a value is used. What is
+read is hashed on its way into memory of ours, and the file is not looked at again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from tfnb.errors import CheckpointCorrupt, CheckpointWriteError, ResourceExhausted, Unimplemented
+from tfnb.graph import lazy_memory, strict_json
+from tfnb.graph.files import opened, replace_file, sha256
+
+HEADER_CAP = 16 * 2**20  # bytes
+TENSOR_CAP = 2**17  # tensors of a file: each takes a thousand bytes here, and few in a header
+RANK_CAP = 64  # axes of a tensor
+SIZE_CAP = 2**63  # elements, also of a tensor that has none: strides are numbers of 64 bits
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
+    "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+_FAR = 10**12  # a place in a file that is larger than most
+_PIECE = 1 << 22  # bytes that are read, hashed and put in their place together
+_ALIGNED = 64  # bytes
+
+
+# -- writing ------------------------------------------------------------------------------------------------
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:
+    """Write ``tensors`` and the JSON-able facts ``about`` them to ``path``; returns the digest.
+
+    Raises CheckpointWriteError for facts and tensors that are more than `read_tensors` takes.
+    """
+    stored = {key: _stored(key, tensor) for key, tensor in tensors.items()}
+    text = json.dumps({
+        **about,
+        "complex": [key for key, tensor in tensors.items() if tensor.is_complex()],
+        "sha256": {key: sha256(tensor) for key, tensor in stored.items()},
+    })  # fmt: skip
+    digest = _digest(text, {key: Entry(of.dtype, tuple(of.shape)) for key, of in stored.items()})
+    header = {key: {"dtype": "BOOL", "shape": [*of.shape], "data_offsets": [_FAR, _FAR]} for key, of in stored.items()}
+    if (size := len(json.dumps({**header, "__metadata__": {"tfnb": text, "digest": digest}}))) > HEADER_CAP:
+        raise CheckpointWriteError(
+            f"cannot write {path}: {len(stored)} tensors, and what is told of them, make a header of {size} bytes; "
+            f"at most {HEADER_CAP} can be read again. What was there before is unchanged"
+        )
+    replace_file(path, lambda draft: save_file(stored, draft, {"tfnb": text, "digest": digest}))
+    return digest
+
+
+def _stored(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as safetensors takes it: dense, real, on the CPU, with a storage of its own."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise Unimplemented(f"{key}: {tensor.layout} tensors cannot be written to a file; convert with to_dense()")
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    return torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)  # a copy: digest and file see one value
+
+
+# -- headers ------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """What a header says of one tensor; its bytes begin at ``start``, counted from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says before its tensors: entries by key in the order of their bytes, and texts."""
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, Any]
+    begin: int  # of the first tensor, in the file
+
+    @cached_property
+    def is_of_others(self) -> bool:
+        """Whether another library wrote the file: it has no facts and no digest."""
+        return not self.metadata.keys() & {"tfnb", "digest"}
+
+
+def read_facts(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The keys of a file's tensors and the facts about them, from its header alone, which no digest vouches for."""
+    with opened(path) as file:
+        header = read_header(path, file)
+    try:
+        about = strict_json.read(header.metadata.get("tfnb", "{}"), finite=False)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointCorrupt(f"{path} has damaged metadata: {error}") from None
+    return list(header.entries), about if isinstance(about, dict) else {}
+
+
+def read_header(path: Path, file: BinaryIO) -> Header:
+    """The header of an open file, which stands behind it then; raises CheckpointCorrupt."""
+    text, room = _header_text(path, file)
+    try:
+        records = strict_json.read(text.decode())
+        if not isinstance(records, dict):
+            raise TypeError("its header is no object")
+        metadata = dict(records.pop("__metadata__", None) or {})
+        if len(records) > TENSOR_CAP:
+            raise ValueError(f"it has {len(records)} tensors; at most {TENSOR_CAP} are allowed")
+        found = sorted((_entry(key, record) for key, record in records.items()), key=lambda each: each[1])
+        at = 0
+        for key, (start, stop), _ in found:
+            if start != at:
+                raise ValueError(f"{key} begins at byte {start} of the tensors, where the one before it ends at {at}")
+            at = stop
+        if at != room:
+            raise ValueError(f"its tensors end at byte {at} of {room}")
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # UnicodeDecodeError is a ValueError
+        raise CheckpointCorrupt(f"{path} is damaged or truncated: {error}") from None
+    return Header({key: entry for key, _, entry in found}, metadata, 8 + len(text))
+
+
+def _header_text(path: Path, file: BinaryIO) -> tuple[bytes, int]:
+    """The bytes of a header, and how many follow them."""
+    whole = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    size = int.from_bytes(start, "little")
+    room = whole - 8
+    if start.startswith(b"PK"):
+        raise CheckpointCorrupt(
+            f"{path} is no safetensors file; it looks like one of torch.save: model.load_state_dict(torch.load(path)) "
+            "gives it to the module, and so to a graph that was recorded with that"
+        )
+    if len(start) < 8 or (size > HEADER_CAP and size > room):
+        raise CheckpointCorrupt(f"{path} is no safetensors file: it has {whole} bytes and no header")
+    if size > room:
+        raise CheckpointCorrupt(f"{path} is truncated: {room} bytes, header says {size}")
+    if size > HEADER_CAP:
+        raise CheckpointCorrupt(f"{path} has a header of {size} bytes; at most {HEADER_CAP} are allowed")
+    return file.read(size), room - size
+
+
+def _entry(key: str, record: Any) -> tuple[str, tuple[int, int], Entry]:
+    """A key, the bytes that its tensor takes, and its entry; raises what code raises that is given another record."""
+    shape, offsets = record["shape"], record["data_offsets"]
+    start, stop = offsets
+    if not all(type(number) is int and 0 <= number < SIZE_CAP for number in (*shape, start, stop)):
+        raise ValueError(f"{key} has sizes or offsets that are none")
+    if len(shape) > RANK_CAP or math.prod(size or 1 for size in shape) >= SIZE_CAP:
+        raise ValueError(f"{key} has the shape {shape[:8]}..., which no tensor has")
+    entry = Entry(DTYPES[record["dtype"]], tuple(shape), start)
+    if entry.nbytes != stop - start:
+        raise ValueError(f"{key} takes {entry.nbytes} bytes, and {stop - start} are told")
+    return key, (start, stop), entry
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+
+def read_tensors(path: Path, *, of_others: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
+    """Tensors, the facts about them, and the digest; raises CheckpointCorrupt naming file and key.
+
+    Nobody else can change the tensors: they are in memory of this process, or, where twice their bytes are not free, in
+    a spare file without a name in the system's temp folder. ResourceExhausted is raised where neither has room.
+    of_others: a file that another library wrote is read, too: it has no facts and no digest.
+    """
+    with opened(path) as file:
+        header = read_header(path, file)
+        if of_others and header.is_of_others:
+            return {key: tensor for key, tensor, _ in _read(path, file, header)}, {}, ""
+        about = _facts(path, header)
+        stored, sums = dict[str, torch.Tensor](), dict[str, str]()
+        for key, tensor, summed in _read(path, file, header):
+            stored[key], sums[key] = tensor, summed
+    checked(path, header, about, sums)
+    whole = {key: torch.view_as_complex(t) if key in about["complex"] else t for key, t in stored.items()}
+    return whole, about, header.metadata["digest"]
+
+
+def _facts(path: Path, header: Header) -> dict[str, Any]:
+    """The JSON facts of a file of ours, not checked by a digest yet."""
+    metadata = header.metadata
+    if not isinstance(metadata.get("tfnb"), str) or "digest" not in metadata:
+        raise CheckpointCorrupt(f"{path} was not written by tfnb, or its metadata is damaged")
+    try:
+        about = dict(strict_json.read(metadata["tfnb"], finite=False))
+        about["sha256"] = dict(about["sha256"])
+        about["complex"] = frozenset(about["complex"])
+        for key in about["complex"] & header.entries.keys():
+            entry = header.entries[key]
+            if not entry.dtype.is_floating_point or entry.shape[-1:] != (2,):
+                raise ValueError(f"{key} is {entry.dtype} {[*entry.shape]}, and no complex numbers")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorrupt(f"{path} has damaged metadata: {error}") from error
+    return about
+
+
+def checked(path: Path, header: Header, about: Mapping[str, Any], sums: Mapping[str, str]) -> None:
+    """Raise CheckpointCorrupt unless the digests of what was read are those that the file tells."""
+    expected = about["sha256"]
+    for key in sorted({*expected, *sums}):
+        if (found := sums.get(key, "nothing")) != expected.get(key):
+            raise CheckpointCorrupt(f"{path}: {key} has sha256 {found}, expected {expected.get(key)}")
+    if _digest(header.metadata["tfnb"], header.entries) != header.metadata["digest"]:
+        raise CheckpointCorrupt(f"{path}: metadata has another digest than expected, {header.metadata['digest']}")
+
+
+def _digest(text: str, entries: Mapping[str, Entry]) -> str:
+    """Of the JSON text, which holds the sha256 of the bytes, and of every dtype and shape."""
+    specs = [[key, str(entries[key].dtype), list(entries[key].shape)] for key in sorted(entries)]
+    return hashlib.sha256(f"{text}\n{json.dumps(specs)}".encode()).hexdigest()
+
+
+def _read(path: Path, file: BinaryIO, header: Header) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Each key, its tensor in memory of ours, and the sha256 of the bytes that were put there."""
+    memory = _memory(path, header)
+    piece = np.empty(min(_PIECE, max((entry.nbytes for entry in header.entries.values()), default=0)), np.uint8)
+    file.seek(header.begin)
+    for key, entry in header.entries.items():
+        whole, summed, at = memory(entry.nbytes), hashlib.sha256(), 0
+        target = whole.numpy()
+        while at < entry.nbytes:
+            part = piece[: entry.nbytes - at]
+            part = part[: file.readinto(part.data)]  # type: ignore[attr-defined]
+            if not len(part):
+                raise CheckpointCorrupt(f"{path} is truncated: {key} ends after {at} of {entry.nbytes} bytes")
+            summed.update(part.data)
+            if part.any():  # a large table of zeros takes memory only where something is
+                target[at : at + len(part)] = part
+            at += len(part)
+        yield key, whole.view(entry.dtype).view(entry.shape), summed.hexdigest()
+
+
+def _memory(path: Path, header: Header) -> Callable[[int], torch.Tensor]:
+    """A function that gives each tensor of a file its bytes, all zero: in memory, or where little is free in a file."""
+    sizes = [-(-entry.nbytes // _ALIGNED) * _ALIGNED for entry in header.entries.values()]
+    free = lazy_memory.free()
+    if free is None or 2 * sum(sizes) <= free or not sum(sizes):
+        return lambda nbytes: (
+            torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+            if nbytes < lazy_memory.LARGE
+            else lazy_memory.zeros((nbytes,), torch.uint8)
+        )
+    try:
+        with tempfile.TemporaryFile() as spare:
+            os.posix_fallocate(spare.fileno(), 0, sum(sizes))  # else a full disk ends the process at a write
+            arena = torch.frombuffer(mmap.mmap(spare.fileno(), sum(sizes)), dtype=torch.uint8)
+    except OSError as error:
+        raise ResourceExhausted(
+            f"{path} takes {sum(sizes)} bytes; {free} are free in memory, and in {tempfile.gettempdir()} there is "
+            f"no room for a copy: {error.strerror}. Free memory, or name another folder in TMPDIR"
+        ) from error
+    places = iter(arena.split(sizes))
+    return lambda nbytes: next(places)[:nbytes]
