@@ -59,6 +59,12 @@ def _stop(number: int, frame: object) -> None:
     raise AssertionError(f"the call took longer than {LONGEST} s")
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some wrong paths are good names of files."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     before = signal.signal(signal.SIGALRM, _stop)

@@ -8,14 +8,18 @@ has no number in this user namespace: an owner outside of the container.
 from __future__ import annotations
 
 import errno
-import grp
 import os
-import pwd
 import stat
 import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+try:
+    import grp
+    import pwd
+except ImportError:  # Windows
+    grp = pwd = None  # type: ignore[assignment]
 
 LINKS = 40  # that a path leads through, as the system allows
 
@@ -28,6 +32,9 @@ def refusal(folder: Path) -> str | None:
     (True, True)
     """
     try:
+        if pwd is None:  # the folder lies in the user's profile
+            folder.mkdir(parents=True, exist_ok=True)
+            return None if os.access(folder, os.W_OK) else f"{folder} cannot be written"
         return _refusal(folder)
     except OSError as error:
         return f"{error.filename or folder}: {error.strerror}"
@@ -37,7 +44,8 @@ def spares() -> Iterator[Path]:
     """Folders for where the proper one may not be used: that of the user's session, one in the temp folder."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(runtime) / "tfnb"
-    yield Path(tempfile.gettempdir()) / f"tfnb-{os.getuid()}"
+    if pwd is not None:
+        yield Path(tempfile.gettempdir()) / f"tfnb-{os.getuid()}"
 
 
 def _refusal(folder: Path) -> str | None:
