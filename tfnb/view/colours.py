@@ -176,8 +176,8 @@ class Marks:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Words by colour, as a legend lists them; a group of several kinds has the colour of what is changed."""
-        return {tone: mark for mark, tone in TONES.items()}
+        """Words by colour of what became of nodes; a group of several kinds has the colour of what is changed."""
+        return {tone: mark for mark, tone in TONES.items() if mark in self.by_id.values()}
 
 
 def legend(colours: Heat | Marks, root: Box) -> list[list[str]]:
