@@ -260,7 +260,7 @@ class Serving:
 
     def _afford(self, nbytes: int) -> None:
         """One message has room beside those that are coming in, and is no larger than a push can be."""
-        most = self._cores.largest_push
+        most = self._cores.largest_push if nbytes > envelope.HEADER_CAP else None  # that takes a look at each Variable
         if most is not None:
             streams.within(nbytes, 0, most)
         streams.within(nbytes, sum(one.filling for one in self._connections), self._budget)
