@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
@@ -50,6 +51,14 @@ def test_only_the_very_memory_that_was_meant_is_mapped():
         for wrong in ("nonsense", f"{pid}.{null.fileno()}.{token}", f"{pid}.{file}.{'0' * 32}", f"1.{file}.{token}"):
             with pytest.raises(OSError):
                 Mapped(wrong)
+    short = os.memfd_create("tfnb", os.MFD_ALLOW_SEALING)
+    for nbytes in (0, 8, shared_memory.HEADER - 1):
+        os.truncate(short, nbytes)
+        if nbytes == shared_memory.HEADER - 1:
+            fcntl.fcntl(short, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        with pytest.raises(OSError):
+            Mapped(f"{pid}.{short}.{token}")
+    os.close(short)
     mapped = Mapped(one.name)
     with pytest.raises(OSError):  # its size is sealed: nobody who mapped it can lose a page
         os.truncate(f"/proc/{pid}/fd/{file}", 10)

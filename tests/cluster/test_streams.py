@@ -175,8 +175,10 @@ PREFIX = struct.Struct("<8sQQ")
         PREFIX.pack(streams._MAGIC, 100, 1 << 40),
         PREFIX.pack(streams._MAGIC, 100, 1) + struct.pack("<Q", (1 << 64) - 1),
         PREFIX.pack(streams._MAGIC, 100, 2) + struct.pack("<QQ", envelope.BUDGET, envelope.BUDGET),
+        PREFIX.pack(streams._MAGIC, envelope.FACTS_CAP + 1, 0),
+        PREFIX.pack(streams._MAGIC, 100, 1) + struct.pack("<Q", envelope.FACTS_CAP + 1_000_000),
     ],
-    ids=["http", "envelope", "frames", "length", "budget"],
+    ids=["http", "envelope", "frames", "length", "budget", "facts", "more than a push"],
 )
 def test_sizes_beyond_the_limits_close_the_stream_and_take_no_memory(server, sent, dask):
     stream = server.stream()
@@ -188,6 +190,53 @@ def test_sizes_beyond_the_limits_close_the_stream_and_take_no_memory(server, sen
     stream.end()
     assert memory_of(dask, server) < before + (64 << 20)
     assert server.value() == 0.0, "the server goes on"
+
+
+def test_an_announced_message_takes_memory_as_its_bytes_come(server, dask):
+    stream = server.stream()
+    before = memory_of(dask, server)
+    stream._socket.sendall(PREFIX.pack(streams._MAGIC, envelope.FACTS_CAP, 0) + bytes(1 << 20))
+    begin = time.monotonic()
+    assert server.value() == 0.0 and time.monotonic() - begin < 1.0 + SECONDS / 10, "nobody waits for it"
+    assert memory_of(dask, server) < before + (16 << 20)
+    stream.end()
+
+
+def is_open(offer):
+    """Whether a server listens there."""
+    with suppress(ConnectionError), socket.create_connection((offer.host, offer.port), timeout=SECONDS):
+        return True
+    return False
+
+
+def test_a_port_is_open_only_while_a_key_may_be_used(server):
+    offer = server.offer()
+    assert is_open(offer)
+    stream = Stream.connect(offer, envelope.BUDGET)
+    soon(lambda: not is_open(offer), "the only key was used")
+    for turn in range(2):
+        assert isinstance(exchanged(stream, server.message(float(turn), server.link.op())), Ok)
+        offer = server.offer()  # each opens a port again
+        Stream.connect(offer, envelope.BUDGET).end()
+        soon(lambda offer=offer: not is_open(offer), "the only key was used")
+    lapsed = server.offer()
+    assert is_open(lapsed)
+    soon(lambda: not is_open(lapsed), "its ten seconds are over")
+    stream.end()
+
+
+def test_silent_connections_keep_nobody_away(server):
+    offers = [server.offer() for _ in range(4)]
+    silent = [socket.create_connection(offers[0][:2], timeout=SECONDS) for _ in range(80)]
+    try:
+        for offer in offers:
+            stream = Stream.connect(offer, envelope.BUDGET)
+            assert isinstance(exchanged(stream, server.message(1.0, server.link.op())), Ok)
+            stream.end()
+            silent += [socket.create_connection(offers[0][:2], timeout=SECONDS) for _ in range(20)]
+    finally:
+        for sock in silent:
+            sock.close()
 
 
 def memory_of(dask, server):

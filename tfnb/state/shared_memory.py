@@ -104,6 +104,8 @@ class Mapped(_Memory):
         try:
             facts = os.fstat(opened)
             is_sealed = fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if facts.st_size < HEADER:
+                raise OSError(f"{path} has {facts.st_size} bytes, which no shared memory of tfnb has")
             if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid() or not is_sealed:
                 raise OSError(f"{path} belongs to somebody else, or its size is not sealed")
             memory = _map(opened, facts.st_size)

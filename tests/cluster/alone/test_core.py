@@ -28,6 +28,7 @@ class Add:
     """A server program: w += grad; writes in place like a fused kernel."""
 
     kinds = ("grad",)
+    nbytes = None
     reads = writes = ("w",)
 
     def __init__(self, fail: str = "") -> None:

@@ -199,6 +199,25 @@ def test_a_lent_tensor_lies_in_a_segment_at_an_offset(ref):
         envelope.decode(message, borrow=lambda loan, nbytes: torch.zeros(nbytes, dtype=torch.uint8))
 
 
+def test_small_tensors_that_overlap_do_not_multiply():
+    """A header of some kilobytes that names the same bytes a thousand times would take gigabytes."""
+    small = {"dt": "u8", "shape": [envelope.INLINE], "nbytes": envelope.INLINE, "lane": "i"}
+    for places in ([0] * 1000, [0, envelope.INLINE - envelope.ALIGN], [envelope.INLINE, 0], [envelope.ALIGN]):
+        header = numbers(tensors=[{**small, "ref": place} for place in places])
+        with pytest.raises(ProtocolError, match="small tensors do not follow each other"):
+            envelope.decode([in_envelope(header, bytes(3 * envelope.INLINE))])
+
+
+def test_small_tensors_beyond_the_cap_of_an_envelope_have_frames():
+    sent = [torch.full((envelope.INLINE // 4,), float(i)) for i in range(1030)]
+    first, *frames = message = envelope.encode({"meta": {}}, [torch.ones(3), *sent])
+    assert memoryview(first).nbytes <= envelope.FACTS_CAP and len(frames) == 7
+    _, (ones, *got) = envelope.decode(message)
+    assert torch.equal(ones, torch.ones(3)) and all(map(torch.equal, got, sent))
+    with pytest.raises(ResourceExhausted, match="bytes of an envelope"):
+        envelope.decode([bytearray(envelope.FACTS_CAP + 1)])
+
+
 def test_frames_are_named_once_each():
     one = in_envelope(numbers(tensors=[entry(lane="d")["tensors"][0]] * 2))
     with pytest.raises(ProtocolError, match="frames"):

@@ -109,6 +109,13 @@ class Core:
         "contribute", "staged", "decided", "standing", "hold", "go", "cut", "open_training", "end_training", "gone",
     }  # fmt: skip
 
+    @property
+    def largest_push(self) -> int | None:
+        """Bytes of tensors that a push can have: feeds of a plan, or a value for each Variable; None: any number."""
+        plans = [plan.nbytes for plan in self.plans.values()]
+        sizes = [nbytes for nbytes in plans if nbytes is not None]
+        return max([self.store.bytes, *sizes]) if len(sizes) == len(plans) else None
+
     def on(self, event: Event, now: float) -> list[Effect]:
         """The effects of an event, those on requests that waited for it among them."""
         match event:

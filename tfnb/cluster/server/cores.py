@@ -42,6 +42,13 @@ class Cores:
         return self._all[0].shard if len(self._all) == 1 else None
 
     @property
+    def largest_push(self) -> int | None:
+        """Bytes of tensors that a message with a push to each shard can have; None: any number."""
+        each = [core.largest_push for core in self._all]
+        sizes = [nbytes for nbytes in each if nbytes is not None]
+        return sum(sizes) if len(sizes) == len(each) else None
+
+    @property
     def waits(self) -> bool:
         """Whether a request waits inside."""
         return any(core.lines for core in self._all)

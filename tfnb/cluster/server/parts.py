@@ -16,9 +16,13 @@ from tfnb.execution.tracing.health import is_finite
 
 
 class ServerProgram(Protocol):
-    """A compiled server graph. ``kinds`` of its feeds say how the workers' become one: a row of MERGES."""
+    """A compiled server graph. ``kinds`` of its feeds say how the workers' become one: a row of MERGES.
+
+    ``nbytes``: of its feeds; None where their number of rows varies.
+    """
 
     kinds: Sequence[str]
+    nbytes: int | None
     reads: Sequence[str]
     writes: Sequence[str]
 

@@ -52,7 +52,9 @@ class Serving:
         self._replies: dict[int, Callable[[Answer], None]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._keys = Keys()
-        self._listener: socket.socket | None = None
+        self._listening = threading.Lock()  # of the next two
+        self._listener: socket.socket | None = None  # while a key may be used
+        self._offered = 0  # keys on their way to the thread
         self._context: ssl.SSLContext | None = None  # of an encrypted cluster
         self._connections: set[Connection] = set()
         self._lending: set[Connection] = set()  # whose tasks have not copied yet what they were lent
@@ -84,15 +86,17 @@ class Serving:
         host = streams.host_of(address)
         if host is None or not streams.is_on:
             raise OSError(f"no direct streams at {address}")
-        if self._listener is None:
-            self._context = encryption(address, security, listens=True)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = kept(socket.create_server((host, 0), family=family, backlog=BACKLOG))
-            self._listener.setblocking(False)
-            listener = self._listener
-            self._post(lambda: self._register(listener))
-        offer = Offer(host, self._listener.getsockname()[1], secrets.token_bytes(8), secrets.token_bytes(32))
-        self._post(lambda: self._keys.add(offer, time.monotonic()))
+        with self._listening:
+            if self._listener is None:
+                self._context = encryption(address, security, listens=True)
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                self._listener = kept(socket.create_server((host, 0), family=family, backlog=BACKLOG))
+                self._listener.setblocking(False)
+                self._post(partial(self._register, self._listener))
+            port = self._listener.getsockname()[1]
+            self._offered += 1
+        offer = Offer(host, port, secrets.token_bytes(8), secrets.token_bytes(32))
+        self._post(lambda: self._add(offer))
         return offer
 
     def stop(self) -> threading.Thread:
@@ -133,7 +137,8 @@ class Serving:
             self._end()
 
     def _patience(self) -> float:
-        waits = self._cores.waits or any(one.until is not None for one in self._connections)
+        is_open = self._listener is not None
+        waits = self._cores.waits or is_open or any(one.until is not None for one in self._connections)
         return TICK if waits else IDLE
 
     def _keep_time(self, now: float) -> None:
@@ -147,6 +152,8 @@ class Serving:
                 log.exception("a server was told the time")
         for one in [one for one in self._connections if one.until is not None and one.until < now]:
             self._close(one)
+        if not self._keys.may_be_used(now):
+            self._close_port()
 
     def _asked(self, request: Request, reply: Callable[[Answer], None]) -> None:
         try:
@@ -211,6 +218,20 @@ class Serving:
     def _register(self, listener: socket.socket) -> None:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
+    def _add(self, offer: Offer) -> None:
+        with self._listening:
+            self._offered -= 1
+        self._keys.add(offer, time.monotonic())
+
+    def _close_port(self, *, is_full: bool = False) -> None:
+        """Listen no more, until the next key is given out; who has a connection keeps it. is_full: of open files."""
+        with self._listening:
+            if self._listener is None or (self._offered and not is_full):
+                return
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
     def _hear(self) -> None:
         with suppress(BlockingIOError):
             self._ear.recv(4096)
@@ -222,12 +243,11 @@ class Serving:
         except (BlockingIOError, ConnectionError):
             return  # it went away again
         except OSError:  # no more files can be open: what is connected goes on, nobody else comes
-            self._selector.unregister(self._listener)
-            self._listener.close()
+            self._close_port(is_full=True)
             return
-        if sum(not one.is_proved for one in self._connections) >= UNPROVED:
-            sock.close()
-            return
+        unproved = [one for one in self._connections if not one.is_proved]
+        if len(unproved) >= UNPROVED:  # the oldest one had its time: a task proves its key at once
+            self._close(min(unproved, key=lambda one: one.until or 0.0))
         try:
             sock = encrypted(sock, self._context, listens=True)
             one = Connection(sock, self._keys, self._afford, time.monotonic())
@@ -239,7 +259,10 @@ class Serving:
         self._serve(one, selectors.EVENT_READ)
 
     def _afford(self, nbytes: int) -> None:
-        """One message has room beside those that are coming in."""
+        """One message has room beside those that are coming in, and is no larger than a push can be."""
+        most = self._cores.largest_push if nbytes > envelope.HEADER_CAP else None  # that takes a look at each Variable
+        if most is not None:
+            streams.within(nbytes, 0, most)
         streams.within(nbytes, sum(one.filling for one in self._connections), self._budget)
 
     def _serve(self, one: Connection, events: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -211,6 +212,10 @@ class ShardProgram:
         self.reads: Sequence[str] = _keys(self.program, meta["keys"])
         key_of = dict(zip(self.program.variables, self.reads, strict=True))
         self.writes: Sequence[str] = [key_of[variable] for variable in self.program.writes]
+        nodes = self.program.whole.contents.by_id
+        fed = [nodes[value.node].outputs[value.index] for value in self.program.feeds]
+        sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in fed if not spec.symbols]
+        self.nbytes = sum(sizes) if len(sizes) == len(fed) else None
 
     def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Pending:
         """What will be written; nothing is."""

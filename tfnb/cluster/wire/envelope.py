@@ -36,7 +36,9 @@ KEPT_BYTES = 1 << 20  # of all of them; what is kept beside a text takes up to a
 FRAMES_CAP = 4096
 DIMS_CAP = 64
 INLINE = 64 << 10  # bytes: smaller tensors travel beside the header
+SMALL_CAP = 64 << 20  # bytes of all of these; further ones have frames of their own
 ALIGN = 64
+FACTS_CAP = 2 * HEADER_CAP + SMALL_CAP + 2 * ALIGN  # bytes of an envelope: text, numbers and small tensors
 BUDGET = 4 << 30  # bytes of tensors in one message, unless the task says otherwise
 
 MOVED = Counter[str]()
@@ -111,7 +113,7 @@ def encode(
             words.append(word)
         elif tensor.is_meta:
             lane, ref = "m", 0
-        elif nbytes > INLINE:
+        elif nbytes > INLINE or offset + nbytes > SMALL_CAP:
             lane, ref = "d", len(frames)
             frames.append(flat)
         else:
@@ -280,6 +282,7 @@ def decode(
     if not message:
         _broken("a message without an envelope")
     _within("frames in a message", len(message) - 1, 0, FRAMES_CAP)
+    _within("bytes of an envelope", memoryview(message[0]).nbytes, 0, FACTS_CAP)
     envelope, frames = memoryview(message[0]).cast("B"), [memoryview(f).cast("B") for f in message[1:]]
     text = _text_of(envelope)
     known = _known.get(text)
@@ -343,6 +346,9 @@ def _read(text: bytes) -> _Known:
     of = {lane: [place for place in places if place.lane == lane] for lane in "isd"}
     if [place.ref for place in of["d"]] != list(range(len(of["d"]))):
         _broken("its larger tensors are not in the order of the frames")
+    ends = [place.ref + place.nbytes + -place.nbytes % ALIGN for place in of["i"]]
+    if [place.ref for place in of["i"]] != [0, *ends][: len(ends)]:
+        _broken("its small tensors do not follow each other")
     lent = sum(place.nbytes for place in of["s"])
     return _Known(
         text, header, checked, _count(checked, len(of["s"])), places,

@@ -114,7 +114,8 @@ def framed(message: Sequence[envelope.Buffer]) -> list[memoryview]:
 def frames(afford: Callable[[int], None]) -> Filling:
     """One message after the other: buffers to fill, then the whole.
 
-    ``afford`` raises ResourceExhausted for bytes that a message cannot have. Nothing is taken before it was asked.
+    ``afford`` raises ResourceExhausted for bytes that a message cannot have. Nothing is taken before it was asked, and
+    no page of it is the process's own before bytes came for it.
     """
     prefix = bytearray(_PREFIX.size)
     while True:
@@ -122,14 +123,17 @@ def frames(afford: Callable[[int], None]) -> Filling:
         magic, first, count = _PREFIX.unpack(prefix)
         if magic != _MAGIC:
             raise ProtocolError("not a stream of tfnb")
-        if count > envelope.FRAMES_CAP:
-            raise ResourceExhausted(f"frames in a message: asked {count}, used 0, limit {envelope.FRAMES_CAP}")
+        for what, asked, limit in (
+            ("frames in a message", count, envelope.FRAMES_CAP), ("bytes of an envelope", first, envelope.FACTS_CAP),
+        ):  # fmt: skip
+            if asked > limit:
+                raise ResourceExhausted(f"{what}: asked {asked}, used 0, limit {limit}")
         lengths = bytearray(8 * count)
         if count:
             yield memoryview(lengths)
         sizes = [first, *struct.unpack(f"<{count}Q", lengths)]
         afford(sum(sizes))
-        views = [memoryview(bytearray(first)), *(memory(size).numpy().data for size in sizes[1:])]
+        views = [memory(size).numpy().data for size in sizes]
         for view in views:
             if view.nbytes:
                 yield view
@@ -141,7 +145,7 @@ def frames(afford: Callable[[int], None]) -> Filling:
 
 def within(asked: int, used: int, budget: int) -> None:
     """Raises ResourceExhausted for a message that is too large."""
-    limit = budget + envelope.HEADER_CAP
+    limit = budget + envelope.FACTS_CAP
     if asked + used > limit:
         raise ResourceExhausted(f"bytes of a message: asked {asked}, used {used}, limit {limit}")
 
@@ -150,7 +154,13 @@ def within(asked: int, used: int, budget: int) -> None:
 
 
 class Keys:
-    """Keys that were given out, each for one connection and a few seconds."""
+    """Keys that were given out, each for one connection and a few seconds.
+
+    >>> keys, offer = Keys(), Offer("127.0.0.1", 4000, b"name", b"key")
+    >>> keys.add(offer, 0.0)
+    >>> keys.may_be_used(KEY_LASTS), keys.take(b"name", 1.0), keys.may_be_used(1.0)
+    (True, b'key', False)
+    """
 
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
@@ -160,6 +170,10 @@ class Keys:
         self._keys[offer.name] = offer.key, now + KEY_LASTS
         while len(self._keys) > KEYS:
             self._keys.popitem(last=False)
+
+    def may_be_used(self, now: float) -> bool:
+        """Whether a connection may still come for one of them."""
+        return any(until >= now for _, until in self._keys.values())
 
     def take(self, name: bytes, now: float) -> bytes:
         """The key of that name; one that nobody knows where there is none."""
