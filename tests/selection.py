@@ -50,6 +50,7 @@ ABOUT = {
     "signal_handlers": "interrupts recording execution",
     "step": "session",
     "value_cache": "session",
+    "wrong_arguments": "errors graph session fitting",
 }
 
 CHANGED, ROOM, ABOVE, SHARE = range(4)  # why a test is chosen; the first reasons are served first
