@@ -17,7 +17,7 @@ from statistics import mean
 
 ROOT = Path(__file__).parent.parent
 DURATIONS = Path(__file__).with_name("durations.json")
-ONCE, LONG = 0.2, 1.0  # seconds: of longer ones quick runs take one set of parameters, and none of still longer ones
+ONCE, LONG = 0.12, 0.8  # seconds: of longer ones quick runs take one set of parameters, and none of still longer ones
 LEAST = 0.1  # seconds; shorter ones are not written down
 
 
