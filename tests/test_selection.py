@@ -318,5 +318,5 @@ def test_tests_without_time_are_left_out_and_counted(pytester: pytest.Pytester) 
 
 def test_of_long_tests_quick_runs_take_one_and_of_longer_ones_none() -> None:
     nodeids = ["a.py::t[1]", "a.py::t[2]", "a.py::u[1]", "a.py::u[2]", "a.py::v[1]", "n.ipynb::Cell 0", "a.py::new"]
-    durations = {"a.py::t": 0.5, "a.py::u": 0.2, "a.py::v": 9.0, "n.ipynb": 9.0}
+    durations = {"a.py::t": 0.5, "a.py::u": 0.1, "a.py::v": 9.0, "n.ipynb": 9.0}
     assert long(nodeids, durations) == {"a.py::t[2]", "a.py::v[1]"}
