@@ -59,7 +59,7 @@ FLOORS = {
         "feeding structures breakpoints prepared value_cache step_runner step checkpoint_graphs saved_state session"
     ),
     "fitting": "fit_display fit_options fit_loop background snapshots comparing",
-    "control_flow": "structure tensor_array branches loops frames frontend staging",
+    "control_flow": "structure tensor_array branches loops frontend staging",
 }
 
 # Imports inside functions: (file, module) and why.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tfnb
-from tfnb.control_flow import frames
-from tfnb.control_flow.frames import ENTER, EXIT, LOOPCOND, MERGE, NEXT, NODE, SWITCH, lower
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.frames import ENTER, EXIT, LOOPCOND, MERGE, NEXT, NODE, SWITCH, lower
 
 
 def nested(x: torch.Tensor) -> Any:

@@ -192,12 +192,12 @@ def test_both_sides_of_a_step_run_at_a_time() -> None:
 def test_nothing_is_left_after_a_step_and_few_iterations_are_live() -> None:
     with tfnb.record() as g:
         _, y = tfnb.while_loop(lambda i, y: i < 30, lambda i, y: (i + 1, y + 1), (0, 0.0), parallel_iterations=3)
-    plan = Dataflow(step_graph(g, [y.value], []), native=lambda node: False).plan
-    machine = Machine(plan.root, plan.results)
+    (plan,) = Dataflow(step_graph(g, [y.value], []), native=lambda node: False).plans
+    machine = Machine([plan.root], 1)
     machine.feed(plan.given)
     machine.run()
     assert machine.is_over and machine.results[0] == 30 and machine.most <= 4 and not machine.waits
-    assert not machine.first.children
+    assert not machine.roots[0].iterations
 
 
 def test_a_step_without_queues_is_not_kept_among_those_that_use_some() -> None:

@@ -1,8 +1,7 @@
 """Control flow in the graph: branches and loops over recorded tensors.
 
 `branches` has `cond`, `loops` the loops, `tensor_array` the array that they carry; `structure` says how values nest.
-`frontend` turns a user's `if` and `while` into calls of operators, and `staging` has these operators. `frames` lowers
-loops and branches to dataflow.
+`frontend` turns a user's `if` and `while` into calls of operators, and `staging` has these operators.
 """
 
 from tfnb.control_flow.branches import cond

@@ -26,6 +26,11 @@ class StepCode:
         self.step, self.is_dataflow = step, needs_dataflow(step, executor)
         self._executor, self._compile, self._once, self._memory_budget = executor, compile, once, memory_budget
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it runs in parts, one for each place that its nodes ask for."""
+        return self._executor == "parts"
+
     @cached_property
     def program(self) -> Any:
         """The step, lowered: a `Program`, or a `Dataflow`."""

@@ -229,6 +229,8 @@ class Walk:
             if self.scope is not None:  # gradient nodes stand in the scope NODE_grad and link to their forward node
                 stack.enter_context(self.recorder.scope(f"{self.scope}/{node.name}_grad/"))
                 stack.enter_context(self.recorder.tagged(_GRADIENT, forward=node.id))
+            if node.device is not None:
+                stack.enter_context(self.recorder.placed(node.device))
             entries = self._entries(node, dys, needed, stack)
             for value, wanted, entry in zip(node.inputs, needed, entries, strict=True):
                 if wanted and entry is not None:

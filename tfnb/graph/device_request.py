@@ -6,23 +6,45 @@ whether a place meets a request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tfnb.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from tfnb.graph.node import Node
 
 KINDS = ("cpu", "cuda", "gpu", "meta", "mps", "xpu")
 _FORM = "expected parts of /job:NAME/replica:0/task:0/device:TYPE:0, or one of cpu, cuda:0, task:0, ps:0"
 
 
 class Request(NamedTuple):
-    """The fields of a device string; None where it leaves one open."""
+    """The fields of a device string; None where it leaves one open.
+
+    >>> str(Request(job="worker", task=1, kind="cpu", number=0))
+    '/job:worker/task:1/device:CPU:0'
+    """
 
     job: str | None = None
     replica: int | None = None
     task: int | None = None
     kind: str | None = None
     number: int | None = None
+    soft: bool = False  # what cannot be met is not asked for
+
+    def __str__(self) -> str:
+        fields = {"job": self.job, "replica": self.replica, "task": self.task}
+        number = "" if self.number is None else f":{self.number}"
+        device = [] if self.kind is None else [f"/device:{self.kind.upper()}{number}"]
+        parts = [f"/{name}:{field}" for name, field in fields.items() if field is not None]
+        return "".join([*parts, *device, *(["/soft"] if self.soft else [])])
+
+    def within(self, outer: Request) -> Request:
+        """This request, with the fields that it leaves open from the scope around it; a kind brings its number."""
+        device = (self.kind, self.number) if self.kind is not None else (outer.kind, outer.number)
+        fields = (mine if mine is not None else theirs for mine, theirs in zip(self[:3], outer[:3], strict=True))
+        return Request(*fields, *device, self.soft or outer.soft)
 
 
 @lru_cache(maxsize=1024)
@@ -30,13 +52,13 @@ def parse(text: str) -> Request:
     """The fields of a device string. Raises InvalidArgument naming the part that is none.
 
     >>> parse("/job:worker/task:1/device:CPU:0")
-    Request(job='worker', replica=None, task=1, kind='cpu', number=0)
-    >>> parse("ps:1"), parse("cuda").kind
-    (Request(job='ps', replica=None, task=1, kind=None, number=None), 'cuda')
+    Request(job='worker', replica=None, task=1, kind='cpu', number=0, soft=False)
+    >>> parse("ps:1").job, parse("cuda").kind, parse("task:1/soft").soft
+    ('ps', 'cuda', True)
     """
     if not isinstance(text, str):
         raise InvalidArgument(f"device {text!r} is no string; {_FORM}")
-    fields: dict[str, str | int | None] = {}
+    fields: dict[str, str | int | bool | None] = {}
     for part in text.strip("/").split("/"):
         for name, value in _part(part, text).items():
             if name in fields:
@@ -45,13 +67,55 @@ def parse(text: str) -> Request:
     return Request(**fields)  # type: ignore[arg-type]
 
 
-def _part(part: str, text: str) -> dict[str, str | int | None]:
+Scope = str | Callable[["Node"], str | None] | None
+"""What a scope asks for: a device string, a function of the node that gives one, or nothing."""
+
+
+def softened(of_node: Callable[[Node], str | None]) -> Callable[[Node], str | None]:
+    """A function of the node whose requests are not asked for where they cannot be met."""
+
+    def soft(node: Node) -> str | None:
+        text = of_node(node)
+        return str(parse(text)._replace(soft=True)) if text else text
+
+    return soft
+
+
+def nested(inner: Scope, outer: Scope) -> Scope:
+    """What a scope inside of another one asks for: field by field the inner one's; None asks for nothing.
+
+    Of a function of the node, None leaves the node to the scope around.
+
+    >>> nested("/task:2/device:CPU:0", "/job:w/task:1"), nested(None, "task:1"), nested("cpu", None)
+    ('/job:w/task:2/device:CPU:0', None, 'cpu')
+    """
+    if inner is None or (outer is None and isinstance(inner, str)):
+        return inner
+    if isinstance(inner, str) and isinstance(outer, str):
+        return str(parse(inner).within(parse(outer)))
+
+    def of_node(node: Node) -> str | None:
+        mine = inner(node) if callable(inner) else inner
+        around = outer(node) if callable(outer) else outer
+        if not mine:
+            return around
+        parse(mine)
+        found = nested(mine, around)
+        assert not callable(found)
+        return found
+
+    return of_node
+
+
+def _part(part: str, text: str) -> dict[str, str | int | bool | None]:
     name, _, rest = part.partition(":")
     match name.lower(), rest:
         case "job", job if job.isidentifier():
             return {"job": job}
         case "replica" | "task" as field, number if number.isdecimal():
             return {field: int(number)}
+        case "soft", "":
+            return {"soft": True}
         case "ps", number if number.isdecimal():
             return {"job": "ps", "task": int(number)}
         case "device", typed if typed.partition(":")[0].lower() in KINDS:

@@ -1,4 +1,4 @@
-"""Whether the places there are meet what nodes ask for (``tfnb.device``), and which task a step must run on.
+"""Whether the places there are meet what nodes ask for (``tfnb.device``), and which tasks a step runs on.
 
 Pure; imports the graph. A kind of device is met where the node's values lie on it: tensors say where they are, a
 request moves none.
@@ -41,31 +41,25 @@ def asked(nodes: Iterable[Node]) -> tuple[Asked, ...]:
     return tuple(each for each in found if not (each.node.op in QUEUES and each.request.job == "ps"))
 
 
-def task_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,)) -> int | None:
-    """The one task that all requests name, None where they leave it open.
+def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,)) -> tuple[int, ...]:
+    """The tasks that requests name, in order.
 
-    ``tasks``: names of those there are. Raises InvalidArgument for a request that none of them meets, and
-    Unimplemented for a step whose nodes name several.
+    ``tasks``: names of those there are. A soft request that none of them meets asks for nothing. Raises InvalidArgument
+    for another that none of them meets, and Unimplemented for nodes on a parameter server.
     """
-    chosen: dict[int, Asked] = {}
+    chosen: set[int] = set()
     for each in found:
         node, request = each
         if request.job == "ps":
             raise Unimplemented(_said(each, "parameter servers compute updates only; ask for a task"), node=node.name)
-        if request.job not in _JOBS or request.replica not in (None, 0):
-            raise InvalidArgument(_said(each, f"there are {', '.join(tasks)}"), node=node.name)
-        if request.task is not None and request.task >= len(tasks):
-            raise InvalidArgument(_said(each, f"there are {', '.join(tasks)}"), node=node.name)
-        _ensure_kind(each)
-        if request.task is not None:
-            chosen.setdefault(request.task, each)
-    if len(chosen) > 1:
-        first, other = list(chosen.values())[:2]
-        raise Unimplemented(
-            _said(other, f"node {first.node.name} asks for {first.node.device!r}, and one task computes a step"),
-            node=other.node.name,
-        )
-    return next(iter(chosen), None)
+        is_there = request.task is None or request.task < len(tasks)
+        if not request.soft:
+            if request.job not in _JOBS or request.replica not in (None, 0) or not is_there:
+                raise InvalidArgument(_said(each, f"there are {', '.join(tasks)}"), node=node.name)
+            _ensure_kind(each)
+        if request.task is not None and is_there:
+            chosen.add(request.task)
+    return tuple(sorted(chosen))
 
 
 def _ensure_kind(each: Asked) -> None:

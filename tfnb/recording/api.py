@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
 from tfnb.graph import Node, Spec, Value, Variable, current
-from tfnb.graph.device_request import parse
+from tfnb.graph.device_request import Scope, nested, parse, softened
 from tfnb.graph.ops import LOCKING, UNORDERED
 from tfnb.graph.spec import Size, device_name
 from tfnb.recording.dispatch.recorder import Recorder
@@ -165,21 +165,31 @@ def name_scope(name: str | None) -> Iterator[str]:
 
 
 @contextmanager
-def device(spec: str | None) -> Iterator[None]:
-    """Nodes recorded inside request this device: a task of a cluster, a kind of device, or both; None: any.
+def device(spec: Scope, *, soft: bool = False) -> Iterator[None]:
+    """Nodes recorded inside ask for this device: a task of a cluster, a kind of device, or both.
 
-    A run raises InvalidArgument where it cannot be met. Raises InvalidArgument for what is no device.
+    spec: a device string, any part of which may be missing; a function of the node that gives one, or None for what the
+    scopes around say; None: nodes inside ask for nothing. An inner scope overrides an outer one field by field. The
+    nodes of one graph may ask for several tasks: each computes its part of a step, and tensors go from task to task
+    (white paper §3.2). Nodes of gradients ask for what their forward nodes ask for.
+
+    A run raises InvalidArgument where a request cannot be met; with ``soft`` it does not ask for that then. Raises
+    InvalidArgument for what is no device.
 
     >>> import tfnb
     >>> with tfnb.record(), tfnb.device("/job:worker/task:0"):
     ...     y = tfnb.constant(1.0).exp()
-    >>> y.node.device
-    '/job:worker/task:0'
+    ...     with tfnb.device("/task:1/device:CPU:0"):
+    ...         z = y + 1
+    >>> y.node.device, z.node.device
+    ('/job:worker/task:0', '/job:worker/task:1/device:CPU:0')
     """
     recorder = _recorder("device")
-    if spec is not None:
-        parse(spec)
-    with recorder.placed(spec):
+    if spec is not None and not callable(spec):
+        spec = str(parse(spec)._replace(soft=True)) if soft or parse(spec).soft else spec
+    elif soft and spec is not None:
+        spec = softened(spec)
+    with recorder.placed(nested(spec, recorder.tape.marks.device)):
         yield
 
 

@@ -105,9 +105,9 @@ def prepare(
     variables = [variable_of(graph, leaf) for leaf in leaves]
     trailing = tuple(variable for variable in variables if variable is not None)
     values = tuple(value_of(graph, leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
-    places = places_of([variable is not None for variable in variables])
+    at = places_of([variable is not None for variable in variables])
     if trailing:
-        structured = lambda results: nested([results[p] for p in places])  # noqa: E731
+        structured = lambda results: nested([results[p] for p in at])  # noqa: E731
     else:
         structured = type(fetches) if flat(fetches, leaves) else nested
     feeder = Feeder(graph, [(key, fed_by(graph, key)) for key in feed_keys])
@@ -120,8 +120,10 @@ def prepare(
     looks = [*looks, *stops]
     rebuild = partial(_looked, looks, structured, len(values)) if looks else structured
     feeder.narrow(step.graph.nodes)
+    made = code(step)
+    places = () if made.is_cut else asked(step.graph.nodes)  # of a step in parts each place is there
     return Prepared(
-        code(step), feeder, values, rebuild, structured, trailing, version, asked(step.graph.nodes), looks,
+        made, feeder, values, rebuild, structured, trailing, version, places, looks,
         python=watched(graph.attached, step.graph.nodes),
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ from tfnb.graph.resources import reset
 from tfnb.graph.variable_locks import LOCKS, Cut
 from tfnb.memory import least_budgets, step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
-from tfnb.placement.requests import task_of
+from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
 from tfnb.session.feeding import Fed
@@ -89,7 +89,8 @@ class Session:
     ``"now"`` at the first run of each signature; `status` tells. The environment's TFNB_COMPILE stands for "auto".
     executor: ``"auto"`` runs a step as generated code with native loops, and one that uses queues by dataflow;
     ``"dataflow"`` overlaps the iterations of all loops where their data allow (see ``parallel_iterations`` of
-    `while_loop`).
+    `while_loop`); ``"parts"`` cuts a step by the tasks that its nodes ask for (`tfnb.device`), as a cluster would, and
+    runs all parts in this process: the values are those of a cluster, bit for bit.
     layout: ``"torch"`` gives each kernel the memory layout that torch's own loop would, and so the same sums;
     ``"channels_last"`` lets convolutions of images on the CPU run with channels last where that is faster, with other
     last digits (a deep net with batch norm in training mode makes them 2e-3 of its outputs). None: the environment's
@@ -309,7 +310,7 @@ class Session:
         prepared = self._prepare(tuple(fetches), feeds)
         prepared.ensure_fresh()
         self._ensure_together("step", prepared.code, prepared)
-        task_of(prepared.asked)
+        tasks_of(prepared.asked)
         if prepared.trailing:
             names = ", ".join(variable.name for variable in prepared.trailing)
             raise InvalidArgument(f"a step in parts fetches recorded tensors; record {names}.read()")

@@ -15,7 +15,7 @@ from tfnb.execution.explain import deadline, explained
 from tfnb.execution.running import Running, Stop
 from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
 from tfnb.interrupts import from_signal_handler
-from tfnb.placement.requests import task_of
+from tfnb.placement.requests import tasks_of
 from tfnb.session.prepared import Prepared
 from tfnb.state.queue_machine import whole_steps
 from tfnb.state.run_numbers import RunNumbers
@@ -48,7 +48,7 @@ class StepRunner:
         """Compute, commit, and read the fetched Variables, with the locks of all Variables."""
         __tracebackhide__ = True
         if prepared.asked:
-            task_of(prepared.asked)
+            tasks_of(prepared.asked)
         access, run = program.access, self.runs.take()
         program.use.last = time.time()
         if prepared.trailing:

@@ -59,7 +59,8 @@ class QueueHandle(Queue):
         self.__dict__.update(new.__dict__)
         self.gone = ""  # why it holds nothing any more
         recorder = current.recording()
-        self.device = recorder.tape.marks.device if isinstance(recorder, Recorder) else None
+        asked = recorder.tape.marks.device if isinstance(recorder, Recorder) else None
+        self.device = None if callable(asked) else asked  # a function says where nodes are
         resources.enter(self)
 
     @property

@@ -33,7 +33,7 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange, Unimpleme
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
-from tfnb.placement.requests import asked, task_of
+from tfnb.placement.requests import asked, tasks_of
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
 from tfnb.state.step_groups import StepGroup, of_one
@@ -367,7 +367,7 @@ class Steps:
             key, strays = (id(step), parallel, check, compile), self._variables.strays(step)
             known = self._placed.get(key)
             if known is None or known[0]() is not step or strays:
-                task = task_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
+                task = tasks_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
                 homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
                 cut = split(step, homes, parallel=parallel, task=task)
                 known = (weakref.ref(step), place(cut, check=check, compile=compile))

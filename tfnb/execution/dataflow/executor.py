@@ -1,24 +1,25 @@
 """Steps run by the dataflow machine: loops overlap their iterations, and what waits holds no thread.
 
 The thread of the step does what is cheap and all decisions; what takes long goes to a `Pool`; what waits for a queue
-comes back as an event. Semantics S-125, S-134, S-136, S-137.
+comes back as an event. A step in parts runs all of them here, or one that meets the others by messages. Semantics
+S-125, S-134, S-136, S-137, S-152.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from itertools import zip_longest
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from tfnb.control_flow import frames
 from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.execution import heap
 from tfnb.execution.commit import Pending, commit
-from tfnb.execution.dataflow.machine import Dead, Machine, Step
+from tfnb.execution.dataflow.machine import Dead, Machine, Peers, Step, Task
 from tfnb.execution.dataflow.pool import Lanes
 from tfnb.execution.dataflow.templates import Plan, Planner
 from tfnb.execution.lowering.lower import lower_step
@@ -28,7 +29,10 @@ from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.graph.variable_locks import LOCKS, Cut
 from tfnb.memory import LAST
-from tfnb.passes import StepGraph, feed_symbols, optimized
+from tfnb.passes import StepGraph, feed_symbols, optimized, stack
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.cut import End, Part, cut, uncut
+from tfnb.passes.flow.places import Place, is_split, requested
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
@@ -53,12 +57,53 @@ class Borrowed:
         return copied(value) if is_borrowed else value
 
 
-class Driver:
-    """One step: the thread that runs it does what the machine has ready, and waits for tasks and queues."""
+class Here:
+    """Parts of one process: what one of them sends is there for the other. Each message meets once."""
 
-    def __init__(self, plan: Plan, borrowed: Borrowed, graph: str) -> None:
-        self.plan, self.borrowed, self.graph = plan, borrowed, graph
-        self.machine = Machine(plan.root, plan.results, self._submit)
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, tuple[int, ...]], tuple[Any, tuple[int, int] | None]] = {}
+        self._wanted: dict[tuple[int, tuple[int, ...]], Callable[[Any, tuple[int, int] | None], None]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was sent that nobody wanted, and nobody waits."""
+        return not (self._sent or self._wanted)
+
+    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
+        """See `tfnb.execution.dataflow.machine.Peers`."""
+        deliver = self._wanted.pop((edge, tag), None)
+        if deliver is not None:
+            deliver(value, dead)
+            return
+        assert (edge, tag) not in self._sent, f"edge {edge} carried two values for {tag}"
+        self._sent[edge, tag] = value, dead
+
+    def want(self, edge: int, tag: tuple[int, ...], deliver: Callable[[Any, tuple[int, int] | None], None]) -> None:
+        """See `tfnb.execution.dataflow.machine.Peers`."""
+        found = self._sent.pop((edge, tag), None)
+        if found is None:
+            self._wanted[edge, tag] = deliver
+        else:
+            deliver(*found)
+
+
+class Came(NamedTuple):
+    """What a RECV step waited for."""
+
+    task: Task
+    value: Any
+    dead: tuple[int, int] | None
+
+
+class Driver:
+    """One step: its thread does what the machine has ready, and waits for tasks, queues and other parts."""
+
+    def __init__(
+        self, plans: Sequence[Plan], results: int, borrowed: Borrowed, graph: str, peers: Peers | None = None
+    ) -> None:
+        self.plans, self.borrowed, self.graph = plans, borrowed, graph
+        roots = [plan.root for plan in plans]
+        self.machine = Machine(roots, results, self._submit, peers, self._arrived)
         self.runner = Runner(self._may, lambda: list(self.machine.waits), self._later)
         self.inbox = self.runner.inbox
         self.lanes = Lanes(self.inbox)
@@ -66,12 +111,15 @@ class Driver:
         self.put: list[torch.Tensor] = []  # what it enqueued, which is not the step's own any more
         self.limited: dict[Attempt, float] = {}  # when the time of those is over that have a time of their own
 
-    def drive(self, start: Sequence[tuple[Any, Any]]) -> list[Any]:
-        """The results. The first error ends all work, takes back what waits, and is raised."""
+    def drive(self, *start: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """The results; ``start``: the values that each plan starts with.
+
+        The first error ends all work, takes back what waits, and is raised.
+        """
         machine = self.machine
         try:
             with self.runner:
-                machine.feed(start)
+                machine.feed(*start)
                 machine.run()
                 while not machine.is_over:
                     self._advance()
@@ -83,7 +131,7 @@ class Driver:
             self._abandon()
             raise
         finally:
-            machine.submit = None  # which knows the driver: what they hold is free now, not when a collector comes
+            machine.submit = machine.arrived = machine.peers = None  # which know the driver: all is free now
         return machine.results
 
     def _advance(self) -> None:
@@ -92,7 +140,7 @@ class Driver:
         for task in machine.tasks:
             lanes.add(task)
         machine.tasks.clear()
-        alone = lanes.only() if not machine.waits else None
+        alone = lanes.only() if not (machine.waits or machine.receiving) else None
         if alone is not None:  # nothing else to do: not worth a thread
             machine.finish(alone, alone.step.call(*alone.args))  # type: ignore[misc]
             return
@@ -109,14 +157,23 @@ class Driver:
 
     def _next(self) -> Any:
         """What comes in next; None after a while, so that the step can be stopped."""
-        if not self.lanes.running:
+        if not (self.lanes.running or self.machine.receiving):
             return WAITS.next(self.runner)
         try:
             return self.inbox.get(timeout=POLL)
         except queue.Empty:
             return None
 
+    def _arrived(self, task: Task, value: Any, dead: tuple[int, int] | None) -> None:
+        """From any thread."""
+        self.inbox.put(Came(task, value, dead))
+
     def _take(self, event: Any) -> None:
+        if isinstance(event, Came):
+            self.machine.came(*event)
+            return
+        if isinstance(event, BaseException):
+            raise event
         if isinstance(event, Attempt):
             task = self.machine.waits.pop(event)
             self.limited.pop(event, None)
@@ -170,7 +227,7 @@ class Driver:
 
     def _may(self) -> set[tuple[Home, str]]:
         """What the step does to which queues in all."""
-        nodes = (step.op.node for step in self.plan.waits)
+        nodes = (step.op.node for plan in self.plans for step in plan.waits)
         return {(machine_of(node.attrs["queue"]), _kind(node)) for node in nodes}
 
     def _later(self) -> list[Operation]:
@@ -184,7 +241,7 @@ class Driver:
                 behind.setdefault(step, []).append(attempt)
         return [
             Operation(self._name(node), _kind(node), machine_of(node.attrs["queue"]), behind[step])
-            for step in self.plan.waits if step in behind and (node := step.op.node)
+            for plan in self.plans for step in plan.waits if step in behind and (node := step.op.node)
         ]  # fmt: skip
 
     def _at(self) -> Node | None:
@@ -248,38 +305,56 @@ def _reached(step: Step) -> set[Step]:
 
 
 class Dataflow:
-    """A graph lowered for the machine, for one choice of fetches and feeds: what a session asks of a `Program`."""
+    """A graph lowered for the machine, for one choice of fetches and feeds: what a session asks of a `Program`.
 
-    def __init__(self, step: StepGraph, *, native: Callable[[Node], bool]) -> None:
+    native: whether a loop or branch is one function. sites: places that nodes ask for, by id, of a step in parts.
+    places: where each fetch is wanted, None for the place that makes it. here: the one part that runs in this process,
+    None for all of them.
+    """
+
+    def __init__(
+        self, step: StepGraph, *, native: Callable[[Node], bool], sites: Mapping[int, Place] | None = None,
+        places: Sequence[Place | None] = (), here: Place | None = None,
+    ) -> None:  # fmt: skip
         self.whole, self.fetches, self.feeds = graph, _, _ = step.whole, step.fetches, step.feeds
         heap.settle()
         unburden(graph)
         # no pass that counts on an order: regions have their own
-        self.graph = optimized(step, last=())
+        self.graph = optimized(step, last=() if sites is None else (stack,))
         by_id = graph.contents.by_id
         symbols = {
             s: (value, by_id[value.node].outputs[value.index])
             for s, (value, _) in feed_symbols(graph.contents, self.feeds).items()
         }
-        flow = frames.lower(self.graph.contents, self.feeds, symbols, native=native)
+        lowered_flow = frames.lower(self.graph.contents, self.feeds, symbols, native=native)
+        self.flow, written = flow, _ = frames.resolved(lowered_flow)
 
         def spec(value: Value) -> Spec:
             return by_id[value.node].outputs[value.index]
 
-        planner = Planner(flow, spec, graph.seed)
-        ports = [
-            (flow.ports[value], ()) if by_id[value.node].outputs else (None, flow.done[value.node])
-            for value in self.fetches
-        ]
-        self.plan = planner.plan(ports, [flow.ports[value] for value in self.feeds])
-        self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*self.plan.storages, *self.plan.writes)))
-        self.writes: tuple[Variable, ...] = self.plan.writes
-        self.inner: tuple[Program, ...] = tuple(self.plan.programs)
+        self.ends = [*self._ends(places), *(End(port) for port in written.values())]
+        parts = [uncut(flow, self.ends)] if sites is None else cut(flow, self.ends, sites)
+        self.parts: tuple[Part, ...] = tuple(part for part in parts if here in (None, part.place))
+        self.ports = [flow.ports[value] for value in self.feeds]
+        self.plans = [Planner(part, spec, graph.seed).plan(self.ports) for part in self.parts]
+        self.writes: tuple[Variable, ...] = tuple(written)
+        read = (variable for plan in self.plans for variable in plan.storages)
+        self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*read, *(self.writes if here is None else ()))))
+        self.inner: tuple[Program, ...] = tuple(program for plan in self.plans for program in plan.programs)
         self.use = LOCKS.use(self.variables)
         everything = range(len(self.variables))
         self.access, self.commit_access = accesses(self.graph, self.variables, self.writes, everything)
         self.waits = any(map(uses_queues, self.graph.nodes))  # for what other steps do
         self.forward = None  # there is no one function
+
+    def _ends(self, places: Sequence[Place | None]) -> Iterator[End]:
+        """What is wanted for each fetch."""
+        by_id = self.whole.contents.by_id
+        for value, at in zip_longest(self.fetches, places):
+            if by_id[value.node].outputs:
+                yield End(self.flow.ports[value], (), at)
+            else:
+                yield End(None, self.flow.done[value.node], at)
 
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
@@ -289,21 +364,31 @@ class Dataflow:
 
         Queues are used on the way, inside of a block of `tfnb.state.queue_machine.whole_steps`.
         """
-        plan, fed = self.plan, list(feeds)
+        fed = list(feeds)
         live = dict(zip(self.variables, storages, strict=True))
         copies = {} if cut is None else cut.copies
         stored = live | {variable: copy for variable, copy in copies.items() if variable in live}
-        start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
-        start += [(edges, stored[variable]) for variable, edges in plan.storages.items()]
-        kept = [*stored.values(), *(value for _, value in plan.given)]
-        driver = Driver(plan, Borrowed([*kept, *fed]), self.whole.name)  # elements outlive what is fed, too
-        found = driver.drive(start)
+        constants = [value for plan in self.plans for _, value in plan.given]
+        kept = [*stored.values(), *constants]
+        peers = Here() if len(self.plans) > 1 else None
+        borrowed = Borrowed([*kept, *fed])  # elements outlive what is fed, too
+        driver = Driver(self.plans, len(self.ends), borrowed, self.whole.name, peers)
+        found = driver.drive(*(self._start(plan, fed, stored, run) for plan in self.plans))
+        assert peers is None or peers.is_empty
         self._ensure_live(found)
         borrowed = Borrowed([*kept, *driver.put])
         results = [borrowed.own(value) for value in found]
         targets = [live[variable] for variable in self.writes]
         count = len(self.fetches)
         return results[:count], Pending(targets, results[count:], [], self.writes, queued=driver.queues)
+
+    @staticmethod
+    def _start(
+        plan: Plan, fed: Sequence[torch.Tensor], stored: Mapping[Variable, torch.Tensor], run: int
+    ) -> list[tuple[Any, Any]]:
+        """The values that a plan starts with."""
+        start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
+        return [*start, *((edges, stored[variable]) for variable, edges in plan.storages.items())]
 
     @staticmethod
     def commit(pending: Pending) -> None:
@@ -314,24 +399,36 @@ class Dataflow:
         """Raise InvalidArgument for a fetch of a branch that was not taken (semantics S-127)."""
         for value, found in zip(self.fetches, results, strict=False):
             if isinstance(found, Dead):
-                node, switch = self.whole.contents.by_id[value.node], found.op.op
-                at = "" if switch is None or switch.node is None else f" of {switch.node.name}"
+                node, switch = self.whole.contents.by_id[value.node], self.flow.ops[found.switch]
+                at = "" if switch.node is None else f" of {switch.node.name}"
                 raise InvalidArgument(
                     f"fetch {node.name} was not computed: it is in a branch{at} that was not taken; the predicate "
                     f"was {found.pred}", node=node.name, op=node.op,
                 )  # fmt: skip
 
 
-EXECUTORS = ("auto", "dataflow")
+EXECUTORS = ("auto", "dataflow", "parts")
 
 
 def needs_dataflow(step: StepGraph, executor: str) -> bool:
-    """Whether the step uses queues, or all loops shall overlap."""
-    return executor == "dataflow" or any(map(uses_queues, step.graph.nodes))
+    """Whether the step is cut into parts, uses queues, or all loops shall overlap."""
+    return executor in ("dataflow", "parts") or any(map(uses_queues, step.graph.nodes))
+
+
+def in_parts(step: StepGraph, places: Sequence[Place | None] = (), here: Place | None = None) -> Dataflow:
+    """The step cut by the places that its nodes ask for; see `Dataflow`."""
+    sites = requested(step.graph.nodes)
+
+    def native(node: Node) -> bool:
+        return not (uses_queues(node) or is_split(node, sites))
+
+    return Dataflow(step, native=native, sites=sites, places=places, here=here)
 
 
 def lowered(step: StepGraph, executor: str, last: Sequence[Pass] = LAST) -> Program | Dataflow:
     """The step lowered for ``executor``: as one function, unless it needs dataflow."""
+    if executor == "parts":
+        return in_parts(step)
     if needs_dataflow(step, executor):
         return Dataflow(step, native=lambda node: executor != "dataflow" and not uses_queues(node))
     return lower_step(step, last)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from tfnb.control_flow import frames
-from tfnb.control_flow.frames import Op
 from tfnb.graph import Node, Spec
 from tfnb.graph.node import map_leaves
 from tfnb.graph.spec import Dim
@@ -17,6 +15,9 @@ from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import gathered
 from tfnb.kernels.random import mix
 from tfnb.kernels.rows import row_at
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.cut import Kind
+from tfnb.passes.flow.frames import Op
 from tfnb.recording.values.interpret import absent, held, sizes_hold
 
 Sizes = Callable[[Sequence[torch.Tensor]], dict[str, int]]
@@ -110,6 +111,17 @@ CALLS: dict[str, Callable[[Op, Sizes], Callable[..., Any]]] = {
     frames.SIZES: _check,
 }
 """What makes the call of an op of the dataflow form: of its inputs, then of the values that tell sizes."""
+
+
+def _sizes_only(value: torch.Tensor) -> torch.Tensor:
+    """The sizes of a value, as a tensor without memory."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+SENDS: dict[Kind, Callable[[Any], Any]] = {
+    Kind.DONE: lambda value: None, Kind.SIZE: _sizes_only, Kind.VALUE: lambda value: value,
+}  # fmt: skip
+"""What a send makes of its value."""
 
 
 def guarding(node: Node) -> Callable[..., Any]:

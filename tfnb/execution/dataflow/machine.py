@@ -2,28 +2,43 @@
 
 A pure state machine over one `Template` a frame: no thread, clock or queue. `Machine.run` does everything that is
 ready, in whatever order it is asked to; what takes long or waits is handed out as `Task`, and comes back with
-`Machine.finish`. A value's tag is the iteration it is delivered to, so values of different tags cannot meet. Imports
-nothing of tfnb.
+`Machine.finish`. A value's tag is the iteration it is delivered to, so values of different tags cannot meet. A part of
+a graph meets the other parts by its SEND and RECV steps (semantics S-150 to S-152), which fire also when they are dead.
+Imports nothing of tfnb.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-CALL, SWITCH, MERGE, ENTER, EXIT, NEXT, TRUTH, SINK, WORK, WAIT = range(10)
+CALL, SWITCH, MERGE, ENTER, EXIT, NEXT, TRUTH, SINK, WORK, WAIT, SEND, RECV = range(12)
 _PASSING = frozenset({SWITCH, MERGE, NEXT, TRUTH})
 _ENDS = frozenset({EXIT, NEXT})  # a dead value stops there
 
 
 class Dead:
-    """A value that was not computed; ``op``: the Switch that is the reason, ``pred``: what it decided by."""
+    """A value that was not computed; ``switch``: number of the Switch that is the reason, ``pred``: what it decided by.
 
-    __slots__ = ("op", "pred")
+    Of a loop that never ran ``switch`` is the number of its Exit, and ``pred`` None.
+    """
 
-    def __init__(self, op: Step, pred: Any = None) -> None:
-        self.op, self.pred = op, pred
+    __slots__ = ("pred", "switch")
+
+    def __init__(self, switch: int, pred: Any = None) -> None:
+        self.switch, self.pred = switch, pred
+
+
+class Peers(Protocol):
+    """The other parts of the same graph. A message has an edge and a tag: (frame, iteration) from the outermost in."""
+
+    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
+        """Send a value, or where it is dead `Dead.switch` and `Dead.pred`, to part number ``to``; waits for nobody."""
+
+    def want(self, edge: int, tag: tuple[int, ...], deliver: Callable[[Any, tuple[int, int] | None], None]) -> None:
+        """Let ``deliver`` have a value once, when it is there; it may be called in another thread."""
 
 
 class Step:
@@ -36,33 +51,32 @@ class Step:
     """
 
     __slots__ = (
-        "base", "call", "constant", "count", "dead", "frame", "index", "inner", "kills", "kind", "lane", "none",
-        "number", "op", "outs", "rank", "stop", "waits",
+        "base", "call", "constant", "count", "frame", "index", "inner", "kills", "kind", "lane", "none",
+        "number", "op", "outs", "rank", "stop", "to", "waits",
     )  # fmt: skip
 
     def __init__(self, kind: int, frame: Template, call: Callable[..., Sequence[Any]] | None = None) -> None:
         self.kind, self.frame, self.call = kind, frame, call
         self.outs: list[list[tuple[Step, int]]] = []
         self.kills: list[list[tuple[Step, int]]] = []  # where dead values go
-        self.base = self.count = self.stop = self.waits = self.number = 0
+        self.base = self.count = self.stop = self.waits = self.number = self.to = 0
         self.none: list[None] = []
         self.inner: Template | None = None
         self.constant = False
         self.rank = 0.0
         self.lane: str | None = None
         self.op: Any = None  # what the plan says of it
-        self.dead = Dead(self)
         self.index = len(frame.steps)
         frame.steps.append(self)
 
 
 class Template:
-    """The steps of a frame, and what each of its iterations starts with."""
+    """The steps of a frame, and what each of its iterations starts with. number: of the frame, alike in all parts."""
 
-    __slots__ = ("enters", "exits", "parallel", "pending", "slots", "steps")
+    __slots__ = ("enters", "exits", "number", "parallel", "pending", "slots", "steps")
 
-    def __init__(self, parallel: int) -> None:
-        self.parallel = parallel
+    def __init__(self, parallel: int, number: int = 0) -> None:
+        self.parallel, self.number = parallel, number
         self.steps: list[Step] = []
         self.enters = 0
         self.exits: list[Step] = []
@@ -122,37 +136,44 @@ class Task:
 
 
 class Machine:
-    """One step of a plan: ``root`` with its one iteration. ``most``: iterations of one frame that were live at once.
+    """One step of a plan: ``roots``, one for each part, with an iteration each.
 
-    submit: begins what a WAIT step waits for, and gives a key for it, which is the step's last output.
+    submit: begins what a WAIT step waits for, and gives a key for it, which is the step's last output. peers: the other
+    parts; what a RECV step wants comes back as ``arrived(task, value, dead)``, and goes to `came`. ``most``: iterations
+    of one frame that were live at once; ``receiving``: RECV steps whose value has not come.
     """
 
-    def __init__(self, root: Template, results: int, submit: Callable[[Step, list[Any]], Any] | None = None) -> None:
-        self.submit = submit
+    def __init__(
+        self, roots: Sequence[Template], results: int, submit: Callable[[Step, list[Any]], Any] | None = None,
+        peers: Peers | None = None, arrived: Callable[[Task, Any, tuple[int, int] | None], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.submit, self.peers, self.arrived = submit, peers, arrived
         self.ready: deque[tuple[Step, Iteration]] = deque()
         self.results: list[Any] = [None] * results
         self.tasks: list[Task] = []
         self.waits: dict[Any, Task] = {}  # by what ``submit`` gave
-        self.most = self.frames = 0
+        self.most = self.frames = self.receiving = 0
         self.at: Step | None = None  # what it does now
-        self.root = Frame(root, None)
-        self.first = self._start(self.root)
-        self.first.busy = 1  # until it was fed
+        self.roots = [Frame(root, None) for root in roots]
+        for root in self.roots:
+            self._start(root).busy = 1  # until it was fed
 
     @property
     def is_over(self) -> bool:
         """Whether everything was done, and no frame or iteration is left."""
-        return not self.root.iterations
+        return not any(root.iterations for root in self.roots)
 
-    def feed(self, given: Sequence[tuple[list[tuple[Step, int]], Any]]) -> None:
-        """The values that the root starts with."""
-        for edges, value in given:
-            self._send(edges, value, self.first)
-        for step in self.root.template.steps:
-            if step.waits == 0 and step.kind not in (MERGE, EXIT, NEXT):
-                self.ready.append((step, self.first))
-                self.first.busy += 1
-        self._end(self.first)
+    def feed(self, *given: Sequence[tuple[list[tuple[Step, int]], Any]]) -> None:
+        """The values that each root starts with."""
+        for root, values in zip(self.roots, given, strict=True):
+            first = root.iterations[0]
+            for edges, value in values:
+                self._send(edges, value, first)
+            for step in root.template.steps:
+                if step.waits == 0 and step.kind not in (MERGE, EXIT, NEXT):
+                    self.ready.append((step, first))
+                    first.busy += 1
+            self._end(first)
 
     def finish(self, task: Task, outputs: Sequence[Any]) -> None:
         """The result of a step that was handed out: values for its first outputs."""
@@ -169,7 +190,8 @@ class Machine:
             step, iteration = ready.popleft()
             self.at = step
             if iteration.dead and step.index in iteration.dead:
-                self._die(step, iteration, iteration.dead.pop(step.index))
+                if not self._die(step, iteration, iteration.dead.pop(step.index)):
+                    continue
             elif not self._fire(step, iteration):
                 continue
             iteration.busy -= 1
@@ -200,7 +222,36 @@ class Machine:
             return self._hand_out(step, iteration)
         return True
 
+    def came(self, task: Task, value: Any, dead: tuple[int, int] | None) -> None:
+        """What a RECV step waited for."""
+        self.receiving -= 1
+        if dead is None:
+            self._send(task.step.outs[0], value, task.iteration)
+        else:
+            self._kill(task.step.kills[0], Dead(*dead), task.iteration)
+        self._end(task.iteration)
+
+    def _meet(self, step: Step, iteration: Iteration, dead: Dead | None) -> bool:
+        """Do a SEND, or begin a RECV; False if it is not over then."""
+        assert self.peers is not None
+        tag = _tag(iteration)
+        if step.kind == SEND:
+            base = step.base
+            value, iteration.slots[base] = iteration.slots[base], None
+            if dead is None:
+                assert step.call is not None
+                self.peers.tell(step.number, step.to, tag, step.call(value), None)
+            else:
+                self.peers.tell(step.number, step.to, tag, None, (dead.switch, int(bool(dead.pred))))
+            return True
+        self.receiving += 1
+        assert self.arrived is not None
+        self.peers.want(step.number, tag, partial(self.arrived, Task(step, iteration, [])))
+        return False
+
     def _hand_out(self, step: Step, iteration: Iteration) -> bool:
+        if step.kind >= SEND:
+            return self._meet(step, iteration, None)
         slots, base, count = iteration.slots, step.base, step.count
         task = Task(step, iteration, slots[base : step.stop])
         slots[base : base + count] = step.none
@@ -304,7 +355,7 @@ class Machine:
         slots[base] = None
         live = 1 if pred else 0
         if step.kills[1 - live]:
-            self._kill(step.kills[1 - live], Dead(step, pred), iteration)
+            self._kill(step.kills[1 - live], Dead(step.number, pred), iteration)
         return step.outs[live], value, iteration
 
     def _kill(self, edges: list[tuple[Step, int]], dead: Dead, iteration: Iteration, *, entering: bool = False) -> None:
@@ -324,8 +375,10 @@ class Machine:
                 self.ready.append((step, iteration))
                 iteration.busy += 1
 
-    def _die(self, step: Step, iteration: Iteration, dead: Dead) -> None:
-        """A step with a dead input: it computes nothing and sends dead on."""
+    def _die(self, step: Step, iteration: Iteration, dead: Dead) -> bool:
+        """A step with a dead input: it computes nothing and sends dead on. False if it is not over then."""
+        if step.kind >= SEND:
+            return self._meet(step, iteration, dead)
         iteration.slots[step.base : step.base + step.count] = step.none
         if step.kind == SINK:
             self.results[step.number] = dead
@@ -340,6 +393,7 @@ class Machine:
         else:
             for edges in step.kills:
                 self._kill(edges, dead, iteration)
+        return True
 
     # -- the ends of iterations and frames ----------------------------------------------------------------------
 
@@ -376,8 +430,17 @@ class Machine:
         del parent.children[frame.template]
         for step in frame.template.exits:
             if step.index not in frame.left:
-                self._kill(step.kills[0], step.dead, parent)
+                self._kill(step.kills[0], Dead(step.number), parent)
         return parent
+
+
+def _tag(iteration: Iteration) -> tuple[int, ...]:
+    """(frame, iteration) of each frame around a step, from the outermost in; of the root nothing."""
+    path: list[int] = []
+    while (frame := iteration.frame).parent is not None:
+        path += (iteration.number, frame.template.number)
+        iteration = frame.parent
+    return tuple(reversed(path))
 
 
 class _Empty:

@@ -2,6 +2,8 @@
 
 Nodes that wait for the same ports become one region, a generated function, so that no node waits for more than its own
 inputs. What takes long (products, convolutions, ops of other libraries) is a region of its own, and goes to a pool.
+In a part of a step what is there from the start is not waited for, and nothing is split off: a part without receives is
+one function.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tfnb.control_flow import frames
-from tfnb.control_flow.frames import Flow, Op, Port
-from tfnb.execution.dataflow.flow_calls import CALLS, ended, guarding, node_of, nothing, sizes_of
+from tfnb.execution.dataflow.flow_calls import CALLS, SENDS, ended, guarding, node_of, nothing, sizes_of
 from tfnb.execution.dataflow.machine import (
     CALL,
     EMPTY,
@@ -21,6 +21,8 @@ from tfnb.execution.dataflow.machine import (
     EXIT,
     MERGE,
     NEXT,
+    RECV,
+    SEND,
     SINK,
     SWITCH,
     TRUTH,
@@ -34,7 +36,12 @@ from tfnb.execution.lowering.program import Program
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
-from tfnb.graph.subgraph import is_guarding
+from tfnb.passes import ONCE, stack
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.cut import RECV as RECEIVES
+from tfnb.passes.flow.cut import SEND as SENT
+from tfnb.passes.flow.cut import Edge, Part, needed
+from tfnb.passes.flow.frames import Op, Port
 
 LONG = 2**21  # multiplications that are worth a thread of their own
 _NOMINAL = 32  # taken for a size that only a run knows
@@ -44,21 +51,20 @@ _CONTROL = {
     frames.TRUTH: TRUTH, frames.LOOPCOND: TRUTH,
 }  # fmt: skip
 _APART = frozenset({"tfnb.read", "tfnb.assign", "tfnb.constant", "tfnb.group", "tfnb.placeholder", "tfnb.guard"})
+_UNSTACKED = tuple(run for run in ONCE if run is not stack)  # of parts, whose products were stacked before the cut
 
 Edges = list[tuple[Step, int]]
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a machine runs: the template of the root frame, and where what it starts with goes."""
+    """What a machine runs of a part: the template of the root frame, and where what it starts with goes."""
 
     root: Template
     feeds: list[Edges]
     storages: dict[Any, Edges]  # by Variable
     given: list[tuple[Edges, Any]]  # constants
     run: Edges  # the number of the run
-    results: int
-    writes: tuple[Any, ...]  # Variables: what is written to them are the last results
     programs: list[Program]
     waits: list[Step]  # what may wait
 
@@ -66,24 +72,25 @@ class Plan:
 class Planner:
     """One plan under construction. spec: of the root's values, fed ones included."""
 
-    def __init__(self, flow: Flow, spec: Callable[[Value], Spec], seed: int) -> None:
-        self.flow, self.root_spec, self.seed = flow, spec, seed
-        self.templates = [Template(frame.parallel) for frame in flow.frames]
+    def __init__(self, part: Part, spec: Callable[[Value], Spec], seed: int) -> None:
+        self.part, self.flow, self.root_spec, self.seed = part, part.flow, spec, seed
+        self.is_cut = bool(part.sends or part.receives)
+        self.templates = [Template(frame.parallel, number) for number, frame in enumerate(self.flow.frames)]
         self.edges: dict[Port, Edges] = {}
         self.makers: dict[Port, tuple[Step, int]] = {}  # who gives a port, as which output
         self.programs: list[Program] = []
-        self.same: dict[Port, Port] = {}  # ports whose value is another port's
-        self.stored: dict[Port, Any] = {}  # reads of what is stored
-        self.written: dict[Any, Port] = {}
-        self._state()
+        self.stored = {  # reads of what is stored
+            Port(number): node_of(op).attrs["variable"] for number, op in enumerate(self.flow.ops)
+            if op.kind == frames.NODE and node_of(op).op == "tfnb.read"
+        }  # fmt: skip
         self.specs = dict(self._known())
 
-    def plan(self, fetches: Sequence[tuple[Port | None, Sequence[Port]]], feeds: Sequence[Port]) -> Plan:
-        """The plan for fetches, each a value or ports that just have to be there."""
-        wanted = [*fetches, *((port, ()) for port in self.written.values())]
-        ends = {self.real(p) for port, after in wanted for p in (port, *after) if p is not None}
-        kept = self._kept(ends)
-        regions = self._regions(kept)
+    def plan(self, feeds: Sequence[Port]) -> Plan:
+        """The plan for all ends of the part."""
+        ends = {port for end in self.part.ends.values() for port in (end.port, *end.after) if port is not None}
+        sends = [number for number, op in enumerate(self.flow.ops) if op.kind == SENT]
+        kept = self._kept(ends, (*self.part.effects, *sends))
+        regions = self._segments(kept) if self.is_cut else self._regions(kept)
         member = {number: place for place, members in enumerate(regions) for number in members}
         taken: dict[int, dict[Port, None]] = {}  # of each op, what is taken outside of its region
         for number in kept:
@@ -97,12 +104,12 @@ class Planner:
         for number in kept:
             if number not in member:
                 self._op(number)
-        for place, (fetch, after) in enumerate(wanted):
-            sink = self._step(SINK, 0, None, [] if fetch is None else [fetch], after)
+        for place, end in self.part.ends.items():
+            sink = self._step(SINK, 0, None, [] if end.port is None else [end.port], end.after)
             sink.number = place
-        return self._sealed(len(wanted), feeds)
+        return self._sealed(feeds)
 
-    def _sealed(self, results: int, feeds: Sequence[Port]) -> Plan:
+    def _sealed(self, feeds: Sequence[Port]) -> Plan:
         for port, edges in self.edges.items():
             if port in self.makers:
                 step, index = self.makers[port]
@@ -121,52 +128,22 @@ class Planner:
         run = next(Port(number) for number, op in enumerate(self.flow.ops) if op.kind == frames.RUN)
         return Plan(
             self.templates[0], [self.edges.get(port, []) for port in feeds], storages, constants,
-            self.edges.get(run, []), results, tuple(self.written), self.programs,
+            self.edges.get(run, []), self.programs,
             [step for template in self.templates for step in template.steps if step.kind == WAIT],
         )  # fmt: skip
 
     # -- what is there, and what is needed --------------------------------------------------------------------
-
-    def real(self, port: Port) -> Port:
-        """The port that has the value of this one."""
-        return self.same.get(port, port)
-
-    def _state(self) -> None:
-        """Reads and writes of Variables, in program order, stand for other ports."""
-        for number, op in enumerate(self.flow.ops):
-            kind, port = op.node.op if op.node is not None and op.kind == frames.NODE else "", Port(number)
-            if kind == "tfnb.assign":
-                self.same[port] = self.same[Port(number, 1)] = self.real(op.inputs[0])
-                self.written[node_of(op).attrs["variable"]] = port
-            elif kind == "tfnb.read" and (before := self.written.get(node_of(op).attrs["variable"])) is not None:
-                self.same[port] = self.real(before)
-            elif kind == "tfnb.read":
-                self.stored[port] = node_of(op).attrs["variable"]
 
     def sources(self, op: Op) -> list[Port]:
         """The ports that an op waits for when it runs."""
         inputs = op.inputs
         if op.kind == frames.NODE and node_of(op).op == ops.WITH_GRADIENT:
             inputs = tuple(op.inputs[ref.input] for ref in node_of(op).attrs["values"])
-        return [self.real(port) for port in replace(op, inputs=inputs).sources]
+        return [*replace(op, inputs=inputs).sources]
 
-    def _kept(self, wanted: Iterable[Port]) -> list[int]:
-        """Ops that lead to what is wanted or use a queue, and what loops and branches that run check inside."""
-        checks: dict[tuple[int, int], list[int]] = {}  # by the node that holds them, and where that stands
-        for number, op in enumerate(self.flow.ops):
-            scope = self.flow.scopes[op.scope]
-            if scope.node is not None and _checks(op):
-                checks.setdefault((scope.parent, scope.node.id), []).append(number)
-        stack = [*(port.op for port in wanted), *(n for n, op in enumerate(self.flow.ops) if _uses_queue(op))]
-        kept: set[int] = set()
-        while stack:
-            number = stack.pop()
-            if number not in kept:
-                kept.add(number)
-                op = self.flow.ops[number]
-                stack.extend(port.op for port in self.sources(op))
-                stack.extend(() if op.node is None else checks.pop((op.scope, op.node.id), ()))
-        return sorted(kept)
+    def _kept(self, ends: Iterable[Port], effects: Sequence[int]) -> list[int]:
+        """Ops that lead to what is wanted, and what is done for what it does."""
+        return needed(self.flow, tuple(ends), effects)
 
     def _known(self) -> Iterator[tuple[tuple[int, Value], Spec]]:
         """The specs of the values of each scope."""
@@ -191,7 +168,7 @@ class Planner:
         groups: dict[Any, list[int]] = {}
         for number in kept:
             op = self.flow.ops[number]
-            if op.kind != frames.NODE or node_of(op).op in _APART or _uses_queue(op):
+            if op.kind != frames.NODE or node_of(op).op in _APART or frames.uses_queue(op):
                 continue
             if self._takes_long(op):
                 groups[number] = [number]
@@ -203,6 +180,34 @@ class Planner:
             waits[number] = mask
             groups.setdefault((op.scope, node_of(op).device, mask), []).append(number)
         return list(groups.values())
+
+    def _segments(self, kept: Sequence[int]) -> list[list[int]]:
+        """Nodes of a part that become one function: they wait for the same receives and control ops.
+
+        What is fed, stored or constant is there from the start.
+        """
+        bits: dict[Port, int] = {}
+        waits: dict[int, int] = {}
+        groups: dict[Any, list[int]] = {}
+        for number in kept:
+            op = self.flow.ops[number]
+            if op.kind != frames.NODE or node_of(op).op in _APART or frames.uses_queue(op):
+                continue
+            mask = 0
+            for port in self.sources(op):
+                if port.op in waits and self.flow.ops[port.op].frame == op.frame:
+                    mask |= waits[port.op]
+                elif not self._is_given(port):
+                    mask |= 1 << bits.setdefault(port, len(bits))
+            waits[number] = mask
+            groups.setdefault((op.scope, mask), []).append(number)
+        return list(groups.values())
+
+    def _is_given(self, port: Port) -> bool:
+        """Whether a value is there when the part begins."""
+        op = self.flow.ops[port.op]
+        is_constant = op.kind == frames.NODE and node_of(op).op == "tfnb.constant"
+        return is_constant or op.kind in (frames.FEED, frames.RUN, frames.START) or port in self.stored
 
     def _takes_long(self, op: Op) -> bool:
         node = node_of(op)
@@ -227,10 +232,10 @@ class Planner:
         nodes, after = [], []
         for op in found:
             node = node_of(op)
-            inputs = [value(self.real(p), self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
+            inputs = [value(p, self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
             for spec, port in op.sizes:
-                value(self.real(port), spec)
-            after += [port for port in op.after if self.real(port).op not in members]
+                value(port, spec)
+            after += [port for port in op.after if port.op not in members]
             nodes.append(replace(node, inputs=tuple(inputs), control=tuple(i for i in node.control if i in ids)))
         ends = [port for port in taken if self._is_end(port)]
         outs = [port for port in taken if port not in ends]
@@ -238,9 +243,10 @@ class Planner:
             Contents((*given.values(), *_distinct(nodes))), tuple(node.value() for node in given.values()),
             tuple(node_of(self.flow.ops[port.op]).value(port.index) for port in outs),
         )  # fmt: skip
-        program = subprogram(subgraph, [v for v in subgraph.outputs if v is not None], self.seed)
+        outputs = [value for value in subgraph.outputs if value is not None]
+        program = subprogram(subgraph, outputs, self.seed, once=_UNSTACKED if self.is_cut else ONCE)
         self.programs.append(program)
-        kind = WORK if len(members) == 1 and self._takes_long(first) else CALL
+        kind = WORK if len(members) == 1 and not self.is_cut and self._takes_long(first) else CALL
         run = next((op.run for op in found if op.run is not None), None)
         forward = program.forward if not ends else ended(program.forward)
         step = self._step(kind, first.frame, forward, [*given, *([] if run is None else [run])], after)
@@ -267,9 +273,9 @@ class Planner:
         step.waits = len(after) + (0 if kind == MERGE else step.count)
         template.slots += [EMPTY if kind == MERGE else None] * step.count
         for slot, port in enumerate(inputs, step.base):
-            self.edges.setdefault(self.real(port), []).append((step, slot))
+            self.edges.setdefault(port, []).append((step, slot))
         for port in after:
-            self.edges.setdefault(self.real(port), []).append((step, -1))
+            self.edges.setdefault(port, []).append((step, -1))
         return step
 
     def _preset(self, step: Step, value: Any) -> None:
@@ -288,6 +294,7 @@ class Planner:
             if op.kind == frames.ENTER:
                 step.inner, step.constant = self.templates[op.frame], op.part[1]
                 step.inner.enters += 1
+            step.number = number
             outs = 2 if op.kind == frames.SWITCH else 1
             step.outs = [[] for _ in range(outs)]
         elif op.kind == frames.NODE:
@@ -305,6 +312,12 @@ class Planner:
                 step, outs = self._step(CALL, op.frame, nothing, [], [*inputs, *after]), 1
         elif op.kind in (frames.FEED, frames.RUN):
             return
+        elif op.kind in (SENT, RECEIVES):
+            edge: Edge = op.part
+            is_sent = op.kind == SENT
+            step = self._step(SEND if is_sent else RECV, op.frame, SENDS[edge.kind], inputs, after)
+            step.number, step.to, outs = edge.number, edge.to.number, 0 if is_sent else 1
+            step.outs = [[] for _ in range(outs)]
         else:
             sizes = [port for _, port in op.sizes]
             call = CALLS[op.kind](op, sizes_of([spec for spec, _ in op.sizes]))
@@ -332,17 +345,6 @@ _PRODUCTS = ("mm", "matmul", "conv", "attention", "linear", "lstm", "gru", "recu
 
 def _count(shape: Sequence[Any]) -> int:
     return math.prod(size if isinstance(size, int) else _NOMINAL for size in shape)
-
-
-def _checks(op: Op) -> bool:
-    """Whether an op looks at what its whole scope relies on, or is of a loop or branches that do."""
-    if op.kind in (frames.EXIT, frames.TRUTH):
-        return op.node is not None and is_guarding(op.node)
-    return op.kind == frames.SIZES or (op.kind == frames.NODE and node_of(op).op == "tfnb.guard")
-
-
-def _uses_queue(op: Op) -> bool:
-    return op.kind == frames.NODE and "queue" in node_of(op).attrs
 
 
 def _distinct(nodes: Sequence[Node]) -> list[Node]:

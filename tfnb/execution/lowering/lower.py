@@ -60,15 +60,17 @@ def lower_optimized(whole: Graph, graph: Graph, fetches: tuple[Value, ...], feed
 
 
 def subprogram(
-    subgraph: Subgraph, outputs: Iterable[Value], seed: int, calls: dict[Recursion, Call] | None = None, owned: int = 0
-) -> Program:
+    subgraph: Subgraph, outputs: Iterable[Value], seed: int, calls: dict[Recursion, Call] | None = None, owned: int = 0,
+    once: Sequence[Pass] = ONCE,
+) -> Program:  # fmt: skip
     """The program of a subgraph, from its inputs. calls: of functions that call themselves, lowered already.
 
-    owned: so many inputs are nobody else's after the call, whose first outputs take their place.
+    owned: so many inputs are nobody else's after the call, whose first outputs take their place. once: passes that
+    choose kernels.
     """
     outputs = tuple(outputs)
     whole = Graph("subgraph", subgraph.contents, seed=seed)
-    last = step_passes((numbers, *ONCE), writes_last)
+    last = step_passes((numbers, *once), writes_last)
     pruned = optimize(whole, (*outputs, *subgraph.guards), subgraph.inputs, last)
     lowering = _Lowering(whole, pruned, outputs, subgraph.inputs)
     lowering.calls = {} if calls is None else calls

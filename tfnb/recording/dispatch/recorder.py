@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfnb.errors import GraphFormatError, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable, ops
 from tfnb.graph.current import Autograd
+from tfnb.graph.device_request import Scope
 from tfnb.graph.node import leaves
 from tfnb.graph.op_facts import Op, facts, op_name
 from tfnb.graph.variable import updated
@@ -299,8 +300,8 @@ class Recorder(TorchDispatchMode):
             self.tape.reads = before
 
     @contextmanager
-    def placed(self, device: str | None) -> Iterator[None]:
-        """Nodes recorded inside request this device."""
+    def placed(self, device: Scope) -> Iterator[None]:
+        """Nodes recorded inside ask for this device, whatever scopes around them ask for."""
         with self.tape.marked(device=device):
             yield
 

@@ -20,6 +20,7 @@ import torch
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Guard, Node, Owner, Source, Spec, Value, Variable, ops
 from tfnb.graph.contents import Names
+from tfnb.graph.device_request import Scope
 from tfnb.graph.graph import new_id
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Marks:
     control: tuple[int, ...] = ()
     tags: frozenset[str] = frozenset()
     forward: int | None = None
-    device: str | None = None
+    device: Scope = None
 
 
 @dataclass(eq=False)
@@ -132,8 +133,10 @@ class Tape(State):
         node = Node(
             id=new_id(), name=self.names.fresh(name), op=op, inputs=inputs, outputs=outputs, attrs=attrs or {},
             control=control, effects=effects, scope=() if op in _UNSCOPED else scope, source=self.where(),
-            owner=self.owner, device=marks.device, tags=tags | marks.tags, stream=stream, forward=marks.forward,
+            owner=self.owner, tags=tags | marks.tags, stream=stream, forward=marks.forward,
         )  # fmt: skip
+        if marks.device is not None:
+            node = replace(node, device=marks.device(node) if callable(marks.device) else marks.device)
         if op == "tfnb.read":
             self.labels.add(node.attrs["variable"].name)
         self.by_id[node.id] = node

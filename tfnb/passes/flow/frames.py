@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tfnb.graph import Contents, Node, Ref, Spec, Subgraph, Value, ops
+from tfnb.graph import Contents, Node, Ref, Spec, Subgraph, Value, Variable, ops
 from tfnb.graph.node import leaves
 from tfnb.graph.spec import Dim
-from tfnb.graph.subgraph import row_places, subgraphs
+from tfnb.graph.subgraph import is_guarding, row_places, subgraphs
 
 # Control: Switch gives its value at 0 where the predicate is false, at 1 where it is true, and a dead one at the other.
 SWITCH, MERGE, ENTER, EXIT, NEXT, LOOPCOND = "switch", "merge", "enter", "exit", "next", "loopcond"
@@ -27,6 +27,10 @@ NODE, FEED, RUN, START = "node", "feed", "run", "start"
 TRUTH, COUNT, BELOW, ROWS, ROW, PUSH, STACK, ITERATIONS, MIX, ABSENT, SIZES = (
     "truth", "count", "below", "rows", "row", "push", "stack", "iterations", "mix", "absent", "sizes",
 )  # fmt: skip
+
+
+COUNTER = ("iterations", 0)
+"""The part of a loop's Enter, Merge, Switch, NextIteration and Exit that pass on the number of the iteration."""
 
 
 class Port(NamedTuple):
@@ -294,7 +298,7 @@ class _Loop:
         rows = [(("rows", k), self.start(None)) for k in range(len(attrs["rows"]))]
         queues = _queues(self.node)
         tokens = [(("token", q), self.to.token(place, q)) for q in queues]
-        going = [(("iterations", 0), self.start(0)), *carried, *rows, *tokens]
+        going = [(COUNTER, self.start(0)), *carried, *rows, *tokens]
         enters = [self.enter(port, part, constant=False) for part, port in going]
         merges = [self.emit(MERGE, (port,), part=part) for port, (part, _) in zip(enters, going, strict=True)]
         self.captures = [self.enter(self.at(ref), ("captures", k)) for k, ref in enumerate(attrs["captures"])]
@@ -388,6 +392,67 @@ class _Loop:
             stacked += [Port(op, index) for index in range(len(at))]
         place.tokens.update(zip(queues, exits[len(exits) - len(queues) :], strict=True))
         return [*exits[1 : carried + 1], iterations, *stacked]
+
+
+def checks(op: Op) -> bool:
+    """Whether an op looks at what its whole scope relies on, or is of a loop or branches that do."""
+    if op.kind in (EXIT, TRUTH):
+        return op.node is not None and is_guarding(op.node)
+    return op.kind == SIZES or (op.kind == NODE and op.node is not None and op.node.op == "tfnb.guard")
+
+
+def uses_queue(op: Op) -> bool:
+    """Whether an op is a node that uses a queue."""
+    return op.kind == NODE and op.node is not None and "queue" in op.node.attrs
+
+
+def resolved(flow: Flow) -> tuple[Flow, dict[Variable, Port]]:
+    """The flow with values in place of writes and of reads behind them, and the value that each Variable gets.
+
+    What is stored is read in the root only, and written there.
+    """
+    same: dict[Port, Port] = {}
+    written: dict[Variable, Port] = {}
+    made: list[Op] = []
+    for number, op in enumerate(flow.ops):
+        op = moved(op, same)
+        made.append(op)
+        name = op.node.op if op.kind == NODE and op.node is not None else ""
+        if name == "tfnb.assign":
+            same[Port(number)] = same[Port(number, 1)] = written[_variable(op)] = op.inputs[0]
+        elif name == "tfnb.read" and _variable(op) in written:
+            same[Port(number)] = same[Port(number, 1)] = written[_variable(op)]
+    if not same:
+        return flow, written
+    return replace(
+        flow, ops=tuple(moved(op, same) for op in made),
+        ports={value: same.get(port, port) for value, port in flow.ports.items()},
+        done={node: tuple(same.get(port, port) for port in ports) for node, ports in flow.done.items()},
+    ), written  # fmt: skip
+
+
+def moved(op: Op, to: Mapping[Port, Port]) -> Op:
+    """The op with each port that ``to`` names replaced.
+
+    >>> moved(Op(SWITCH, (Port(0), Port(1)), 0, 0), {Port(0): Port(7)}).inputs
+    (Port(op=7, index=0), Port(op=1, index=0))
+    """
+    if not any(port in to for port in op.sources):
+        return op
+
+    def of(port: Port) -> Port:
+        return to.get(port, port)
+
+    return replace(
+        op, inputs=tuple(map(of, op.inputs)), after=tuple(map(of, op.after)),
+        sizes=tuple((spec, of(port)) for spec, port in op.sizes), run=None if op.run is None else of(op.run),
+    )  # fmt: skip
+
+
+def _variable(op: Op) -> Variable:
+    assert op.node is not None
+    found: Variable = op.node.attrs["variable"]
+    return found
 
 
 def _is_pair(x: Any) -> bool:

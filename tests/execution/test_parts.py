@@ -1,0 +1,252 @@
+"""A step in parts, all of them in this process: bit for bit the values of the step in one part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tfnb
+from tfnb.errors import InvalidArgument, TfnbError
+from tfnb.execution.dataflow.executor import Dataflow
+from tfnb.graph.ops import STRUCTURAL
+from tfnb.graph.subgraph import nested
+from tfnb.passes.flow.cut import Kind
+
+Model = Callable[[torch.Tensor], Any]
+
+
+def on(task: int) -> Any:
+    """Soft, so that the same graph runs in one part, too."""
+    return tfnb.device(f"task:{task}", soft=True)
+
+
+def both(g: tfnb.Graph, fetches: Any, feeds: dict[Any, Any]) -> tuple[Any, Any]:
+    """What a step gives in one part and in several."""
+    whole, parts = (tfnb.Session(g, compile="off", executor=executor) for executor in ("auto", "parts"))
+    return whole.run(fetches, feeds), parts.run(fetches, feeds)
+
+
+def program(g: tfnb.Graph, fetches: Any, feeds: dict[Any, Any]) -> Dataflow:
+    """The step in parts."""
+    found: Dataflow = tfnb.Session(g, compile="off", executor="parts")._prepare(fetches, tuple(feeds)).code.program
+    return found
+
+
+def assert_same(values: tuple[Any, Any]) -> None:
+    torch.testing.assert_close(*values, rtol=0, atol=0)
+
+
+def layers(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    for layer in range(4):
+        with on(layer % 3):
+            x = torch.tanh(torch.nn.Linear(8, 8)(x))
+    return x
+
+
+def loop(x: torch.Tensor) -> torch.Tensor:
+    def body(i: Any, h: torch.Tensor) -> Any:
+        with on(0):
+            h = h + 1
+        with on(1):
+            h = torch.tanh(h * 0.5)
+        with on(2):
+            return i + 1, h - x
+
+    return tfnb.while_loop(lambda i, h: h.sum() < 3, body, (0, x), maximum_iterations=6)[1]
+
+
+def branch(x: torch.Tensor) -> torch.Tensor:
+    def then() -> torch.Tensor:
+        with on(1):
+            return x.exp()
+
+    def other() -> torch.Tensor:
+        with on(2):
+            return x.sum(0, keepdim=True) + x
+
+    with on(0):
+        return tfnb.cond(x.sum() > 0, then, other)
+
+
+def loop_in_branch(x: torch.Tensor) -> torch.Tensor:
+    with on(1):
+        return tfnb.cond(x.sum() > 0, lambda: loop(x), lambda: x * 2)
+
+
+def sizes(x: torch.Tensor) -> torch.Tensor:
+    """The second task needs the number of rows only."""
+    with on(0):
+        total = x.sum()
+    with on(1):
+        return total + torch.zeros(x.shape[0], 3) + 1
+
+
+def draws(x: torch.Tensor) -> torch.Tensor:
+    with on(0):
+        x = F.dropout(x, 0.5)
+
+    def body(carry: torch.Tensor, row: torch.Tensor) -> Any:
+        with on(1):
+            return carry + torch.rand(8) * row, F.dropout(row, 0.5)
+
+    carry, rows = tfnb.scan(body, torch.zeros(8), x)
+    return carry + rows.sum(0)
+
+
+MODELS: list[Model] = [layers, loop, branch, loop_in_branch, sizes, draws]
+
+
+@pytest.mark.parametrize("rows", [5, 9])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_parts_give_the_bits_of_one_part(model: Model, sign: int, rows: int) -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 8), shape=("B", 8), name="x")
+        y = model(x)
+    fed = sign * torch.linspace(0.1, 1, rows * 8).reshape(rows, 8)
+    assert_same(both(g, y, {x: fed}))
+    assert len(program(g, y, {x: fed}).parts) > 1
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("model", [layers, loop, branch, loop_in_branch], ids=lambda model: model.__name__)
+def test_gradients_stand_where_their_forward_nodes_stand(model: Model, order: int) -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 8, dtype=torch.float64), shape=("B", 8), name="x")
+        y = model(x) if model is not layers else torch.tanh(loop(x) * branch(x))
+        for _ in range(order):
+            (y,) = tfnb.gradients(y.sum(), [x])
+    every = [inner for node in g.nodes for inner in (node, *nested(node)) if inner.op not in STRUCTURAL]
+    asked = {node.id: node.device for node in every}
+    made = [node for node in every if "gradient" in node.tags and node.device is not None]
+    assert made and all(node.device == asked[node.forward] for node in made if asked.get(node.forward))
+    for sign in (0.3, -0.2):
+        assert_same(both(g, y, {x: torch.full((3, 8), sign, dtype=torch.float64)}))
+
+
+@pytest.fixture
+def trained() -> Iterator[tuple[tfnb.Graph, Any, Any, Any]]:
+    torch.manual_seed(0)
+    encoder, head = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16)), torch.nn.Linear(16, 4)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *head.parameters()], 1e-2)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(6, 8), shape=("B", 8), name="x")
+        y = tfnb.placeholder(torch.randint(0, 4, (6,)), shape=("B",), name="y")
+        with on(0):
+            h = torch.tanh(encoder(x))
+        with on(1):
+            loss = F.cross_entropy(head(F.dropout(h, 0.3)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step = tfnb.effects()
+    yield g, x, y, [loss, step]
+
+
+def states(g: tfnb.Graph, fetches: Any, x: Any, y: Any, executor: str) -> list[torch.Tensor]:
+    """Losses of some steps and all Variables then; they are as before afterwards."""
+    variables = [node.attrs["variable"] for node in g.nodes if node.op == "tfnb.read"]
+    before = [v.value().clone() for v in variables]
+    session = tfnb.Session(g, compile="off", executor=executor)
+    found = [
+        session.run(fetches, {x: torch.linspace(-1, 1, n * 8).reshape(n, 8), y: torch.arange(n) % 4})[0]
+        for n in (5, 6, 7, 6)
+    ]
+    found += [v.value().clone() for v in variables]
+    for variable, value in zip(variables, before, strict=True):
+        variable.set(value)
+    return found
+
+
+def test_a_model_over_two_tasks_trains_bit_for_bit(trained: Any) -> None:
+    g, x, y, fetches = trained
+    whole, parts = (states(g, fetches, x, y, executor) for executor in ("auto", "parts"))
+    assert_same((parts, whole))
+    assert not torch.equal(whole[0], whole[3])  # it learned
+
+
+def test_each_value_crosses_once_for_each_destination(trained: Any) -> None:
+    g, x, y, fetches = trained
+    parts = program(g, fetches, {x: 0, y: 0}).parts
+    edges = [edge for part in parts for edge in part.sends]
+    assert sorted(edges) == sorted(edge for part in parts for edge in part.receives)
+    assert len({(edge.port, edge.to) for edge in edges}) == len(edges)
+    names = {part.place.number: [flow_name(part, edge) for edge in part.sends] for part in parts}
+    assert names[0][0] == "h" and len(names[1]) == 1 and "dropout" in names[1][0]
+
+
+def flow_name(part: Any, edge: Any) -> str:
+    return str(part.flow.ops[edge.port.op].node.name)
+
+
+def test_of_a_value_whose_sizes_are_wanted_only_these_cross() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 8), shape=("B", 8), name="x")
+        with on(0):
+            some = torch.masked_select(x, x > 0)
+        with on(1):
+            y = torch.zeros(some.shape[0], 3) + 1
+    fed = torch.tensor([[1.0, -1, 2, 3, -5, 6, 7, -8]])
+    assert_same(both(g, [some, y], {x: fed}))
+    (edge,) = program(g, [some, y], {x: 0}).parts[0].sends
+    assert edge.kind is Kind.SIZE
+
+
+def test_of_a_feed_a_part_may_want_the_sizes_only() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 8), shape=("B", 8), name="x")
+        y = sizes(x)
+    first, second = program(g, y, {x: 0}).parts
+    assert [*first.feeds.values(), *second.feeds.values()] == [Kind.VALUE, Kind.SIZE]
+
+
+def test_a_queue_is_used_at_one_place() -> None:
+    queue = tfnb.FIFOQueue(4, [torch.float32], [(3,)])
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        with on(0):
+            put = queue.enqueue(x * 2)
+        with on(1), tfnb.control_dependencies([put]):
+            (got,) = queue.dequeue()
+            got = got + 1
+    value = tfnb.Session(g, executor="parts").run([got, put], {x: torch.ones(3)})[0]
+    assert value.tolist() == [3, 3, 3]
+
+
+def test_branches_that_were_not_taken_send_dead_values() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        y = branch(x)
+        with on(1):
+            inside = tfnb.cond(x.sum() > 0, lambda: x.exp(), lambda: x)
+    assert_same(both(g, [y, inside], {x: -torch.ones(3)}))
+
+
+def test_an_error_of_one_part_is_the_error_of_the_step() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.eye(3), shape=(3, 3), name="x")
+        with on(0):
+            y = x * 2
+        with on(1):
+            z = torch.linalg.cholesky(y)
+        with on(0):
+            w = z * 2
+    with pytest.raises(TfnbError, match="cholesky"):
+        tfnb.Session(g, executor="parts").run(w, {x: -torch.ones(3, 3)})
+
+
+def test_a_request_without_a_cluster_is_refused_but_for_a_soft_one() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        with tfnb.device("task:1"):
+            y = x + 1
+        with tfnb.device("task:1", soft=True):
+            z = x + 2
+    with pytest.raises(InvalidArgument, match="'task:1' of node"):
+        tfnb.Session(g).run(y, {x: torch.ones(3)})
+    assert tfnb.Session(g).run(z, {x: torch.ones(3)}).tolist() == [3, 3, 3]

@@ -1,0 +1,218 @@
+"""One dataflow form cut into parts, one for each place (white paper §3.2.2, EuroSys'18 §4.4; semantics S-150, S-152).
+
+`cut` follows what is wanted back from its ends: an op is done at its home, or anew where it is wanted (`places`). A value
+that is wanted elsewhere crosses on one `Edge` for each port and destination, whatever the number of its consumers. A
+receive inside of a loop begins once for each iteration, when the counter's Merge there fires, live or dead; a send fires
+once for each iteration, too. So every message meets who wants it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.frames import Flow, Op, Port
+from tfnb.passes.flow.places import Place, homes
+
+SEND, RECV, ELSEWHERE = "send", "recv", "elsewhere"
+
+
+class Kind(IntEnum):
+    """How much of a value crosses: that it is there, its sizes, or all of it."""
+
+    DONE, SIZE, VALUE = range(3)
+
+
+class Edge(NamedTuple):
+    """What crosses from one place to another, under a number that all parts know."""
+
+    number: int
+    port: Port
+    source: Place
+    to: Place
+    kind: Kind
+
+
+class End(NamedTuple):
+    """What is wanted of a step: a port, or none; ports that only have to be done; and where, if not at the home."""
+
+    port: Port | None
+    after: tuple[Port, ...] = ()
+    at: Place | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one place does of a step.
+
+    flow: the whole's, with its numbers, in which an op of another place is `ELSEWHERE`; sends and receives are behind.
+    ends: those that are here, by their position among all. feeds: of each fed op that is wanted here whether its value
+    is, or its sizes only. effects: ops that are done for what they do.
+    """
+
+    place: Place
+    flow: Flow
+    ends: Mapping[int, End]
+    feeds: Mapping[int, Kind]
+    effects: tuple[int, ...]
+    sends: tuple[Edge, ...]
+    receives: tuple[Edge, ...]
+
+
+def needed(flow: Flow, ends: Sequence[Port], effects: Sequence[int] = ()) -> list[int]:
+    """Ops that lead to what is wanted or use a queue, and what loops and branches that run check inside, in order."""
+    checks: dict[tuple[int, int], list[int]] = {}  # by the node that holds them, and where that stands
+    for number, op in enumerate(flow.ops):
+        scope = flow.scopes[op.scope]
+        if scope.node is not None and frames.checks(op):
+            checks.setdefault((scope.parent, scope.node.id), []).append(number)
+    stack = [*(port.op for port in ends), *effects, *(n for n, op in enumerate(flow.ops) if frames.uses_queue(op))]
+    found: set[int] = set()
+    while stack:
+        number = stack.pop()
+        if number not in found:
+            found.add(number)
+            op = flow.ops[number]
+            stack.extend(port.op for port in op.sources)
+            stack.extend(() if op.node is None else checks.pop((op.scope, op.node.id), ()))
+    return sorted(found)
+
+
+def uncut(flow: Flow, ends: Sequence[End]) -> Part:
+    """The flow as one part."""
+    feeds = {number: Kind.VALUE for number, op in enumerate(flow.ops) if op.kind == frames.FEED}
+    return Part(Place(0), flow, dict(enumerate(ends)), feeds, (), (), ())
+
+
+def cut(flow: Flow, ends: Sequence[End], sites: Mapping[int, Place]) -> tuple[Part, ...]:
+    """The parts of a flow, by place; deterministic, so that each place can cut for itself.
+
+    ends: what is wanted of the step. sites: places that nodes ask for, by id.
+    """
+    return _Cut(flow, ends, sites).parts()
+
+
+class _Cut:
+    def __init__(self, flow: Flow, ends: Sequence[End], sites: Mapping[int, Place]) -> None:
+        self.flow, self.ends = flow, ends
+        self.homes = homes(flow, sites)
+        self.default = min((place for place in self.homes if place is not None), default=Place(0))
+        self.counters = {
+            op.frame: Port(n) for n, op in enumerate(flow.ops)
+            if op.kind == frames.MERGE and op.part == frames.COUNTER
+        }  # fmt: skip
+        self.done: dict[Place, dict[int, Kind]] = {}  # ops at each place; of what is fed, how much
+        self.crossing: dict[Place, dict[Port, Kind]] = {}  # what each place receives
+        self.todo: list[tuple[Place, Port, Kind]] = []
+        self.of_end = [self._place(end) for end in ends]
+        self.effects = self._effects()
+
+    def parts(self) -> tuple[Part, ...]:
+        """Follow all ends, and make the parts."""
+        for place, end in zip(self.of_end, self.ends, strict=True):
+            self.done.setdefault(place, {})
+            self.todo += [(place, end.port, Kind.VALUE)] if end.port is not None else []
+            self.todo += [(place, port, Kind.DONE) for port in end.after]
+        self.todo += [(self._home(Port(number)), Port(number), Kind.VALUE) for number in self.effects]
+        while self.todo:
+            self._want(*self.todo.pop())
+        crossing = [(place, port, kind) for place, ports in self.crossing.items() for port, kind in ports.items()]
+        edges = [
+            Edge(number, port, self._home(port), place, kind)
+            for number, (place, port, kind) in enumerate(sorted(crossing))
+        ]
+        return tuple(self._part(place, edges) for place in sorted(self.done))
+
+    def _home(self, port: Port) -> Place:
+        return self._only_home(port) or self.default
+
+    def _only_home(self, port: Port) -> Place | None:
+        op = self.flow.ops[port.op]
+        if op.kind == frames.ROWS and port.index == 0:
+            return None  # what gives a row by its number, of a stack
+        return self.homes[port.op]
+
+    def _place(self, end: End) -> Place:
+        """Where an end is wanted."""
+        ports = end.after if end.port is None else (end.port, *end.after)
+        return end.at or next((home for port in ports if (home := self._only_home(port)) is not None), self.default)
+
+    def _effects(self) -> list[int]:
+        """Ops that are done for what they do: checks, and uses of queues."""
+        wanted = [port for end in self.ends for port in (end.port, *end.after) if port is not None]
+        return [n for n in needed(self.flow, wanted) if frames.checks(op := self.flow.ops[n]) or frames.uses_queue(op)]
+
+    def _want(self, place: Place, port: Port, kind: Kind) -> None:
+        """Have a port at a place: its op is done there, or it crosses."""
+        home = self._only_home(port)
+        if home is None or home == place:
+            self._do(place, port.op, kind)
+            return
+        ports = self.crossing.setdefault(place, {})
+        before = ports.get(port)
+        ports[port] = kind if before is None else max(before, kind)
+        if before is None:
+            self.done.setdefault(place, {})
+            self.todo.append((home, port, Kind.VALUE))
+            frame = self._frame(port)
+            if frame:
+                self.todo.append((place, self.counters[frame], Kind.DONE))
+
+    def _do(self, place: Place, number: int, kind: Kind) -> None:
+        op, ops = self.flow.ops[number], self.done.setdefault(place, {})
+        before = ops.get(number)
+        ops[number] = kind if before is None else max(before, kind)
+        if before is None:
+            self.todo += [(place, port, how) for port, how in _sources(op)]
+
+    def _frame(self, port: Port) -> int:
+        """The frame that the value of a port is in."""
+        op = self.flow.ops[port.op]
+        return self.flow.frames[op.frame].parent if op.kind == frames.EXIT else op.frame
+
+    def _part(self, place: Place, edges: Sequence[Edge]) -> Part:
+        flow, here = self.flow, self.done[place]
+        sends = tuple(edge for edge in edges if edge.source == place)
+        receives = tuple(edge for edge in edges if edge.to == place)
+        moved = {edge.port: Port(len(flow.ops) + at) for at, edge in enumerate(receives)}
+        own = [
+            frames.moved(op, moved) if number in here or op.kind in (frames.RUN, frames.FEED)
+            else Op(ELSEWHERE, (), op.frame, op.scope, op.node)
+            for number, op in enumerate(flow.ops)
+        ]  # fmt: skip
+        own += [self._crossing(RECV, edge, ()) for edge in receives]
+        own += [self._crossing(SEND, edge, (edge.port,)) for edge in sends]
+        ends = {
+            at: _moved_end(end, moved) for at, (end, of) in enumerate(zip(self.ends, self.of_end, strict=True))
+            if of == place
+        }  # fmt: skip
+        feeds = {number: kind for number, kind in here.items() if flow.ops[number].kind == frames.FEED}
+        effects = tuple(n for n in self.effects if self._home(Port(n)) == place)
+        return Part(place, replace(flow, ops=tuple(own)), ends, feeds, effects, sends, receives)
+
+    def _crossing(self, kind: str, edge: Edge, inputs: tuple[Port, ...]) -> Op:
+        """A send or a receive, in the frame of the value."""
+        frame = self._frame(edge.port)
+        after = (self.counters[frame],) if frame and kind == RECV else ()
+        return Op(kind, inputs, frame, self.flow.ops[edge.port.op].scope, part=edge, after=after)
+
+
+def _sources(op: Op) -> Iterator[tuple[Port, Kind]]:
+    """The ports that an op waits for, and how much of each it takes."""
+    is_group = op.kind == frames.NODE and op.node is not None and op.node.op == "tfnb.group"
+    of_size = op.kind == frames.SWITCH and op.part == "size"
+    for at, port in enumerate(op.inputs):
+        yield port, Kind.DONE if is_group else Kind.SIZE if of_size and at == 0 else Kind.VALUE
+    yield from ((port, Kind.DONE) for port in op.after)
+    yield from ((port, Kind.SIZE) for _, port in op.sizes)
+    if op.run is not None:
+        yield op.run, Kind.VALUE
+
+
+def _moved_end(end: End, moved: Mapping[Port, Port]) -> End:
+    """An end that takes what its place receives."""
+    port = None if end.port is None else moved.get(end.port, end.port)
+    return End(port, tuple(moved.get(p, p) for p in end.after), end.at)

@@ -1,0 +1,149 @@
+"""Where each op of the dataflow form is done. Pure.
+
+An op has a home, or it is done anew at each place that wants its value: what is fed, constants, the number of the run,
+and all that a loop counts with. The control loop of EuroSys'18 §4.4 is the loop's own counter, done anew at each place.
+
+A node's home is the place that it asks for. One that asks for nothing goes where its first operand is, or where it is
+first used if that has no home; the ops that a loop or branch is made of go with the values that they pass on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from tfnb.graph import Node
+from tfnb.graph.device_request import parse
+from tfnb.graph.subgraph import nested, subgraphs
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.frames import Flow, Op, Port
+
+
+class Place(NamedTuple):
+    """A process that computes: a task of a cluster, or one of several parts of a step in this process.
+
+    >>> str(Place(1))
+    'task:1'
+    """
+
+    number: int
+    job: str = "task"
+
+    def __str__(self) -> str:
+        return f"{self.job}:{self.number}"
+
+
+ANYWHERE = frozenset({
+    frames.START, frames.FEED, frames.RUN, frames.COUNT, frames.BELOW, frames.MIX, frames.ITERATIONS, frames.ROW,
+    frames.ABSENT, frames.SIZES,
+})  # fmt: skip
+_GATES = ("pred", "size", ("below", 0), ("below", -1))  # Switches of values that each place has, or has sizes of
+
+
+def requested(nodes: Iterable[Node], tasks: int | None = None) -> dict[int, Place]:
+    """The places that nodes ask for, by id, also inside of loops and branches.
+
+    A loop or branch that asks for nothing is done at the one place that something inside of it asks for. tasks: how
+    many there are, None for as many as are asked for; a soft request for another one asks for nothing.
+    """
+    found: dict[int, Place] = {}
+    for node in nodes:
+        inside = requested((inner for part in subgraphs(node) for inner in part.contents.nodes), tasks)
+        request = None if node.device is None else parse(node.device)
+        number = None if request is None or request.job == "ps" else request.task
+        if number is not None and (tasks is None or number < tasks):
+            found[node.id] = Place(number)
+        elif len({*inside.values()}) == 1:
+            found[node.id] = next(iter(inside.values()))
+        found |= inside
+    return found
+
+
+def is_split(node: Node, sites: Mapping[int, Place]) -> bool:
+    """Whether what is inside of a loop or branch is at several places, or at another one than the node asks for."""
+    return len({sites[inner.id] for inner in (node, *nested(node)) if inner.id in sites}) > 1
+
+
+def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Place | None, ...]:
+    """The home of each op; None: anew wherever it is wanted. sites: places that nodes ask for, by id."""
+    anew = [_is_anywhere(flow, op) for op in flow.ops]
+    found = [None if free else _asked(op, sites) for op, free in zip(flow.ops, anew, strict=True)]
+    queues = {op.node.attrs["queue"]: place for op, place in zip(flow.ops, found, strict=True) if op.node and place
+              and "queue" in op.node.attrs}  # fmt: skip
+    for number, op in enumerate(flow.ops):
+        if op.kind == frames.NODE and op.node is not None and "queue" in op.node.attrs:
+            found[number] = queues.get(op.node.attrs["queue"])  # all that uses a queue, in one order
+    going, users = _going_round(flow), _users(flow)
+    strong = [_with(flow, op) for op in flow.ops]
+    weak = [tuple(_before(flow, op)) for op in flow.ops]
+    order = [n for n in range(len(flow.ops)) if not anew[n] and n not in going]
+    for beside, numbers in ((strong, order), (weak, order), (users, order[::-1])):
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for number in numbers:
+                if found[number] is None:
+                    beside_it = (going.get(n, n) for n in beside[number])
+                    found[number] = next((found[n] for n in beside_it if found[n] is not None), None)
+                    has_changed = has_changed or found[number] is not None
+    default = min(sites.values(), default=Place(0))
+    for number in order:
+        found[number] = found[number] or default
+    for number, merge in going.items():
+        found[number] = found[merge]
+    return tuple(found)
+
+
+def _asked(op: Op, sites: Mapping[int, Place]) -> Place | None:
+    return sites.get(op.node.id) if op.kind == frames.NODE and op.node is not None else None
+
+
+def _is_anywhere(flow: Flow, op: Op) -> bool:
+    """Whether an op is done anew wherever its value is wanted."""
+    match op.kind:
+        case frames.NODE:
+            return op.node is not None and op.node.op == "tfnb.constant"
+        case frames.ENTER:
+            return op.part[1] or op.part[0] == frames.COUNTER
+        case frames.SWITCH if op.part in _GATES:
+            return True
+        case frames.LOOPCOND:
+            return flow.ops[op.inputs[0].op].kind == frames.BELOW
+    return op.kind in ANYWHERE or op.part == frames.COUNTER
+
+
+def _with(flow: Flow, op: Op) -> tuple[int, ...]:
+    """The ops beside which an op is done before all others."""
+    ports: Sequence[Port] = op.inputs
+    match op.kind:
+        case frames.MERGE if len(ports) == 2 and flow.ops[ports[1].op].kind == frames.NEXT:
+            ports = flow.ops[ports[1].op].inputs  # where the body makes the next value
+        case frames.MERGE | frames.PUSH:  # of branches: with `then`; of rows: where a row is made
+            ports = ports[-1:]
+        case frames.SWITCH | frames.EXIT | frames.TRUTH:
+            ports = ports[:1]
+    return tuple(port.op for port in ports)
+
+
+def _before(flow: Flow, op: Op) -> Iterator[int]:
+    """The ops beside which it is done if those of `_with` have no home; of a loop, where the first value is made."""
+    for port in op.inputs:
+        source = flow.ops[port.op]
+        yield source.inputs[0].op if op.kind == frames.MERGE and source.kind == frames.ENTER else port.op
+
+
+def _going_round(flow: Flow) -> dict[int, int]:
+    """The Merge of a carried value, by its Enter and its NextIteration."""
+    return {
+        port.op: number for number, op in enumerate(flow.ops) if op.kind == frames.MERGE for port in op.inputs
+        if flow.ops[port.op].kind in (frames.NEXT, frames.ENTER) and flow.ops[op.inputs[-1].op].kind == frames.NEXT
+    }  # fmt: skip
+
+
+def _users(flow: Flow) -> list[list[int]]:
+    """By op, the ops that take a value of it."""
+    found: list[list[int]] = [[] for _ in flow.ops]
+    for number, op in enumerate(flow.ops):
+        for port in op.inputs:
+            found[port.op].append(number)
+    return found
