@@ -16,6 +16,7 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument, Unimplemented
 from tfnb.execution.dataflow.executor import Dataflow
 from tfnb.execution.dataflow.machine import Machine
 from tfnb.passes import step_graph
+from tfnb.passes.flow.steps import as_one
 from tfnb.state.queue_machine import UNDER_WAY
 
 GRAPHS = int(os.environ.get("TFNB_GRAPHS", "0"))  # more random graphs than the quick tests run: 5000
@@ -192,7 +193,7 @@ def test_both_sides_of_a_step_run_at_a_time() -> None:
 def test_nothing_is_left_after_a_step_and_few_iterations_are_live() -> None:
     with tfnb.record() as g:
         _, y = tfnb.while_loop(lambda i, y: i < 30, lambda i, y: (i + 1, y + 1), (0, 0.0), parallel_iterations=3)
-    (plan,) = Dataflow(step_graph(g, [y.value], []), native=lambda node: False).plans
+    (plan,) = Dataflow(as_one(step_graph(g, [y.value], []), lambda node: False)).plans
     machine = Machine([plan.root], 1)
     machine.feed(plan.given)
     machine.run()

@@ -13,17 +13,22 @@ from tfnb.execution.dataflow.executor import lowered, needs_dataflow
 from tfnb.execution.tiers.tiered import Mode, Tiers
 from tfnb.memory import step_passes
 from tfnb.passes import ONCE, StepGraph
+from tfnb.passes.flow.steps import Wanted
 from tfnb.passes.rewrite import Pass
 
 
 class StepCode:
-    """The code of one pruned step. once: passes that choose kernels; memory_budget: bytes, or None for no limit."""
+    """The code of one pruned step.
+
+    once: passes that choose kernels. memory_budget: bytes, or None for no limit. parts: of a step in parts those that
+    are wanted.
+    """
 
     def __init__(
         self, step: StepGraph, *, executor: str = "auto", compile: Mode = "off", once: Sequence[Pass] = ONCE,
-        memory_budget: int | None = None,
+        memory_budget: int | None = None, parts: Wanted | None = None,
     ) -> None:  # fmt: skip
-        self.step, self.is_dataflow = step, needs_dataflow(step, executor)
+        self.step, self.is_dataflow, self._parts = step, needs_dataflow(step, executor), parts
         self._executor, self._compile, self._once, self._memory_budget = executor, compile, once, memory_budget
 
     @property
@@ -34,7 +39,7 @@ class StepCode:
     @cached_property
     def program(self) -> Any:
         """The step, lowered: a `Program`, or a `Dataflow`."""
-        return lowered(self.step, self._executor, step_passes(self._once))
+        return lowered(self.step, self._executor, step_passes(self._once), self._parts)
 
     @cached_property
     def tiers(self) -> Tiers:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,10 +28,10 @@ from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.graph.variable_locks import LOCKS, Cut
 from tfnb.memory import LAST
-from tfnb.passes import StepGraph, feed_symbols, optimized, stack
-from tfnb.passes.flow import frames
-from tfnb.passes.flow.cut import End, Part, cut, uncut
-from tfnb.passes.flow.places import Place, is_split, requested
+from tfnb.passes import StepGraph
+from tfnb.passes.flow.cut import Part
+from tfnb.passes.flow.places import Place
+from tfnb.passes.flow.steps import StepFlow, Wanted, as_one, in_parts
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
@@ -305,41 +304,27 @@ def _reached(step: Step) -> set[Step]:
 
 
 class Dataflow:
-    """A graph lowered for the machine, for one choice of fetches and feeds: what a session asks of a `Program`.
+    """A step lowered for the machine: what a session asks of a `Program`.
 
-    native: whether a loop or branch is one function. sites: places that nodes ask for, by id, of a step in parts.
-    places: where each fetch is wanted, None for the place that makes it. here: the one part that runs in this process,
-    None for all of them.
+    parts: those that run in this process, all of the step or the one of a place.
     """
 
-    def __init__(
-        self, step: StepGraph, *, native: Callable[[Node], bool], sites: Mapping[int, Place] | None = None,
-        places: Sequence[Place | None] = (), here: Place | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, found: StepFlow, here: Place | None = None) -> None:
+        step = found.step
         self.whole, self.fetches, self.feeds = graph, _, _ = step.whole, step.fetches, step.feeds
         heap.settle()
         unburden(graph)
-        # no pass that counts on an order: regions have their own
-        self.graph = optimized(step, last=() if sites is None else (stack,))
+        self.graph, self.found, self.flow = found.graph, found, found.flow
         by_id = graph.contents.by_id
-        symbols = {
-            s: (value, by_id[value.node].outputs[value.index])
-            for s, (value, _) in feed_symbols(graph.contents, self.feeds).items()
-        }
-        lowered_flow = frames.lower(self.graph.contents, self.feeds, symbols, native=native)
-        self.flow, written = flow, _ = frames.resolved(lowered_flow)
 
         def spec(value: Value) -> Spec:
             return by_id[value.node].outputs[value.index]
 
-        self.ends = [*self._ends(places), *(End(port) for port in written.values())]
-        parts = [uncut(flow, self.ends)] if sites is None else cut(flow, self.ends, sites)
-        self.parts: tuple[Part, ...] = tuple(part for part in parts if here in (None, part.place))
-        self.ports = [flow.ports[value] for value in self.feeds]
-        self.plans = [Planner(part, spec, graph.seed).plan(self.ports) for part in self.parts]
-        self.writes: tuple[Variable, ...] = tuple(written)
+        self.parts: tuple[Part, ...] = tuple(part for part in found.parts if here in (None, part.place))
+        self.plans = [Planner(part, spec, graph.seed).plan(found.feeds) for part in self.parts]
+        self.writes: tuple[Variable, ...] = found.written
         read = (variable for plan in self.plans for variable in plan.storages)
-        self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*read, *(self.writes if here is None else ()))))
+        self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*read, *self.writes)))
         self.inner: tuple[Program, ...] = tuple(program for plan in self.plans for program in plan.programs)
         self.use = LOCKS.use(self.variables)
         everything = range(len(self.variables))
@@ -347,22 +332,13 @@ class Dataflow:
         self.waits = any(map(uses_queues, self.graph.nodes))  # for what other steps do
         self.forward = None  # there is no one function
 
-    def _ends(self, places: Sequence[Place | None]) -> Iterator[End]:
-        """What is wanted for each fetch."""
-        by_id = self.whole.contents.by_id
-        for value, at in zip_longest(self.fetches, places):
-            if by_id[value.node].outputs:
-                yield End(self.flow.ports[value], (), at)
-            else:
-                yield End(None, self.flow.done[value.node], at)
-
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
-        cut: Cut | None = None,
+        cut: Cut | None = None, peers: Peers | None = None,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; no Variable is written.
 
-        Queues are used on the way, inside of a block of `tfnb.state.queue_machine.whole_steps`.
+        peers: where the other parts are, if they are not here. Queues are used on the way, inside of a block of `tfnb.state.queue_machine.whole_steps`.
         """
         fed = list(feeds)
         live = dict(zip(self.variables, storages, strict=True))
@@ -370,11 +346,11 @@ class Dataflow:
         stored = live | {variable: copy for variable, copy in copies.items() if variable in live}
         constants = [value for plan in self.plans for _, value in plan.given]
         kept = [*stored.values(), *constants]
-        peers = Here() if len(self.plans) > 1 else None
+        here = Here() if len(self.plans) > 1 else None
         borrowed = Borrowed([*kept, *fed])  # elements outlive what is fed, too
-        driver = Driver(self.plans, len(self.ends), borrowed, self.whole.name, peers)
+        driver = Driver(self.plans, len(self.found.ends), borrowed, self.whole.name, here or peers)
         found = driver.drive(*(self._start(plan, fed, stored, run) for plan in self.plans))
-        assert peers is None or peers.is_empty
+        assert here is None or here.is_empty
         self._ensure_live(found)
         borrowed = Borrowed([*kept, *driver.put])
         results = [borrowed.own(value) for value in found]
@@ -415,20 +391,12 @@ def needs_dataflow(step: StepGraph, executor: str) -> bool:
     return executor in ("dataflow", "parts") or any(map(uses_queues, step.graph.nodes))
 
 
-def in_parts(step: StepGraph, places: Sequence[Place | None] = (), here: Place | None = None) -> Dataflow:
-    """The step cut by the places that its nodes ask for; see `Dataflow`."""
-    sites = requested(step.graph.nodes)
-
-    def native(node: Node) -> bool:
-        return not (uses_queues(node) or is_split(node, sites))
-
-    return Dataflow(step, native=native, sites=sites, places=places, here=here)
-
-
-def lowered(step: StepGraph, executor: str, last: Sequence[Pass] = LAST) -> Program | Dataflow:
-    """The step lowered for ``executor``: as one function, unless it needs dataflow."""
+def lowered(
+    step: StepGraph, executor: str, last: Sequence[Pass] = LAST, wanted: Wanted | None = None
+) -> Program | Dataflow:
+    """The step lowered for ``executor``: as one function, unless it needs dataflow. wanted: of its parts."""
     if executor == "parts":
-        return in_parts(step)
+        return Dataflow(in_parts(step, wanted), None if wanted is None else wanted.here)
     if needs_dataflow(step, executor):
-        return Dataflow(step, native=lambda node: executor != "dataflow" and not uses_queues(node))
+        return Dataflow(as_one(step, lambda node: executor != "dataflow" and not uses_queues(node)))
     return lower_step(step, last)

@@ -1,0 +1,103 @@
+"""A step as dataflow: its ops, what is wanted of them, and its parts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from tfnb.graph import Graph, Node, Variable
+from tfnb.graph.subgraph import uses_queues
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.cut import End, Kind, Part, cut, uncut
+from tfnb.passes.flow.frames import Flow, Port
+from tfnb.passes.flow.places import Place, is_split, requested
+from tfnb.passes.pipeline import optimized, with_fed
+from tfnb.passes.prune import StepGraph, feed_symbols
+from tfnb.passes.stack import stack
+
+
+@dataclass(frozen=True)
+class StepFlow:
+    """A step as dataflow.
+
+    graph: what was lowered. feeds: where the fed values are. ends: what is wanted of each fetch, then the values that
+    are written, in the order of ``written``. parts: one for each place, or one for all.
+    """
+
+    step: StepGraph
+    graph: Graph
+    flow: Flow
+    feeds: tuple[Port, ...]
+    ends: tuple[End, ...]
+    written: tuple[Variable, ...]
+    parts: tuple[Part, ...]
+
+    def kinds(self, part: Part) -> list[Kind | None]:
+        """How much of each feed a part wants; None: nothing."""
+        return [part.feeds.get(port.op) for port in self.feeds]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which parts of a step are wanted. tasks: how many there are, None for as many as nodes ask for.
+
+    places: where each fetch is wanted, None for the place that makes it. is_optimized: the passes saw the graph already.
+    here: the part that runs in this process; then its fetches are all that it gives, and it writes nothing.
+    """
+
+    tasks: int | None = None
+    places: Sequence[Place | None] = ()
+    is_optimized: bool = False
+    here: Place | None = None
+
+
+def as_one(step: StepGraph, native: Callable[[Node], bool]) -> StepFlow:
+    """The step as dataflow, in one part. native: whether a loop or branch stays one op."""
+    return _step_flow(step, optimized(step, last=()), native, None, Wanted())
+
+
+def in_parts(step: StepGraph, wanted: Wanted | None = None) -> StepFlow:
+    """The step cut by the places that its nodes ask for.
+
+    Products are stacked before, on each place: so all parts give the bits of one part with the same requests.
+    """
+    wanted = wanted or Wanted()
+    graph = step.graph if wanted.is_optimized else optimized(step, last=(stack,))
+    sites = requested(graph.nodes, wanted.tasks)
+
+    def native(node: Node) -> bool:
+        return not (uses_queues(node) or is_split(node, sites))
+
+    return _step_flow(step, graph, native, sites, wanted)
+
+
+def optimized_step(step: StepGraph) -> StepGraph:
+    """The step after all passes that come before the cut: what places that cut for themselves have to agree on."""
+    graph = with_fed(optimized(step, last=(stack,)), step.whole, step.feeds)
+    return StepGraph(graph, graph, step.fetches, step.feeds)
+
+
+def _step_flow(
+    step: StepGraph, graph: Graph, native: Callable[[Node], bool], sites: Mapping[int, Place] | None, wanted: Wanted
+) -> StepFlow:
+    by_id = step.whole.contents.by_id
+    symbols = {
+        s: (value, by_id[value.node].outputs[value.index])
+        for s, (value, _) in feed_symbols(step.whole.contents, step.feeds).items()
+    }
+    flow, written = frames.resolved(frames.lower(graph.contents, step.feeds, symbols, native=native))
+    if wanted.here is not None:
+        written = {}
+    ends = (*_ends(step, flow, wanted.places), *(End(port) for port in written.values()))
+    parts = (uncut(flow, ends),) if sites is None else cut(flow, ends, sites)
+    return StepFlow(step, graph, flow, tuple(flow.ports[v] for v in step.feeds), ends, tuple(written), parts)
+
+
+def _ends(step: StepGraph, flow: Flow, places: Sequence[Place | None]) -> Iterator[End]:
+    """What is wanted for each fetch."""
+    for value, at in zip_longest(step.fetches, places):
+        if step.whole.contents.by_id[value.node].outputs:
+            yield End(flow.ports[value], (), at)
+        else:
+            yield End(None, flow.done[value.node], at)
