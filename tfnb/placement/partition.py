@@ -58,7 +58,7 @@ class Split:
     ``compute`` has one placeholder for each feed (``feeds``) and gives ``fetches`` (None: not from here), the border
     values and ``checks``, nodes that are done for what they do. ``after``: what the other fetches need, as a graph to
     be run when the step is committed. ``why_whole`` (then there are no servers): the reason why one task must compute
-    the whole step, updates included, on private copies, and send whole new values.
+    the whole step, updates included, on private copies, and send whole new values; ``final`` has these.
     """
 
     compute: Graph
@@ -71,15 +71,16 @@ class Split:
     after_feeds: tuple[Value, ...] = ()
     after_fetches: tuple[Value | None, ...] = ()
     why_whole: str | None = None
+    final: Mapping[Variable, Value] = field(default_factory=dict)
 
 
-def split(step: StepGraph, homes: Homes, *, parallel: bool, task: int | None = None) -> Split:
+def split(step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ...] = ()) -> Split:
     """Split a step; ``homes``: where each variable lies.
 
     ``parallel``: the rows of a batch will be divided over workers, so no single one of them can give a fetch that
-    depends on averaged gradients. ``task``: the one that the graph asks for.
+    depends on averaged gradients. ``tasks``: those that the graph asks for.
     """
-    cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, task)
+    cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, tasks)
     late = [value for value in step.fetches if cut.is_late(value, parallel)]
     if late and not parallel:
         return cut.whole("a fetched value depends on the update")
@@ -105,7 +106,7 @@ class _Cut:
     fetches: tuple[Value, ...]
     feeds: tuple[Value, ...]
     homes: Homes
-    task: int | None
+    tasks: tuple[int, ...]
     state: State = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
 
@@ -132,8 +133,9 @@ class _Cut:
         fed = _Feeds(self.graph, self.feeds)
         compute = self._derived(fed, self.pruned.nodes)
         devices = {node.id: (TASK,) for node in self.pruned.nodes}
-        placement = Placement(devices, self.homes, (), self._writes, self.task, self._changed)
-        return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), placement, why_whole=reason)
+        placement = Placement(devices, self.homes, (), self._writes, self.tasks, self._changed)
+        final = {variable: fed.of(value) for variable, value in self.state.final.items()}
+        return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), placement, why_whole=reason, final=final)
 
     def parts(self, late: Sequence[Value]) -> Split:
         """Compute graph, server graphs, and what is to be seen afterwards."""
@@ -238,7 +240,7 @@ class _Cut:
                 changed = _changed_by(value, self.pruned.contents)
                 transfers.append(Transfer(value, shard, kind, rows.get(value), changed))
         return Placement(
-            devices, self.homes, tuple(transfers), self._writes, self.task, self._changed,
+            devices, self.homes, tuple(transfers), self._writes, self.tasks, self._changed,
             tuple(self._apart(transfers)), tuple(self._raced(transfers)),
         )  # fmt: skip
 

@@ -83,8 +83,8 @@ class Placement:
     """Of one step.
 
     ``devices``: of each node's id the places where it runs: TASK, and servers by `server`. ``writes``: shards that the
-    step writes, ``changed``: keys of the Variables that it writes. ``task``: the number of the one that the graph asks
-    for, None where any will do. ``apart``: names of Variables that it writes by what is fed, along no gradient;
+    step writes, ``changed``: keys of the Variables that it writes. ``tasks``: numbers of those that the graph asks for,
+    none where any will do. ``apart``: names of Variables that it writes by what is fed, along no gradient;
     ``raced``: of those that a task computes from the value that it read, which another may have changed since.
     """
 
@@ -92,7 +92,7 @@ class Placement:
     homes: Homes
     transfers: tuple[Transfer, ...]
     writes: tuple[int, ...]
-    task: int | None = None
+    tasks: tuple[int, ...] = ()
     changed: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     raced: tuple[str, ...] = ()

@@ -229,7 +229,7 @@ class Engine:
             raise self.error(e.Interrupted(), seconds)
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
         since = self.interrupts
-        tasks = await self.idle(deadline, placed.task, since)
+        tasks = await self.idle(deadline, placed.tasks, since)
         training = Training(self, placed, mode, ways, data, tasks, deadline, self.patience)
         await training.start()
         if self.interrupts != since:
@@ -253,7 +253,7 @@ class Engine:
     def attend(self, training: Training) -> None:
         """Tell a training who is lost, and the time."""
         self._queues.add(training.queue)
-        for task in self.free(training.placed.task):  # also those that came since it was planned
+        for task in self.free(training.placed.tasks):  # also those that came since it was planned
             training.queue.put_nowait(e.Joined(task))
         self._trainings[training] = asyncio.create_task(self.peers.watch(training.queue))
 
@@ -418,8 +418,10 @@ class Engine:
         for queue in self._queues:
             queue.put_nowait(event)
 
-    async def idle(self, deadline: float, only: int | None, since: int) -> list[int]:
-        """The live tasks, or the one asked for, once what was to stop has stopped; one that takes long is left out.
+    async def idle(self, deadline: float, asked: Sequence[int], since: int) -> list[int]:
+        """The live tasks, or those asked for, once what was to stop has stopped; one that takes long is left out.
+
+        Of several that are asked for all or none, in their order.
 
         Raises Cancelled where there were more than ``since`` interrupts before there is one.
         """
@@ -428,14 +430,14 @@ class Engine:
             await asyncio.sleep(LOOK)
         if self._stopping:
             await self._any_stops(min(GRACE, deadline - time.monotonic()), asyncio.ALL_COMPLETED)
-        while not (free := self.free(only)) and self._stopping:
+        while not (free := self.free(asked)) and self._stopping:
             left = deadline - time.monotonic()
             if left <= 0:
                 names = ", ".join(member.name for member in self._stopping)
                 raise DeadlineExceeded(f"{names} still computes what was stopped before", step=self.step)
             self._ensure_wanted(since)
             await self._any_stops(min(left, LOOK), asyncio.FIRST_COMPLETED)
-        while not (free := self.free(only)) and self.comes and time.monotonic() < deadline:
+        while not (free := self.free(asked)) and self.comes and time.monotonic() < deadline:
             self._ensure_wanted(since)
             self._arrival.clear()
             with suppress(TimeoutError):
@@ -446,18 +448,26 @@ class Engine:
         if self.interrupts != since:
             raise Cancelled(f"interrupted at step {self.step}", step=self.step)
 
-    def free(self, only: int | None) -> list[int]:
-        """The live tasks, or the one asked for, that compute nothing which was stopped."""
+    def free(self, asked: Sequence[int]) -> list[int]:
+        """The live tasks that compute nothing which was stopped; of those asked for all or none, in their order."""
         free = [index for index in self._live() if self.tasks[index] not in self._stopping]
-        return [index for index in free if self.is_asked_for(index, only)]
+        if not asked:
+            return free
+        by_name = {self.tasks[index].name: index for index in free}
+        found = [by_name.get(self.tasks[number].name) for number in asked]
+        return [index for index in found if index is not None] if None not in found else []
 
-    def is_asked_for(self, task: int, only: int | None) -> bool:
-        """Whether a task may compute what only one of them may, or its successor."""
-        return only is None or self.tasks[task].name == self.tasks[only].name
+    def is_asked_for(self, task: int, asked: Sequence[int]) -> bool:
+        """Whether a task, or the one that it succeeds, is among those asked for."""
+        return not asked or self.tasks[task].name in {self.tasks[number].name for number in asked}
 
     async def _any_stops(self, seconds: float, when: str) -> None:
         timeout = None if seconds == float("inf") else max(0.0, seconds)
         await asyncio.wait(set(self._stopping.values()), timeout=timeout, return_when=when)
+
+    def number_of(self, member: Member) -> int:
+        """The number by which a graph asks for a task, which its successors have, too."""
+        return next(number for number, each in enumerate(self.tasks) if each.name == member.name)
 
     async def event_of(self, answer: Outcome, number: int, task: int) -> p.Event:
         """What a task's answer means, after asking who is alive where it was none."""
@@ -470,6 +480,8 @@ class Engine:
                 if not await self.peers.verify(self.shards[shard]):
                     return e.ShardLost(shard)
                 return p.Missed(number, task, answer)
+            case Failed(details={"missed": True, "peer": str(name)}):
+                return await self._missed_peer(number, task, name, answer)
             case Failed():
                 return p.Error(number, task, answer)
             case Refused("stale", message):
@@ -482,6 +494,13 @@ class Engine:
         if not await self.peers.verify(member):
             return self.peers.lost(task)
         return p.Missed(number, task, Failed("Unavailable", f"{member.name}: {answer.message}", {"task": member.name}))
+
+    async def _missed_peer(self, number: int, task: int, name: str, answer: Failed) -> p.Event:
+        """What it means that a task did not hear of another part of its step any more."""
+        for index, member in enumerate(self.tasks):
+            if member.name == name and member.alive and not await self.peers.verify(member):
+                return self.peers.lost(index)
+        return p.Missed(number, task, answer)
 
     async def judged(self, answer: Outcome, task: int) -> Any:
         """What it means for a training that a loop of a task ended so."""
@@ -501,7 +520,8 @@ class Engine:
 
     async def register(self, placed: Placed, member: Member, *, again: bool = False) -> None:
         """See that a task and the servers know the plans of a step."""
-        work: list[tuple[Member, str, Plan, int | None]] = [(member, "register", placed.compute, None)]
+        plan = placed.plan(self.number_of(member))
+        work: list[tuple[Member, str, Plan, int | None]] = [(member, "register", plan, None)]
         work += [(self.shards[shard], "register_shard", plan, shard) for shard, plan in placed.servers.items()]
         missing = [item for item in work if again or item[2].id not in item[0].plans]
         if missing:

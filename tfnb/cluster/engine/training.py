@@ -230,7 +230,7 @@ class Training:
     async def _welcome(self, event: e.Joined) -> None:
         """A task that joins gets the plan and the data first, so that nobody waits for it."""
         engine, member = self.engine, self.engine.tasks[event.task]
-        if event.task in self.machine.tasks or not engine.is_asked_for(event.task, self.placed.task):
+        if event.task in self.machine.tasks or not engine.is_asked_for(event.task, self.placed.tasks):
             return
         try:
             await engine.register(self.placed, member)
@@ -291,7 +291,7 @@ class Training:
         self._streams.clear()
         await engine.insist_on(self._to_all("open_training"))
         assert mode is not None
-        self._take(mode, engine.free(self.placed.task))
+        self._take(mode, engine.free(self.placed.tasks))
         engine.say(f"mode={mode} from step {engine.step + 1} on")
         self._is_changing, missed, self._missed = False, self._missed, []
         for event in (e.Start(), *missed):

@@ -154,7 +154,8 @@ class Step:
 
     ``rows``: rows of the batch, None where it has none. ``whole``: one task computes all of them. ``shards``: those
     that the step writes. ``once``: it puts elements into queues, so it is not tried again. ``numbers``: fresh round
-    numbers. States: planned, running, preparing, committing, over.
+    numbers. ``senders``: of a graph over several tasks, each of which does its part of the whole batch, the workers that
+    send to each shard. States: planned, running, preparing, committing, over.
     """
 
     tasks: list[int]
@@ -172,6 +173,7 @@ class Step:
     missed: int = 0
     lost: list[int] = field(default_factory=list)  # dead tasks, one of each attempt; each stands for its successors
     places: Mapping[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
+    senders: Mapping[int, tuple[int, ...]] | None = None
 
     def on(self, event: Event, now: float) -> list[Instruction]:
         """What to do next."""
@@ -200,10 +202,9 @@ class Step:
                 return self._stop(e.TimedOut())
         return []  # a late message of another round, or of a step that is over
 
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """Worker numbers of this round."""
-        return tuple(range(len(self.ranges)))
+    def workers(self, shard: int) -> tuple[int, ...]:
+        """Workers of this round that send to a shard."""
+        return tuple(range(len(self.ranges))) if self.senders is None else self.senders[shard]
 
     @property
     def is_computed(self) -> bool:
@@ -216,6 +217,8 @@ class Step:
         self.state, self.number = "running", next(self.numbers)
         parts = 1 if self.whole else len(self.tasks)
         ranges = [(0, 0)] if self.rows is None else divide(self.rows, parts)
+        if self.senders is not None:
+            ranges = [(0, self.rows or 0)] * len(self.tasks)
         self.ranges = dict(zip(self.tasks, ranges, strict=False))
         self.values = {}
         return [Run(self.number, t, w, *r) for w, (t, r) in enumerate(self.ranges.items())]
@@ -226,7 +229,7 @@ class Step:
             return []
         if len(self.shards) > 1:
             self.state = "preparing"
-            return [Prepare(self.number, shard, self.workers) for shard in self.shards]
+            return [Prepare(self.number, shard, self.workers(shard)) for shard in self.shards]
         return self._commit()
 
     def _prepared(self, shard: int) -> list[Instruction]:
@@ -237,7 +240,7 @@ class Step:
         if not self.shards:
             return self._finish()
         self.state, self.answered = "committing", set()
-        return [Commit(self.number, shard, self.workers) for shard in self.shards]
+        return [Commit(self.number, shard, self.workers(shard)) for shard in self.shards]
 
     def _committed(self, shard: int) -> list[Instruction]:
         self.answered.add(shard)
@@ -259,7 +262,9 @@ class Step:
             return self._stop(e.TasksLost(text, (task,)))
         if (cause := poison(self.lost)) is not None:
             return self._stop(cause)
-        return [Abort(self.number), *self._run()] if self.tasks else self._stop(e.TasksLost())
+        if not self.tasks or self.senders is not None:  # nobody else does that part
+            return self._stop(e.TasksLost())
+        return [Abort(self.number), *self._run()]
 
     def _again(self, failure: Failed) -> list[Instruction]:
         self.missed += 1

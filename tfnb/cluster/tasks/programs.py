@@ -21,6 +21,7 @@ from tfnb.cluster.server.parts import GRADIENTS
 from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
 from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, TfnbError
 from tfnb.execution import Pending, Program
+from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.explain import explained
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers.tiered import Mode
@@ -54,6 +55,18 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class PartPlan:
+    """The plan of the part of a step that one task does.
+
+    feeds: of each feed how much it wants, see `tfnb.passes.flow.cut.Kind`; None: nothing.
+    """
+
+    task: int
+    plan: Plan
+    feeds: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
 class Placed:
     """A step placed on the cluster.
 
@@ -71,6 +84,8 @@ class Placed:
     queues: tuple[Queue, ...] = ()  # that the compute plan uses, in its order
     puts: bool = False  # into one of them
     read: tuple[str, ...] = ()  # keys of Variables that nobody may write while a step with queues waits
+    parts: tuple[PartPlan, ...] = ()  # of a step over several tasks, in place of ``compute``
+    senders: Mapping[int, tuple[int, ...]] | None = None  # then of each shard the parts that send to it, by position
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -83,21 +98,25 @@ class Placed:
         return self.placement.changed
 
     @property
-    def task(self) -> int | None:
-        """The task that the graph asks for."""
-        return self.placement.task
+    def tasks(self) -> tuple[int, ...]:
+        """The tasks that the graph asks for; none where any will do."""
+        return tuple(part.task for part in self.parts) or self.placement.tasks
+
+    def plan(self, task: int) -> Plan:
+        """The plan of a task, by its number."""
+        return next((part.plan for part in self.parts if part.task == task), self.compute)
 
 
 # -- the notebook's side --------------------------------------------------------------------------------------
 
 
 def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed:
-    """The plans of a split step.
+    """The plans of a split step, but for those of parts (`tfnb.cluster.tasks.part_programs`).
 
     check: nobody takes or writes numbers that are not finite. compile: what tasks do with steps that take long.
     """
     homes = split.placement.homes
-    servers = {server.shard: _server_plan(server, homes, check) for server in split.servers}
+    servers = {server.shard: server_plan(server, homes, check) for server in split.servers}
     wanted = [value for value in split.fetches if value is not None]
     borders = list(dict.fromkeys(b.value for server in split.servers for b in server.borders))
     pushes = [
@@ -114,19 +133,19 @@ def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed
     found = () if is_whole or check else lookups(split.compute, outputs, split.feeds, written=split.placement.changed)
     about = {"count": len(wanted), "pushes": pushes, "whole": is_whole, "check": check}
     about["lookups"] = [
-        {"index": _name(split.compute, index), "length": len(variable), "homes": homes[variable.key]}
+        {"index": name_of(split.compute, index), "length": len(variable), "homes": homes[variable.key]}
         for _, index, variable in found
     ]  # fmt: skip
     feeds = (*split.feeds, *(look.value for look in found))
     is_here = all(spec.device == "cpu" for node in split.compute.nodes for spec in node.outputs)
     about["compile"] = compile if is_here and not (is_whole or check) else "off"
-    compute = _plan(split.compute, outputs, feeds, {"homes": _homes(split.compute, homes), **about})
-    after, after_at = None, _numbered(split.after_fetches)
+    compute = plan_of(split.compute, outputs, feeds, {"homes": homes_of(split.compute, homes), **about})
+    after, after_at = None, numbered(split.after_fetches)
     if split.after is not None:
         late = tuple(value for value in split.after_fetches if value is not None)
-        facts = {"homes": _homes(split.after, homes), "count": len(late), "pushes": [], "whole": False, "check": check}
-        facts |= {"lookups": [], "compile": "off"}
-        after = _plan(split.after, late, split.after_feeds, facts)
+        facts = {"homes": homes_of(split.after, homes), "count": len(late), "pushes": [], "whole": False}
+        facts |= {"lookups": [], "compile": "off", "check": check}
+        after = plan_of(split.after, late, split.after_feeds, facts)
     queues = queues_of(split.compute.nodes)
     inner = (inner for node in split.compute.nodes for inner in (node, *nested(node)))
     puts = any(node.op == ENQUEUE for node in inner)
@@ -134,12 +153,12 @@ def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed
     if queues and split.placement.writes:
         read = (*split.placement.changed, *(v.key for v in split.compute.contents.variables.values()))
     return Placed(
-        compute, servers, _numbered(split.fetches), split.placement, after, after_at, split.why_whole, queues, puts,
+        compute, servers, numbered(split.fetches), split.placement, after, after_at, split.why_whole, queues, puts,
         read,
     )  # fmt: skip
 
 
-def _numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:
+def numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:
     """Places of the values that are not None, counted."""
     found: list[int | None] = []
     for value in values:
@@ -147,25 +166,25 @@ def _numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:
     return tuple(found)
 
 
-def _homes(graph: Graph, homes: Homes) -> dict[str, Sequence[Piece]]:
+def homes_of(graph: Graph, homes: Homes) -> dict[str, Sequence[Piece]]:
     """The pieces of each variable label of a graph."""
     return {label: homes[v.key] for label, v in graph.contents.variables.items()}
 
 
-def _server_plan(server: Server, homes: Homes, check: bool) -> Plan:
+def server_plan(server: Server, homes: Homes, check: bool) -> Plan:
     keys = {
         label: next(piece.key for piece in homes[variable.key] if piece.shard == server.shard)
         for label, variable in server.graph.contents.variables.items()
     }
     facts = {"kinds": [border.kind for border in server.borders], "keys": keys, "check": check}
-    return _plan(server.graph, (server.target,), server.feeds, facts)
+    return plan_of(server.graph, (server.target,), server.feeds, facts)
 
 
-def _plan(graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], facts: Meta) -> Plan:
+def plan_of(graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], facts: Meta) -> Plan:
     text, constants = dumps(graph.name, graph.seed, graph.contents)
     meta = {
         **facts, "constants": list(constants),
-        "fetches": [_name(graph, value) for value in fetches], "feeds": [_name(graph, value) for value in feeds],
+        "fetches": [name_of(graph, value) for value in fetches], "feeds": [name_of(graph, value) for value in feeds],
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps([meta, text], sort_keys=True).encode())
     for tensor in constants.values():
@@ -174,14 +193,14 @@ def _plan(graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], facts:
     return Plan(digest.hexdigest(), {"plan": digest.hexdigest(), **meta}, (raw, *constants.values()))
 
 
-def _name(graph: Graph, value: Value) -> str:
+def name_of(graph: Graph, value: Value) -> str:
     return f"{graph.contents.by_id[value.node].name}:{value.index}"
 
 
 # -- the tasks' side ------------------------------------------------------------------------------------------
 
 
-def _graph(meta: Meta, tensors: Sequence[torch.Tensor]) -> Graph:
+def graph_of(meta: Meta, tensors: Sequence[torch.Tensor]) -> Graph:
     """The graph of a registered plan."""
     try:
         text = bytes(tensors[0].numpy()).decode()
@@ -196,7 +215,7 @@ def _code(graph: Graph, fetches: Iterable[str], feeds: Iterable[str], compile: M
     return StepCode(step_graph(graph, map(graph.value, fetches), map(graph.value, feeds)), compile=compile)
 
 
-def _keys(program: Program, keys: Mapping[str, Any]) -> list[Any]:
+def keys_of(program: Program, keys: Mapping[str, Any]) -> list[Any]:
     """What ``keys`` says of each variable of the program, in its order."""
     labels = {variable: label for label, variable in program.whole.contents.variables.items()}
     return [keys[labels[variable]] for variable in program.variables]
@@ -206,10 +225,10 @@ class ShardProgram:
     """What a server applies at commit; a `tfnb.cluster.server.core.ServerProgram`."""
 
     def __init__(self, meta: Meta, tensors: Sequence[torch.Tensor]) -> None:
-        self.program: Program = _code(_graph(meta, tensors), meta["fetches"], meta["feeds"]).program
+        self.program: Program = _code(graph_of(meta, tensors), meta["fetches"], meta["feeds"]).program
         self._is_checked = bool(meta["check"])
         self.kinds: Sequence[str] = list(meta["kinds"])
-        self.reads: Sequence[str] = _keys(self.program, meta["keys"])
+        self.reads: Sequence[str] = keys_of(self.program, meta["keys"])
         key_of = dict(zip(self.program.variables, self.reads, strict=True))
         self.writes: Sequence[str] = [key_of[variable] for variable in self.program.writes]
         nodes = self.program.whole.contents.by_id
@@ -273,14 +292,14 @@ class ComputeProgram:
     lookups: list[tuple[int, list[Piece]]] = field(init=False)  # of each its number of rows, and where they are
 
     def __post_init__(self) -> None:
-        graph, looks, feeds = _graph(self.meta, self.tensors), self.meta["lookups"], self.meta["feeds"]
+        graph, looks, feeds = graph_of(self.meta, self.tensors), self.meta["lookups"], self.meta["feeds"]
         self.code = _code(graph, self.meta["fetches"], feeds, self.meta["compile"])
         self.program = self.code.program
-        self.lookups = [(int(look["length"]), [*map(_piece, look["homes"])]) for look in looks]
+        self.lookups = [(int(look["length"]), [*map(piece_of, look["homes"])]) for look in looks]
         if looks:
             self._indices: Program = _code(graph, [look["index"] for look in looks], feeds[: -len(looks)]).program
         self.tensors, self.queues = (), queues_of(self.program.whole.nodes)
-        self.homes = [tuple(map(_piece, pieces)) for pieces in _keys(self.program, self.meta["homes"])]
+        self.homes = [tuple(map(piece_of, pieces)) for pieces in keys_of(self.program, self.meta["homes"])]
 
     @property
     def reads(self) -> dict[int, list[str]]:
@@ -290,6 +309,10 @@ class ComputeProgram:
             for piece in read_from(pieces):
                 found.setdefault(piece.shard, []).append(piece.key)
         return found
+
+    def fed(self, tensors: Sequence[torch.Tensor], meta: Meta) -> list[Any]:
+        """All feeds of a request."""
+        return [*tensors]
 
     def looked_up(self, feeds: Sequence[torch.Tensor]) -> LookedUp:
         """The rows that a step of these feeds takes. Raises InvalidArgument for one that there is not."""
@@ -319,9 +342,10 @@ class ComputeProgram:
 
     def run(
         self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int, task: str,
-        looked: Sequence[torch.Tensor] = (),
+        looked: Sequence[torch.Tensor] = (), meet: Meet | None = None,
     ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
         """Fetched values, and what goes to the shards. ``values`` (by key) are not written. ``looked``: rows.
+        ``meet``: joins the other parts, of a step over several tasks.
 
         Raises NonFiniteGradient for gradients that are not finite: with the name of the ``task``, the op and line that
         made the first number of them, and the fetched values as details.
@@ -331,28 +355,17 @@ class ComputeProgram:
         checked = Checked(self.program).forward if self.meta["check"] else None
         forward = checked or self.code.tiers.forward(tuple([feed.shape for feed in feeds]))
         try:
-            with whole_steps() if self.program.waits else nullcontext():
-                out, pending = self.program.compute(feeds, storages, run_index, forward)
+            out, pending = self._computed(feeds, storages, run_index, forward)
         except NonFinite as error:
             error.task = task
             raise
-        except TfnbError:
-            raise
-        except Exception as error:
-            raise explained(self.program, error, feeds) from error
         if self.meta["whole"]:
             self.program.commit(pending)
             if self.meta["check"]:
                 of = dict(zip(self.program.variables, storages, strict=True))
                 ensure_finite(self.program, [of[variable] for variable in self.program.writes])
             return out, self._whole(storages)
-        pushes = [
-            Push(
-                int(to["shard"]), str(to["plan"]), (),
-                tuple(_cut(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)), tuple(to["grads"]),
-            )
-            for to in self.meta["pushes"]
-        ]  # fmt: skip
+        pushes = self._pushes(out)
         try:
             for push in pushes:
                 push.ensure_finite(task)
@@ -361,6 +374,26 @@ class ComputeProgram:
             error.details = out[: self.meta["count"]]
             raise
         return out[: self.meta["count"]], pushes
+
+    def _computed(self, feeds: Sequence[Any], storages: Sequence[torch.Tensor], *args: Any) -> Any:
+        """What the program gives; its errors name the node and the line."""
+        try:
+            with whole_steps() if self.program.waits else nullcontext():
+                return self.program.compute(feeds, storages, *args)
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(self.program, error, feeds) from error
+
+    def _pushes(self, out: Sequence[torch.Tensor | None]) -> list[Push]:
+        """What goes to shards of the values that were computed."""
+        return [
+            Push(
+                int(to["shard"]), to["plan"], tuple(to.get("keys", ())),
+                tuple(rows_of(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)), tuple(to["grads"]),
+            )
+            for to in self.meta["pushes"]
+        ]  # fmt: skip
 
     def _locate(self, error: NonFiniteGradient, args: Sequence[Any]) -> None:
         """Compute once more, with probes, and say where the gradient became NaN or infinite."""
@@ -400,12 +433,12 @@ class ComputeProgram:
         ]
 
 
-def _piece(fields: Sequence[Any]) -> Piece:
+def piece_of(fields: Sequence[Any]) -> Piece:
     shard, key, rows = fields
     return Piece(int(shard), str(key), None if rows is None else (int(rows[0]), int(rows[1])))
 
 
-def _cut(value: torch.Tensor | None, rows: Sequence[int] | None) -> torch.Tensor:
+def rows_of(value: torch.Tensor | None, rows: Sequence[int] | None) -> torch.Tensor:
     """What a shard needs of a value."""
     assert value is not None  # what is sent to servers is an output
     return value if rows is None else value[rows[0] : rows[1]]

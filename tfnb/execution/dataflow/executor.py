@@ -86,6 +86,10 @@ class Here:
             deliver(*found)
 
 
+Meet = Callable[[Callable[[BaseException], None]], Peers]
+"""Joins the other parts of a step; what is given is called, from any thread, with the error that ends it."""
+
+
 class Came(NamedTuple):
     """What a RECV step waited for."""
 
@@ -98,13 +102,13 @@ class Driver:
     """One step: its thread does what the machine has ready, and waits for tasks, queues and other parts."""
 
     def __init__(
-        self, plans: Sequence[Plan], results: int, borrowed: Borrowed, graph: str, peers: Peers | None = None
+        self, plans: Sequence[Plan], results: int, borrowed: Borrowed, graph: str, meet: Meet | None = None
     ) -> None:
         self.plans, self.borrowed, self.graph = plans, borrowed, graph
-        roots = [plan.root for plan in plans]
-        self.machine = Machine(roots, results, self._submit, peers, self._arrived)
+        self.machine = Machine([plan.root for plan in plans], results, self._submit, None, self._arrived)
         self.runner = Runner(self._may, lambda: list(self.machine.waits), self._later)
         self.inbox = self.runner.inbox
+        self.machine.peers = None if meet is None else meet(self.inbox.put)
         self.lanes = Lanes(self.inbox)
         self.queues = StepQueues()
         self.put: list[torch.Tensor] = []  # what it enqueued, which is not the step's own any more
@@ -334,11 +338,12 @@ class Dataflow:
 
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
-        cut: Cut | None = None, peers: Peers | None = None,
+        cut: Cut | None = None, meet: Meet | None = None,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; no Variable is written.
 
-        peers: where the other parts are, if they are not here. Queues are used on the way, inside of a block of `tfnb.state.queue_machine.whole_steps`.
+        meet: joins the other parts, if they are not here. Queues are used on the way, inside of a block of
+        `tfnb.state.queue_machine.whole_steps`.
         """
         fed = list(feeds)
         live = dict(zip(self.variables, storages, strict=True))
@@ -347,8 +352,9 @@ class Dataflow:
         constants = [value for plan in self.plans for _, value in plan.given]
         kept = [*stored.values(), *constants]
         here = Here() if len(self.plans) > 1 else None
+        join = meet if here is None else lambda failed: here
         borrowed = Borrowed([*kept, *fed])  # elements outlive what is fed, too
-        driver = Driver(self.plans, len(self.found.ends), borrowed, self.whole.name, here or peers)
+        driver = Driver(self.plans, len(self.found.ends), borrowed, self.whole.name, join)
         found = driver.drive(*(self._start(plan, fed, stored, run) for plan in self.plans))
         assert here is None or here.is_empty
         self._ensure_live(found)

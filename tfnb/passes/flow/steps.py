@@ -40,15 +40,17 @@ class StepFlow:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which parts of a step are wanted. tasks: how many there are, None for as many as nodes ask for.
+    """How a step is cut. tasks: how many there are, None for as many as nodes ask for.
 
-    places: where each fetch is wanted, None for the place that makes it. is_optimized: the passes saw the graph already.
-    here: the part that runs in this process; then its fetches are all that it gives, and it writes nothing.
+    places: where each fetch is wanted, None for the place that makes it. is_optimized: passes saw the graph already.
+    has_writes: whether the step writes Variables, as a run in one process does; else somebody does it with its fetches.
+    here: the part that runs in this process, None for all of them.
     """
 
     tasks: int | None = None
     places: Sequence[Place | None] = ()
     is_optimized: bool = False
+    has_writes: bool = True
     here: Place | None = None
 
 
@@ -87,7 +89,7 @@ def _step_flow(
         for s, (value, _) in feed_symbols(step.whole.contents, step.feeds).items()
     }
     flow, written = frames.resolved(frames.lower(graph.contents, step.feeds, symbols, native=native))
-    if wanted.here is not None:
+    if not wanted.has_writes:
         written = {}
     ends = (*_ends(step, flow, wanted.places), *(End(port) for port in written.values()))
     parts = (uncut(flow, ends),) if sites is None else cut(flow, ends, sites)

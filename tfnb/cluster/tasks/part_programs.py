@@ -1,0 +1,187 @@
+"""A step over several tasks: a plan for each part, made in the notebook, and the program that a task makes of it.
+
+All parts are registered as one graph, with the passes before the cut done; each task cuts for itself. Values go
+straight from task to task (`tfnb.execution.dataflow.machine.Peers`). What a server needs of a step goes there from one
+task, the one that makes most of it; the others send it theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tfnb.cluster.server.parts import GRADIENTS
+from tfnb.cluster.tasks.programs import (
+    ComputeProgram,
+    Meta,
+    PartPlan,
+    Plan,
+    Push,
+    graph_of,
+    homes_of,
+    keys_of,
+    piece_of,
+    plan_of,
+)
+from tfnb.errors import NonFinite, VersionMismatch
+from tfnb.execution.dataflow.executor import Meet
+from tfnb.execution.step_code import StepCode
+from tfnb.execution.tracing.health import is_finite
+from tfnb.graph import Graph, Value
+from tfnb.graph.subgraph import queues_of
+from tfnb.passes import StepGraph, step_graph
+from tfnb.passes.flow.cut import Kind, Part
+from tfnb.passes.flow.places import Place
+from tfnb.passes.flow.steps import StepFlow, Wanted, in_parts, optimized_step
+from tfnb.placement.partition import Split
+
+
+class Sent(NamedTuple):
+    """A value that goes to a shard: a feed of its plan, or (then there is a ``key``) the new value of a Variable."""
+
+    shard: int
+    value: Value
+    rows: tuple[int, int] | None
+    gradient: str | None = None
+    key: str | None = None
+
+
+def part_plans(
+    split: Split, servers: Mapping[int, Plan], tasks: int, check: bool
+) -> tuple[tuple[PartPlan, ...], dict[int, tuple[int, ...]]]:
+    """The plans of the parts of a step, and of each shard the parts that send to it, by position.
+
+    tasks: how many there are. Raises InvalidArgument for requests that contradict each other.
+    """
+    wanted = [value for value in split.fetches if value is not None]
+    sent = [*_sent(split)]
+    borders = list(dict.fromkeys(each.value for each in sent))
+    step = optimized_step(step_graph(split.compute, (*wanted, *borders, *split.checks), split.feeds))
+    sender = _senders(in_parts(step, Wanted(tasks, is_optimized=True, has_writes=False)), sent, len(wanted), borders)
+    crossing = list(dict.fromkeys((each.value, sender[each.shard]) for each in sent))
+    outputs = (*wanted, *(value for value, _ in crossing), *split.checks)
+    places = [*([None] * len(wanted)), *(place for _, place in crossing), *([None] * len(split.checks))]
+    step = StepGraph(step.whole, step.graph, outputs, split.feeds)
+    found = in_parts(step, Wanted(tasks, places, is_optimized=True, has_writes=False))
+    at = {pair: len(wanted) + position for position, pair in enumerate(crossing)}
+    facts = {
+        "homes": homes_of(step.graph, split.placement.homes), "count": len(wanted), "check": check, "tasks": tasks,
+        "places": [None if place is None else place.number for place in places], "edges": digest(found.parts),
+    }  # fmt: skip
+    plans = []
+    for part in found.parts:
+        pushes = [_push(shard, sent, servers, at, part.place) for shard, place in sender.items() if place == part.place]
+        plan = plan_of(step.graph, outputs, split.feeds, {**facts, "part": part.place.number, "pushes": pushes})
+        kinds = tuple(None if kind is None else int(kind) for kind in found.kinds(part))
+        plans.append(PartPlan(part.place.number, plan, kinds))
+    position = {part.place: at for at, part in enumerate(found.parts)}
+    return tuple(plans), {shard: (position[place],) for shard, place in sender.items()}
+
+
+def _sent(split: Split) -> Iterator[Sent]:
+    """What goes to servers."""
+    for server in split.servers:
+        for border in server.borders:
+            gradient = border.variable if border.kind in GRADIENTS else None
+            yield Sent(server.shard, border.value, border.rows, gradient)
+    for variable, value in split.final.items():
+        for piece in split.placement.homes[variable.key]:
+            yield Sent(piece.shard, value, piece.rows, key=piece.key)
+
+
+def _senders(found: StepFlow, sent: Sequence[Sent], first: int, borders: Sequence[Value]) -> dict[int, Place]:
+    """The part that sends to each shard: the one that makes most of what goes there."""
+    ends = {end: part.place for part in found.parts for end in part.ends}
+    home = {value: ends[first + position] for position, value in enumerate(borders)}
+    weight: dict[int, Counter[Place]] = {}
+    by_id = found.step.whole.contents.by_id
+    for each in sent:
+        spec = by_id[each.value.node].outputs[each.value.index]
+        count = math.prod(size for size in spec.shape if isinstance(size, int))
+        weight.setdefault(each.shard, Counter())[home[each.value]] += 1 + count * spec.dtype.itemsize
+    return {shard: min(places, key=lambda place: (-places[place], place)) for shard, places in weight.items()}
+
+
+def _push(
+    shard: int, sent: Sequence[Sent], servers: Mapping[int, Plan], at: Mapping[tuple[Value, Place], int], place: Place
+) -> dict[str, Any]:
+    """What a part sends to a shard, see `ComputeProgram`."""
+    mine = [each for each in sent if each.shard == shard]
+    return {
+        "shard": shard, "plan": servers[shard].id if shard in servers else None,
+        "at": [at[each.value, place] for each in mine], "rows": [each.rows for each in mine],
+        "grads": [each.gradient for each in mine], "keys": [each.key for each in mine if each.key is not None],
+    }  # fmt: skip
+
+
+def digest(parts: Iterable[Part]) -> str:
+    """The sha256 of all edges: parts that were cut alike have the same."""
+    edges = sorted(edge for part in parts for edge in part.sends)
+    return hashlib.sha256(repr(edges).encode()).hexdigest()
+
+
+class PartProgram(ComputeProgram):
+    """What a task runs of a step over several tasks. It waits for values of the others while it runs."""
+
+    def __post_init__(self) -> None:
+        meta = self.meta
+        graph: Graph = graph_of(meta, self.tensors)
+        feeds, outputs = (tuple(map(graph.value, meta[names])) for names in ("feeds", "fetches"))
+        places = tuple(None if number is None else Place(number) for number in meta["places"])
+        here = Place(int(meta["part"]))
+        wanted = Wanted(int(meta["tasks"]), places, is_optimized=True, has_writes=False, here=here)
+        self.code = StepCode(StepGraph(graph, graph, outputs, feeds), executor="parts", parts=wanted)
+        self.part = self.code.program
+        found: StepFlow = self.part.found
+        if digest(found.parts) != meta["edges"]:
+            text = f"{here} cuts this step otherwise than the notebook: do they run the same tfnb and torch?"
+            raise VersionMismatch(text)
+        self.program = self.part
+        self._kinds = found.kinds(self.part.parts[0])
+        self.lookups, self.tensors, self.queues = [], (), queues_of(graph.nodes)
+        self.homes = [tuple(map(piece_of, pieces)) for pieces in keys_of(self.part, meta["homes"])]
+
+    def fed(self, tensors: Sequence[torch.Tensor], meta: Meta) -> list[Any]:
+        """All feeds: those that were sent, of others the sizes, or nothing."""
+        values, sizes = iter(tensors), iter(meta["sizes"])
+        specs = [self.part.whole.contents.by_id[value.node].outputs[value.index] for value in self.part.feeds]
+        found: list[Any] = []
+        for kind, spec in zip(self._kinds, specs, strict=True):
+            if kind is Kind.SIZE:
+                found.append(torch.empty(next(sizes), dtype=spec.dtype, device="meta"))
+            else:
+                found.append(None if kind is None else next(values))
+        return found
+
+    def run(
+        self, feeds: Sequence[Any], values: Mapping[str, torch.Tensor], run_index: int, task: str,
+        looked: Sequence[torch.Tensor] = (), meet: Meet | None = None,
+    ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
+        """The fetches that are made here, None for others, and what goes to shards; see `ComputeProgram.run`."""
+        storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
+        given = [
+            value if value is None or value.is_meta else self._fed(at, value)
+            for at, value in zip(self.part.feeds, feeds, strict=True)
+        ]
+        out = self._computed(given, storages, run_index, None, None, meet)[0]
+        if self.meta["check"]:
+            self._ensure_finite(out, task)
+        pushes = self._pushes(out)
+        for push in pushes:
+            push.ensure_finite(task)
+        return out[: self.meta["count"]], pushes
+
+    def _ensure_finite(self, out: Sequence[torch.Tensor | None], task: str) -> None:
+        """Raise NonFinite naming the first fetch or border that holds a number that is not finite."""
+        for value, found in zip(self.part.fetches, out, strict=True):
+            if found is not None and found.is_floating_point() and not is_finite(found):
+                node = self.part.whole.contents.by_id[value.node]
+                at = f"\n  at {node.source}" if node.source else ""
+                error = NonFinite(f"{node.name} holds NaN or infinity, computed on {task}{at}", **node.where)
+                error.task = task
+                raise error
