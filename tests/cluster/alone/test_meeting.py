@@ -25,7 +25,9 @@ def fresh(*rounds: int) -> m.Meeting:
     return meeting
 
 
-def came(number: int = 1, edge: int = 0, tag: m.Tag = (), value: Any = 5, sender: int = OTHER, nbytes: int = 0):
+def came(
+    number: int = 1, edge: int = 0, tag: tuple[int, ...] = (), value: Any = 5, sender: int = OTHER, nbytes: int = 0
+):
     return m.Came(number, edge, tag, value, None, sender, nbytes)
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
+from tfnb.cluster.wire.messages import Dead, Tag
 from tfnb.errors import Internal, ResourceExhausted, StepAborted, TfnbError
 
 EARLY = 256 << 20  # bytes of values for rounds that have not begun, until who sends them is paused
@@ -33,9 +34,7 @@ PATIENCE = 10.0  # seconds that a sender is paused, until the round that holds t
 TOMBSTONES = 1024  # rounds above the floor that are known to be over
 REMEMBERED = 4096  # keys of a round that were delivered last: a second message or want for one of them is noticed
 
-Tag = tuple[int, ...]
-Dead = tuple[int, int]  # which branch was not taken
-Receive = Callable[[Any, "Dead | None"], None]
+Receive = Callable[[Any, Dead | None], None]
 
 
 class Came(NamedTuple):
