@@ -1,7 +1,9 @@
 """The thread of a server: its cores see every event here, in order, whichever way it came.
 
 It waits on a selector, for calls that the task's event loop passes on, for direct streams
-(`tfnb.cluster.wire.streams`) and for the time. It holds nothing of the task, so that it ends with it.
+(`tfnb.cluster.wire.streams`), for what it hosts, and for the time. A stream whose request is ``post`` becomes the
+receiving end of posts between tasks (`tfnb.cluster.wire.posting`), which it hosts from then on; so it serves tasks
+without a core, too.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tfnb.cluster.wire.asking import Answers, parts
 from tfnb.cluster.wire.encryption import encrypted, encryption
 from tfnb.cluster.wire.lending import ServerLoans
 from tfnb.cluster.wire.messages import Ok, Refused, Request, failed
+from tfnb.cluster.wire.posting import Hosted
 from tfnb.cluster.wire.streams import Broken, Connection, Keys, Offer, kept
 from tfnb.cluster.wire.transport import read_request, write_outcome
 from tfnb.errors import ProtocolError, ResourceExhausted, TfnbError
@@ -40,14 +43,22 @@ UNPROVED = 32  # connections that have not yet proved their key
 BACKLOG = 64
 ENDS = 10.0  # seconds that the thread may take to end
 log = logging.getLogger(__name__)
+Receive = Callable[[socket.socket, Request, ServerLoans | None], Hosted]  # raises TfnbError
 STREAMED = frozenset({"push", "contribute", "pull"})  # what a direct stream carries, also as parts of a batch
 
 
 class Serving:
-    """Cores and their thread. ``carry``: called in the thread with what other servers are to be told."""
+    """Cores and their thread. ``carry``: called in the thread with what other servers are to be told.
 
-    def __init__(self, cores: Cores, carry: Callable[[Sequence[Send]], None], budget: int = envelope.BUDGET) -> None:
-        self._cores, self._carry, self._budget = cores, carry, budget
+    receive: makes the receiving end of a connection that carries posts, of its request and what its sender lends.
+    """
+
+    def __init__(
+        self, cores: Cores, carry: Callable[[Sequence[Send]], None], budget: int = envelope.BUDGET,
+        receive: Receive | None = None,
+    ) -> None:  # fmt: skip
+        self._cores, self._carry, self._budget, self._receive = cores, carry, budget, receive
+        self._hosted: set[Hosted] = set()
         self._tickets = itertools.count()
         self._replies: dict[int, Callable[[Answer], None]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -98,6 +109,21 @@ class Serving:
         offer = Offer(host, port, secrets.token_bytes(8), secrets.token_bytes(32))
         self._post(lambda: self._add(offer))
         return offer
+
+    def host(self, end: Hosted) -> None:
+        """Serve one end of a connection from now on, until it is over."""
+        self._hosted.add(end)  # first: a thread that ends drops it
+        self._post(partial(self._look, end))
+        if not self._thread.is_alive():
+            self._drop(end, Broken("the task ends"))
+
+    def look(self, end: Hosted) -> None:
+        """What an end waits for has changed."""
+        self._post(partial(self._look, end))
+
+    def drop(self, end: Hosted, why: str) -> None:
+        """Close an end."""
+        self._post(partial(self._drop, end, Broken(why)))
 
     def stop(self) -> threading.Thread:
         """Let the thread end, and close what it listens on; who waits for an answer gets none. Its thread."""
@@ -296,7 +322,71 @@ class Serving:
             self._answer(one, answer)
             one.loans = loans
             return
+        if request.method == "post":
+            self._turn(one, request)
+            return
         self._ask(request, lambda answer: self._answer(one, answer), STREAMED)
+
+    def _turn(self, one: Connection, request: Request) -> None:
+        """A stream becomes the receiving end of posts; its sender waits for the answer before it sends one."""
+        if self._receive is None:
+            self._answer(one, Refused("protocol", "no posts on this way"))
+            return
+        name = str(request.meta.get("memory") or "")
+        loans, answer = self._share(name) if name else (None, Ok())
+        try:
+            end = self._receive(one.socket, request, loans)
+        except TfnbError as error:
+            self._answer(one, failed(error))
+            return
+        self._answer(one, answer if isinstance(answer, Ok) else Ok({"memory": ""}))
+        if one.has_more_to_send:
+            self._close(one)
+        if one not in self._connections:
+            end.over(Broken("its sender went away"))
+            return
+        self._connections.discard(one)
+        self._selector.unregister(one.socket)
+        self._hosted.add(end)
+        self._look(end)
+
+    # -- what is hosted ---------------------------------------------------------------------------------------------
+
+    def _look(self, end: Hosted) -> None:
+        """Wait for what it waits for."""
+        if end not in self._hosted:
+            return
+        try:
+            events = end.events()
+            found = self._selector.get_map().get(end.sock)
+            if found is None:
+                if events:
+                    self._selector.register(end.sock, events, partial(self._ready, end))
+            elif not events:
+                self._selector.unregister(end.sock)
+            elif found.events != events:
+                self._selector.modify(end.sock, events, found.data)
+        except (OSError, ValueError) as error:
+            self._drop(end, error)
+
+    def _ready(self, end: Hosted, events: int) -> None:
+        if end not in self._hosted:
+            return  # closed by an event before this one
+        try:
+            end.ready(events)
+            self._look(end)
+        except (OSError, Broken, ProtocolError, ResourceExhausted, MemoryError) as error:
+            self._drop(end, error)
+        except Exception as error:
+            log.exception("posts between tasks")
+            self._drop(end, error)
+
+    def _drop(self, end: Hosted, error: Exception) -> None:
+        if end in self._hosted:
+            self._hosted.discard(end)
+            with suppress(KeyError, ValueError):  # it waits for nothing
+                self._selector.unregister(end.sock)
+        end.over(error)
 
     def _share(self, name: str) -> tuple[ServerLoans | None, Answer]:
         """What lends to a task from the next answer on, and memory of this process that the task maps as a proof."""
@@ -341,6 +431,8 @@ class Serving:
     def _end(self) -> None:
         for one in list(self._connections):
             self._close(one)
+        for end in list(self._hosted):
+            _logged(partial(self._drop, end, Broken("the task ends")))
         self._selector.close()
         for sock in (self._listener, self._bell, self._ear):
             if sock is not None:

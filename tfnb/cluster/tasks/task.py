@@ -41,6 +41,7 @@ from tfnb.cluster.server.core_events import Send
 from tfnb.cluster.server.cores import Cores
 from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.tasks.computing import Computing, in_thread
+from tfnb.cluster.tasks.exchange import Exchange
 from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.tasks.reading import Reader
 from tfnb.cluster.tasks.resident import Loops
@@ -129,19 +130,22 @@ class Task:
         self.room = self.budget // 2
         self.loops = Loops(self, self.plans)
         self.streams = Streams(self.link, worker.security)
+        about = self.link, self._loop, worker.security
+        self.exchange = Exchange(name, self.incarnation, *about, self._served, lambda: self.epoch)
         torch.set_num_threads(threads or worker.state.nthreads)
         heap.set_limits()
         limit_copies(self._room // COPIES)
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "reset": self._reset, "quit": self._quit, "stream": self._open_stream,
-            "waits": self._waits, "code": self._code,
+            "waits": self._waits, "code": self._code, "deliver": self.exchange.deliver,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 
     def end(self) -> None:
         """End its threads and give its memory back: a model is too large to wait until Python looks for cycles."""
         self.streams.end()
+        self.exchange.close()
         for threads in (self.computing, self.waiting):
             threads.close()
         thread = None
@@ -204,25 +208,33 @@ class Task:
         self.shards = [Peer(str(a), str(k), int(i)) for a, k, i in meta["shards"]]
         self.cache.clear()
         self.streams.end()
-        if meta["holds"] and self.serving is None:
+        if meta["holds"] and not len(self.cores):
             for shard in meta["holds"]:
                 store, mine = (
                     Store(budget=self.budget, is_shared=True),
                     {"incarnation": self.incarnation, "shard": int(shard)},
                 )
                 self.cores.add(Core(store, ShardProgram, epoch=self.epoch, **mine))
-            send = weakref.WeakMethod(self._begin_send)
-            self.serving = Serving(self.cores, partial(_tell, self._loop, _call, send))
-            self._at_exit = weakref.finalize(self, self.serving.close)
+            self._served()
         for core in self.cores:
             core.epoch = self.epoch
         return Ok({"epoch": self.epoch})
+
+    def _served(self) -> Serving:
+        """The thread of its sockets and cores; made when a server is configured, or posts come or go."""
+        if self.serving is None:
+            send = weakref.WeakMethod(self._begin_send)
+            carry = partial(_tell, self._loop, _call, send)
+            self.serving = Serving(self.cores, carry, receive=self.exchange.receive)
+            self.exchange.serving = self.serving
+            self._at_exit = weakref.finalize(self, self.serving.close)
+        return self.serving
 
     # -- a server -----------------------------------------------------------------------------------------------
 
     async def _serve(self, request: Request) -> Answer:
         serving = self.serving
-        if serving is None:
+        if serving is None or not len(self.cores):
             return Refused("protocol", f"{self.name} is no parameter server")
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Answer] = loop.create_future()
@@ -230,11 +242,9 @@ class Task:
         return await answered
 
     async def _open_stream(self, request: Request) -> Answer:
-        """Where this server listens for a direct stream, and a key for one."""
-        if self.serving is None:
-            return Refused("protocol", f"{self.name} is no parameter server")
+        """Where this task listens for a direct stream, or posts, and a key for one."""
         try:
-            offer = self.serving.offer(self.worker.address, self.worker.security)
+            offer = self._served().offer(self.worker.address, self.worker.security)
         except OSError as error:
             return Refused("protocol", str(error))
         return Ok({"host": offer.host, "port": offer.port, "name": offer.name.hex(), "key": offer.key.hex()})

@@ -52,6 +52,9 @@ _TAGS: dict[str, torch.dtype] = {
     "f8e4m3fn": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2,
     "f8e4m3fnuz": torch.float8_e4m3fnuz, "f8e5m2fnuz": torch.float8_e5m2fnuz,
 }  # fmt: skip
+DTYPES = tuple(_TAGS.values())
+"""Those that travel; their places are their codes in posts."""
+
 _TAG_OF = {dtype: tag for tag, dtype in _TAGS.items()}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16}  # of dtypes that numpy lacks
 _OF_NUMPY = frozenset(dtype for tag, dtype in _TAGS.items() if tag != "bf16" and not tag.startswith("f8"))
@@ -106,7 +109,7 @@ def encode(
     for position, (tensor, nbytes) in enumerate(zip(tensors, sizes, strict=True)):
         lane: str
         ref: int | tuple[str, int]
-        flat = _bytes_of(tensor, position) if position not in loans else _NOTHING
+        flat = bytes_of(tensor, position) if position not in loans else _NOTHING
         if position in loans:
             segment, start, word = loans[position]
             lane, ref = "s", (segment, start)
@@ -214,14 +217,17 @@ def _large(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> dict[int, t
     found = {}
     for position, (tensor, nbytes) in enumerate(zip(tensors, sizes, strict=True)):
         if nbytes > INLINE:
-            _check(tensor, position)
+            check(tensor, position)
             found[position] = tensor
     return found
 
 
-def _bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
-    """The values of a tensor as bytes; shares memory where it can."""
-    _check(tensor, position)
+def bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
+    """The values of a tensor as bytes; shares memory where it can. Raises UnsupportedDtype for what cannot travel.
+
+    position: of the tensor in its message, for the error.
+    """
+    check(tensor, position)
     if tensor.is_meta or tensor.numel() == 0:
         return _NOTHING
     plain = tensor.detach() if tensor.requires_grad else tensor
@@ -233,8 +239,8 @@ def _bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
     return flat.data
 
 
-def _check(tensor: torch.Tensor, position: int) -> None:
-    """Raise UnsupportedDtype for what cannot travel."""
+def check(tensor: torch.Tensor, position: int) -> None:
+    """Raise UnsupportedDtype for what cannot travel. position: of the tensor in its message, for the error."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         _unsupported(position, f"is a {type(tensor).__name__}, not a plain tensor")
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -436,10 +442,18 @@ def _tensor(
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     if lane == "i":
-        raw = torch.frombuffer(bytearray(small[ref : ref + nbytes]), dtype=dtype)
-    else:
-        frame = frames[ref]
-        raw = torch.frombuffer(bytearray(frame) if frame.readonly else frame, dtype=dtype)
+        return tensor_of(bytearray(small[ref : ref + nbytes]), dtype, shape)
+    frame = frames[ref]
+    return tensor_of(bytearray(frame) if frame.readonly else frame, dtype, shape)
+
+
+def tensor_of(data: bytearray | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of bytes that `bytes_of` gave; at least one. It keeps them, if they are aligned.
+
+    >>> tensor_of(bytearray(bytes_of(torch.tensor([[1, 2]]), 0)), torch.int64, (1, 2))
+    tensor([[1, 2]])
+    """
+    raw = torch.frombuffer(data, dtype=dtype)
     if raw.data_ptr() % 16:
         raw = raw.clone()
     if sys.byteorder == "big":

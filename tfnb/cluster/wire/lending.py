@@ -21,15 +21,19 @@ from tfnb.errors import ProtocolError
 from tfnb.state.shared_memory import Mapped, Maps, Segment, located
 from tfnb.state.store import Watched, memory
 
-REGIONS = 4  # of one stream; what finds no place is sent
+REGIONS = 4  # of one stream
 ANSWERS = 3  # that lend something, until memory that none of them was copied to is given up
 FREE, HELD = 0, 1  # words of a region
 
 
 class TaskLoans:
-    """The task's side of one stream. Raises OSError where there is no shared memory."""
+    """The task's side of one connection. Raises OSError where there is no shared memory.
 
-    def __init__(self) -> None:
+    most: regions that are lent at a time; what finds no place is sent.
+    """
+
+    def __init__(self, most: int = REGIONS) -> None:
+        self._most = most
         self._read = Segment(ALIGN)  # its word: how many answers were read
         self._regions: list[Segment] = []
         self._maps = Maps()
@@ -40,6 +44,11 @@ class TaskLoans:
     def name(self) -> str:
         """What the server maps."""
         return self._read.name
+
+    @property
+    def has_let_go(self) -> bool:
+        """Whether nobody reads a region."""
+        return all(region.word == FREE for region in self._regions)
 
     def prove(self, name: str) -> None:
         """Map what the server offers. Raises OSError."""
@@ -65,7 +74,7 @@ class TaskLoans:
         if fits:
             return min(fits, key=lambda region: region.flat.numel())
         self._regions = [region for region in self._regions if region not in free]
-        if len(self._regions) == REGIONS:
+        if len(self._regions) >= self._most:
             return None
         try:
             made = Segment(nbytes)

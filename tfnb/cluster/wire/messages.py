@@ -19,6 +19,9 @@ POLL = 10.0  # seconds that a server lets a request wait until it tells the call
 SILENCE = 4.0  # seconds without an answer after which silence is said, and others compute the rows of a task
 GIVEN_UP = 60.0  # seconds of silence after which a task or server is dead that Dask lists; no call ends earlier
 
+Tag = tuple[int, ...]  # the iterations of the frames that a value of a step belongs to
+Dead = tuple[int, int]  # which branch was not taken, for a value that is dead
+
 
 class Peer(NamedTuple):
     """A task: worker address, actor key, and the random identity of that actor process."""

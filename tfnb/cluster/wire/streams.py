@@ -54,6 +54,7 @@ GIVE_WAY = 0.05  # seconds after which a call that waits for other tasks looks w
 STALL = 30.0  # seconds that a message may take, beside its bytes
 BYTES_PER_SECOND = 50e6
 BUFFERS = 64  # given to the system at once
+POSTED = 16  # regions of memory that hold tensors of one connection that carries posts
 
 _MAGIC = b"TFNS\x01\x00\x00\x00"
 _NAME, _NONCE, _PROOF = 8, 32, 32  # bytes
@@ -260,7 +261,7 @@ class Connection:
         """Go on sending. Raises OSError."""
         while self._out:
             try:
-                _sent(self._out, self.socket.sendmsg(list(islice(self._out, BUFFERS))))
+                gone(self._out, self.socket.sendmsg(list(islice(self._out, BUFFERS))))
             except BlockingIOError:
                 return
         if self.is_proved:
@@ -327,6 +328,31 @@ class Stream:
             loans.prove(str(outcome.meta["memory"]))
             self._loans = loans
         return self._loans is not None
+
+    def turn(
+        self, peer: Peer, op: OpId, about: Mapping[str, Any], *, epoch: int
+    ) -> tuple[socket.socket, TaskLoans | None]:  # fmt: skip
+        """Let the connection carry posts from here on (`tfnb.cluster.wire.posting`); the stream is over.
+
+        Its socket, and what lends if both ends share memory. Raises OSError or Broken.
+        """
+        loans, until = None, time.monotonic() + CONNECT
+        with suppress(OSError):
+            loans = TaskLoans(POSTED)
+        meta = {**about, "memory": loans.name if loans is not None else ""}
+        outcome = self.send(
+            write_request(peer, "post", meta, (), epoch=epoch, op=op, seconds=CONNECT, budget=self._budget), until
+        ) or self.receive(until)  # fmt: skip
+        if not isinstance(outcome, Ok):
+            raise Broken(f"no posts to {peer.addr}: {outcome}")
+        try:
+            if loans is not None:
+                loans.prove(str(outcome.meta["memory"]))
+        except OSError:
+            loans = None
+        with self._guard:
+            self._is_over = True
+        return self._socket, loans
 
     @property
     def lend(self) -> envelope.Lend | None:
@@ -535,11 +561,11 @@ def _send(
     out = deque(buffers)
     while out:
         sock.settimeout(_left(until))
-        _sent(out, sock.sendmsg(list(islice(out, BUFFERS))))
+        gone(out, sock.sendmsg(list(islice(out, BUFFERS))))
         begun()
 
 
-def _sent(out: deque[memoryview], count: int) -> None:
+def gone(out: deque[memoryview], count: int) -> None:
     """So many bytes of ``out`` are gone."""
     while out and count >= out[0].nbytes:
         count -= out.popleft().nbytes

@@ -1,0 +1,305 @@
+"""Posts between tasks, without a cluster: every value arrives bitwise, no send waits, and no bytes do harm."""
+
+from __future__ import annotations
+
+import math
+import selectors
+import socket
+import struct
+import threading
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cluster.alone.test_wire import DTYPES
+from tfnb.cluster.wire import posting
+from tfnb.cluster.wire.envelope import bytes_of
+from tfnb.cluster.wire.lending import FREE, HELD, ServerLoans, TaskLoans
+from tfnb.cluster.wire.posting import BUFFER, LEND, Post, Reader, Receiver, Sender, written
+from tfnb.cluster.wire.streams import Broken
+from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted, UnsupportedDtype
+
+HEAD = struct.Struct("<QqiBBBB")
+DEAD, NONE, INT, BOOL, FLOAT, META, TENSOR, LENT = range(8)
+
+
+def data(*post, loans=None):
+    return b"".join(written(*post, loans))
+
+
+def tensor(dtype, *shape):
+    count = math.prod(shape) * dtype.itemsize
+    return torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def is_same(one, other):
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(other) and (one == other or (one != one and other != other))
+    is_alike = (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+    return is_alike and bytes_of(one, 0) == bytes_of(other, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 0), (1,), (5, 7), (300, 700)], ids=str)
+def test_tensors_of_every_dtype_and_size_arrive_bitwise(dtype, shape):
+    value = tensor(dtype, *shape)
+    (post,) = Reader().feed(data(1, 2, (3, 4), value, None))
+    assert post[:3] == (1, 2, (3, 4)) and post.dead is None and post.nbytes == value.numel() * value.itemsize
+    assert is_same(post.value, value) and (not value.numel() or post.value.data_ptr() % 16 == 0)
+    (post,) = Reader().feed(data(1, 2, (), value.to("meta"), None))
+    assert is_same(post.value, value.to("meta")) and post.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "value", [0, -(1 << 63), (1 << 63) - 1, True, False, 1.5, math.inf, math.nan, -0.0, None], ids=str
+)
+def test_numbers_arrive_as_they_are(value):
+    (post,) = Reader().feed(data(-5, -2, (), value, None))
+    assert is_same(post.value, value) and post[:3] == (-5, -2, ()) and str(post.value) == str(value)
+
+
+def test_dead_values_and_tensors_that_are_views_or_need_a_gradient():
+    (post,) = Reader().feed(data(1, 2, (0,), None, (-3, 9)))
+    assert post == Post(1, 2, (0,), None, (-3, 9))
+    strided = tensor(torch.float32, 40, 500).t()[::2]
+    (post,) = Reader().feed(data(1, 2, (), strided.requires_grad_(), None))
+    assert is_same(post.value, strided.detach()) and not post.value.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("post", "kind", "named"),
+    [
+        ((1, 7, (), 1 << 63, None), InvalidArgument, "edge 7, tag"),
+        ((1, 7, (1 << 63,), 1, None), InvalidArgument, "edge 7"),
+        ((1, 1 << 31, (), 1, None), InvalidArgument, "cannot travel"),
+        ((1, 7, (0,) * 65, 1, None), InvalidArgument, "limit 64"),
+        ((1, 7, (), torch.zeros((1,) * 17), None), InvalidArgument, "limit 16"),
+        ((1, 7, (), "text", None), InvalidArgument, "a str cannot travel"),
+        ((1, 7, (), torch.zeros(3).to_sparse(), None), UnsupportedDtype, "sparse"),
+    ],
+    ids=["int", "tag", "edge", "tags", "dims", "str", "sparse"],
+)
+def test_what_cannot_travel_is_refused_by_name(post, kind, named):
+    with pytest.raises(kind, match=named):
+        written(*post)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(range(8)), min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_any_pieces_of_any_messages_are_the_messages(kinds, source):
+    values = [3, None, True, 2.5, tensor(torch.float32, 5), torch.empty(4, 2, device="meta"),
+              tensor(torch.int8, BUFFER - 40 + source.randrange(50)), tensor(torch.int16, 2, BUFFER)]  # fmt: skip
+    sent = [Post(9, edge, (0, edge), values[kind]) for edge, kind in enumerate(kinds)]
+    whole = b"".join(data(*post[:5]) for post in sent)
+    reader, found, at = Reader(), [], 0
+    while at < len(whole):
+        count = min(source.choice([1, 7, 100, 5000, 1 << 20]), len(reader.room()), len(whole) - at)
+        reader.room()[:count] = whole[at : at + count]
+        found += reader.came(count)
+        at += count
+    assert reader.is_between and [post[:3] for post in found] == [post[:3] for post in sent]
+    assert all(is_same(a.value, b.value) for a, b in zip(found, sent, strict=True))
+
+
+def head(whole, kind, tags=0, code=0, dims=0, numbers=()):
+    return HEAD.pack(whole, 1, 2, kind, tags, code, dims) + struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+F32 = posting._CODES[torch.float32]
+BAD = {
+    "kind": (head(0, 8), ProtocolError),
+    "dtype": (head(8, TENSOR, code=200), ProtocolError),
+    "tags": (head(8 * 65, NONE, tags=65), ProtocolError),
+    "dims": (head(8 * 17, TENSOR, code=F32, dims=17), ProtocolError),
+    "dims of an int": (head(16, INT, dims=1), ProtocolError),
+    "int too long": (head(16, INT), ProtocolError),
+    "dead too short": (head(8, DEAD), ProtocolError),
+    "shorter than its sizes": (head(4, TENSOR, code=F32, dims=1), ProtocolError),
+    "sizes differ": (head(8 + 8, TENSOR, code=F32, dims=1, numbers=[3]), ProtocolError),
+    "negative": (head(8 + 4, TENSOR, code=F32, dims=1, numbers=[-1]), ProtocolError),
+    "overflow": (head(16, TENSOR, code=F32, dims=2, numbers=[1 << 40, 1 << 40]), ProtocolError),
+    "meta overflow": (head(16, META, code=F32, dims=2, numbers=[1 << 40, 1 << 40]), ProtocolError),
+    "budget": (head(8 + (1 << 50), TENSOR, code=F32, dims=1, numbers=[1 << 48]), ResourceExhausted),
+    "length": (head((1 << 64) - 1, TENSOR, code=F32, dims=1), ResourceExhausted),
+    "lent to nobody": (head(8 + 80, LENT, code=F32, dims=1, numbers=[2]) + bytes(80), ProtocolError),
+    "lent beyond the budget": (head(8 + 80, LENT, code=F32, dims=1, numbers=[1 << 50]) + bytes(80), ResourceExhausted),
+}
+
+
+@pytest.mark.parametrize(("sent", "kind"), BAD.values(), ids=BAD)
+def test_headers_that_lie_are_an_error_and_take_no_memory(sent, kind):
+    reader = Reader()
+    tracemalloc.start()
+    try:
+        with pytest.raises(kind):
+            reader.feed(sent)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@settings(max_examples=400)
+@given(st.randoms(use_true_random=True))
+def test_mutated_bytes_are_posts_or_an_error_of_the_wire(source):
+    loans = TaskLoans()
+    values = [
+        5,
+        True,
+        1.5,
+        None,
+        tensor(torch.float16, 3, 4),
+        torch.empty(2, device="meta"),
+        tensor(torch.int8, LEND + 1),
+    ]
+    whole = b"".join(data(1, edge, (edge,), value, None, loans=loans) for edge, value in enumerate(values))
+    changed = bytearray(whole + data(1, 9, (), None, (1, 2)))
+    for _ in range(source.randint(1, 6)):
+        changed[source.randrange(len(changed))] ^= source.randrange(1, 256)
+    server = ServerLoans(loans.name)
+    try:
+        found = Reader(1 << 20, server.borrowing).feed(changed)
+    except (ProtocolError, ResourceExhausted, OSError):
+        return
+    assert all(type(post) is Post and len(post.tag) <= 64 for post in found)
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Both ends of a connection, and what came."""
+
+    def __init__(self, *, lends=False):
+        here, there = socket.socketpair()
+        self.lost, self.posts = [], []
+        self.loans = TaskLoans(4) if lends else None
+        self.sender = Sender(self.lost.append)
+        there.setblocking(False)
+        borrows = ServerLoans(self.loans.name) if self.loans is not None else None
+        self.receiver = Receiver(there, borrows, self.posts.extend, self.lost.append)
+        self.here = here
+
+    def open(self):
+        self.sender.connect(self.here, self.loans)
+        return self
+
+    def pump(self, count):
+        """As the thread that hosts both ends, until so many posts came."""
+        for _ in range(100_000):
+            if len(self.posts) >= count:
+                return self.posts
+            if self.sender.events() & selectors.EVENT_WRITE:
+                self.sender.ready(selectors.EVENT_WRITE)
+            self.receiver.ready(selectors.EVENT_READ)
+        raise AssertionError(f"{len(self.posts)} of {count} posts")
+
+    def close(self):
+        self.sender.over(Broken("closed")), self.receiver.over(Broken("closed"))
+        self.here.close()
+
+
+@pytest.fixture
+def pair():
+    made = []
+
+    def make(**options):
+        made.append(Pair(**options))
+        return made[-1].open()
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_send_does_not_wait_and_the_value_is_as_it_was(pair):
+    one = pair()
+    value = torch.arange(3_000_000, dtype=torch.float32)
+    expected = value.clone()
+    assert one.sender.post(1, 2, (), value, None), "the socket does not take it whole, and nobody reads"
+    value.zero_()  # as an update in place does, right after
+    one.sender.post(1, 3, (), 7, None)
+    large, small = one.pump(2)
+    assert torch.equal(large.value, expected) and small.value == 7
+    assert one.sender.events() == selectors.EVENT_READ, "nothing is kept"
+
+
+def test_what_is_sent_before_the_connection_is_there_comes_later_or_by_another_way():
+    for by_socket in (True, False):
+        one = Pair()
+        for edge in range(5):
+            assert one.sender.post(1, edge, (), torch.full((9,), edge), None)
+        if by_socket:
+            one.open()
+            posts = one.pump(5)
+        else:
+            reader, posts = Reader(), []
+            while taken := one.sender.take(100):
+                posts += reader.feed(taken)
+                assert reader.is_between, "whole messages"
+        assert [post.value.tolist() for post in posts] == [[edge] * 9 for edge in range(5)]
+        one.close()
+
+
+def test_large_tensors_are_lent_and_their_memory_is_free_when_nobody_holds_them(pair):
+    one = pair(lends=True)
+    values = [tensor(torch.float32, LEND // 4 + 1 + turn) for turn in range(6)]
+    for edge, value in enumerate(values):
+        one.sender.post(1, edge, (), value, None)
+    posts = one.pump(6)
+    assert all(
+        torch.equal(post.value.view(torch.int32), v.view(torch.int32)) for post, v in zip(posts, values, strict=True)
+    )
+    assert [region.word for region in one.loans._regions] == [HELD] * 4, "the others found no place, and were sent"
+    assert not one.sender.has_let_go
+    del posts[:]
+    assert [region.word for region in one.loans._regions] == [FREE] * 4 and one.sender.has_let_go
+
+
+def test_an_end_that_closes_is_noticed_by_the_other(pair):
+    one = pair()
+    one.receiver.over(Broken("closed"))
+    with pytest.raises(Broken):
+        one.sender.ready(selectors.EVENT_READ)
+    assert one.sender.post(1, 2, (), tensor(torch.int8, 100_000), None) in (True, False), "it raises nothing by itself"
+    with pytest.raises(OSError):
+        for _ in range(10):
+            one.sender.post(1, 2, (), 5, None)
+            one.sender.events()
+    one.sender.over(Broken("closed"))
+    with pytest.raises(Broken):
+        one.sender.post(1, 2, (), 5, None)
+    other = pair()
+    other.sender.over(Broken("closed"))
+    with pytest.raises(Broken):
+        other.receiver.ready(selectors.EVENT_READ)
+    assert len(one.lost) == 2 and len(other.lost) == 1
+
+
+def test_a_receiver_that_is_paused_reads_nothing(pair):
+    one = pair()
+    one.receiver.is_paused = True
+    one.sender.post(1, 2, (), 5, None)
+    one.receiver.ready(selectors.EVENT_READ)
+    assert one.receiver.events() == 0 and one.posts == []
+    one.receiver.is_paused = False
+    assert one.pump(1)[0].value == 5
+
+
+def test_threads_that_send_at_a_time_do_not_tear_each_others_messages(pair):
+    one = pair()
+
+    def send(edge):
+        for turn in range(200):
+            one.sender.post(1, edge, (turn,), torch.full((5000,), edge * 1000 + turn), None)
+
+    threads = [threading.Thread(target=send, args=(edge,)) for edge in range(3)]
+    for thread in threads:
+        thread.start()
+    posts = one.pump(600)
+    for thread in threads:
+        thread.join()
+    assert {(post.edge, *post.tag) for post in posts} == {(edge, turn) for edge in range(3) for turn in range(200)}
+    assert all(bool((post.value == post.edge * 1000 + post.tag[0]).all()) for post in posts)

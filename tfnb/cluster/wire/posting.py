@@ -1,0 +1,456 @@
+"""Posts: one-way messages between the tasks of a step, each with a fixed header, on connections of their own.
+
+``bytes behind u64 | round i64 | edge i32 | kind u8 | numbers of the tag u8 | dtype u8 | dims u8 | tag i64... | body``.
+The body is a number, or the sizes of a tensor and then its values; of a meta tensor only the sizes; of a tensor that is
+lent in shared memory (`tfnb.cluster.wire.lending`) its sizes and where it lies. All is little-endian.
+
+`Sender` never waits: what the socket does not take at once is kept, and goes out in the thread of
+`tfnb.cluster.server.serving`. `Reader` takes bytes in pieces of any size, and proves every number before it takes
+memory.
+Both ends of a connection are a `Hosted` of that thread.
+"""
+
+from __future__ import annotations
+
+import math
+import selectors
+import socket
+import ssl
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+
+from tfnb.cluster.wire import envelope
+from tfnb.cluster.wire.envelope import DTYPES, MOVED, Borrow, Buffer, bytes_of, check, tensor_of
+from tfnb.cluster.wire.lending import ServerLoans, TaskLoans
+from tfnb.cluster.wire.messages import Dead, Tag
+from tfnb.cluster.wire.streams import BUFFERS, Broken, gone
+from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted
+from tfnb.state.store import memory
+
+TAG_CAP, DIMS_CAP = 64, 16
+LEND = 256 << 10  # bytes: larger tensors are lent where both ends share memory; smaller ones are quicker by the socket
+TOGETHER = 8 << 10  # bytes: tensors up to here are copied behind their header, larger ones are a buffer of their own
+BUFFER = 32 << 10  # bytes that a reader takes at once; longer messages go straight into their tensor
+PIECE = 64 << 10  # bytes that an encrypted socket is given at once
+TURNS = 64  # reads of one connection until the others have their turn
+
+_HEAD = struct.Struct("<QqiBBBB")
+_NUMBER, _FLOAT, _DEAD = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<2q")
+_LOAN = struct.Struct("<64sqq")  # segment, from which byte on, its word
+_DEADS, _NONE, _INT, _BOOL, _FLOATS, _META, _TENSOR, _LENT = range(8)
+_BODY = {_DEADS: _DEAD.size, _NONE: 0, _INT: 8, _BOOL: 8, _FLOATS: 8, _META: 0, _LENT: _LOAN.size}  # beside the sizes
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_LARGEST = 1 << 62
+
+
+class Post(NamedTuple):
+    """One message: the value of an edge for a tag, or why it is dead. ``nbytes``: of its tensor."""
+
+    round: int
+    edge: int
+    tag: Tag
+    value: torch.Tensor | int | float | bool | None
+    dead: Dead | None = None
+    nbytes: int = 0
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def written(
+    round: int, edge: int, tag: Tag, value: Any, dead: Dead | None, loans: TaskLoans | None = None
+) -> list[Buffer]:  # fmt: skip
+    """The bytes of a post: one buffer, or two of which the second is the memory of the tensor.
+
+    Raises InvalidArgument or UnsupportedDtype for what cannot travel.
+
+    >>> reader = Reader()
+    >>> reader.feed(b"".join(written(3, 7, (0, 2), torch.tensor([1.5, 2.5]), None)))
+    [Post(round=3, edge=7, tag=(0, 2), value=tensor([1.5000, 2.5000]), dead=None, nbytes=8)]
+    >>> reader.feed(written(3, 8, (), None, (4, 1))[0])
+    [Post(round=3, edge=8, tag=(), value=None, dead=(4, 1), nbytes=0)]
+    """
+    code, sizes, behind, flat = 0, (), b"", None
+    try:
+        kind = type(value)
+        if dead is not None:
+            kind_code, behind = _DEADS, _DEAD.pack(*dead)
+        elif kind is int:
+            kind_code, behind = _INT, _NUMBER.pack(value)
+        elif kind is bool:
+            kind_code, behind = _BOOL, _NUMBER.pack(value)
+        elif kind is float:
+            kind_code, behind = _FLOATS, _FLOAT.pack(value)
+        elif value is None:
+            kind_code = _NONE
+        elif isinstance(value, torch.Tensor):
+            kind_code, sizes, behind, flat = _tensor(value, loans)
+            code = _CODES[value.dtype]
+        else:
+            raise InvalidArgument(f"round {round}, edge {edge}: a {kind.__name__} cannot travel between tasks")
+        if len(tag) > TAG_CAP or len(sizes) > DIMS_CAP:
+            what = f"a tag of {len(tag)} numbers (limit {TAG_CAP}), or {len(sizes)} dimensions (limit {DIMS_CAP})"
+            raise InvalidArgument(f"round {round}, edge {edge}: {what} cannot travel between tasks")
+        numbers = struct.pack(f"<{len(tag) + len(sizes)}q", *tag, *sizes)
+        whole = len(numbers) + len(behind) + (flat.nbytes if flat is not None else 0)
+        head = _HEAD.pack(whole, round, edge, kind_code, len(tag), code, len(sizes)) + numbers + behind
+    except struct.error as error:
+        raise InvalidArgument(f"round {round}, edge {edge}, tag {tag}: {value!r:.60} cannot travel: {error}") from None
+    if flat is None or not flat.nbytes:
+        return [head]
+    return [head + flat] if flat.nbytes <= TOGETHER else [head, flat]
+
+
+def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[int, ...], bytes, memoryview | None]:
+    """Kind and sizes of a tensor, where it is lent, and its values where it is not."""
+    if value.is_meta:
+        check(value, 0)
+        return _META, tuple(value.shape), b"", None
+    if loans is not None and (nbytes := value.numel() * value.itemsize) > LEND:
+        check(value, 0)
+        loan = loans.lend({0: value}).get(0)
+        if loan is not None:
+            MOVED["shared memory"] += nbytes
+            return _LENT, tuple(value.shape), _LOAN.pack(loan[0].encode(), *loan[1:]), None
+    flat = bytes_of(value, 0)
+    MOVED["sockets"] += flat.nbytes
+    return _TENSOR, tuple(value.shape), b"", flat
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Head(NamedTuple):
+    """A header that was proved. ``nbytes``: of the tensor."""
+
+    round: int
+    edge: int
+    kind: int
+    tag: Tag
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    nbytes: int
+
+
+class Reader:
+    """Bytes in pieces of any size -> posts. ``budget``: bytes of one tensor; ``borrow``: for lent ones.
+
+    `room` says where the next bytes are to be written, and `came` how many were.
+    """
+
+    def __init__(self, budget: int = envelope.BUDGET, borrow: Callable[[], Borrow] | None = None) -> None:
+        self._budget, self._borrow = budget, borrow
+        self._buffer = bytearray(BUFFER)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._large: tuple[_Head, memoryview] | None = None  # that is coming in, and what is left of it:
+        self._rest = self._view[:0]
+
+    @property
+    def is_between(self) -> bool:
+        """Whether no message has come in part."""
+        return not self._filled and self._large is None
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; never empty."""
+        return self._rest if self._large is not None else self._view[self._filled :]
+
+    def feed(self, data: Buffer) -> list[Post]:
+        """Posts that end with bytes that are there already."""
+        found: list[Post] = []
+        view = memoryview(data).cast("B")
+        while view.nbytes:
+            room = self.room()
+            count = min(view.nbytes, room.nbytes)
+            room[:count] = view[:count]
+            view = view[count:]
+            found += self.came(count)
+        return found
+
+    def came(self, count: int) -> list[Post]:
+        """Posts that end with the next ``count`` bytes. Raises ProtocolError, ResourceExhausted, or as ``borrow``."""
+        if self._large is not None:
+            self._rest = self._rest[count:]
+            if self._rest.nbytes:
+                return []
+            (head, whole_tensor), self._large = self._large, None
+            MOVED["sockets"] += head.nbytes
+            return [_post(head, tensor_of(whole_tensor, head.dtype, head.sizes))]
+        found: list[Post] = []
+        self._filled += count
+        at = 0
+        while (left := self._filled - at) >= _HEAD.size:
+            whole, _, _, kind, tags, _, dims = fields = _HEAD.unpack_from(self._buffer, at)
+            self._check(*fields)
+            behind = at + _HEAD.size
+            numbers = 8 * (tags + dims)
+            if left < _HEAD.size + numbers + _BODY.get(kind, 0):
+                break
+            head = self._head(fields, struct.unpack_from(f"<{tags + dims}q", self._buffer, behind))
+            if kind == _TENSOR and _HEAD.size + whole > BUFFER:
+                at = self._begin(head, behind + numbers)
+                break
+            if left < _HEAD.size + whole:
+                break
+            found.append(self._small(head, behind + numbers))
+            at = behind + whole
+        if at:
+            left = self._filled - at
+            self._buffer[:left] = self._buffer[at : self._filled]
+            self._filled = left
+        return found
+
+    def _check(self, whole: int, _round: int, _edge: int, kind: int, tags: int, code: int, dims: int) -> None:
+        """The numbers of a header that were read before anything behind it is."""
+        is_tensor = kind in (_META, _TENSOR, _LENT)
+        if (
+            kind > _LENT
+            or tags > TAG_CAP
+            or dims > DIMS_CAP
+            or code >= len(DTYPES)
+            or ((dims or code) and not is_tensor)
+        ):
+            _broken(f"kind {kind}, {tags} numbers of a tag, dtype {code}, {dims} dimensions")
+        least = 8 * (tags + dims) + _BODY.get(kind, 0)
+        if whole < least or (whole > least and kind != _TENSOR):
+            _broken(f"{whole} bytes behind a header of kind {kind}, which has {least}")
+        if whole - least > self._budget:
+            raise ResourceExhausted(f"bytes of a tensor: asked {whole - least}, used 0, limit {self._budget}")
+
+    def _head(self, fields: tuple[int, ...], numbers: tuple[int, ...]) -> _Head:
+        whole, number, edge, kind, tags, code, _ = fields
+        tag, sizes, dtype = numbers[:tags], numbers[tags:], DTYPES[code]
+        nbytes = math.prod(sizes) * dtype.itemsize
+        if any(n < 0 for n in sizes) or math.prod(n or 1 for n in sizes) * dtype.itemsize >= _LARGEST:
+            _broken(f"sizes {sizes}")
+        if kind == _TENSOR and nbytes != whole - 8 * len(numbers):
+            _broken(f"sizes {sizes} of {dtype} are {nbytes} bytes, the header says {whole - 8 * len(numbers)}")
+        if kind == _LENT and nbytes > self._budget:
+            raise ResourceExhausted(f"bytes of a tensor: asked {nbytes}, used 0, limit {self._budget}")
+        return _Head(number, edge, kind, tag, dtype, sizes, nbytes if kind in (_TENSOR, _LENT) else 0)
+
+    def _begin(self, head: _Head, start: int) -> int:
+        """A large tensor, whose memory takes what has come of it; no page of the rest is the process's own yet."""
+        flat = memory(head.nbytes)
+        view = memoryview(flat.numpy())
+        have = min(head.nbytes, self._filled - start)
+        view[:have] = self._view[start : start + have]
+        self._large, self._rest = (head, view), view[have:]
+        return self._filled
+
+    def _small(self, head: _Head, at: int) -> Post:
+        """A post that lies in the buffer whole."""
+        buffer, kind = self._buffer, head.kind
+        if kind == _TENSOR:
+            if not head.nbytes:
+                return _post(head, torch.empty(head.sizes, dtype=head.dtype))
+            MOVED["sockets"] += head.nbytes
+            return _post(head, tensor_of(buffer[at : at + head.nbytes], head.dtype, head.sizes))
+        if kind == _LENT:
+            if self._borrow is None:
+                _broken("a tensor is lent to who borrows none")
+            name, start, word = _LOAN.unpack_from(buffer, at)
+            loan = str(name.rstrip(b"\0"), "latin-1"), start, word
+            MOVED["shared memory"] += head.nbytes
+            return _post(head, self._borrow()(loan, head.nbytes).view(head.dtype).view(head.sizes))
+        if kind == _META:
+            return _post(head, torch.empty(head.sizes, dtype=head.dtype, device="meta"))
+        if kind == _DEADS:
+            return _post(head, None, _DEAD.unpack_from(buffer, at))
+        if kind == _NONE:
+            return _post(head, None)
+        (number,) = (_FLOAT if kind == _FLOATS else _NUMBER).unpack_from(buffer, at)
+        return _post(head, number != 0 if kind == _BOOL else number)
+
+
+def _post(head: _Head, value: Any, dead: Any = None) -> Post:
+    return Post(head.round, head.edge, head.tag, value, dead, head.nbytes)
+
+
+def _broken(why: str) -> NoReturn:
+    raise ProtocolError(f"not a post of tfnb: {why}")
+
+
+# -- the two ends of a connection -------------------------------------------------------------------------------------
+
+
+class Hosted(Protocol):
+    """One end of a connection, as the thread that hosts it sees it."""
+
+    sock: socket.socket
+
+    def events(self) -> int:
+        """What it waits for; 0: for nothing."""
+
+    def ready(self, events: int) -> None:
+        """What it waited for is there. An exception ends it."""
+
+    def over(self, error: Exception) -> None:
+        """It is closed."""
+
+
+class Sender:
+    """The sending end; from any thread. Until `connect` messages are kept.
+
+    lost: called once, with what ended it.
+    """
+
+    sock: socket.socket
+
+    def __init__(self, lost: Callable[[Exception], None]) -> None:
+        self._lost = lost
+        self._guard = threading.Lock()
+        self._kept: deque[memoryview] = deque()
+        self._loans: TaskLoans | None = None
+        self._is_open = self._is_over = False
+        self._error: OSError | None = None  # that a thread met which is not the hosting one
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has a socket."""
+        return self._is_open
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing goes out any more."""
+        return self._is_over
+
+    @property
+    def has_let_go(self) -> bool:
+        """Whether the other end holds nothing that it was lent."""
+        return self._loans is None or self._loans.has_let_go
+
+    def connect(self, sock: socket.socket, loans: TaskLoans | None) -> None:
+        """Go on by this socket; ``loans`` where both ends share memory. The thread that hosts it comes next."""
+        sock.setblocking(False)
+        with self._guard:
+            self.sock, self._loans, self._is_open = sock, loans, True
+
+    def post(self, round: int, edge: int, tag: Tag, value: Any, dead: Dead | None) -> bool:
+        """Send a message as it is now; returns whether the thread has to look: something is kept, or went wrong.
+
+        Raises as `written`, and Broken where it is over.
+        """
+        with self._guard:
+            if self._is_over:
+                raise Broken("the connection is over")
+            buffers = written(round, edge, tag, value, dead, self._loans)
+            if not self._is_open:
+                self._kept.append(memoryview(b"".join(buffers)))
+                return True
+            if isinstance(self.sock, ssl.SSLSocket):  # what it could not send has to be given to it once more, whole
+                buffers = [piece for buffer in buffers for piece in _pieces(buffer)]
+            count = 0
+            if not self._kept and self._error is None:
+                try:
+                    count = self.sock.send(buffers[0]) if len(buffers) == 1 else self.sock.sendmsg(buffers[:BUFFERS])
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    self._error = error
+            for buffer in buffers:
+                nbytes = memoryview(buffer).nbytes
+                if count < nbytes:  # a copy: the caller may write into its tensor again
+                    self._kept.append(memoryview(bytes(memoryview(buffer)[count:])))
+                count = max(0, count - nbytes)
+            return bool(self._kept)
+
+    def take(self, most: int) -> bytearray:
+        """Messages that are kept for want of a socket, whole ones and about ``most`` bytes, for another way."""
+        found: list[memoryview] = []
+        nbytes = 0
+        with self._guard:
+            while self._kept and not self._is_open and (not found or nbytes + self._kept[0].nbytes <= most):
+                found.append(self._kept.popleft())
+                nbytes += found[-1].nbytes
+        return bytearray().join(found)
+
+    def events(self) -> int:
+        """What the thread waits for: the end, and room for what is kept. Raises OSError where sending failed."""
+        if self._error is not None:
+            raise self._error
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._kept else 0)
+
+    def ready(self, events: int) -> None:
+        """Send what is kept. Raises OSError or Broken: the other end says nothing, so what can be read is its end."""
+        with self._guard:
+            while self._kept and not self._is_over:
+                try:
+                    gone(self._kept, self.sock.sendmsg(list(islice(self._kept, BUFFERS))))
+                except BlockingIOError:
+                    break
+            if events & selectors.EVENT_READ:
+                with suppress(BlockingIOError):
+                    self.sock.recv_into(bytearray(1))
+                    raise Broken("the other end closed the connection")
+
+    def over(self, error: Exception) -> None:
+        """Nothing goes out any more."""
+        with self._guard:
+            if self._is_over:
+                return
+            self._is_over = True
+            self._kept.clear()
+            self._loans = None
+            if self._is_open:
+                self.sock.close()
+        self._lost(error)
+
+
+class Receiver:
+    """The receiving end, in the thread that hosts it. ``take``: gets what came; ``lost``: called once, with the end."""
+
+    def __init__(
+        self, sock: socket.socket, loans: ServerLoans | None, take: Callable[[Sequence[Post]], None],
+        lost: Callable[[Exception], None], budget: int = envelope.BUDGET,
+    ) -> None:  # fmt: skip
+        self.sock, self._take, self._lost = sock, take, lost
+        self.is_paused = False
+        self._reader = Reader(budget, loans.borrowing if loans is not None else None)
+        self._is_over = False
+
+    def events(self) -> int:
+        """What the thread waits for: nothing while it is paused."""
+        return 0 if self.is_paused else selectors.EVENT_READ
+
+    def ready(self, events: int) -> None:
+        """Read what is there. Raises OSError, Broken, ProtocolError, ResourceExhausted or MemoryError."""
+        for _ in range(TURNS):
+            if self.is_paused:
+                return
+            room = self._reader.room()
+            try:
+                count = self.sock.recv_into(room)
+            except BlockingIOError:
+                return
+            if not count:
+                raise Broken("the other end closed the connection")
+            posts = self._reader.came(count)
+            if posts:
+                self._take(posts)
+            if count < room.nbytes and not _has_more(self.sock):
+                return
+
+    def over(self, error: Exception) -> None:
+        """Nothing comes any more."""
+        if not self._is_over:
+            self._is_over = True
+            self.sock.close()
+            self._lost(error)
+
+
+def _pieces(buffer: Buffer) -> list[memoryview]:
+    view = memoryview(buffer).cast("B")
+    return [view[at : at + PIECE] for at in range(0, view.nbytes, PIECE)]
+
+
+def _has_more(sock: socket.socket) -> bool:
+    """Whether bytes wait where no selector sees them."""
+    return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
