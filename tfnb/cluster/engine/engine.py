@@ -498,7 +498,7 @@ class Engine:
     async def _missed_peer(self, number: int, task: int, name: str, answer: Failed) -> p.Event:
         """What it means that a task did not hear of another part of its step any more."""
         for index, member in enumerate(self.tasks):
-            if member.name == name and member.alive and not await self.peers.verify(member):
+            if name in (member.name, member.peer.addr) and member.alive and not await self.peers.verify(member):
                 return self.peers.lost(index)
         return p.Missed(number, task, answer)
 

@@ -27,6 +27,7 @@ from tfnb.cluster.tasks.programs import Placed, Plan
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, failed
 from tfnb.cluster.wire.transport import read_outcome
 from tfnb.errors import TfnbError
+from tfnb.passes.flow.cut import Kind
 
 if TYPE_CHECKING:
     from tfnb.cluster.engine.engine import Engine
@@ -117,11 +118,12 @@ class SingleSteps:
             whole, lost = placed.why_whole is not None, list[int]()
             use = turn.enter_context(self.engine.deadlocks.use(queues))
             while True:
-                tasks = await self.engine.idle(deadline, placed.task, since)
+                tasks = await self.engine.idle(deadline, placed.tasks, since)
                 if queues:
                     tasks.sort(key=lambda task: self._busy[self._peers.tasks[task].name])
                 machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
                 machine.lost, machine.places = lost, {task: self.engine.first(task) for task in tasks}
+                machine.senders = placed.senders
                 end, waits = await self._drive(machine, placed, batch, since, use, turn, see)
                 if not isinstance(end.cause, e.TasksLost):
                     break
@@ -131,14 +133,24 @@ class SingleSteps:
                 if not (end.cause.is_none_left and self.engine.comes):
                     break
             if end.cause is not None:
-                raise self.engine.error(end.cause, seconds, waits)
+                cause = end.cause
+                if placed.parts and isinstance(cause, e.TasksLost) and cause.is_none_left:
+                    cause = e.TasksLost(self._left_alone(placed.tasks))
+                raise self.engine.error(cause, seconds, waits)
             if placed.writes:
                 self.engine.step += 1
                 self.wrote(placed.written)
             after: list[Any] = []
             if placed.after is not None:
                 after = await self._afterwards(placed, placed.after, batch, deadline, seconds)
-            return [_unpacked(value) for value in end.values], list(end.rows), after
+            return _results(placed, end.values), list(end.rows)[: 1 if placed.parts else None], after
+
+    def _left_alone(self, tasks: Sequence[int]) -> str:
+        """Which tasks a graph asks for that are not there."""
+        names = {self.engine.tasks[number].name for number in tasks}
+        there = {self.engine.tasks[index].name for index in self.engine.free(())}
+        gone = ", ".join(sorted(names - there)) or "a task"
+        return f"the step has parts on {', '.join(sorted(names))}, and {gone} is gone; nothing of it was written"
 
     async def _afterwards(
         self, placed: Placed, after: Plan, batch: Batch, deadline: float, seconds: float | None
@@ -146,7 +158,7 @@ class SingleSteps:
         """Fetches of the state after the commit: a read of its own."""
         reading = Placed(after, {}, placed.after_fetched, replace(placed.placement, transfers=(), writes=()))
         since = self.engine.interrupts
-        machine = p.Step(await self.engine.idle(deadline, placed.task, since), (), self._numbers, deadline=deadline)
+        machine = p.Step(await self.engine.idle(deadline, placed.tasks, since), (), self._numbers, deadline=deadline)
         end, _ = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index), since)
         if end.cause is not None:
             raise self.engine.error(end.cause, seconds)
@@ -174,7 +186,7 @@ class SingleSteps:
         try:
             instructions = machine.on(e.Start(), time.monotonic())
             while True:
-                see, cut = await self._shown(see, machine, queues, since)
+                see, cut = await self._shown(see, machine, placed, queues, since)
                 if cut is not None:
                     return e.Finish(cause=cut), ["the condition of a breakpoint"]
                 there: list[p.Prepare | p.Commit] = []  # for all shards at once
@@ -198,7 +210,10 @@ class SingleSteps:
                             self._rounds.add(number)
                             use.round = number
                             self._busy[self._peers.tasks[task].name] += bool(queues)
-                            begun.append(self._run_part(instruction, placed, batch, queue, queues, see is not None))
+                            parts = self._parts(placed, machine.ranges) if placed.parts else None
+                            begun.append(
+                                self._run_part(instruction, placed, batch, queue, queues, see is not None, parts)
+                            )
                         case p.Prepare() | p.Commit():
                             there.append(instruction)
                 if there and not is_in_turn:
@@ -218,7 +233,7 @@ class SingleSteps:
                 work.cancel()
 
     async def _shown(
-        self, see: See | None, machine: p.Step, queues: Sequence[tuple[int, str]], since: int
+        self, see: See | None, machine: p.Step, placed: Placed, queues: Sequence[tuple[int, str]], since: int
     ) -> tuple[See | None, e.Interrupted | e.TimedOut | None]:
         """Let the user look at what a step computed, once: who is to look yet, and why it was cut, if it was.
 
@@ -227,7 +242,7 @@ class SingleSteps:
         if see is None or not machine.is_computed:
             return see, None
         answers, is_passed = [machine.values[task] for task in machine.ranges], False
-        task = asyncio.create_task(asyncio.to_thread(see, list(map(_unpacked, answers))))
+        task = asyncio.create_task(asyncio.to_thread(see, _results(placed, answers)))
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=LOOK)
@@ -251,11 +266,17 @@ class SingleSteps:
 
     async def _run_part(
         self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event],
-        queues: Sequence[tuple[int, str]], looks: bool,
+        queues: Sequence[tuple[int, str]], looks: bool, parts: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Let a task run its part, and report the event it leads to."""
+        """Let a task run its part, and report the event it leads to. parts: peers of a graph over several tasks."""
         about: dict[str, Any] = {"worker": run.worker, "rows": run.stop - run.start or 1, "looks": looks}
         feeds, index = batch.part(run.start, run.stop), batch.run_index + run.worker * RANK
+        if parts is not None:
+            wanted = placed.parts[run.worker].feeds
+            sized = [feed for feed, kind in zip(feeds, wanted, strict=True) if kind == Kind.SIZE]
+            about |= {"parts": parts, "sizes": [list(feed.shape) for feed in sized]}
+            feeds = [feed for feed, kind in zip(feeds, wanted, strict=True) if kind == Kind.VALUE]
+            index = batch.run_index
         if queues:
             about["queues"] = list(map(list, queues))
         try:
@@ -273,6 +294,11 @@ class SingleSteps:
         for one, answer in zip(there, await self._peers.settled_on(asks), strict=True):
             done = p.Prepared if isinstance(one, p.Prepare) else p.Committed
             queue.put_nowait(_shard_event(done(one.number, one.shard), answer))
+
+    def _parts(self, placed: Placed, ranges: Mapping[int, Any]) -> dict[str, Any]:
+        """Where the parts of a step are."""
+        peers = [self._peers.tasks[task].peer for task in ranges]
+        return {str(part.task): [*peer] for part, peer in zip(placed.parts, peers, strict=True)}
 
     def _forget_round(self, number: int) -> None:
         """Let everybody forget a round; nobody waits for the answers."""
@@ -330,7 +356,7 @@ class SingleSteps:
     ) -> p.Event:
         """Run a compute plan on a task, registering what it lacks; the event that came of it."""
         member, link = self._peers.tasks[task], self._peers.link
-        meta = {"plan": placed.compute.id, "round": number, "run_index": run_index, **about}
+        meta = {"plan": placed.plan(self.engine.number_of(member)).id, "round": number, "run_index": run_index, **about}
         answer: Outcome = NotSent()
         for attempt in range(3):
             try:
@@ -357,6 +383,14 @@ def _shard_event(done: p.Prepared | p.Committed, answer: Settled) -> p.Event:
         case Failed():
             return p.ShardError(done.number, done.shard, answer)
     return answer
+
+
+def _results(placed: Placed, answers: Sequence[Ok]) -> list[list[Any]]:
+    """The fetches of each worker; of a graph over several tasks those of all parts together."""
+    found = list(map(_unpacked, answers))
+    if not placed.parts:
+        return found
+    return [[next((value for value in values if value is not None), None) for values in zip(*found, strict=True)]]
 
 
 def _unpacked(answer: Ok) -> list[Any]:

@@ -154,8 +154,8 @@ class Step:
 
     ``rows``: rows of the batch, None where it has none. ``whole``: one task computes all of them. ``shards``: those
     that the step writes. ``once``: it puts elements into queues, so it is not tried again. ``numbers``: fresh round
-    numbers. ``senders``: of a graph over several tasks, each of which does its part of the whole batch, the workers that
-    send to each shard. States: planned, running, preparing, committing, over.
+    numbers. ``senders``: of a graph over several tasks, each of which does its part of the whole batch, the workers
+    that send to each shard. States: planned, running, preparing, committing, over.
     """
 
     tasks: list[int]

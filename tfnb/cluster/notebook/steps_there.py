@@ -26,6 +26,7 @@ from tfnb.cluster.notebook.collections import head, read
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, begin_look
+from tfnb.cluster.tasks.part_programs import part_plans
 from tfnb.cluster.tasks.programs import Placed, place
 from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.messages import GIVEN_UP
@@ -181,18 +182,20 @@ class Steps:
         placed = self.place(step, parallel=see is None, check=check, compile=compile)
         one_by_one = "a breakpoint is set" if see is not None else one_by_one
         why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
+        if placed.parts:
+            why = "its parts lie on several tasks"
         if why and how != Mode():
             warnings.warn(f"mode={how} takes one step after the other: {why}", stacklevel=user_level(None))
-        elif placed.why_whole and see is None:
+        elif placed.why_whole and see is None and not placed.parts:
             text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
         tasks = sum(member.is_there for member in self._engine.places.values())
         is_joint = how.name == "sync"
         names = placed.placement.apart if is_joint else placed.placement.raced
-        if names and not is_stepwise and tasks > 1 and placed.placement.task is None:
+        if names and not is_stepwise and tasks > 1 and not placed.tasks:
             warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
-        if exact is not False and is_joint and placed.why_whole is None and see is None:
+        if exact is not False and is_joint and placed.why_whole is None and see is None and not placed.parts:
             source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
             for note in notes:
                 warnings.warn(note, stacklevel=user_level(None))
@@ -229,7 +232,7 @@ class Steps:
         """The batches of a training, and what is said of a loss that is no mean over their rows, once for each."""
         known: set[Any] = step.whole.attached.setdefault("divided", set())
         key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), tasks
-        if key in known or tasks < 2 or not placed.writes or placed.task is not None:
+        if key in known or tasks < 2 or not placed.writes or placed.tasks:
             return source, ()
         first: Iterable[Batch | None]
         if isinstance(source, Ahead):
@@ -367,10 +370,15 @@ class Steps:
             key, strays = (id(step), parallel, check, compile), self._variables.strays(step)
             known = self._placed.get(key)
             if known is None or known[0]() is not step or strays:
-                task = tasks_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
+                names = list(dict.fromkeys(member.name for member in self._engine.tasks))
+                tasks = tasks_of(asked(step.graph.nodes), names)
                 homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
-                cut = split(step, homes, parallel=parallel, task=task)
-                known = (weakref.ref(step), place(cut, check=check, compile=compile))
+                cut = split(step, homes, parallel=parallel and len(tasks) < 2, tasks=tasks)
+                placed = place(cut, check=check, compile=compile)
+                if len(tasks) > 1:
+                    parts, senders = part_plans(cut, placed.servers, len(names), check)
+                    placed = replace(placed, parts=parts, senders=senders)
+                known = (weakref.ref(step), placed)
                 self._variables.adopt(strays, homes)
                 self._placed[key] = known
                 while len(self._placed) > KEPT:

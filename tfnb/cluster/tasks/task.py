@@ -18,12 +18,14 @@ import os
 import platform
 import secrets
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +44,7 @@ from tfnb.cluster.server.cores import Cores
 from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.tasks.computing import Computing, in_thread
 from tfnb.cluster.tasks.exchange import Exchange
+from tfnb.cluster.tasks.part_programs import PartProgram
 from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.tasks.reading import Reader
 from tfnb.cluster.tasks.resident import Loops
@@ -60,7 +63,7 @@ from tfnb.cluster.wire.messages import (
 )
 from tfnb.cluster.wire.streams import Streams
 from tfnb.cluster.wire.transport import outcome_header, read_request, worker_link, write_outcome
-from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, Unavailable
+from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, StepAborted, TfnbError, Unavailable
 from tfnb.execution import heap
 from tfnb.execution.tiers.tiered import limit_copies
 from tfnb.state.store import Store
@@ -265,9 +268,8 @@ class Task:
     async def _register(self, request: Request) -> Answer:
         plan = str(request.meta["plan"])
         if plan not in self.plans:
-            self.plans[plan] = await in_thread(
-                self.computing.executor, lambda: ComputeProgram(request.meta, request.tensors)
-            )
+            kind = PartProgram if "part" in request.meta else ComputeProgram
+            self.plans[plan] = await in_thread(self.computing.executor, lambda: kind(request.meta, request.tensors))
             while len(self.plans) > PLANS:
                 self.plans.popitem(last=False)
         return Ok({"plan": plan})
@@ -300,6 +302,7 @@ class Task:
         for number, step in list(self.steps.items()):
             if number <= floor or number == ended:
                 step.cancel()
+        self.exchange.abort(ended, floor, StepAborted(f"round {ended} was given up"))
         stopping = [
             asyncio.ensure_future(threads.stopped(lambda number: number <= floor or number == ended))
             for threads in (self.computing, self.waiting)
@@ -369,18 +372,19 @@ class Task:
         begin = time.monotonic()
         try:
             values = await self._pull(program)
-            feeds, run_index = request.tensors, int(meta["run_index"])
+            feeds, run_index = program.fed(request.tensors, meta), int(meta["run_index"])
             rows = await self._look_up(program, feeds, number)
             pulled = time.monotonic()
             for queue, (shard, key) in zip(program.queues, meta.get("queues", ()), strict=True):
                 queue.machine = self.queues.queue(queue, int(shard), str(key))
-            threads = self.waiting if program.queues else self.computing
+            threads = self.waiting if program.queues or "parts" in meta else self.computing
             with in_round(number):
                 context = contextvars.copy_context()
+            meet = partial(self.exchange.begin, number, _peers(meta)) if "parts" in meta else None
             failure: dict[str, Any] = {}
             try:
                 out, pushes = await threads.do(
-                    number, lambda: context.run(program.run, feeds, values, run_index, self.name, rows)
+                    number, lambda: context.run(program.run, feeds, values, run_index, self.name, rows, meet)
                 )
             except NonFiniteGradient as error:
                 if not meta.get("looks"):
@@ -391,7 +395,11 @@ class Task:
         except NotDone as ended:
             return ended.outcome  # type: ignore[return-value]  # see `_passed_on`
         except Exception as error:
-            return failed(error, self.name)
+            cause = error if isinstance(error, TfnbError) else None
+            return _missed(failed(error, self.name), cause)
+        finally:
+            if "parts" in meta:
+                self.exchange.end(number, sys.exception())
         kind = "wait" if program.queues else "compute"
         timings = {"pull": pulled - begin, kind: computed - pulled, "push": time.monotonic() - computed}
         return Ok({"some": [value is not None for value in out], "timings": timings, **failure}, _tensors(out))
@@ -538,6 +546,18 @@ def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failed | Refused:
             return Failed("StepAborted", message)
     text = f"server {shard} at {peer.addr}: {type(answer).__name__} {getattr(answer, 'message', '')}"
     return Failed("Unavailable", text, {"shard": shard, "missed": True})
+
+
+def _peers(meta: Mapping[str, Any]) -> dict[int, Peer]:
+    """The task of each part of a step."""
+    return {int(number): Peer(str(a), str(k), int(i)) for number, (a, k, i) in meta["parts"].items()}
+
+
+def _missed(answer: Failed, error: TfnbError | None) -> Failed:
+    """The answer of a part; where another one is gone, the notebook says whether it is lost."""
+    if isinstance(error, Unavailable) and error.peers:
+        return replace(answer, details={"missed": True, "peer": error.peers[0]})
+    return answer
 
 
 def _tensors(out: Sequence[Any]) -> list[torch.Tensor]:

@@ -1,9 +1,9 @@
 """One dataflow form cut into parts, one for each place (white paper §3.2.2, EuroSys'18 §4.4, S-150, S-152).
 
 `cut` follows what is wanted back from its ends: an op is done at its home, or anew where it is wanted (`places`). A
-value that is wanted elsewhere crosses on one `Edge` for each port and destination, whatever the number of its consumers.
-A receive inside of a loop begins once for each iteration, when the counter's Merge there fires, live or dead; a send
-fires once for each iteration, too. So every message meets who wants it. Pure.
+value that is wanted elsewhere crosses on one `Edge` for each port and destination, whatever the number of its
+consumers. A receive inside of a loop begins once for each iteration, when the counter's Merge there fires, live or
+dead; a send fires once for each iteration, too. So every message meets who wants it. Pure.
 """
 
 from __future__ import annotations
