@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import tfnb
+from tests.over_tasks import MODELS, Model, batch, branch, layers, loop, loop_in_branch, on, sizes, trained
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.execution.dataflow.executor import Dataflow
 from tfnb.graph.ops import STRUCTURAL
 from tfnb.graph.subgraph import nested
 from tfnb.passes.flow.cut import Kind
-
-Model = Callable[[torch.Tensor], Any]
-
-
-def on(task: int) -> Any:
-    """Soft, so that the same graph runs in one part, too."""
-    return tfnb.device(f"task:{task}", soft=True)
 
 
 def both(g: tfnb.Graph, fetches: Any, feeds: dict[Any, Any]) -> tuple[Any, Any]:
@@ -38,67 +30,6 @@ def program(g: tfnb.Graph, fetches: Any, feeds: dict[Any, Any]) -> Dataflow:
 
 def assert_same(values: tuple[Any, Any]) -> None:
     torch.testing.assert_close(*values, rtol=0, atol=0)
-
-
-def layers(x: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(3)
-    for layer in range(4):
-        with on(layer % 3):
-            x = torch.tanh(torch.nn.Linear(8, 8)(x))
-    return x
-
-
-def loop(x: torch.Tensor) -> torch.Tensor:
-    def body(i: Any, h: torch.Tensor) -> Any:
-        with on(0):
-            h = h + 1
-        with on(1):
-            h = torch.tanh(h * 0.5)
-        with on(2):
-            return i + 1, h - x
-
-    return tfnb.while_loop(lambda i, h: h.sum() < 3, body, (0, x), maximum_iterations=6)[1]
-
-
-def branch(x: torch.Tensor) -> torch.Tensor:
-    def then() -> torch.Tensor:
-        with on(1):
-            return x.exp()
-
-    def other() -> torch.Tensor:
-        with on(2):
-            return x.sum(0, keepdim=True) + x
-
-    with on(0):
-        return tfnb.cond(x.sum() > 0, then, other)
-
-
-def loop_in_branch(x: torch.Tensor) -> torch.Tensor:
-    with on(1):
-        return tfnb.cond(x.sum() > 0, lambda: loop(x), lambda: x * 2)
-
-
-def sizes(x: torch.Tensor) -> torch.Tensor:
-    """The second task needs the number of rows only."""
-    with on(0):
-        total = x.sum()
-    with on(1):
-        return total + torch.zeros(x.shape[0], 3) + 1
-
-
-def draws(x: torch.Tensor) -> torch.Tensor:
-    with on(0):
-        x = F.dropout(x, 0.5)
-
-    def body(carry: torch.Tensor, row: torch.Tensor) -> Any:
-        with on(1):
-            return carry + torch.rand(8) * row, F.dropout(row, 0.5)
-
-    carry, rows = tfnb.scan(body, torch.zeros(8), x)
-    return carry + rows.sum(0)
-
-
-MODELS: list[Model] = [layers, loop, branch, loop_in_branch, sizes, draws]
 
 
 @pytest.mark.parametrize("rows", [5, 9])
@@ -129,49 +60,27 @@ def test_gradients_stand_where_their_forward_nodes_stand(model: Model, order: in
         assert_same(both(g, y, {x: torch.full((3, 8), sign, dtype=torch.float64)}))
 
 
-@pytest.fixture
-def trained() -> Iterator[tuple[tfnb.Graph, Any, Any, Any]]:
-    torch.manual_seed(0)
-    encoder, head = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16)), torch.nn.Linear(16, 4)
-    optimizer = torch.optim.Adam([*encoder.parameters(), *head.parameters()], 1e-2)
-    with tfnb.record() as g:
-        x = tfnb.placeholder(torch.randn(6, 8), shape=("B", 8), name="x")
-        y = tfnb.placeholder(torch.randint(0, 4, (6,)), shape=("B",), name="y")
-        with on(0):
-            h = torch.tanh(encoder(x))
-        with on(1):
-            loss = F.cross_entropy(head(F.dropout(h, 0.3)), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        step = tfnb.effects()
-    yield g, x, y, [loss, step]
-
-
 def states(g: tfnb.Graph, fetches: Any, x: Any, y: Any, executor: str) -> list[torch.Tensor]:
     """Losses of some steps and all Variables then; they are as before afterwards."""
     variables = [node.attrs["variable"] for node in g.nodes if node.op == "tfnb.read"]
     before = [v.value().clone() for v in variables]
     session = tfnb.Session(g, compile="off", executor=executor)
-    found = [
-        session.run(fetches, {x: torch.linspace(-1, 1, n * 8).reshape(n, 8), y: torch.arange(n) % 4})[0]
-        for n in (5, 6, 7, 6)
-    ]
+    found = [session.run(fetches, batch(x, y, rows))[0] for rows in (5, 6, 7, 6)]
     found += [v.value().clone() for v in variables]
     for variable, value in zip(variables, before, strict=True):
         variable.set(value)
     return found
 
 
-def test_a_model_over_two_tasks_trains_bit_for_bit(trained: Any) -> None:
-    g, x, y, fetches = trained
+def test_a_model_over_two_tasks_trains_bit_for_bit() -> None:
+    g, x, y, fetches = trained()
     whole, parts = (states(g, fetches, x, y, executor) for executor in ("auto", "parts"))
     assert_same((parts, whole))
     assert not torch.equal(whole[0], whole[3])  # it learned
 
 
-def test_each_value_crosses_once_for_each_destination(trained: Any) -> None:
-    g, x, y, fetches = trained
+def test_each_value_crosses_once_for_each_destination() -> None:
+    g, x, y, fetches = trained()
     parts = program(g, fetches, {x: 0, y: 0}).parts
     edges = [edge for part in parts for edge in part.sends]
     assert sorted(edges) == sorted(edge for part in parts for edge in part.receives)

@@ -148,7 +148,7 @@ class SingleSteps:
     def _left_alone(self, tasks: Sequence[int]) -> str:
         """Which tasks a graph asks for that are not there."""
         names = {self.engine.tasks[number].name for number in tasks}
-        there = {self.engine.tasks[index].name for index in self.engine.free(())}
+        there = {member.name for member in self.engine.tasks if member.is_there}
         gone = ", ".join(sorted(names - there)) or "a task"
         return f"the step has parts on {', '.join(sorted(names))}, and {gone} is gone; nothing of it was written"
 
