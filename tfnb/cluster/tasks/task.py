@@ -60,7 +60,7 @@ from tfnb.cluster.wire.messages import (
 )
 from tfnb.cluster.wire.streams import Streams
 from tfnb.cluster.wire.transport import outcome_header, read_request, worker_link, write_outcome
-from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, Unavailable
+from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, StepAborted, Unavailable
 from tfnb.execution import heap
 from tfnb.execution.tiers.tiered import limit_copies
 from tfnb.state.store import Store
@@ -297,6 +297,7 @@ class Task:
         ended = int(request.meta["round"])
         self.floor = floor = max(self.floor, int(request.meta.get("floor", ended)))
         self.over = {number for number in {*self.over, ended} if number > floor}
+        self.exchange.abort(ended, floor, StepAborted(f"round {ended} was cancelled"))
         for number, step in list(self.steps.items()):
             if number <= floor or number == ended:
                 step.cancel()
