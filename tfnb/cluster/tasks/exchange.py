@@ -128,7 +128,7 @@ class Exchange:
 
     @property
     def facts(self) -> dict[str, int]:
-        """What is held: values, early bytes, rounds, connections, lent memory; and messages that were dropped, by reason."""
+        """Values, early bytes, rounds, connections and lent memory that are held, and what was dropped, by reason."""
         with self._lock:
             lent = sum(not lane.sender.has_let_go for lane in self._lanes.values())
             open_lanes = sum(lane.sender.is_open for lane in self._lanes.values())
