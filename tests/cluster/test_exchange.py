@@ -19,6 +19,7 @@ from distributed import Client, LocalCluster, get_worker
 import tfnb
 from tests.cluster.conftest import worker_processes, workers
 from tests.cluster.test_streams import SECONDS, break_streams, left_on_a_worker, soon, switch
+from tfnb.cluster.tasks import meeting
 from tfnb.cluster.tasks.exchange import Exchange
 from tfnb.cluster.wire import streams
 from tfnb.cluster.wire.messages import Peer
@@ -115,7 +116,14 @@ def test_two_tasks_exchange_values_of_every_kind(dask, parts, lane):
     assert [one.result(2 * SECONDS) for one in found] == [[], []]
     for peer in parts.values():
         left = facts(dask, peer)
-        assert left == {"held": 0, "rounds": 0, "senders": lane == "posts", "lent": 0, "receivers": lane == "posts"}
+        assert left == {
+            "held": 0,
+            "early": 0,
+            "rounds": 0,
+            "senders": lane == "posts",
+            "lent": 0,
+            "receivers": lane == "posts",
+        }
 
 
 def hang(parts: dict[int, Peer], me: int, number: int) -> tuple[str, str]:
@@ -237,6 +245,53 @@ def test_a_task_is_quicker_than_the_other_and_its_old_self_is_not_heard(dask, pa
     dask.submit(begun, old, 1, workers=[parts[1].addr], pure=False).result(SECONDS)
     left = facts(dask, parts[1])
     assert left["held"] == 0 and left["fenced"] == 1
+
+
+def crowd(parts: dict[int, Peer], me: int, count: int) -> None:
+    """Tell many values of a round that has not begun at the other end."""
+    peers = exchange_of(parts[me]).begin(1, parts, print)
+    for turn in range(count):
+        peers.tell(0, 1 - me, (turn,), torch.full((50_000,), float(turn)), None)
+
+
+def gather(parts: dict[int, Peer], me: int, count: int) -> list[float] | str:
+    """Want all of them; what they hold, or why the round failed."""
+    exchange, got = exchange_of(parts[me]), queue.SimpleQueue()
+    peers = exchange.begin(1, parts, got.put)
+    for turn in range(count):
+        peers.want(0, (turn,), partial(put, got, turn, None))
+    found = [got.get(timeout=SECONDS)]
+    while len(found) < count and not isinstance(found[0], TfnbError):
+        found.append(got.get(timeout=SECONDS))
+    return (
+        str(found[0]) if isinstance(found[0], TfnbError) else sorted(value.mean().item() for _, (value, _), _ in found)
+    )
+
+
+def limit(patience: float, peer: Peer, dask_worker: Any) -> None:
+    """On the worker of a task: few early bytes, and so many seconds that their sender waits."""
+    meeting.PATIENCE = patience
+    dask_worker.state.actors[peer.key].task.exchange._meeting._budget = 1 << 20
+
+
+@pytest.mark.parametrize("patience", [SECONDS, 0.2], ids=["begins", "too late"])
+def test_early_values_beyond_the_budget_wait_at_their_sender(dask, parts, lane, patience):
+    count = 200
+    dask.run(limit, patience, parts[1], workers=[parts[1].addr])
+    try:
+        start(dask, crowd, parts, 0, count).result(SECONDS)
+        soon(lambda: facts(dask, parts[1])["early"] > 1 << 20, "the budget is used")
+        time.sleep(0.5)
+        left = facts(dask, parts[1])
+        assert lane == "calls" or left["early"] < 2 << 20, "one message and what was read with it"
+        found = start(dask, gather, parts, 1, count).result(SECONDS)
+        if patience == SECONDS:
+            assert found == [float(turn) for turn in range(count)]
+        else:
+            assert "limit 1048576" in found
+        assert facts(dask, parts[1])["early"] == 0
+    finally:
+        dask.run(limit, 10.0, parts[1], workers=[parts[1].addr])
 
 
 def test_a_key_that_is_told_twice_aborts_the_round_at_the_receiver(dask, parts):

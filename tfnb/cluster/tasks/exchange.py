@@ -31,7 +31,7 @@ from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.encryption import encryption
 from tfnb.cluster.wire.lending import ServerLoans
 from tfnb.cluster.wire.messages import Dead, Failed, Ok, Peer, Refused, Request, Tag
-from tfnb.cluster.wire.posting import Post, Reader, Receiver, Sender
+from tfnb.cluster.wire.posting import Hosted, Post, Reader, Receiver, Sender
 from tfnb.cluster.wire.streams import AGAIN, Broken, Offer, Stream
 from tfnb.cluster.wire.transport import Link
 from tfnb.errors import ProtocolError, StepAborted, TfnbError, Unavailable
@@ -118,22 +118,24 @@ class Exchange:
         cause = StepAborted(f"{self.name} ends")
         for number in rounds:
             self._on(meeting.Abort(number, 0, cause))
-        for end in (*(lane.sender for lane in lanes), *receivers):
+        ends: list[Hosted] = [*(lane.sender for lane in lanes), *receivers]
+        for end in ends:
             if self.serving is not None:
                 self.serving.drop(end, "the task ends")
-            elif isinstance(end, Sender):
+            else:  # it is not hosted
                 end.over(Broken("the task ends"))
         self._soon(self._cancel)
 
     @property
     def facts(self) -> dict[str, int]:
-        """Values and rounds that are held, connections that are open, and messages that were dropped, by reason."""
+        """Values, early bytes, rounds, connections and lent memory that are held, and what was dropped, by reason."""
         with self._lock:
             lent = sum(not lane.sender.has_let_go for lane in self._lanes.values())
             open_lanes = sum(lane.sender.is_open for lane in self._lanes.values())
             rounds = len(self._meeting.rounds) + len(self._failed)
-            found = {"held": self._meeting.held, "rounds": rounds, "senders": open_lanes, "lent": lent}
-            return {**found, "receivers": len(self._receivers), **self._meeting.counts}
+            here = self._meeting
+            found = {"held": here.held, "early": here.early, "rounds": rounds, "senders": open_lanes, "lent": lent}
+            return {**found, "receivers": len(self._receivers), **here.counts}
 
     # -- the machine ------------------------------------------------------------------------------------------------
 
@@ -287,7 +289,7 @@ class Exchange:
             found = None
         finally:
             lane.is_opening = False
-        if found is not None and not self._is_over:
+        if found is not None and not self._is_over and not lane.sender.is_over:
             lane.sender.connect(*found)
             self.serving = self._serve()
             self.serving.host(lane.sender)

@@ -291,7 +291,7 @@ class Meeting:
         one.cause = cause
         self._forget(one.early)
         one.early = []
-        one.values.clear(), one.wants.clear(), one.delivered.clear()
+        one.values, one.wants, one.delivered = {}, {}, {}
         if one.senders is not None:
             yield Fail(number, cause)
         yield from self._resume()

@@ -299,6 +299,7 @@ class Task:
         ended = int(request.meta["round"])
         self.floor = floor = max(self.floor, int(request.meta.get("floor", ended)))
         self.over = {number for number in {*self.over, ended} if number > floor}
+        self.exchange.abort(ended, floor, StepAborted(f"round {ended} was cancelled"))
         for number, step in list(self.steps.items()):
             if number <= floor or number == ended:
                 step.cancel()

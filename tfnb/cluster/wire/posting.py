@@ -77,7 +77,9 @@ def written(
     >>> reader.feed(written(3, 8, (), None, (4, 1))[0])
     [Post(round=3, edge=8, tag=(), value=None, dead=(4, 1), nbytes=0)]
     """
-    code, sizes, behind, flat = 0, (), b"", None
+    code, behind = 0, b""
+    sizes: tuple[int, ...] = ()
+    flat: memoryview | None = None
     try:
         kind = type(value)
         if dead is not None:
@@ -239,7 +241,7 @@ class Reader:
     def _begin(self, head: _Head, start: int) -> int:
         """A large tensor, whose memory takes what has come of it; no page of the rest is the process's own yet."""
         flat = memory(head.nbytes)
-        view = memoryview(flat.numpy())
+        view = flat.numpy().data
         have = min(head.nbytes, self._filled - start)
         view[:have] = self._view[start : start + have]
         self._large, self._rest = (head, view), view[have:]
@@ -328,10 +330,12 @@ class Sender:
         return self._loans is None or self._loans.has_let_go
 
     def connect(self, sock: socket.socket, loans: TaskLoans | None) -> None:
-        """Go on by this socket; ``loans`` where both ends share memory. The thread that hosts it comes next."""
+        """Go on by this socket; ``loans`` where both ends share memory. Then it is to be hosted."""
         sock.setblocking(False)
         with self._guard:
             self.sock, self._loans, self._is_open = sock, loans, True
+            if self._is_over:
+                sock.close()
 
     def post(self, round: int, edge: int, tag: Tag, value: Any, dead: Dead | None) -> bool:
         """Send a message as it is now; returns whether the thread has to look: something is kept, or went wrong.
