@@ -1,6 +1,6 @@
 """JSON values and bytes that were changed at random places, as strangers and broken memory change them.
 
-``TFNB_FUZZ`` says how many are tried of each kind; `make fuzz` tries a thousand.
+``TFNB_FUZZ=COUNT`` says how many are tried of each kind; `make fuzz` tries a thousand.
 """
 
 from __future__ import annotations
