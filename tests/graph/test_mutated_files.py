@@ -70,6 +70,11 @@ def check(what: Callable[[], Any], size: int, told: str) -> None:
     assert more < MULTIPLE * size + ROOM, f"{told}: {more} bytes for a file of {size}"
 
 
+def test_a_seed_gives_the_same_change_whatever_was_changed_before() -> None:
+    first = [written(changed({"a": [{}, []]}, random.Random(seed))) for seed in range(200)]
+    assert first == [written(changed({"a": [{}, []]}, random.Random(seed))) for seed in range(200)]
+
+
 @pytest.mark.parametrize("kind", ["document", "bytes"])
 def test_a_changed_graph_file(saved: tuple[Path, tfnb.Session], kind: str) -> None:
     path = saved[0] / "g.json"
