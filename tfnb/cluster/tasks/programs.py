@@ -216,7 +216,7 @@ class ShardProgram:
         nodes = self.program.whole.contents.by_id
         whole = [nodes[value.node].outputs[value.index] for value in self.program.feeds]
         self._feeds = [_rows_of(spec, rows) for spec, rows in zip(whole, meta["rows"], strict=True)]
-        sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in self._feeds if not spec.symbols]
+        sizes = [math.prod(spec.sizes({})) * spec.dtype.itemsize for spec in self._feeds if not spec.symbols]
         self.nbytes = sum(sizes) if len(sizes) == len(self._feeds) else None
 
     def ensure_fit(self, feeds: Sequence[torch.Tensor]) -> None:
