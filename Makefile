@@ -8,8 +8,10 @@ BENCH ?=
 WORKERS ?= 2
 # Tests of `make coverage-lines`.
 LINES ?= tests
-# What `make fuzz` runs more of.
-FUZZ := tests/graph/test_mutated_files.py tests/graph/test_costly_files.py tests/test_wrong_arguments.py tests/test_escaping.py
+# What `make fuzz` runs more of, and how many it tries of each kind; 1000 wrong arguments of each 1000 are all.
+FUZZ := tests/graph/test_mutated_files.py tests/graph/test_costly_files.py tests/test_wrong_arguments.py \
+  tests/test_escaping.py tests/cluster/alone/test_port_attacks.py
+TRIES ?= 1000
 # Address of one more wheel index, for example one with CPU-only builds of torch. Empty: pip's own configuration.
 TORCH_INDEX ?=
 
@@ -46,8 +48,8 @@ test-slow: $(INSTALLED) ## only the slow tests, with the other notebooks and the
 test-all: $(INSTALLED) ## both, without a choice or a limit of time
 	$(PYTEST) -m "not sweep" tests $(NOTEBOOKS)
 
-fuzz: $(INSTALLED) ## the long form of what strangers may do: files, names, wrong arguments
-	TFNB_FUZZ=1000 $(BIN)/python -m pytest -q $(FUZZ)
+fuzz: $(INSTALLED) ## what strangers may do, many times: files, names, wrong arguments, attacks on a port; TRIES=100
+	TFNB_FUZZ=$(TRIES) $(BIN)/python -m pytest $(FUZZ)
 
 durations: $(INSTALLED) ## run all tests, and write what each takes to tests/durations.json
 	mkdir -p build

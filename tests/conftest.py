@@ -1,7 +1,8 @@
 """What every test gets: fixed seeds, a leak check, the devices to test on, hypothesis profiles, a place in the order.
 
 ``TFNB_TEST_DEVICES=cpu,cuda`` names the devices (default ``cpu``); one that is absent fails, it does not skip.
-``TFNB_FUZZ=1`` takes the long random profile of hypothesis instead of the short, repeatable one.
+``TFNB_FUZZ=1000`` takes the long random profile of hypothesis instead of the short, repeatable one, and so many
+changed files, wrong arguments and attacks (`tests/mutations.py`).
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
+from types import NoneType
 from weakref import WeakSet
 
-from tfnb.errors import Aborted, Cancelled, FailedPrecondition, InvalidArgument, OutOfRange, QueueClosed
+from tfnb.errors import Aborted, Cancelled, FailedPrecondition, InvalidArgument, OutOfRange, QueueClosed, ensure_type
 from tfnb.recording import Operation
 from tfnb.session import Session, run
 from tfnb.state.input_sources import Source
@@ -94,6 +95,8 @@ class Coordinator:
         Raises FailedPrecondition that names the threads which did not stop in that time, and what they wait for.
         """
         check_timeout(stop_grace_period_secs)
+        for thread in threads:
+            ensure_type(thread, threading.Thread, "Coordinator.join")
         everyone = list(dict.fromkeys([*threads, *self._threads]))
         while any(thread.is_alive() for thread in everyone) and not self.wait_for_stop(_POLL):
             pass
@@ -152,6 +155,8 @@ class QueueRunner:
                 f"a runner of queue {queue.name} runs recorded enqueues, or puts what a tfnb.Source gives, and was "
                 f"given {wrong[0]!r}"
             )
+        ensure_type(coordinator, (Coordinator, NoneType), "coordinator of a runner")
+        ensure_type(session, (Session, NoneType), "session of a runner")
         self.coordinator = Coordinator() if coordinator is None else coordinator
         self.threads: tuple[threading.Thread, ...] = ()
         self._run = run if session is None else session.run

@@ -1,4 +1,4 @@
-"""Files that were changed at random load and are drawn, or are typed errors, within seconds.
+"""Files that were changed at random load and are drawn, or are typed errors, within seconds and bounded memory.
 
 TFNB_FUZZ says how many are tried; `make fuzz` tries thousands.
 """
@@ -6,7 +6,6 @@ TFNB_FUZZ says how many are tried; `make fuzz` tries thousands.
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Callable
@@ -17,17 +16,15 @@ import pytest
 import torch
 
 import tfnb
+from tests.graph.costly_files import memory
+from tests.graph.test_costly_files import MULTIPLE, ROOM, SECONDS
+from tests.mutations import changed, torn, tries, written
 from tfnb.errors import TfnbError
 from tfnb.graph import Graph
 from tfnb.graph.tensor_files import read_tensors, write_tensors
 
-FILES = int(os.environ.get("TFNB_FUZZ", "60"))
-SECONDS = 2.0  # of the processor
-ODD: list[Any] = [
-    None, True, -1, 0, 2, 2**31, 2**63, 10**30, 10**400, 1e308, "", "x", "B", "B**64", "-B", "1/0", "B//0", "\ud800",
-    "\u202e", "x" * 5000, [], [[]], [0, 0], [None], {}, {"$ref": 0}, {"$dim": "B**B"}, {"$tuple": []}, {"$tensor": "0"},
-    {"$float": "nan"}, {"$variable": "w"}, {"a": {}},
-]  # fmt: skip
+PEAK = Path("/proc/self/clear_refs")  # where Linux forgets the most memory that this process took
+FILES = tries(60)
 
 
 @pytest.fixture(scope="module")
@@ -50,64 +47,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tfnb.Session]
     return folder, session
 
 
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Each place of a JSON value, as what it is in and the key there."""
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    return [pair for key in keys for pair in ((value, key), *places(value[key]))]
-
-
-def changed(value: Any, chance: random.Random) -> Any:
-    """A JSON value with some places replaced, removed or repeated."""
-    made = json.loads(json.dumps(value))
-    for _ in range(chance.choice((1, 1, 2, 4))):
-        found = places(made)
-        if not found:
-            break
-        inside, key = chance.choice(found)
-        match chance.randrange(4):
-            case 0 if isinstance(inside, list):
-                inside.insert(key, inside[key])
-            case 1:
-                del inside[key]
-            case 2:
-                inside[key] = chance.choice(found)[0]
-                try:
-                    json.dumps(made)
-                except (ValueError, RecursionError):  # in itself
-                    inside[key] = None
-            case _:
-                inside[key] = chance.choice(ODD)
-    return made
-
-
-def torn(data: bytes, chance: random.Random) -> bytes:
-    """Bytes of which some are changed, cut out or repeated."""
-    found = bytearray(data)
-    for _ in range(chance.choice((1, 2, 8))):
-        at = chance.randrange(len(found))
-        length = chance.choice((1, 8, 100))
-        match chance.randrange(4):
-            case 0:
-                found[at] ^= 1 << chance.randrange(8)
-            case 1:
-                del found[at : at + length]
-            case 2:
-                found[at:at] = found[at : at + length]
-            case _:
-                found[at : at + length] = chance.randbytes(length)
-        found = found or bytearray(b"x")
-    return bytes(found)
-
-
 def load(path: Path) -> None:
     """Load a graph and show it in all ways."""
     graph = Graph.load(path)
     graph.text(), graph._repr_mimebundle_(), repr(graph), graph.to_networkx()
 
 
-def check(what: Callable[[], Any], told: str) -> None:
-    """A call ends well, or in a typed error, in time."""
-    begin = time.process_time()
+def check(what: Callable[[], Any], size: int, told: str) -> None:
+    """A call about a file of ``size`` bytes ends well, or in a typed error, in time and in bounded memory."""
+    if PEAK.exists():
+        PEAK.write_text("5")
+    before, begin = memory("VmRSS") if PEAK.exists() else 0, time.process_time()
     try:
         what()
     except TfnbError:
@@ -116,6 +66,13 @@ def check(what: Callable[[], Any], told: str) -> None:
         raise AssertionError(f"{told}: {type(error).__name__}: {error}") from error
     took = time.process_time() - begin
     assert took < SECONDS, f"{told}: {took} s"
+    more = memory("VmHWM") - before if PEAK.exists() else 0
+    assert more < MULTIPLE * size + ROOM, f"{told}: {more} bytes for a file of {size}"
+
+
+def test_a_seed_gives_the_same_change_whatever_was_changed_before() -> None:
+    first = [written(changed({"a": [{}, []]}, random.Random(seed))) for seed in range(200)]
+    assert first == [written(changed({"a": [{}, []]}, random.Random(seed))) for seed in range(200)]
 
 
 @pytest.mark.parametrize("kind", ["document", "bytes"])
@@ -125,8 +82,8 @@ def test_a_changed_graph_file(saved: tuple[Path, tfnb.Session], kind: str) -> No
     document = json.loads(data)
     for seed in range(FILES):
         chance = random.Random(seed)
-        path.write_bytes(json.dumps(changed(document, chance)).encode() if kind == "document" else torn(data, chance))
-        check(lambda: load(path), f"{kind} of seed {seed}")
+        path.write_bytes(written(changed(document, chance)) if kind == "document" else torn(data, chance))
+        check(lambda: load(path), path.stat().st_size, f"{kind} of seed {seed}")
     path.write_bytes(data)
     load(path)
 
@@ -145,7 +102,7 @@ def test_a_changed_variable_file_assigns_nothing_or_all(saved: tuple[Path, tfnb.
         else:
             held = {key: t for key, t in tensors.items() if chance.random() > 0.02}
             write_tensors(path, held, changed(about, chance) if chance.random() < 0.9 else about)
-        check(lambda: session.restore(path), f"{kind} of seed {seed}")
-        check(lambda: session.save(folder / "again"), f"the save after {kind} of seed {seed}")
+        check(lambda: session.restore(path), path.stat().st_size, f"{kind} of seed {seed}")
+        check(lambda: session.save(folder / "again"), path.stat().st_size, f"the save after {kind} of seed {seed}")
         path.write_bytes(data)
         session.restore(path)

@@ -42,6 +42,7 @@ from tfnb.state.queue_contents import Held, held_by, labelled
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import machine_of
 from tfnb.state.step_groups import StepGroup
+from tfnb.state.waits import check_timeout
 
 SHOWN = 5  # lines of the status that tell who came and who left
 
@@ -67,6 +68,7 @@ def connect(
     """
     if name is not None:
         raise Unimplemented("connect(name=...): re-attaching to the state of an earlier notebook is not there yet")
+    check_timeout(timeout)
     end = time.monotonic() + timeout
     wanted = Wanted(ps, workers, {} if resources is None else resources)
     where = find(cluster, wanted, security, insecure, timeout, Started(threads, memory, dashboard))

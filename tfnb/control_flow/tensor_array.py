@@ -6,7 +6,7 @@ write gives another array, gradients are those of the rows. Semantics S-46.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +112,8 @@ class TensorArray:
     def unstack(self, values: Any) -> TensorArray:
         """An array of the rows of ``values``, as many as there are."""
         values = self._element(values)
+        if not values.dim():
+            raise ShapeError(f"unstack takes the rows of a tensor, and this is one number{_at()}")
         return self._like(values, torch.ones(values.shape[0], dtype=torch.bool, device=values.device))
 
     def split(self, values: Any, length: int) -> TensorArray:
@@ -138,8 +140,8 @@ class TensorArray:
         if recorder_if_open() is None:
             return self._like(*self._plain(rows, index, value))
         if self.dynamic_size:
-            rows, written = ops.array_grown(rows, written, index)
-        return self._like(*ops.array_write(rows, written, index, value))
+            rows, written = _done(ops.array_grown, rows, written, index)
+        return self._like(*_done(ops.array_write, rows, written, index, value))
 
     def _fits(self, shape: Sequence[Any]) -> None:
         """Raise ShapeError for an element of another shape."""
@@ -151,9 +153,9 @@ class TensorArray:
         """Outside a recording: by ops that autograd knows, after the checks of ours."""
         known, written = rows.detach(), self._written
         if self.dynamic_size:
-            known, written = ops.array_grown(known, written, index)
+            known, written = _done(ops.array_grown, known, written, index)
             rows = torch.cat([rows, rows.new_zeros([len(known) - len(rows), *rows.shape[1:]])])
-        _, written = ops.array_write(known, written, index, value.detach())
+        _, written = _done(ops.array_write, known, written, index, value.detach())
         return rows.index_put((index,), value), written
 
     def _like(self, rows: torch.Tensor | None, written: torch.Tensor) -> TensorArray:
@@ -174,7 +176,7 @@ class TensorArray:
 
     def _read(self, index: torch.Tensor) -> torch.Tensor:
         rows = self._known("read")
-        found = ops.array_read(rows if recorder_if_open() else rows.detach(), self._written, index)
+        found = _done(ops.array_read, rows if recorder_if_open() else rows.detach(), self._written, index)
         return found if recorder_if_open() else rows[index]
 
     def stack(self) -> torch.Tensor:
@@ -219,6 +221,14 @@ def _index(index: Any, rank: int) -> torch.Tensor:
         what = "one whole number" if rank == 0 else "a list of whole numbers"
         raise InvalidArgument(f"the index into a TensorArray is {what}, not {index.dtype}{list(index.shape)}{_at()}")
     return index.reshape([1]) if rank and not index.dim() else index
+
+
+def _done(op: Callable[..., Any], *args: torch.Tensor) -> Any:
+    """What an op gives; an element that is not there is the same error as in a run."""
+    try:
+        return op(*args)
+    except IndexError as error:
+        raise InvalidArgument(f"{error}{_at()}") from None
 
 
 def _apart(shape: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -32,7 +32,10 @@ def clip_by_norm(x: Any, norm: Any, dim: int | Sequence[int] | None = None) -> A
     """
     if isinstance(x, IndexedSlices):
         return _rows_by_norm(x.coalesce(), norm, dim)
-    found = torch.linalg.vector_norm(x, dim=dim, keepdim=dim is not None)
+    try:
+        found = torch.linalg.vector_norm(x, dim=dim, keepdim=dim is not None)
+    except IndexError as error:  # an axis that there is not
+        raise InvalidArgument(f"clip_by_norm over dim={dim}: {error}") from None
     return x * _scale(found, norm)
 
 

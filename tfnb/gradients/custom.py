@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, UnknownOp, Unsupported
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, UnknownOp, Unsupported, ensure_type
 from tfnb.gradients.rule_table import RuleFunction, ops_of
 from tfnb.graph import Variable, current
 from tfnb.graph.op_facts import facts_of
@@ -150,6 +150,7 @@ def gradient_override(rules: Mapping[Any, RuleFunction]) -> Iterator[None]:
     recorder = current.recording()
     if not isinstance(recorder, Recorder):
         raise FailedPrecondition("gradient_override works inside a recording: it is for the ops recorded in it")
+    ensure_type(rules, Mapping, "gradient_override")
     named = {name: rule for op, rule in rules.items() for name in _overridable(op, recorder)}
     before, recorder.overrides = recorder.overrides, {**recorder.overrides, **named}
     try:

@@ -334,6 +334,12 @@ def device_name(device: torch.device | str) -> str:
 _NO_NUMBER = ("cpu", "meta")
 
 
+def _is_size(size: int, wanted: Size, symbols: Mapping[str, int]) -> bool:
+    if not isinstance(wanted, Dim):
+        return size == wanted
+    return not symbols.keys() >= set(wanted.symbols) or bool(size == wanted.evaluate(symbols))
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """dtype, shape (ints and Dims) and device, as `device_name` writes it, of one value.
@@ -368,6 +374,22 @@ class Spec:
     def sizes(self, symbols: Mapping[str, Any]) -> tuple[Any, ...]:
         """The shape with every symbol bound."""
         return tuple(d.evaluate(symbols) if isinstance(d, Dim) else d for d in self.shape)
+
+    def fits(self, shape: Sequence[int], symbols: dict[str, int]) -> bool:
+        """Whether a tensor of this shape is meant; ``symbols`` has the sizes of letters, and gets those of new ones.
+
+        A size that derives from a letter that is not known yet fits any.
+
+        >>> spec, letters = Spec(torch.float32, (Dim("B"), 3)), {}
+        >>> spec.fits((2, 3), letters), spec.fits((4, 3), letters), spec.fits((2,), letters), letters
+        (True, False, False, {'B': 2})
+        """
+        if len(shape) != len(self.shape):
+            return False
+        for size, wanted in zip(shape, self.shape, strict=True):
+            if isinstance(wanted, Dim) and wanted.is_symbol:
+                symbols.setdefault(wanted.expr, size)
+        return all(_is_size(size, wanted, symbols) for size, wanted in zip(shape, self.shape, strict=True))
 
     def short(self) -> str:
         """``f32[B, 784]``, for drawings and the text form."""

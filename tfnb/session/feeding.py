@@ -247,18 +247,12 @@ def _from_python(value: Any, spec: Spec, name: str) -> torch.Tensor:
 def _fit(given: torch.Size, row: _Row, symbols: dict[str, int]) -> None:
     """Bind the symbols of a shape, or say where it does not fit."""
     spec, why = row.spec, ""
+    if spec.fits(given, symbols):
+        return
     if len(given) == len(spec.shape):
-        for size, wanted in zip(given, spec.shape, strict=True):
-            symbol = wanted.expr if isinstance(wanted, Dim) and wanted.is_symbol else None
-            if symbol is not None and symbols.setdefault(symbol, size) != size:
-                why = why or f": {symbol} is {symbols[symbol]} in another feed"
-        try:
-            if given == spec.sizes(symbols):
-                return
-        except ShapeError:  # an expression over a symbol that no feed shows: nothing to compare with
-            return
-    if not why and len(given) == len(spec.shape):
-        why = _fixed(given, row)
+        letters = [(size, of.expr) for size, of in zip(given, spec.shape, strict=True) if isinstance(of, Dim)]
+        clash = next((letter for size, letter in letters if symbols.get(letter, size) != size), None)
+        why = _fixed(given, row) if clash is None else f": {clash} is {symbols[clash]} in another feed"
     raise ShapeError(
         f"Cannot feed value of shape {tuple(given)} for Tensor {row.name}, which has shape {_shape(spec)}{why}"
         f"{_at(row.source)}", node=row.name,

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.errors import InvalidArgument, ShapeError, ensure_type
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Spec, current, ops
 from tfnb.graph.spec import flows
@@ -142,6 +143,7 @@ class SparseConditionalAccumulator(_Conditional):
 
         Each row is there once. sample: while recording its values are used. Raises DeadlineExceeded.
         """
+        ensure_type(sample, (IndexedSlices, NoneType), f"sample of {self.name}")
         given = None if sample is None else [sample.indices, sample.values]
         indices, values = self._took(n, given, timeout)
         made = IndexedSlices(values, indices, self.shape).called(self.name)

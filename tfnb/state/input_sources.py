@@ -10,14 +10,15 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
+from os import PathLike
 from typing import Any, BinaryIO
 
 import fsspec
 import torch
 from torch.utils.data import default_collate
 
-from tfnb.errors import DataLoss, InvalidArgument, NotFound, OutOfRange
+from tfnb.errors import DataLoss, InvalidArgument, NotFound, OutOfRange, ensure_type
 from tfnb.kernels.random import mix
 from tfnb.state.chunks import Partitions, is_partitioned
 
@@ -189,6 +190,8 @@ class _FileReader(Source):
 
     def __init__(self, urls: str | Sequence[str], *, name: str, compression: str | None, options: Any) -> None:
         self.name, self._parts, self._root = name, (), self
+        for url in urls if isinstance(urls, list | tuple) else (urls,):
+            ensure_type(url, (str, PathLike), f"{name}: a url")
         try:
             self._files = list(fsspec.open_files(urls, "rb", compression=compression, **(options or {})))
         except (ValueError, ImportError, OSError) as error:
@@ -267,8 +270,8 @@ class TextLineReader(_FileReader):
 
     def _records(self, file: BinaryIO, url: str) -> Iterator[str]:
         if file.tell() == 0:
-            for _ in range(self._header):
-                file.readline()
+            for _ in takewhile(bool, map(lambda _: file.readline(), range(self._header))):
+                pass
         while line := file.readline():
             try:
                 yield line.decode(self._encoding).rstrip("\r\n")

@@ -112,6 +112,8 @@ class Rule(Optimizer):
             raise InvalidArgument(f"{type(self).__name__}: sparse is one of {', '.join(SPARSE)}, not {sparse!r}")
         self.kind, self.definition = kind, OPTIMIZERS[kind]
         self.sparse = "lazy" if kind == "SparseAdam" else sparse
+        if "eps" in given and kind != "Adafactor":  # which has two of them
+            _setting(type(self).__name__, "eps", given["eps"])
         parts = parts_of(given)
         checked = {name: _setting(type(self).__name__, name, value) for name, value in parts.items()}
         self.initial_accumulator_value: float = checked.pop("initial_accumulator_value", 0.0)

@@ -34,6 +34,9 @@ class Add:
     def __init__(self, fail: str = "") -> None:
         self.fail = fail
 
+    def ensure_fit(self, feeds):
+        pass
+
     def compute(self, feeds, storages, run_index):
         if self.fail == "compute":
             raise ValueError("kernel")

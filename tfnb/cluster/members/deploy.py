@@ -21,7 +21,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import dask
@@ -50,6 +50,7 @@ from tfnb.errors import (
     InvalidArgument,
     Unavailable,
     VersionMismatch,
+    ensure_type,
 )  # fmt: skip
 from tfnb.recording.marks.while_recording import Shared, swapped
 
@@ -192,6 +193,7 @@ def find(
     """A client for what the user gave; raises Unavailable, InsecureAddress or InvalidArgument."""
     wanted.check()
     started.check()
+    ensure_type(security, (Security, NoneType), "security of connect")
     place = _found(cluster, wanted, security, insecure, timeout, started)
     if started != AS_EVER and not place.is_ours:
         place.close()

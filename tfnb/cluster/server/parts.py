@@ -26,6 +26,9 @@ class ServerProgram(Protocol):
     reads: Sequence[str]
     writes: Sequence[str]
 
+    def ensure_fit(self, feeds: Sequence[torch.Tensor]) -> None:
+        """Raise ShapeError for feeds of other dtypes or sizes than it takes."""
+
     def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Any: ...
 
     def commit(self, pending: Any) -> None: ...
@@ -124,6 +127,7 @@ GRADIENTS = ("grad", "rows")  # kinds that must be finite
 def check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor], *, are_finite: bool = False) -> None:
     """Raise where a program cannot take these. are_finite: who sent them has looked at that."""
     same_number(program.kinds, tensors)
+    program.ensure_fit(tensors)
     for kind, tensor in zip(program.kinds, tensors, strict=True):
         if kind in GRADIENTS and not are_finite and not is_finite(tensor):
             raise NonFiniteGradient(

@@ -12,14 +12,14 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tfnb.cluster.server.parts import GRADIENTS
 from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
-from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, TfnbError
+from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, ShapeError, TfnbError
 from tfnb.execution import Pending, Program
 from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.explain import explained
@@ -176,7 +176,8 @@ def server_plan(server: Server, homes: Homes, check: bool) -> Plan:
         label: next(piece.key for piece in homes[variable.key] if piece.shard == server.shard)
         for label, variable in server.graph.contents.variables.items()
     }
-    facts = {"kinds": [border.kind for border in server.borders], "keys": keys, "check": check}
+    borders = server.borders
+    facts = {"kinds": [b.kind for b in borders], "rows": [b.rows for b in borders], "keys": keys, "check": check}
     return plan_of(server.graph, (server.target,), server.feeds, facts)
 
 
@@ -232,9 +233,17 @@ class ShardProgram:
         key_of = dict(zip(self.program.variables, self.reads, strict=True))
         self.writes: Sequence[str] = [key_of[variable] for variable in self.program.writes]
         nodes = self.program.whole.contents.by_id
-        fed = [nodes[value.node].outputs[value.index] for value in self.program.feeds]
-        sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in fed if not spec.symbols]
-        self.nbytes = sum(sizes) if len(sizes) == len(fed) else None
+        whole = [nodes[value.node].outputs[value.index] for value in self.program.feeds]
+        self._feeds = [_rows_of(spec, rows) for spec, rows in zip(whole, meta["rows"], strict=True)]
+        sizes = [math.prod(spec.sizes({})) * spec.dtype.itemsize for spec in self._feeds if not spec.symbols]
+        self.nbytes = sum(sizes) if len(sizes) == len(self._feeds) else None
+
+    def ensure_fit(self, feeds: Sequence[torch.Tensor]) -> None:
+        """Raise ShapeError for feeds of other dtypes or sizes than it takes: its write would fail half-way."""
+        symbols: dict[str, int] = {}
+        for place, (feed, wanted) in enumerate(zip(feeds, self._feeds, strict=True)):
+            if feed.is_meta or feed.dtype is not wanted.dtype or not wanted.fits(feed.shape, symbols):
+                raise ShapeError(f"part {place} of this push is {Spec.of(feed)}, and its plan takes {wanted}")
 
     def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Pending:
         """What will be written; nothing is."""
@@ -436,6 +445,11 @@ class ComputeProgram:
 def piece_of(fields: Sequence[Any]) -> Piece:
     shard, key, rows = fields
     return Piece(int(shard), str(key), None if rows is None else (int(rows[0]), int(rows[1])))
+
+
+def _rows_of(spec: Spec, rows: Sequence[int] | None) -> Spec:
+    """The Spec of what `rows_of` gives."""
+    return spec if rows is None else replace(spec, shape=(rows[1] - rows[0], *spec.shape[1:]))
 
 
 def rows_of(value: torch.Tensor | None, rows: Sequence[int] | None) -> torch.Tensor:

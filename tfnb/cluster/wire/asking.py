@@ -175,7 +175,7 @@ def parts(batch: Request) -> list[Request]:
     try:
         return [
             replace(
-                batch, method=str(method), op=OpId(str(op[0]), int(op[1])), meta={**meta, "shard": int(shard)},
+                batch, method=str(method), op=OpId.read(*op), meta={**meta, "shard": int(shard)},
                 tensors=list(islice(tensors, count)),
             )
             for shard, method, op, meta, count in batch.meta["parts"]

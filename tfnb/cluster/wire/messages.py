@@ -17,6 +17,7 @@ from tfnb.errors import StepAborted, TfnbError
 
 POLL = 10.0  # seconds that a server lets a request wait until it tells the caller to ask again
 SILENCE = 4.0  # seconds without an answer after which silence is said, and others compute the rows of a task
+NAME_CAP = 256  # characters of a client's name
 GIVEN_UP = 60.0  # seconds of silence after which a task or server is dead that Dask lists; no call ends earlier
 
 Tag = tuple[int, ...]  # the iterations of the frames that a value of a step belongs to
@@ -36,6 +37,13 @@ class OpId(NamedTuple):
 
     client: str
     seq: int
+
+    @classmethod
+    def read(cls, client: object, seq: object) -> OpId:
+        """The identity that a message names. Raises ValueError for what is no name, or no number of a call."""
+        if isinstance(client, str) and len(client) <= NAME_CAP and isinstance(seq, int) and 0 <= seq < 1 << 63:
+            return cls(client, seq)
+        raise ValueError(f"a client's name has up to {NAME_CAP} characters, the number of its call is a count")
 
 
 class Ask(NamedTuple):

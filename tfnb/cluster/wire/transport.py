@@ -268,16 +268,15 @@ def read_request(frames: Sequence[Buffer], budget: int, borrow: envelope.Borrow 
     """The callee's side: the request in a message. Raises ProtocolError or ResourceExhausted, and as ``borrow``."""
     header, tensors = envelope.decode(frames, budget=budget, borrow=borrow)
     try:
-        op = OpId(str(header["client"]), int(header["seq"]))
-        meta = header["meta"]
-        if not isinstance(meta, dict) or not isinstance(header["method"], str):
-            raise TypeError("meta is an object, method a string")
-        return Request(
-            header["method"], op, int(header["epoch"]), int(header["incarnation"]), meta, tensors,
-            int(header["ms_left"]) / 1000,
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"not a request of tfnb: {type(error).__name__}: {error}") from error
+        match header:
+            case {
+                "method": str(method), "epoch": int(epoch), "incarnation": int(incarnation), "client": client,
+                "seq": seq, "ms_left": int(left), "meta": dict(meta),
+            } if 0 <= left < 1 << 63:  # fmt: skip
+                return Request(method, OpId.read(client, seq), epoch, incarnation, meta, tensors, left / 1000)
+    except ValueError as error:
+        raise ProtocolError(f"not a request of tfnb: {error}") from error
+    raise ProtocolError("not a request of tfnb: method is a string, meta an object, the others are counts")
 
 
 def write_outcome(
