@@ -16,7 +16,7 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument, Unimplemented
 from tfnb.execution.dataflow.executor import Dataflow
 from tfnb.execution.dataflow.machine import Machine
 from tfnb.passes import step_graph
-from tfnb.passes.flow.steps import as_one
+from tfnb.passes.flow.step_flow import as_one
 from tfnb.state.queue_machine import UNDER_WAY
 
 GRAPHS = int(os.environ.get("TFNB_GRAPHS", "0"))  # more random graphs than the quick tests run: 5000

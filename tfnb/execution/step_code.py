@@ -13,7 +13,7 @@ from tfnb.execution.dataflow.executor import lowered, needs_dataflow
 from tfnb.execution.tiers.tiered import Mode, Tiers
 from tfnb.memory import step_passes
 from tfnb.passes import ONCE, StepGraph
-from tfnb.passes.flow.steps import Wanted
+from tfnb.passes.flow.step_flow import Wanted
 from tfnb.passes.rewrite import Pass
 
 

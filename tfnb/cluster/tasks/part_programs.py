@@ -37,7 +37,7 @@ from tfnb.graph.subgraph import queues_of
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.flow.cut import Kind, Part
 from tfnb.passes.flow.places import Place
-from tfnb.passes.flow.steps import StepFlow, Wanted, in_parts, optimized_step
+from tfnb.passes.flow.step_flow import StepFlow, Wanted, in_parts, optimized_step
 from tfnb.placement.partition import Split
 
 

@@ -31,7 +31,7 @@ from tfnb.memory import LAST
 from tfnb.passes import StepGraph
 from tfnb.passes.flow.cut import Part
 from tfnb.passes.flow.places import Place
-from tfnb.passes.flow.steps import StepFlow, Wanted, as_one, in_parts
+from tfnb.passes.flow.step_flow import StepFlow, Wanted, as_one, in_parts
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied

@@ -1,5 +1,5 @@
 """A graph as plain dataflow, and its parts for several places.
 
 `frames` lowers loops and branches to Switch, Merge, Enter, Exit and NextIteration. `places` says where each op is done,
-`cut` makes a part for each place, with what they send each other; `steps` does all of that for a step.
+`cut` makes a part for each place, with what they send each other; `step_flow` does all of that for a step.
 """
