@@ -42,9 +42,11 @@ class Request(NamedTuple):
 
     def within(self, outer: Request) -> Request:
         """This request, with the fields that it leaves open from the scope around it; a kind brings its number."""
-        device = (self.kind, self.number) if self.kind is not None else (outer.kind, outer.number)
-        fields = (mine if mine is not None else theirs for mine, theirs in zip(self[:3], outer[:3], strict=True))
-        return Request(*fields, *device, self.soft or outer.soft)
+        of_kind = self if self.kind is not None else outer
+        return Request(
+            outer.job if self.job is None else self.job, outer.replica if self.replica is None else self.replica,
+            outer.task if self.task is None else self.task, of_kind.kind, of_kind.number, self.soft or outer.soft,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

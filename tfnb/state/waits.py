@@ -76,6 +76,8 @@ class Runner:
     looked: float = 0.0
     noticed: bool = False
     deadlock: TfnbError | None = None
+    is_blocked: bool = False  # a part of a step that waits for other parts, and may wait for queues
+    part: Callable[[], tuple[int, int, int] | None] = lambda: None  # its round, and messages that it sent and took
 
     def __enter__(self) -> None:
         WAITS.runners[self] = None
@@ -83,6 +85,7 @@ class Runner:
     def __exit__(self, *error: object) -> None:
         del WAITS.runners[self]
         self.may = self.attempts = self.later = tuple  # what they know of, such as tensors, ends with it
+        self.part = lambda: None
 
     @property
     def is_idle(self) -> bool:

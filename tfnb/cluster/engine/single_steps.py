@@ -116,7 +116,7 @@ class SingleSteps:
                 await turn.enter_async_context(self.turn)
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
             whole, lost = placed.why_whole is not None, list[int]()
-            use = turn.enter_context(self.engine.deadlocks.use(queues))
+            use = turn.enter_context(self.engine.deadlocks.use(queues, len(placed.parts) or 1))
             while True:
                 tasks = await self.engine.idle(deadline, placed.tasks, since)
                 if queues:

@@ -43,8 +43,10 @@ def who_waits(runners: Iterable[Runner], channels: Mapping[int, Channel]) -> lis
                 [one.what, one.kind, shards.get(one.machine.channel), one.machine.key, list(map(_id, one.behind))]
                 for one in runner.later() if isinstance(one.machine, RemoteQueue)
             ]  # fmt: skip
-            if runner.is_idle and None not in attempts:
-                found.append([attempts, later])
+            part = runner.part()
+            is_blocked = part is not None and runner.is_blocked and runner.inbox.empty()
+            if (runner.is_idle or is_blocked) and None not in attempts:
+                found.append([attempts, later, part])
     return found
 
 
@@ -52,11 +54,12 @@ def who_waits(runners: Iterable[Runner], channels: Mapping[int, Channel]) -> lis
 class Use:
     """A step that uses queues (shard and key of each), while it is in progress.
 
-    round: its latest; tell: it that it cannot go on. waits: attempts for which it waits, since when, and whether the
-    user knows.
+    parts: on so many tasks. round: its latest; tell: it that it cannot go on. waits: attempts for which it waits, since
+    when, and whether the user knows.
     """
 
     queues: Sequence[tuple[int, str]] = ()
+    parts: int = 1
     round: int = -1
     tell: Callable[[Failed], None] = lambda failure: None
     waits: frozenset[Id] = frozenset()
@@ -87,9 +90,9 @@ class Deadlocks:
         self._watching: asyncio.Task[None] | None = None
 
     @contextmanager
-    def use(self, queues: Sequence[tuple[int, str]]) -> Iterator[Use]:
-        """A step that uses them is in progress."""
-        use = Use(queues)
+    def use(self, queues: Sequence[tuple[int, str]], parts: int = 1) -> Iterator[Use]:
+        """A step that uses them is in progress, on so many tasks."""
+        use = Use(queues, parts)
         if queues:
             self._uses.add(use)
             self._recent.add(use)
@@ -171,9 +174,9 @@ class _View:
         now, found = time.monotonic(), dict[Runner, Use]()
         at_work = set(uses)  # those without a round, too, wait for a task to take them: they may do all that they do
         of_round = {use.round: use for use in at_work if use.round >= 0}
-        for attempts, later in waiting:
+        for attempts, later, round_ in _steps(waiting, of_round):
             ids = [(str(name), int(number)) for name, number in attempts]
-            round_ = self.rounds.get(ids[0]) if ids else None
+            round_ = round_ if round_ is not None or not ids else self.rounds.get(ids[0])
             use = None if round_ is None else of_round.pop(round_, None)
             operations = list(self._operations(later))
             if use is not None and self.attempts.keys() >= set(ids) and len(operations) == len(later):
@@ -202,6 +205,23 @@ class _View:
             runner for runner in list(runners)
             if any(isinstance(one.machine, RemoteQueue) and _id(one) not in self.attempts for one in runner.attempts())
         ]  # fmt: skip
+
+
+def _steps(waiting: Iterable[Any], uses: Mapping[int, Use]) -> Iterator[tuple[list[Any], list[Any], int | None]]:
+    """What each step waits for, what it would do behind that, and the round of one on several tasks.
+
+    Of that all parts wait, and no message is on its way: else it goes on.
+    """
+    parts: dict[int, list[Any]] = {}
+    for attempts, later, part in waiting:
+        if part is None:
+            yield attempts, later, None
+        else:
+            parts.setdefault(int(part[0]), []).append((attempts, later, int(part[1]), int(part[2])))
+    for round_, found in parts.items():
+        everywhere = round_ in uses and len(found) == uses[round_].parts
+        if everywhere and sum(sent for *_, sent, _ in found) == sum(got for *_, got in found):
+            yield [one for part in found for one in part[0]], [one for part in found for one in part[1]], round_
 
 
 def _always(value: Any) -> Callable[[], Any]:

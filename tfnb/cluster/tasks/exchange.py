@@ -362,11 +362,11 @@ class _Round:
     """`Peers` of one round."""
 
     def __init__(self, exchange: Exchange, number: int, parts: Mapping[int, Peer]) -> None:
-        self._exchange, self._number, self._parts = exchange, number, parts
+        self._exchange, self.round, self._parts = exchange, number, parts
         self._lanes: dict[int, _Lane] = {}
 
     def tell(self, edge: int, to: int, tag: Tag, value: Any, dead: Dead | None) -> None:
-        post = Post(self._number, edge, tag, value, dead)
+        post = Post(self.round, edge, tag, value, dead)
         lane = self._lanes.get(to)
         if lane is None:
             peer = self._parts[to]
@@ -377,7 +377,7 @@ class _Round:
         self._exchange.send(lane, post)
 
     def want(self, edge: int, tag: Tag, deliver: Callable[[Any, Dead | None], None]) -> None:
-        self._exchange._on(meeting.Want(self._number, edge, tag, deliver))
+        self._exchange._on(meeting.Want(self.round, edge, tag, deliver))
 
 
 def _sender(request: Request) -> tuple[int, str]:

@@ -18,6 +18,7 @@ import torch
 from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.execution import heap
 from tfnb.execution.commit import Pending, commit
+from tfnb.execution.dataflow.flow_calls import node_of
 from tfnb.execution.dataflow.machine import Dead, Machine, Peers, Step, Task
 from tfnb.execution.dataflow.pool import Lanes
 from tfnb.execution.dataflow.templates import Plan, Planner
@@ -58,6 +59,8 @@ class Borrowed:
 
 class Here:
     """Parts of one process: what one of them sends is there for the other. Each message meets once."""
+
+    round = 0
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, tuple[int, ...]], tuple[Any, tuple[int, int] | None]] = {}
@@ -101,14 +104,15 @@ class Came(NamedTuple):
 class Driver:
     """One step: its thread does what the machine has ready, and waits for tasks, queues and other parts."""
 
-    def __init__(
-        self, plans: Sequence[Plan], results: int, borrowed: Borrowed, graph: str, meet: Meet | None = None
-    ) -> None:
-        self.plans, self.borrowed, self.graph = plans, borrowed, graph
-        self.machine = Machine([plan.root for plan in plans], results, self._submit, None, self._arrived)
+    def __init__(self, found: StepFlow, plans: Sequence[Plan], borrowed: Borrowed, meet: Meet | None = None) -> None:
+        self.found, self.plans, self.borrowed, self.graph = found, plans, borrowed, found.step.whole.name
+        self.machine = Machine([plan.root for plan in plans], len(found.ends), self._submit, None, self._arrived)
         self.runner = Runner(self._may, lambda: list(self.machine.waits), self._later)
         self.inbox = self.runner.inbox
-        self.machine.peers = None if meet is None else meet(self.inbox.put)
+        self.peers = self.machine.peers = None if meet is None else meet(self.inbox.put)
+        peers, machine = self.peers, self.machine
+        if peers is not None and not isinstance(peers, Here):
+            self.runner.part = lambda: (peers.round, machine.sent, machine.got)
         self.lanes = Lanes(self.inbox)
         self.queues = StepQueues()
         self.put: list[torch.Tensor] = []  # what it enqueued, which is not the step's own any more
@@ -160,12 +164,17 @@ class Driver:
 
     def _next(self) -> Any:
         """What comes in next; None after a while, so that the step can be stopped."""
-        if not (self.lanes.running or self.machine.receiving):
+        is_blocked = self.machine.receiving > 0 and not self.lanes.running
+        if not self.lanes.running and (not is_blocked or isinstance(self.peers, Here)):
+            assert self.machine.waits, "parts wait for one another"  # all of them are here
             return WAITS.next(self.runner)
+        self.runner.is_blocked = is_blocked
         try:
             return self.inbox.get(timeout=POLL)
         except queue.Empty:
             return None
+        finally:
+            self.runner.is_blocked = False
 
     def _arrived(self, task: Task, value: Any, dead: tuple[int, int] | None) -> None:
         """From any thread."""
@@ -235,17 +244,15 @@ class Driver:
 
     def _later(self) -> list[Operation]:
         """What has not run yet and uses a queue, and the attempts that wait before it."""
-        behind: dict[Step, list[Attempt]] = {}
-        reached: dict[Step, set[Step]] = {}
+        behind: dict[int, list[Attempt]] = {}
         for attempt, task in self.machine.waits.items():
-            if task.step not in reached:
-                reached[task.step] = _reached(task.step)
-            for step in reached[task.step]:
-                behind.setdefault(step, []).append(attempt)
+            for number in self.found.queue_uses_behind(task.step.number):
+                behind.setdefault(number, []).append(attempt)
+        nodes = ((node_of(self.found.flow.ops[number]), attempts) for number, attempts in behind.items())
         return [
-            Operation(self._name(node), _kind(node), machine_of(node.attrs["queue"]), behind[step])
-            for plan in self.plans for step in plan.waits if step in behind and (node := step.op.node)
-        ]  # fmt: skip
+            Operation(self._name(node), _kind(node), machine_of(node.attrs["queue"]), attempts)
+            for node, attempts in nodes
+        ]
 
     def _at(self) -> Node | None:
         """What the step is busy with: a task in a thread, else what the machine did last."""
@@ -292,19 +299,6 @@ def _placed(error: TfnbError, node: Node) -> TfnbError:
     placed = type(error)(f"{error}\n  node {node.name}{at}", **node.where, details=error.details)
     placed.enqueued, placed.__cause__ = error.enqueued, error.__cause__
     return placed
-
-
-def _reached(step: Step) -> set[Step]:
-    """The steps that come after one."""
-    found: set[Step] = set()
-    stack = [step]
-    while stack:
-        for edges in stack.pop().outs:
-            for target, _ in edges:
-                if target not in found:
-                    found.add(target)
-                    stack.append(target)
-    return found
 
 
 class Dataflow:
@@ -354,7 +348,7 @@ class Dataflow:
         here = Here() if len(self.plans) > 1 else None
         join = meet if here is None else lambda failed: here
         borrowed = Borrowed([*kept, *fed])  # elements outlive what is fed, too
-        driver = Driver(self.plans, len(self.found.ends), borrowed, self.whole.name, join)
+        driver = Driver(self.found, self.plans, borrowed, join)
         found = driver.drive(*(self._start(plan, fed, stored, run) for plan in self.plans))
         assert here is None or here.is_empty
         self._ensure_live(found)

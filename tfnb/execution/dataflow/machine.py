@@ -32,7 +32,14 @@ class Dead:
 
 
 class Peers(Protocol):
-    """The other parts of the same graph. A message has an edge and a tag: (frame, iteration) from the outermost in."""
+    """The other parts of the same graph, in one round of theirs.
+
+    A message has an edge and a tag: (frame, iteration) from the outermost in.
+    """
+
+    @property
+    def round(self) -> int:
+        """The number of the round."""
 
     def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
         """Send a value, or where it is dead `Dead.switch` and `Dead.pred`, to part number ``to``; waits for nobody."""
@@ -140,7 +147,8 @@ class Machine:
 
     submit: begins what a WAIT step waits for, and gives a key for it, which is the step's last output. peers: the other
     parts; what a RECV step wants comes back as ``arrived(task, value, dead)``, and goes to `came`. ``most``: iterations
-    of one frame that were live at once; ``receiving``: RECV steps whose value has not come.
+    of one frame that were live at once; ``receiving``: RECV steps whose value has not come; ``sent``, ``got``: how many
+    messages.
     """
 
     def __init__(
@@ -152,7 +160,7 @@ class Machine:
         self.results: list[Any] = [None] * results
         self.tasks: list[Task] = []
         self.waits: dict[Any, Task] = {}  # by what ``submit`` gave
-        self.most = self.frames = self.receiving = 0
+        self.most = self.frames = self.receiving = self.sent = self.got = 0
         self.at: Step | None = None  # what it does now
         self.roots = [Frame(root, None) for root in roots]
         for root in self.roots:
@@ -225,6 +233,7 @@ class Machine:
     def came(self, task: Task, value: Any, dead: tuple[int, int] | None) -> None:
         """What a RECV step waited for."""
         self.receiving -= 1
+        self.got += 1
         if dead is None:
             self._send(task.step.outs[0], value, task.iteration)
         else:
@@ -238,6 +247,7 @@ class Machine:
         if step.kind == SEND:
             base = step.base
             value, iteration.slots[base] = iteration.slots[base], None
+            self.sent += 1
             if dead is None:
                 assert step.call is not None
                 self.peers.tell(step.number, step.to, tag, step.call(value), None)

@@ -97,8 +97,8 @@ class Planner:
             for port in self.sources(self.flow.ops[number]):
                 if number not in member or member.get(port.op) != member[number]:
                     taken.setdefault(port.op, {})[port] = None
-        for end in ends:
-            taken.setdefault(end.op, {})[end] = None
+        for port in ends:
+            taken.setdefault(port.op, {})[port] = None
         for members in regions:
             self._region(members, [port for number in members for port in taken.get(number, ())])
         for number in kept:
@@ -305,6 +305,7 @@ class Planner:
                 return
             if "queue" in node.attrs:
                 step, outs = self._step(WAIT, op.frame, None, inputs, after), len(node.outputs) + 2
+                step.number = number
                 step.outs = [[] for _ in range(outs)]
             elif node.op == "tfnb.guard":
                 step, outs = self._step(CALL, op.frame, guarding(node), inputs, after), 1

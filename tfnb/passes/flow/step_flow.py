@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 from tfnb.graph import Graph, Node, Variable
@@ -32,6 +33,32 @@ class StepFlow:
     ends: tuple[End, ...]
     written: tuple[Variable, ...]
     parts: tuple[Part, ...]
+
+    def queue_uses_behind(self, number: int) -> frozenset[int]:
+        """The ops of the whole step that use a queue and come after an op, at whatever place."""
+        found = self._behind.get(number)
+        if found is None:
+            seen, stack = set[int](), [number]
+            while stack:
+                new = self._users[stack.pop()] - seen
+                seen |= new
+                stack.extend(new)
+            found = frozenset(n for n in seen if frames.uses_queue(self.flow.ops[n]))
+            self._behind[number] = found
+        return found
+
+    @cached_property
+    def _users(self) -> list[set[int]]:
+        """By op, the ops that wait for it."""
+        found: list[set[int]] = [set() for _ in self.flow.ops]
+        for number, op in enumerate(self.flow.ops):
+            for port in op.sources:
+                found[port.op].add(number)
+        return found
+
+    @cached_property
+    def _behind(self) -> dict[int, frozenset[int]]:
+        return {}
 
     def kinds(self, part: Part) -> list[Kind | None]:
         """How much of each feed a part wants; None: nothing."""
