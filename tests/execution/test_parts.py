@@ -10,7 +10,8 @@ import torch
 import tfnb
 from tests.over_tasks import MODELS, Model, batch, branch, layers, loop, loop_in_branch, on, sizes, trained
 from tfnb.errors import InvalidArgument, TfnbError
-from tfnb.execution.dataflow.executor import Dataflow
+from tfnb.execution.dataflow.executor import Dataflow, Here
+from tfnb.execution.dataflow.machine import Machine
 from tfnb.graph.ops import STRUCTURAL
 from tfnb.graph.subgraph import nested
 from tfnb.passes.flow.cut import Kind
@@ -159,3 +160,60 @@ def test_a_request_without_a_cluster_is_refused_but_for_a_soft_one() -> None:
     with pytest.raises(InvalidArgument, match="'task:1' of node"):
         tfnb.Session(g).run(y, {x: torch.ones(3)})
     assert tfnb.Session(g).run(z, {x: torch.ones(3)}).tolist() == [3, 3, 3]
+
+
+class Apart(Here):
+    """Messages of one part, while the other one does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, tuple[int, ...]]] = []
+
+    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
+        self.told.append((edge, tag))
+
+
+def ahead(x: torch.Tensor) -> Any:
+    """The second task uses what the first one makes in each iteration, and both count by themselves."""
+
+    def body(carry: Any, row: torch.Tensor) -> Any:
+        with on(0):
+            made = carry[0] + row
+        with on(1):
+            return (made, carry[1] * 0.5 + made), ()
+
+    return tfnb.scan(body, (torch.zeros(()), torch.zeros(())), x)[0][1]
+
+
+def test_a_loop_runs_no_more_than_its_window_ahead_of_another_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfnb.execution.dataflow.machine.WINDOW", 5)
+    monkeypatch.setattr("tfnb.execution.dataflow.machine.EACH", 2)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4), shape=("N",), name="x")
+        y = ahead(x)
+    found = program(g, y, {x: 0})
+    peers, arrived = Apart(), list[Any]()
+    first = Machine([found.plans[0].root], len(found.found.ends), None, peers, lambda *one: arrived.append(one))
+    first.feed(found._start(found.plans[0], [torch.ones(50)], {}, 0))
+    first.run()
+    sent = {tag[1] for _, tag in peers.told if tag}
+    assert sent == set(range(len(sent))) and 5 <= len(sent) <= 7 and not first.is_over
+    ((edge, tag),) = peers._wanted
+    Here.tell(peers, edge, 0, tag, 3, None)  # the other one has come up to iteration 3
+    first.came(*arrived.pop())
+    first.run()
+    assert 9 <= len({tag[1] for _, tag in peers.told if tag}) <= 11
+    assert_same(both(g, y, {x: torch.arange(50.0)}))
+
+
+@pytest.mark.parametrize(("window", "each"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("model", [loop, loop_in_branch, ahead], ids=lambda model: model.__name__)
+def test_small_windows_change_nothing(model: Model, window: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfnb.execution.dataflow.machine.WINDOW", window)
+    monkeypatch.setattr("tfnb.execution.dataflow.machine.EACH", each)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(7), shape=("N",), name="x")
+        y = model(x)
+        (dx,) = tfnb.gradients(y.sum(), [x])
+    for sign in (0.1, -0.1):
+        assert_same(both(g, [y, dx], {x: sign * torch.arange(9.0)}))

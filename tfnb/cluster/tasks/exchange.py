@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from socket import socket
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from distributed import Security
@@ -35,29 +35,12 @@ from tfnb.cluster.wire.posting import Hosted, Post, Reader, Receiver, Sender
 from tfnb.cluster.wire.streams import AGAIN, Broken, Offer, Stream
 from tfnb.cluster.wire.transport import Link
 from tfnb.errors import ProtocolError, StepAborted, TfnbError, Unavailable
+from tfnb.execution.dataflow.machine import Peers
 
 MOST = 64 << 20  # bytes of one call of ``deliver``, but for a single value that is larger
 LOOK = 0.05  # seconds between looks whether a paused caller may go on
 LEFT = 8  # keys of values left over that are named
 log = logging.getLogger(__name__)
-
-
-class Peers(Protocol):
-    """The other parts of one round, for the thread that computes this task's part."""
-
-    def tell(self, edge: int, to: int, tag: Tag, value: Any, dead: Dead | None) -> None:
-        """Send a value to the part number ``to``; never waits for it. The value is taken as it is now.
-
-        value: a tensor, also a meta tensor, of which dtype and sizes travel; an int, a bool, a float or None.
-        dead: None for a live value; else which branch was not taken, and ``value`` is None.
-        Raises InvalidArgument or UnsupportedDtype for what cannot travel.
-        """
-
-    def want(self, edge: int, tag: Tag, deliver: Callable[[Any, Dead | None], None]) -> None:
-        """Let ``deliver(value, dead)`` be called once, from any thread: at once where the value is there.
-
-        In a step that was aborted it is not called, but for one that was under way; the cause comes by ``failed``.
-        """
 
 
 class Exchange:
@@ -99,7 +82,7 @@ class Exchange:
         self._on(meeting.Begin(round, frozenset(peer.incarnation for peer in parts.values())))
         return _Round(self, round, parts)
 
-    def end(self, round: int, error: TfnbError | None = None) -> None:
+    def end(self, round: int, error: BaseException | None = None) -> None:
         """The part of this task has ended; what comes for the round from now on is dropped."""
         with self._lock:
             self._failed.pop(round, None)
@@ -359,7 +342,12 @@ class _Lane:
 
 
 class _Round:
-    """`Peers` of one round."""
+    """`Peers` of one round.
+
+    A value is taken as it is when it is told; where it has a shape it is a tensor, also a meta tensor, of which dtype
+    and sizes travel. Raises InvalidArgument or UnsupportedDtype for what cannot travel. In a round that was aborted no
+    value is given any more, but for one that was under way.
+    """
 
     def __init__(self, exchange: Exchange, number: int, parts: Mapping[int, Peer]) -> None:
         self._exchange, self.round, self._parts = exchange, number, parts

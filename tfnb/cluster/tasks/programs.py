@@ -384,7 +384,7 @@ class ComputeProgram:
             raise
         return out[: self.meta["count"]], pushes
 
-    def _computed(self, feeds: Sequence[Any], storages: Sequence[torch.Tensor], *args: Any) -> Any:
+    def _computed(self, feeds: Sequence[Any], storages: list[torch.Tensor], *args: Any) -> Any:
         """What the program gives; its errors name the node and the line."""
         try:
             with whole_steps() if self.program.waits else nullcontext():

@@ -19,7 +19,7 @@ from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.execution import heap
 from tfnb.execution.commit import Pending, commit
 from tfnb.execution.dataflow.flow_calls import node_of
-from tfnb.execution.dataflow.machine import Dead, Machine, Peers, Step, Task
+from tfnb.execution.dataflow.machine import ACKNOWLEDGE, Acknowledged, Dead, Machine, Peers, Step, Task
 from tfnb.execution.dataflow.pool import Lanes
 from tfnb.execution.dataflow.templates import Plan, Planner
 from tfnb.execution.lowering.lower import lower_step
@@ -68,8 +68,8 @@ class Here:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was sent that nobody wanted, and nobody waits."""
-        return not (self._sent or self._wanted)
+        """Whether nothing was sent that nobody wanted, and nobody waits, but for words on how far loops are."""
+        return all(edge == ACKNOWLEDGE for edge, _ in (*self._sent, *self._wanted))
 
     def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
         """See `tfnb.execution.dataflow.machine.Peers`."""
@@ -96,7 +96,7 @@ Meet = Callable[[Callable[[BaseException], None]], Peers]
 class Came(NamedTuple):
     """What a RECV step waited for."""
 
-    task: Task
+    task: Task | Acknowledged
     value: Any
     dead: tuple[int, int] | None
 
@@ -164,7 +164,7 @@ class Driver:
 
     def _next(self) -> Any:
         """What comes in next; None after a while, so that the step can be stopped."""
-        is_blocked = self.machine.receiving > 0 and not self.lanes.running
+        is_blocked = not self.lanes.running and (self.machine.receiving > 0 or self.machine.holding > 0)
         if not self.lanes.running and (not is_blocked or isinstance(self.peers, Here)):
             assert self.machine.waits, "parts wait for one another"  # all of them are here
             return WAITS.next(self.runner)
@@ -176,7 +176,7 @@ class Driver:
         finally:
             self.runner.is_blocked = False
 
-    def _arrived(self, task: Task, value: Any, dead: tuple[int, int] | None) -> None:
+    def _arrived(self, task: Task | Acknowledged, value: Any, dead: tuple[int, int] | None) -> None:
         """From any thread."""
         self.inbox.put(Came(task, value, dead))
 

@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+WINDOW, WINDOW_BYTES = 256, 64 << 20  # iterations, and bytes, that a loop may be ahead of another part
+EACH, EACH_BYTES = 64, 16 << 20  # iterations, or bytes, after which a part says how far it is
+ACKNOWLEDGE = -1  # the edge of these messages
 CALL, SWITCH, MERGE, ENTER, EXIT, NEXT, TRUTH, SINK, WORK, WAIT, SEND, RECV = range(12)
 _PASSING = frozenset({SWITCH, MERGE, NEXT, TRUTH})
 _ENDS = frozenset({EXIT, NEXT})  # a dead value stops there
@@ -78,12 +81,18 @@ class Step:
 
 
 class Template:
-    """The steps of a frame, and what each of its iterations starts with. number: of the frame, alike in all parts."""
+    """The steps of a frame, and what each of its iterations starts with.
 
-    __slots__ = ("enters", "exits", "number", "parallel", "pending", "slots", "steps")
+    number: of the frame, alike in all parts; place: of the part. to, sources: parts that its iterations send to, and
+    receive from.
+    """
 
-    def __init__(self, parallel: int, number: int = 0) -> None:
-        self.parallel, self.number = parallel, number
+    __slots__ = ("enters", "exits", "number", "parallel", "pending", "place", "slots", "sources", "steps", "to")
+
+    def __init__(self, parallel: int, number: int = 0, place: int = 0) -> None:
+        self.parallel, self.number, self.place = parallel, number, place
+        self.to: tuple[int, ...] = ()
+        self.sources: tuple[int, ...] = ()
         self.steps: list[Step] = []
         self.enters = 0
         self.exits: list[Step] = []
@@ -94,6 +103,8 @@ class Template:
         """Said when all steps have their inputs."""
         self.pending = [2 * step.waits + 1 if step.kind == MERGE else step.waits for step in self.steps]
         self.exits = [step for step in self.steps if step.kind == EXIT]
+        self.to = tuple(sorted({step.to for step in self.steps if step.kind == SEND}))
+        self.sources = tuple(sorted({step.to for step in self.steps if step.kind == RECV}))
         for step in self.steps:
             step.none = [None] * step.count
             step.kills = [[edge for edge in edges if edge[0].kind not in _ENDS] for edges in step.outs]
@@ -117,7 +128,7 @@ class Iteration:
 class Frame:
     """A loop that runs, started by ``parent``, an iteration of the frame around it."""
 
-    __slots__ = ("constants", "enters", "iterations", "left", "next", "parent", "template", "waiting")
+    __slots__ = ("constants", "enters", "iterations", "left", "next", "parent", "template", "waiting", "window")
 
     def __init__(self, template: Template, parent: Iteration | None) -> None:
         self.template, self.parent = template, parent
@@ -127,6 +138,55 @@ class Frame:
         self.constants: list[tuple[Step, Any]] = []
         self.waiting: list[tuple[Step, Any]] = []  # what goes to an iteration that may not start yet
         self.left: set[int] = set()  # Exits that passed a live value on
+        self.window = Window(self) if parent is not None and (template.to or template.sources) else None
+
+
+class Window:
+    """How far a loop may run ahead of the same loop in other parts, which tell now and then what they settled.
+
+    An iteration needs of other parts nothing of later ones, so what holds a later one back lets all of it go on.
+    """
+
+    __slots__ = ("acknowledged", "asked", "at", "frame", "held", "sent", "settled", "taken", "told", "unsettled")
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.settled = dict.fromkeys(frame.template.to, -1)  # the last iteration that is over there
+        self.sent = dict.fromkeys(frame.template.to, 0)  # bytes in iterations that are not
+        self.unsettled: dict[int, deque[tuple[int, int]]] = {to: deque() for to in frame.template.to}
+        self.acknowledged = dict.fromkeys(frame.template.to, 0)  # how often they said so
+        self.asked: set[int] = set()  # of whom the next word is waited for
+        self.held = False  # whether an iteration waits for them
+        self.told = self.taken = 0  # how often this part said so; bytes since then
+        self.at = -1
+
+    def send(self, to: int, number: int, nbytes: int) -> None:
+        """A message of an iteration was sent."""
+        self.unsettled[to].append((number, nbytes))
+        self.sent[to] += nbytes
+
+    def settle(self, to: int, number: int) -> None:
+        """A part said which of its iterations is over."""
+        self.asked.discard(to)
+        self.acknowledged[to] += 1
+        self.settled[to] = max(self.settled[to], number)
+        messages = self.unsettled[to]
+        while messages and messages[0][0] <= number:
+            self.sent[to] -= messages.popleft()[1]
+
+    def full(self) -> list[int]:
+        """The parts for which the next iteration has to wait."""
+        ahead = self.frame.next
+        return [to for to, last in self.settled.items() if ahead - last > WINDOW or self.sent[to] > WINDOW_BYTES]
+
+
+class Acknowledged:
+    """That a part said how far it is with a loop."""
+
+    __slots__ = ("frame", "to")
+
+    def __init__(self, frame: Frame, to: int) -> None:
+        self.frame, self.to = frame, to
 
 
 class Task:
@@ -148,19 +208,19 @@ class Machine:
     submit: begins what a WAIT step waits for, and gives a key for it, which is the step's last output. peers: the other
     parts; what a RECV step wants comes back as ``arrived(task, value, dead)``, and goes to `came`. ``most``: iterations
     of one frame that were live at once; ``receiving``: RECV steps whose value has not come; ``sent``, ``got``: how many
-    messages.
+    messages; ``holding``: loops that wait for other parts to come up with them.
     """
 
     def __init__(
         self, roots: Sequence[Template], results: int, submit: Callable[[Step, list[Any]], Any] | None = None,
-        peers: Peers | None = None, arrived: Callable[[Task, Any, tuple[int, int] | None], None] | None = None,
+        peers: Peers | None = None, arrived: Callable[[Any, Any, tuple[int, int] | None], None] | None = None,
     ) -> None:  # fmt: skip
         self.submit, self.peers, self.arrived = submit, peers, arrived
         self.ready: deque[tuple[Step, Iteration]] = deque()
         self.results: list[Any] = [None] * results
         self.tasks: list[Task] = []
         self.waits: dict[Any, Task] = {}  # by what ``submit`` gave
-        self.most = self.frames = self.receiving = self.sent = self.got = 0
+        self.most = self.frames = self.receiving = self.sent = self.got = self.holding = 0
         self.at: Step | None = None  # what it does now
         self.roots = [Frame(root, None) for root in roots]
         for root in self.roots:
@@ -230,10 +290,15 @@ class Machine:
             return self._hand_out(step, iteration)
         return True
 
-    def came(self, task: Task, value: Any, dead: tuple[int, int] | None) -> None:
-        """What a RECV step waited for."""
+    def came(self, task: Task | Acknowledged, value: Any, dead: tuple[int, int] | None) -> None:
+        """What a RECV step waited for, or a loop that is ahead."""
+        if isinstance(task, Acknowledged):
+            self._acknowledged(task.frame, task.to, value)
+            return
         self.receiving -= 1
         self.got += 1
+        if (window := task.iteration.frame.window) is not None:
+            window.taken += getattr(value, "nbytes", 0)
         if dead is None:
             self._send(task.step.outs[0], value, task.iteration)
         else:
@@ -248,6 +313,8 @@ class Machine:
             base = step.base
             value, iteration.slots[base] = iteration.slots[base], None
             self.sent += 1
+            if (window := iteration.frame.window) is not None:
+                window.send(step.to, iteration.number, getattr(value, "nbytes", 0))
             if dead is None:
                 assert step.call is not None
                 self.peers.tell(step.number, step.to, tag, step.call(value), None)
@@ -301,7 +368,7 @@ class Machine:
         frame = iteration.frame
         target = frame.iterations.get(iteration.number + 1)
         if target is None:
-            if len(frame.iterations) >= frame.template.parallel:
+            if len(frame.iterations) >= frame.template.parallel or frame.waiting or self._is_ahead(frame):
                 frame.waiting.append((step, value))
                 return None
             target = self._start(frame)
@@ -420,10 +487,12 @@ class Machine:
                 return
             if frame.iterations.pop(number, None) is None:
                 return
-            if frame.waiting:
+            if frame.window is not None:
+                self._tell_settled(frame, number)
+            if frame.waiting and not self._is_ahead(frame):
                 self._resume(frame)
             following = frame.iterations.get(number + 1)
-            if following is None and (frame.iterations or frame.parent is None):
+            if following is None and (frame.iterations or frame.waiting or frame.parent is None):
                 return
             iteration = following or self._leave(frame)
 
@@ -432,6 +501,40 @@ class Machine:
         target = self._start(frame)
         for step, value in waiting:
             self._send(step.outs[0], value, target)
+
+    # -- loops that lie on several parts -------------------------------------------------------------------------
+
+    def _is_ahead(self, frame: Frame) -> bool:
+        """Whether the next iteration has to wait until another part has come up; then its word is asked for."""
+        window = frame.window
+        if window is None or not window.settled:
+            return False
+        full = window.full()
+        for to in full:
+            if to not in window.asked:
+                window.asked.add(to)
+                assert self.peers is not None and self.arrived is not None
+                tag = (*_instance(frame), window.acknowledged[to], frame.template.place, to)
+                self.peers.want(ACKNOWLEDGE, tag, partial(self.arrived, Acknowledged(frame, to)))
+        self.holding += bool(full) - window.held
+        window.held = bool(full)
+        return window.held
+
+    def _acknowledged(self, frame: Frame, to: int, number: int) -> None:
+        assert frame.window is not None
+        frame.window.settle(to, number)
+        if not self._is_ahead(frame) and frame.waiting and len(frame.iterations) < frame.template.parallel:
+            self._resume(frame)
+
+    def _tell_settled(self, frame: Frame, number: int) -> None:
+        """Say now and then how far this part is with a loop, to those that send to it."""
+        window = frame.window
+        assert window is not None and self.peers is not None
+        if number - window.at >= EACH or window.taken >= EACH_BYTES:
+            for source in frame.template.sources:
+                tag = (*_instance(frame), window.told, source, frame.template.place)
+                self.peers.tell(ACKNOWLEDGE, source, tag, number, None)
+            window.at, window.taken, window.told = number, 0, window.told + 1
 
     def _leave(self, frame: Frame) -> Iteration:
         """A frame without iterations is done: Exits that had no live value pass a dead one."""
@@ -442,6 +545,11 @@ class Machine:
             if step.index not in frame.left:
                 self._kill(step.kills[0], Dead(step.number), parent)
         return parent
+
+
+def _instance(frame: Frame) -> tuple[int, ...]:
+    """Which run of a loop a frame is: the tag of the iteration around it, and the frame's number."""
+    return () if frame.parent is None else (*_tag(frame.parent), frame.template.number)
 
 
 def _tag(iteration: Iteration) -> tuple[int, ...]:

@@ -75,7 +75,9 @@ class Planner:
     def __init__(self, part: Part, spec: Callable[[Value], Spec], seed: int) -> None:
         self.part, self.flow, self.root_spec, self.seed = part, part.flow, spec, seed
         self.is_cut = bool(part.sends or part.receives)
-        self.templates = [Template(frame.parallel, number) for number, frame in enumerate(self.flow.frames)]
+        self.templates = [
+            Template(frame.parallel, number, part.place.number) for number, frame in enumerate(self.flow.frames)
+        ]
         self.edges: dict[Port, Edges] = {}
         self.makers: dict[Port, tuple[Step, int]] = {}  # who gives a port, as which output
         self.programs: list[Program] = []
@@ -317,7 +319,7 @@ class Planner:
             edge: Edge = op.part
             is_sent = op.kind == SENT
             step = self._step(SEND if is_sent else RECV, op.frame, SENDS[edge.kind], inputs, after)
-            step.number, step.to, outs = edge.number, edge.to.number, 0 if is_sent else 1
+            step.number, step.to, outs = edge.number, (edge.to if is_sent else edge.source).number, 0 if is_sent else 1
             step.outs = [[] for _ in range(outs)]
         else:
             sizes = [port for _, port in op.sizes]
