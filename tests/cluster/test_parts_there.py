@@ -240,6 +240,43 @@ def test_a_request_for_a_task_that_is_not_there(connect) -> None:
     assert tfnb.run(w, {x: torch.ones(3)}).tolist() == [4, 4, 4]
 
 
+def test_two_runs_in_opposite_order_and_a_training_beside_them(connect, dask) -> None:
+    w = tfnb.Variable(torch.zeros(()), name="w")
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(64), name="x")
+        train = tfnb.train.SGD(0.01).minimize(((x * w - 1) ** 2).mean())
+    orders = []
+    for first, second in ((0, 1), (1, 0)):
+        with tfnb.record():
+            y = tfnb.placeholder(torch.ones(8, 8), shape=(8, 8), name="y")
+            with on(first):
+                z = torch.tanh(y @ y)
+            with on(second):
+                z = z @ z
+            with on(first):
+                z = z + y
+        orders.append((y, z))
+    connect(2)
+    wrong: list[Any] = []
+
+    def run(y: Any, z: Any) -> None:
+        fed = torch.full((8, 8), 0.1)
+        made = torch.tanh(fed @ fed)
+        for _ in range(20):
+            if not torch.allclose(tfnb.run(z, {y: fed}), made @ made + fed):
+                wrong.append(z)
+
+    threads = [threading.Thread(target=run, args=order) for order in orders]
+    for thread in threads:
+        thread.start()
+    assert tfnb.fit(train, {x: torch.ones(64 * 40)}, batch_size=64).steps == 40
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+    assert_nothing_left(dask)
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_leave_nothing_behind(connect, dask) -> None:
     _, x, y, fetches = trained()
