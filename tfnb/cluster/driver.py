@@ -233,7 +233,7 @@ class Cluster:
     # -- running ----------------------------------------------------------------------------------------------
 
     def run(self, step: StepGraph, tensors: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor | None]:
-        """One step on one task, with its fetched values: `Steps.run`."""
+        """One step, on one task or on those that its nodes ask for, with its fetched values: `Steps.run`."""
         return self._steps.run(step, tensors, **options)
 
     def train(

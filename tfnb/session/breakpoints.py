@@ -109,7 +109,7 @@ def break_at(
     ``"value.abs().max() > 10"`` (`torch` and `math` are known), or a function of the value; of several elements one is
     enough. Without it each run that computes the node stops. off: remove the breakpoint at ``node``, or all of them.
     Gives the breakpoints of the graph, also when called without arguments. A `fit` on a cluster takes one step
-    after the other then, each on one task.
+    after the other then, and does not divide the rows of a batch between tasks.
     Raises NotFound, with near names, for what is not in the graph.
 
     >>> import tfnb

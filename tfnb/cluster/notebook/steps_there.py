@@ -91,8 +91,9 @@ class Steps:
         self, step: StepGraph, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0,
         check: bool = False, see: See | None = None, compile: Compile = "off",
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """One step on one task: the fetched values of ``step``; ``tensors`` in the order of its feeds.
+        """One step, on one task or in parts on those that its nodes ask for: the fetched values of ``step``.
 
+        tensors: in the order of its feeds.
         check: raise NonFinite where the step would give, or write, numbers that are not finite. see: gets the fetched
         values before anything is written; nothing is where it raises. compile: as of `Session`, on the task.
         """
@@ -168,7 +169,8 @@ class Steps:
         Close the generator (or exhaust it): local storages then show the values of the last step, also after Ctrl-C.
         ``timeout``: seconds for all of it. ``one_by_one``: why the notebook has to see every step before the next one
         begins; each is a group of its own then. Asynchronous tasks end their steps in any order: a group has their
-        numbers. ``check``, ``compile``: as of `run`. ``see``, too: then each step is taken by one task.
+        numbers. ``check``, ``compile``: as of `run`. ``see``, too: then tasks do not divide the rows of a step.
+        A step whose nodes ask for several tasks is taken in parts, one step after the other, whatever the mode.
         ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
         warn where they are not.
 
