@@ -56,7 +56,7 @@ FLOORS = {
     "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api print_and_assert",
     "cluster": "connected wire server queues modes tasks engine members notebook driver",
     "session": (
-        "feeding structures breakpoints prepared value_cache step_runner step checkpoint_graphs saved_state parts "
+        "feeding structures breakpoints prepared value_cache step_runner step checkpoint_graphs saved_state step_parts "
         "session"
     ),
     "fitting": "fit_display fit_options fit_loop background snapshots comparing",
