@@ -6,6 +6,7 @@ import ast
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from tfnb import view, watching
 from tfnb.cluster.notebook import card
 from tfnb.doctor import Finding, Report
 from tfnb.fitting import background, comparing, fit_loop
-from tfnb.graph import Spec, Variable
+from tfnb.graph import Contents, Graph, Spec, Variable
 from tfnb.magics import text_table
 from tfnb.passes import pipeline
+from tfnb.passes.flow.reasons import StepParts, parts_of_graph
 from tfnb.state import checkpoint
 from tfnb.widgets import curve, progress
 
@@ -57,6 +59,12 @@ def passed(text: str) -> pipeline.Passes:
     return pipeline.Passes((one, one))
 
 
+def placed(text: str) -> StepParts:
+    """A step of a graph of this name, and its parts, with what crosses between nodes of this name."""
+    nodes = [replace(node, device=f"task:{at}") for at, node in enumerate(graph(text).nodes)]
+    return parts_of_graph(Graph(text, Contents(tuple(nodes))))
+
+
 def saved(text: str) -> checkpoint.Checkpoint:
     """A variable file of this name, with a Variable and a graph of this name."""
     return checkpoint.Checkpoint(Path(text or "x"), 1, {text: Spec(torch.float32, ())}, {"graph": text})
@@ -84,6 +92,7 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.fitting.comparing.Comparisons": lambda text: comparing.Comparisons({text: compared(text)})._repr_html_(),
     "tfnb.watching.Watch": lambda text: watched(text)._repr_html_(),
     "tfnb.passes.pipeline.Passes": lambda text: passed(text)._repr_html_(),
+    "tfnb.passes.flow.reasons.StepParts": lambda text: placed(text)._repr_html_(),
     "tfnb.magics.text_table.Table": lambda text: text_table.Table((text,), [(text,)])._repr_html_(),
     "tfnb.widgets.progress": paneled,
     "tfnb.widgets.curve": lambda text: "".join([
@@ -104,6 +113,7 @@ SHOWN_BY_OTHERS = {
     "tfnb.widgets.graph_widget.GraphWidget": "a picture of tfnb.view.page, and names as data",
     "tfnb.view.page": "tfnb.view.export", "tfnb.view.face": "tfnb.view.export", "tfnb.view.level": "tfnb.view.export",
     "tfnb.view.drawing": "tfnb.view.export", "tfnb.view.timeline": "tests/view/test_timeline.py",
+    "tfnb.passes.flow.reasons.PlacedPart": "StepParts",
     "tfnb.cluster.notebook.card": "Status", "tfnb.fitting.comparing": "Comparison", "tfnb.doctor": "Report",
     "tfnb.fitting.fit_loop": "RunResult", "tfnb.fitting.background": "RunHandle", "tfnb.watching": "Watch",
     "tfnb.magics.text_table": "Table",

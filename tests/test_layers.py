@@ -40,7 +40,7 @@ BELOW = {
     "fitting": "session train widgets",
     "watching": "session widgets",
     "race_check": "passes session",
-    "view": "graph escaping",
+    "view": "passes escaping",
     "datasets": "errors",
     "summary": "graph",
     "doctor": "escaping",
@@ -56,7 +56,8 @@ FLOORS = {
     "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api print_and_assert",
     "cluster": "connected wire server queues modes tasks engine members notebook driver",
     "session": (
-        "feeding structures breakpoints prepared value_cache step_runner step checkpoint_graphs saved_state session"
+        "feeding structures breakpoints prepared value_cache step_runner step checkpoint_graphs saved_state step_parts "
+        "session"
     ),
     "fitting": "fit_display fit_options fit_loop background snapshots comparing",
     "control_flow": "structure tensor_array branches loops frontend staging",
@@ -67,7 +68,9 @@ LATE = {
     ("tfnb/__init__.py", "tfnb.magics"): "%load_ext: to import tfnb loads no IPython",
     ("tfnb/graph/graph.py", "tfnb.view"): "a repr asks view",
     ("tfnb/graph/graph.py", "tfnb.interop"): "`to_module`: the translation asks lowering",
+    ("tfnb/graph/graph.py", "tfnb.passes"): "`why`: passes know where nodes are done",
     ("tfnb/graph/difference.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/passes/flow/reasons.py", "tfnb.view"): "a repr asks view",
     ("tfnb/passes/pipeline.py", "tfnb.view"): "a repr asks view",
     ("tfnb/execution/tracing/trace.py", "tfnb.view"): "a repr asks view",
     (

@@ -43,6 +43,7 @@ _HOME = {
     "tfnb.race_check": ("races",),
     "tfnb.runners": ("Coordinator", "QueueRunner"),
     "tfnb.session": ("Session", "run"),
+    "tfnb.session.step_parts": ("place",),
     "tfnb.fitting.snapshots": ("Snapshots",),
     "tfnb.state.barrier": ("Barrier",),
     "tfnb.state.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),

@@ -198,6 +198,27 @@ class Graph:
 
         return to_module(self, fetches, feeds)
 
+    def why(self, node: Any) -> Any:
+        """Why a node is done at its task, in a run of all of the graph: its request, its place, the rule, what crosses.
+
+        node: a Node, a recorded tensor, or a name, also of what is inside of loops and branches. A run's passes may
+        merge nodes: `tfnb.place(...).why` says it of a step. Raises NotFound, with names that are near.
+
+        >>> import torch, tfnb
+        >>> with tfnb.record() as g:
+        ...     with tfnb.device("task:0"):
+        ...         h = tfnb.placeholder(torch.ones(2, 3), name="x").exp()
+        ...     with tfnb.device("task:1"):
+        ...         y = h + 1
+        >>> g.why(y).place, g.why("h").rule
+        (Place(number=1, job='task'), 'asks for task:0')
+        >>> g.why(h).crossing[0].words
+        'value, 12*B bytes'
+        """
+        from tfnb.passes.flow.reasons import parts_of_graph  # listed exception: passes know where nodes are done
+
+        return parts_of_graph(self).why(node)
+
     def to_networkx(self) -> Any:
         """The nodes, with ``name``, ``op``, ``spec`` and ``line``, and the edges between them as a MultiDiGraph.
 

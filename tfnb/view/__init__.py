@@ -10,6 +10,7 @@ from tfnb.view.export import (
     graph_networkx,
     graph_png,
     graph_svg,
+    parts_html,
     passes_html,
     timeline_of,
     trace_html,
@@ -28,6 +29,7 @@ from tfnb.view.reprs import (
 
 __all__ = [
     "Drawing", "checkpoint_html", "difference_html", "graph_bundle", "graph_dot", "graph_graphml", "graph_html",
-    "graph_networkx", "graph_png", "graph_svg", "operation_html", "passes_html", "queue_html", "session_html",
-    "spec_html", "tensor_html", "text_tree", "timeline_of", "trace_html", "values_html", "variable_html",
+    "graph_networkx", "graph_png", "graph_svg", "operation_html", "parts_html", "passes_html", "queue_html",
+    "session_html", "spec_html", "tensor_html", "text_tree", "timeline_of", "trace_html", "values_html",
+    "variable_html",
 ]  # fmt: skip

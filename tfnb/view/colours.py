@@ -1,4 +1,5 @@
-"""What colours a drawing: what a traced run measured for each node (`Heat`), or what became of it (`Marks`).
+"""What colours a drawing: what a traced run measured for each node (`Heat`), what became of it (`Marks`), and where it
+is done (`Sites`).
 
 A trace is anything with ``events`` that have ``node``, ``seconds`` and ``bytes``, and ``inside``. For a difference both
 graphs are drawn as one. Imports the words and the box.
@@ -7,6 +8,7 @@ graphs are drawn as one. Imports the words and the box.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +16,11 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.graph.contents import Names
 from tfnb.graph.difference import Difference
+from tfnb.passes.flow.places import Place, requested
+from tfnb.passes.flow.reasons import Crossing, parts_of_graph
 from tfnb.view import facts
 from tfnb.view.box import Box
-from tfnb.view.inside import Path
+from tfnb.view.inside import ARGUMENT, Path
 from tfnb.view.style import LIGHT
 
 LEVELS = 5  # of colour; a level is three times the share of the one below
@@ -140,6 +144,68 @@ class Vitals:
         shares = [(STRIP[word], max(0.04, count / health.size)) for word, count in health.counts if count]
         total = sum(share for _, share in shares)
         return [(colour, share / total) for colour, share in shares]
+
+
+# -- places ----------------------------------------------------------------------------------------------------
+
+STRIPES = ("#0072b2", "#d55e00", "#2a9d76", "#c2699a", "#c98a0a", "#3d9fd8")  # on light and on dark pages
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Where each node of a drawing is done, by its id, and what crosses, by recorded id and the place that takes it."""
+
+    at: Mapping[int, Place]
+    crossings: Mapping[tuple[int, Place], Crossing]
+    paths: Mapping[int, Path]
+
+    @property
+    def colours(self) -> dict[Place, str]:
+        """The colour of each place, in order of places."""
+        return {place: STRIPES[n % len(STRIPES)] for n, place in enumerate(sorted({*self.at.values()}))}
+
+    def of(self, box: Box) -> list[Place]:
+        """The places of a box's nodes."""
+        return sorted({self.at[node.id] for node in box.nodes if node.id in self.at})
+
+    def words(self, box: Box) -> str:
+        """``at task:0, task:1``."""
+        found = self.of(box)
+        return f"at {', '.join(map(str, found))}" if found else ""
+
+    def crossing(self, producer: int, consumer: int) -> str | None:
+        """How a value crosses to its user: ``task:0 -> task:1, value, 96 bytes``; None where it does not."""
+        source, to = self.at.get(producer), self.at.get(consumer)
+        if source is None or to is None or source == to:
+            return None
+        known = self.crossings.get((self.paths.get(producer, (producer,))[-1], to))
+        return ", ".join([f"{source} -> {to}", *([] if known is None else [known.words])])
+
+
+def sites(graph: Graph, contents: Contents, paths: Mapping[int, Path]) -> Sites | None:
+    """Where the nodes of a drawing are done; None where they do not ask for several tasks.
+
+    contents, paths: the graph with its loops and branches opened. Of a graph that cannot be cut, what nodes ask for.
+    """
+    try:
+        places = requested(graph.nodes)
+    except InvalidArgument:  # a device of a stranger's file
+        return None
+    if len({*places.values()}) < 2:
+        return None
+    crossings: Mapping[tuple[int, Place], Crossing] = {}
+    with suppress(Exception):  # a graph that no run takes is drawn, too
+        whole = parts_of_graph(graph)
+        places, crossings = {**places, **whole.places}, whole.crossings
+    at: dict[int, Place] = {}
+    for node in contents.nodes:
+        way = (places.get(number) for number in reversed(paths.get(node.id, (node.id,))))
+        place = next((each for each in way if each is not None), None)
+        if node.op == ARGUMENT and node.inputs:
+            place = at.get(node.inputs[0].node, place)
+        if place is not None:
+            at[node.id] = place
+    return Sites(at, crossings, paths)
 
 
 # -- differences -----------------------------------------------------------------------------------------------

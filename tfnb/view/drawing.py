@@ -15,7 +15,7 @@ from tfnb.escaping import shorten, xml
 from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, key_name
-from tfnb.view.colours import Heat, Marks, Vitals, heat
+from tfnb.view.colours import Heat, Marks, Vitals, heat, sites
 from tfnb.view.face import HEAD, Face, Painter, n, times
 from tfnb.view.inside import opened
 from tfnb.view.level import Drawn, Level, Placed, Ports
@@ -39,7 +39,8 @@ class Drawing:
     it took are lit, others pale, and its loops have sliders over their iterations. What it knows of the health of
     values is a strip on each card, and what made the first bad numbers is red. ``marks`` says which nodes were
     ``"added"``, ``"removed"`` or ``"changed"``: colours for those, the groups around them unfolded; ``badges`` says
-    the same of a cell that ran again: dots on boxes that keep their colours.
+    the same of a cell that ran again: dots on boxes that keep their colours. Where nodes ask for several tasks, each
+    card has a stripe in the colour of its task, and edges between tasks are dashed.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class Drawing:
             self.colours = heat(trace, by, inside.lit, inside.paths)
         self.sliders = LoopSliders(trace, inside, self.wiring) if trace is not None and trace.loops else None
         self.badges = Marks(badges, inside.paths) if badges else None
+        self.sites = sites(graph, self.contents, inside.paths)
         self.painter = Painter(
-            self.wiring, red, inside.dead.union(grey), self.colours, self.sliders, self.badges, self.vitals
+            self.wiring, red, inside.dead.union(grey), self.colours, self.sliders, self.badges, self.vitals, self.sites
         )
         wanted = next((ids for ids in (red, marks, badges) if ids), ())
         self.opened = self._opened(min(boxes, MOST), wanted if len(wanted) <= MARKED else ())
@@ -121,7 +123,7 @@ class Drawing:
         return self.painter.frame(box, inside, drawn.width, drawn.height), drawn.ports.moved(shift)
 
     def _level(self, box: Box, opened: Collection[Key]) -> Drawn:
-        return Level(box, [self._placed(child, opened) for child in box.children], self.wiring).draw()
+        return Level(box, [self._placed(child, opened) for child in box.children], self.wiring, self.sites).draw()
 
     def _placed(self, box: Box, opened: Collection[Key]) -> Placed:
         unfolded = box.key in opened
@@ -144,7 +146,7 @@ class Drawing:
 
     def title(self, box: Box) -> str:
         """The lines of a box's tooltip."""
-        more = [each.words(box) for each in (self.badges, self.vitals) if each is not None]
+        more = [each.words(box) for each in (self.badges, self.vitals, self.sites) if each is not None]
         return "\n".join(filter(None, (*self._lines(box), *more)))
 
     def _lines(self, box: Box) -> list[str]:

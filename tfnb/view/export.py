@@ -76,6 +76,12 @@ def passes_html(passes: Any) -> str:
     return f"<pre>{xml(repr(passes))}</pre>{difference_html(passes.diff())}"
 
 
+def parts_html(step: Any) -> str:
+    """The table of a step in parts, above each part as a drawing of its own."""
+    drawn = "".join(f"<p><b>{xml(str(part.place))}</b></p>{part._repr_html_()}" for part in step.parts)
+    return f"<pre>{xml(repr(step))}</pre>{drawn}"
+
+
 def graph_svg(graph: Graph, **options: Any) -> str:
     """The first view as an SVG document; raises LayoutFailed."""
     return Drawing(graph, **options).svg

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tfnb.escaping import shorten, xml
 from tfnb.view import facts
 from tfnb.view.box import Box
-from tfnb.view.colours import TONES, Heat, Marks, Vitals
+from tfnb.view.colours import TONES, Heat, Marks, Sites, Vitals
 from tfnb.view.inside import ARGUMENT
 from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE, width
@@ -64,6 +64,7 @@ class Painter:
     sliders: LoopSliders | None = None
     badges: Marks | None = None
     vitals: Vitals | None = None
+    sites: Sites | None = None
 
     def tone(self, box: Box) -> str:
         """The colour of a box: that of its nodes, if they agree."""
@@ -93,7 +94,7 @@ class Painter:
         parts += [_chevron(PAD, 13, opened=False)] if box.children else []
         parts += [_text(row, left, 17 + ROW * place) for place, row in enumerate(rows)]
         parts += [_strip(strip, left, high - STRIP - 3, wide - left - PAD)] if strip else []
-        parts += self._badge(box, wide)
+        parts += [*self._stripe(box, high), *self._badge(box, wide)]
         return Face(self._group(box, tone, parts), wide, high)
 
     def frame(self, box: Box, inside: str, wide: float, high: float) -> Face:
@@ -125,7 +126,7 @@ class Painter:
             row.append(Word(facts.specs(node, (0,)), 9, mono=True, soft=True))
         wide = max(28, round(_length(row) + 16))
         tone = self.tone(box)
-        parts = [_card(tone, wide, 20, 0, 10), _text(row, 8, 13.5), *self._badge(box, wide)]
+        parts = [_card(tone, wide, 20, 0, 10), _text(row, 8, 13.5), *self._stripe(box, 20), *self._badge(box, wide)]
         return Face(self._group(box, tone, parts), wide, 20)
 
     def _badge(self, box: Box, wide: float) -> list[str]:
@@ -135,6 +136,15 @@ class Painter:
             return []
         colour = LIGHT[TONES[mark]].line
         return [f'<circle class="badge" cx="{n(wide - 3)}" cy="3" r="5" fill="{colour}" stroke="{FRAME}"/>']
+
+    def _stripe(self, box: Box, high: float) -> list[str]:
+        """Colours of the places where a card's nodes are done, along its left edge; in a frame cards have theirs."""
+        places = self.sites.of(box) if self.sites is not None else []
+        colours, part = self.sites.colours if self.sites is not None else {}, (high - 8) / max(1, len(places))
+        return [
+            f'<rect class="site" x="-2" y="{n(4 + at * part)}" width="4" height="{n(part)}" fill="{colours[place]}"/>'
+            for at, place in enumerate(places)
+        ]
 
     # -- words --------------------------------------------------------------------------------------------
 

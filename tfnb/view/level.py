@@ -10,6 +10,7 @@ from tfnb.escaping import xml
 from tfnb.graph import Value
 from tfnb.view import dot, facts
 from tfnb.view.box import Box, Key, key_name
+from tfnb.view.colours import Sites
 from tfnb.view.face import HEAD, Face, n
 from tfnb.view.layout import Point, layout
 from tfnb.view.style import LIGHT, WIRE
@@ -58,8 +59,10 @@ class Drawn:
 class Level:
     """The children of ``box`` and the edges between them, laid out."""
 
-    def __init__(self, box: Box, children: Sequence[Placed], wiring: Wiring) -> None:
-        self.box, self.children, self.wiring = box, children, wiring
+    def __init__(
+        self, box: Box, children: Sequence[Placed], wiring: Wiring, sites: Sites | None = None
+    ) -> None:  # fmt: skip
+        self.box, self.children, self.wiring, self.sites = box, children, wiring, sites
         self.edges = wiring.edges(box)
         self.names = dot.ends(self.edges)
         sizes = [(child.face.width, child.face.height) for child in children]
@@ -171,18 +174,38 @@ class Level:
         if any(facts.is_densified(contents.by_id[value.node]) for value in edge.values):
             tone = "failing"
         colour = LIGHT[tone].line if tone in ("gradient", "update", "failing") else WIRE
-        kind = ("" if edge.values else " order") + (f" w-{tone}" if colour != WIRE else "")
+        crossing = self._crossing(edge)
+        kind = (
+            ("" if edge.values else " order")
+            + (" cross" if crossing else "")
+            + (f" w-{tone}" if colour != WIRE else "")
+        )
         look = f'class="wire{kind}" stroke="{colour}" fill="none"'
         look += f' stroke-width="{n(_thickness(edge.values, self.wiring))}"'
         look += "" if edge.values else ' stroke-dasharray="4 3"'
+        look += ' stroke-dasharray="8 4"' if edge.values and crossing else ""
         look += f' opacity="{PALE}"' if pale else ""
         ends = f'data-tail="{key_name(self._source(edge.tail))}"'
         if isinstance(edge.head, int):
             ends += f' data-head="{key_name((*self.box.key, edge.head))}"'
         if edge.values:
             ends += f' data-from="{key_name(self.wiring.where[edge.values[0].node])}"'
-        title = xml("\n".join(_words(edge.values, self.wiring)))
+        title = xml("\n".join((*_words(edge.values, self.wiring), *crossing)))
         return f'<path {look} {ends} d="{path(points, tip=isinstance(edge.head, int))}"><title>{title}</title></path>'
+
+    def _crossing(self, edge: Edge) -> list[str]:
+        """How the values of an edge cross to places where the head uses them; nothing where they do not."""
+        if self.sites is None:
+            return []
+        level, where = self.box.key, self.wiring.where
+        links = (link for value in edge.values for link in self.wiring.links.get(value.node, ()) if link.value == value)
+        if isinstance(edge.head, int):
+            head = (*level, edge.head)
+            users = [link for link in links if where[link.consumer][: len(head)] == head]
+        else:
+            users = [link for link in links if where[link.consumer][: len(level)] != level]
+        found = (self.sites.crossing(link.producer, link.consumer) for link in users if not link.quiet)
+        return list(dict.fromkeys(words for words in found if words is not None))
 
 
 def _falling(points: list[Point]) -> list[Point]:

@@ -84,6 +84,11 @@ def live(drawing: Drawing, *, below: str = "") -> dict[str, Any]:
 
 
 def _legend(drawing: Drawing) -> list[list[str]]:
+    sites = {} if drawing.sites is None else drawing.sites.colours
+    return [*_tones(drawing), *([str(place), colour] for place, colour in sites.items())]
+
+
+def _tones(drawing: Drawing) -> list[list[str]]:
     if drawing.colours is not None:
         return legend(drawing.colours, drawing.root)
     tones = {facts.tone(node) for node in drawing.contents.nodes}

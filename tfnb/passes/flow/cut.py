@@ -98,7 +98,7 @@ def cut(flow: Flow, ends: Sequence[End], sites: Mapping[int, Place]) -> tuple[Pa
 class _Cut:
     def __init__(self, flow: Flow, ends: Sequence[End], sites: Mapping[int, Place]) -> None:
         self.flow, self.ends = flow, ends
-        self.homes = homes(flow, sites)
+        self.homes = [home.place for home in homes(flow, sites)]
         self.default = min((place for place in self.homes if place is not None), default=Place(0))
         self.counters = {
             op.frame: Port(n) for n, op in enumerate(flow.ops)

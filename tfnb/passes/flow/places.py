@@ -10,6 +10,7 @@ first used if that has no home; the ops that a loop or branch is made of go with
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 from tfnb.graph import Node
@@ -31,6 +32,22 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.job}:{self.number}"
+
+
+class Rule(Enum):
+    """By which rule an op has its home. Those of other ops name one: `Home.beside`."""
+
+    REQUEST, QUEUE, OPERAND, USER, LOOP, DEFAULT, ANYWHERE = (
+        "request", "queue", "operand", "user", "loop", "default", "anywhere",
+    )  # fmt: skip
+
+
+class Home(NamedTuple):
+    """Where an op is done; None: anew wherever it is wanted. By which rule, and beside which other op."""
+
+    place: Place | None
+    rule: Rule = Rule.ANYWHERE
+    beside: int | None = None
 
 
 ANYWHERE = frozenset({
@@ -64,33 +81,38 @@ def is_split(node: Node, sites: Mapping[int, Place]) -> bool:
     return len({sites[inner.id] for inner in (node, *nested(node)) if inner.id in sites}) > 1
 
 
-def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Place | None, ...]:
-    """The home of each op; None: anew wherever it is wanted. sites: places that nodes ask for, by id."""
+def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Home, ...]:
+    """The home of each op, and by which rule. sites: places that nodes ask for, by id."""
     anew = [_is_anywhere(flow, op) for op in flow.ops]
-    found = [None if free else _asked(op, sites) for op, free in zip(flow.ops, anew, strict=True)]
-    queues = {op.node.attrs["queue"]: place for op, place in zip(flow.ops, found, strict=True) if op.node and place
+    asked = [None if free else _asked(op, sites) for op, free in zip(flow.ops, anew, strict=True)]
+    found = [Home(None) if place is None else Home(place, Rule.REQUEST) for place in asked]
+    queues = {op.node.attrs["queue"]: place for op, place in zip(flow.ops, asked, strict=True) if op.node and place
               and "queue" in op.node.attrs}  # fmt: skip
     for number, op in enumerate(flow.ops):
         if op.kind == frames.NODE and op.node is not None and "queue" in op.node.attrs:
-            found[number] = queues.get(op.node.attrs["queue"])  # all that uses a queue, in one order
+            found[number] = Home(queues.get(op.node.attrs["queue"]), Rule.QUEUE)  # all that uses it, in one order
     going, users = _going_round(flow), _users(flow)
     strong = [_with(flow, op) for op in flow.ops]
     weak = [tuple(_before(flow, op)) for op in flow.ops]
     order = [n for n in range(len(flow.ops)) if not anew[n] and n not in going]
-    for beside, numbers in ((strong, order), (weak, order), (users, order[::-1])):
+    rules = ((Rule.OPERAND, strong, order), (Rule.OPERAND, weak, order), (Rule.USER, users, order[::-1]))
+    for rule, beside, numbers in rules:
         has_changed = True
         while has_changed:
             has_changed = False
             for number in numbers:
-                if found[number] is None:
+                if found[number].place is None:
                     beside_it = (going.get(n, n) for n in beside[number])
-                    found[number] = next((found[n] for n in beside_it if found[n] is not None), None)
-                    has_changed = has_changed or found[number] is not None
+                    other = next((n for n in beside_it if found[n].place is not None), None)
+                    if other is not None:
+                        found[number] = Home(found[other].place, rule, other)
+                        has_changed = True
     default = min(sites.values(), default=Place(0))
     for number in order:
-        found[number] = found[number] or default
+        if found[number].place is None:
+            found[number] = Home(default, Rule.DEFAULT)
     for number, merge in going.items():
-        found[number] = found[merge]
+        found[number] = Home(found[merge].place, Rule.LOOP, merge)
     return tuple(found)
 
 

@@ -1,0 +1,362 @@
+"""A step in parts, for people: where each node is done, by which rule, and what crosses between places. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tfnb.errors import InvalidArgument, NotFound
+from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value
+from tfnb.graph.device_request import parse
+from tfnb.graph.subgraph import nested
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.cut import ELSEWHERE, RECV, SEND, Edge, Kind, Part
+from tfnb.passes.flow.frames import Op, Port
+from tfnb.passes.flow.places import Home, Place, Rule, homes, requested
+from tfnb.passes.flow.step_flow import StepFlow, Wanted, in_parts
+from tfnb.passes.prune import step_graph
+
+_UNSEEN = (ELSEWHERE, frames.RUN, frames.START)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that goes from one place to another: its name, its size in words, and how much of it crosses."""
+
+    name: str
+    source: Place
+    to: Place
+    kind: Kind
+    size: str
+
+    @property
+    def words(self) -> str:
+        """``value, 96 bytes``, ``sizes only`` or ``done``."""
+        words = {Kind.DONE: "done", Kind.SIZE: "sizes only", Kind.VALUE: "value"}[self.kind]
+        return f"{words}, {self.size}" if self.kind == Kind.VALUE and self.size else words
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.source} -> {self.to} ({self.words})"
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why a node is done where it is; prints in a few lines.
+
+    request: the device string, None where it asks for nothing. place: None for a node that is done wherever it is
+    wanted, or is divided. possible: the tasks where it may be. crossing: what it takes from, and gives to, others.
+    """
+
+    name: str
+    request: str | None
+    where: str
+    place: Place | None
+    rule: str
+    possible: tuple[Place, ...]
+    crossing: tuple[Crossing, ...]
+
+    def __repr__(self) -> str:
+        at = f" at {self.place}" if self.place is not None else ""
+        asks = f"asks for {self.request}" if self.request else "asks for nothing"
+        lines = [f"{self.name} is done{at}: {self.rule}"]
+        lines.append(f"{asks} ({self.where}); possible: {', '.join(map(str, self.possible))}")
+        lines.append(f"crosses: {'; '.join(map(str, self.crossing)) or 'nothing'}")
+        return "\n".join(lines)
+
+
+class StepParts:
+    """A step in parts, by the requests of its nodes: what `tfnb.place` gives. A notebook draws it.
+
+    ``parts``: what each place does, in order of places. `why` says why a node is done where it is.
+    """
+
+    def __init__(self, graph: Graph, step: StepFlow) -> None:
+        self.graph, self._step = graph, step
+        self.parts = tuple(PlacedPart(self, part) for part in step.parts)
+
+    @cached_property
+    def _sites(self) -> dict[int, Place]:
+        return requested(self._step.graph.nodes)
+
+    @cached_property
+    def _homes(self) -> tuple[Home, ...]:
+        return homes(self._step.flow, self._sites)
+
+    @cached_property
+    def _ops(self) -> dict[int, int]:
+        """The op of each node that is one, by the node's id; of what is fed, too."""
+        values = ((self._of_node(Port(n)), n) for n in range(len(self._step.flow.ops)))
+        return {value.node: n for value, n in values if value is not None}
+
+    @cached_property
+    def _values(self) -> dict[Port, Value]:
+        return {port: value for value, port in self._step.flow.ports.items()}
+
+    @cached_property
+    def _nodes(self) -> dict[int, Node]:
+        fed = [self.graph.contents.by_id[value.node] for value in self._step.step.feeds]
+        everyone = (inner for node in self._step.graph.nodes for inner in (node, *nested(node)))
+        return {node.id: node for node in (*fed, *everyone)}
+
+    @cached_property
+    def places(self) -> Mapping[int, Place]:
+        """Where nodes are done, by id; without those that are done wherever they are wanted."""
+        found = {node: self._homes[op].place for node, op in self._ops.items()}
+        return {node: place for node, place in found.items() if place is not None}
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """All that crosses, in order."""
+        return tuple(sorted(edge for part in self._step.parts for edge in part.sends))
+
+    @cached_property
+    def crossings(self) -> Mapping[tuple[int, Place], Crossing]:
+        """What crosses of a node, by its id and the place that receives it; the most of it where several do."""
+        found: dict[tuple[int, Place], Crossing] = {}
+        for edge in self.edges:
+            value = self.value(edge.port)
+            if value is not None:
+                key, crossing = (value.node, edge.to), self.crossing(edge)
+                found[key] = max(found.get(key, crossing), crossing, key=lambda each: each.kind)
+        return found
+
+    def value(self, port: Port) -> Value | None:
+        """The value of a graph that a port stands for, if it does."""
+        return self._of_node(port) or self._values.get(port)
+
+    def _of_node(self, port: Port) -> Value | None:
+        op = self._step.flow.ops[port.op]
+        if op.kind == frames.FEED:
+            fed: Value = op.part
+            return fed
+        return Value(op.node.id, port.index) if op.kind == frames.NODE and op.node is not None else None
+
+    def spec(self, port: Port) -> Spec | None:
+        """The spec of a port; of what loops and branches pass on that of what they take."""
+        ops, seen = self._step.flow.ops, set[int]()
+        while port.op not in seen:
+            seen.add(port.op)
+            value = self.value(port)
+            if value is not None:
+                outputs = self._nodes[value.node].outputs if value.node in self._nodes else ()
+                return outputs[value.index] if value.index < len(outputs) else None
+            if ops[port.op].kind not in (frames.SWITCH, frames.MERGE, frames.ENTER, frames.EXIT, frames.NEXT):
+                return None
+            port = ops[port.op].inputs[0]
+        return None
+
+    def name(self, port: Port) -> str:
+        """The name of a port's value; of what loops and branches are made of, their name and the kind of op."""
+        value, op = self.value(port), self._step.flow.ops[port.op]
+        if value is not None and value.node in self._nodes:
+            node = self._nodes[value.node]
+            return f"{node.name}:{value.index}" if 0 < value.index < len(node.outputs) else node.name
+        return f"{op.node.name}/{op.kind}" if op.node is not None else op.kind
+
+    def crossing(self, edge: Edge) -> Crossing:
+        """An edge in words."""
+        spec = self.spec(edge.port)
+        return Crossing(self.name(edge.port), edge.source, edge.to, edge.kind, "" if spec is None else _size(spec))
+
+    def why(self, node: Any) -> Why:
+        """Why a node is done where it is. node: a Node, a recorded tensor, or a name.
+
+        Raises NotFound, with names that are near, where the step has no such node.
+        """
+        found = self._find(node)
+        ops = [n for n, op in enumerate(self._step.flow.ops) if op.node is not None and op.node.id == found.id]
+        op = self._ops.get(found.id)
+        home = Home(self._sites.get(found.id)) if op is None else self._homes[op]
+        site = self._sites.get(found.id)
+        is_asked = site is not None and not (found.device and parse(found.device).soft)
+        possible = (site,) if site is not None and is_asked else tuple(sorted({*self._sites.values()})) or (Place(0),)
+        sources = {port for n in ops for port in self._step.flow.ops[n].sources}
+        crossing = [
+            self.crossing(edge) for edge in self.edges
+            if edge.port.op in ops or (edge.port in sources and any(self._homes[n].place == edge.to for n in ops))
+        ]  # fmt: skip
+        where = str(found.source or "made by a pass").strip()
+        rule = self._divided(found, ops) if op is None else self._rule(found, self._step.flow.ops[op], home)
+        return Why(found.name, found.device, where, home.place, rule, possible, tuple(crossing))
+
+    def _rule(self, node: Node, op: Op, home: Home) -> str:
+        beside = "" if home.beside is None else self.name(Port(home.beside))
+        match home.rule:
+            case Rule.REQUEST if node.forward in self._nodes and "gradient" in node.tags:
+                return f"its gradient: where {self._nodes[node.forward].name} is"
+            case Rule.REQUEST if node.device is None:
+                return f"all inside of it that asks for a place asks for {home.place}"
+            case Rule.REQUEST:
+                return f"asks for {home.place}"
+            case Rule.QUEUE:
+                return f"queue {node.attrs['queue'].name}: all that uses it is done at one place"
+            case Rule.OPERAND:
+                first = "first operand" if op.inputs and op.inputs[0].op == home.beside else "operand"
+                return f"beside its {first} {beside}"
+            case Rule.USER:
+                return f"where it is first used, by {beside}"
+            case Rule.DEFAULT:
+                return "the first place, as nothing beside it has one"
+        return "wherever it is wanted"
+
+    def _divided(self, node: Node, ops: Sequence[int]) -> str:
+        places = sorted({place for n in ops if (place := self._homes[n].place) is not None})
+        if not places:
+            return "wherever it is wanted"
+        inner = sorted({self._sites[each.id] for each in nested(node) if each.id in self._sites})
+        return f"what is inside of it is done at {', '.join(map(str, inner or places))}"
+
+    def _find(self, item: Any) -> Node:
+        owner = getattr(item, "graph", self.graph)
+        if owner is not self.graph:
+            raise InvalidArgument(f"{getattr(item, 'name', item)} is of graph {owner.name}, not of {self.graph.name}")
+        value = getattr(item, "value", None)
+        if isinstance(item, Node):
+            number: int | None = item.id
+        elif isinstance(item, Value) or isinstance(value, Value):
+            number = (item if isinstance(item, Value) else value).node
+        elif isinstance(item, str):
+            named = self.graph.contents.names.get(item)
+            inner = {node.name: node.id for node in self._nodes.values()}
+            number = named.node if named is not None else inner.get(item)
+        else:
+            raise InvalidArgument(f"why takes a Node, a recorded tensor or a name, not {item!r:.60}")
+        if number in self._nodes:
+            return self._nodes[number]
+        name = item if isinstance(item, str) else item.name if isinstance(item, Node) else repr(item)
+        near = difflib.get_close_matches(name, [node.name for node in self._nodes.values()], 3)
+        hint = f"; near: {', '.join(near)}" if near else ""
+        gone = "; passes removed it, or nothing wanted needs it" if number in self.graph.contents.by_id else ""
+        raise NotFound(f"the step of graph {self.graph.name} has no node {name[:60]!r}{gone}{hint}")
+
+    def __repr__(self) -> str:
+        rows = [("task", "nodes", "sends", "receives", "feeds", "bytes sent"), *(part.row for part in self.parts)]
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [[row[0].ljust(wide[0]), *map(str.rjust, row[1:], wide[1:])] for row in rows]
+        return "\n".join("  ".join(line).rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import parts_html  # listed exception: a repr asks view
+
+        return parts_html(self)
+
+
+class PlacedPart:
+    """What one place does of a step; a notebook draws it, with its sends and receives."""
+
+    def __init__(self, whole: StepParts, part: Part) -> None:
+        self._whole, self._part, self.place = whole, part, part.place
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The part as a graph for drawings: what crosses is a node ``send h -> task:1`` or ``recv h <- task:0``."""
+        nodes = tuple(self._drawn())
+        return Graph(f"{self._whole.graph.name} at {self.place}", Contents(nodes))
+
+    @property
+    def sends(self) -> tuple[Crossing, ...]:
+        """What it sends."""
+        return tuple(map(self._whole.crossing, self._part.sends))
+
+    @property
+    def receives(self) -> tuple[Crossing, ...]:
+        """What it receives."""
+        return tuple(map(self._whole.crossing, self._part.receives))
+
+    @property
+    def feeds(self) -> tuple[str, ...]:
+        """The names of what is fed there."""
+        return tuple(self._whole.name(Port(number)) for number in sorted(self._part.feeds))
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The line of the table."""
+        nodes = sum(op.kind == frames.NODE for op in self._part.flow.ops)
+        sizes = [each.size for each in self.sends if each.kind == Kind.VALUE]
+        return (
+            str(self.place), str(nodes), str(len(self.sends)), str(len(self.receives)),
+            ", ".join(self.feeds) or "-", _total(sizes),
+        )  # fmt: skip
+
+    def _drawn(self) -> Iterator[Node]:
+        """The ops as nodes, each behind those that it takes from; the way back of a loop is left out."""
+        ops = self._part.flow.ops
+        seen: set[int] = set()
+        made: set[int] = set()
+        for root in range(len(ops)):
+            stack = [(root, False)]
+            while stack:
+                number, is_ready = stack.pop()
+                if not is_ready and number not in seen and self._is_shown(number):
+                    seen.add(number)
+                    stack.append((number, True))
+                    stack += [(port.op, False) for port in reversed(ops[number].inputs)]
+                elif is_ready:
+                    yield self._node(number, made)
+                    made.add(number)
+
+    def _is_shown(self, number: int) -> bool:
+        op = self._part.flow.ops[number]
+        return op.kind not in _UNSEEN and (op.kind != frames.FEED or number in self._part.feeds)
+
+    def _node(self, number: int, made: set[int]) -> Node:
+        op, whole = self._part.flow.ops[number], self._whole
+        inputs = tuple(Value(self._id(port.op), port.index) for port in op.inputs if port.op in made)
+        if op.kind == frames.NODE and op.node is not None:
+            return replace(op.node, inputs=inputs, control=(), effects=(), device=None)
+        if op.kind == frames.FEED:
+            name, spec = whole.name(Port(number)), whole.spec(Port(number))
+            return Node(id=self._id(number), name=name, op="tfnb.placeholder", outputs=() if spec is None else (spec,))
+        if op.kind in (SEND, RECV):
+            edge: Edge = op.part
+            to = f"send {{}} -> {edge.to}" if op.kind == SEND else f"recv {{}} <- {edge.source}"
+            name, spec = to.format(whole.name(edge.port)), whole.spec(edge.port)
+        else:
+            name, spec = whole.name(Port(number)), whole.spec(Port(number))
+        outputs = () if spec is None else (spec,) * (2 if op.kind == frames.SWITCH else 1)
+        return Node(
+            id=self._id(number), name=f"{name} {number}" if op.kind not in (SEND, RECV) else name,
+            op=f"tfnb.{op.kind}", inputs=inputs, outputs=outputs,
+        )  # fmt: skip
+
+    def _id(self, number: int) -> int:
+        op = self._part.flow.ops[number]
+        return op.node.id if op.kind == frames.NODE and op.node is not None else -1 - number
+
+    def __repr__(self) -> str:
+        lines = [f"{self.place}: {self.row[1]} nodes, feeds {self.row[4]}"]
+        lines += [f"send {each}" for each in self.sends]
+        lines += [f"recv {each}" for each in self.receives]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return self.graph._repr_html_()
+
+
+def parts_of_graph(graph: Graph) -> StepParts:
+    """A whole graph in parts, as it was recorded: a run that wants all of it, before passes."""
+    used = {value for node in graph.nodes for value in node.inputs}
+    made = [node.value(i) for node in graph.nodes for i in range(max(1, len(node.outputs)))]
+    feeds = tuple(node.value(i) for node in graph.placeholders for i in range(len(node.outputs)))
+    ends = [value for value in made if value not in used or value in feeds]
+    return StepParts(graph, in_parts(step_graph(graph, ends, feeds), Wanted(is_optimized=True)))
+
+
+def _size(spec: Spec) -> str:
+    """Bytes of a value; with the sizes that vary by name."""
+    fixed = math.prod(size for size in spec.shape if not isinstance(size, Dim)) * spec.dtype.itemsize
+    names = [size.short() for size in spec.shape if isinstance(size, Dim)]
+    names = [name if name.isidentifier() else f"({name})" for name in names]
+    return f"{'*'.join([f'{fixed:,}' if not names else str(fixed), *names])} bytes"
+
+
+def _total(sizes: Sequence[str]) -> str:
+    """The sum of sizes in words."""
+    plain = [int(size.removesuffix(" bytes").replace(",", "")) for size in sizes if size and "*" not in size]
+    varied = [size.removesuffix(" bytes") for size in sizes if "*" in size]
+    unknown = ["?"] if "" in sizes else []
+    return " + ".join([*([f"{sum(plain):,}"] if plain or not (varied or unknown) else []), *varied, *unknown])
