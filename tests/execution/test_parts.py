@@ -128,6 +128,18 @@ def test_a_queue_is_used_at_one_place() -> None:
     assert value.tolist() == [3, 3, 3]
 
 
+def test_requests_of_several_tasks_for_one_queue_are_refused() -> None:
+    queue = tfnb.FIFOQueue(4, [torch.float32], [(3,)])
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        with tfnb.device("task:0"):
+            put = queue.enqueue(x * 2)
+        with tfnb.device("task:1"), tfnb.control_dependencies([put]):
+            (got,) = queue.dequeue()
+    with pytest.raises(InvalidArgument, match=r"is used at one task in a step.* for 'task:0' .* for 'task:1'"):
+        tfnb.Session(g, executor="parts").run([got, put], {x: torch.ones(3)})
+
+
 def test_branches_that_were_not_taken_send_dead_values() -> None:
     with tfnb.record() as g:
         x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")

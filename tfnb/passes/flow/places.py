@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tfnb.errors import InvalidArgument
 from tfnb.graph import Node
 from tfnb.graph.device_request import parse
 from tfnb.graph.subgraph import nested, subgraphs
@@ -86,10 +87,9 @@ def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Home, ...]:
     anew = [_is_anywhere(flow, op) for op in flow.ops]
     asked = [None if free else _asked(op, sites) for op, free in zip(flow.ops, anew, strict=True)]
     found = [Home(None) if place is None else Home(place, Rule.REQUEST) for place in asked]
-    queues = {op.node.attrs["queue"]: place for op, place in zip(flow.ops, asked, strict=True) if op.node and place
-              and "queue" in op.node.attrs}  # fmt: skip
+    queues = _queues(flow, asked)
     for number, op in enumerate(flow.ops):
-        if op.kind == frames.NODE and op.node is not None and "queue" in op.node.attrs:
+        if frames.uses_queue(op) and op.node is not None:
             found[number] = Home(queues.get(op.node.attrs["queue"]), Rule.QUEUE)  # all that uses it, in one order
     going, users = _going_round(flow), _users(flow)
     strong = [_with(flow, op) for op in flow.ops]
@@ -114,6 +114,22 @@ def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Home, ...]:
     for number, merge in going.items():
         found[number] = Home(found[merge].place, Rule.LOOP, merge)
     return tuple(found)
+
+
+def _queues(flow: Flow, asked: Sequence[Place | None]) -> dict[Any, Place]:
+    """Where each queue is used. Raises InvalidArgument for requests of several places that are not soft."""
+    found: dict[Any, tuple[Place, Node]] = {}
+    for op, place in zip(flow.ops, asked, strict=True):
+        if not frames.uses_queue(op) or op.node is None or place is None:
+            continue
+        node, queue = op.node, op.node.attrs["queue"]
+        other, first = found.setdefault(queue, (place, node))
+        if other != place and not (parse(node.device or "task:0").soft or parse(first.device or "task:0").soft):
+            raise InvalidArgument(
+                f"queue {queue.name} is used at one task in a step, and nodes ask for several: {first.name} for "
+                f"{first.device!r} ({first.source}), {node.name} for {node.device!r} ({node.source})", node=node.name,
+            )  # fmt: skip
+    return {queue: place for queue, (place, _) in found.items()}
 
 
 def _asked(op: Op, sites: Mapping[int, Place]) -> Place | None:
