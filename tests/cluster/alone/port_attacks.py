@@ -25,7 +25,6 @@ from typing import Any
 
 import psutil
 import torch
-from distributed import Security
 
 import tfnb
 from tests.cluster.alone.test_wire import in_envelope
@@ -105,7 +104,7 @@ class Server:
 
     def offer(self) -> Offer:
         """A fresh key."""
-        return self._serving.offer(ADDRESS, Security())
+        return self._serving.offer(ADDRESS, streams.Security())
 
     def facts(self) -> dict[str, Any]:
         """How it is: bytes of memory, open files, threads, what was logged, and why it takes no more."""
