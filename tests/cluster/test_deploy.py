@@ -20,7 +20,7 @@ import torch
 from distributed import Worker, WorkerPlugin
 
 import tfnb
-from tfnb.cluster.members import deploy
+from tfnb.cluster.members import connection, deploy
 from tfnb.errors import InvalidArgument
 from tfnb.magics.magics import TfnbMagics
 
@@ -78,11 +78,11 @@ def test_the_main_module_is_as_before_whatever_happens() -> None:
 def test_progress_is_said_once_each_and_only_after_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = deploy.Progress()
+    progress = connection.Progress()
     progress.found("workers", ["0"], 3)
     progress.say()
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(deploy, "SAID_AFTER", 0.0)
+    monkeypatch.setattr(connection, "SAID_AFTER", 0.0)
     for up in ["0"], ["0"], ["0", "2"]:
         progress.found("workers", up, 3)
         progress.say()

@@ -20,7 +20,8 @@ from tfnb.cluster import connected
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import Ahead, Batch
 from tfnb.cluster.members.adapting import Adapting
-from tfnb.cluster.members.deploy import Place, Started, Wanted, find, start
+from tfnb.cluster.members.connection import DaskCluster, LocalWorkers, Requirements
+from tfnb.cluster.members.deploy import find, start
 from tfnb.cluster.members.farewell import Farewell
 from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.members.supervisor import LOOK, Supervisor
@@ -70,8 +71,8 @@ def connect(
         raise Unimplemented("connect(name=...): re-attaching to the state of an earlier notebook is not there yet")
     check_timeout(timeout)
     end = time.monotonic() + timeout
-    wanted = Wanted(ps, workers, {} if resources is None else resources)
-    where = find(cluster, wanted, security, insecure, timeout, Started(threads, memory, dashboard))
+    wanted = Requirements(ps, workers, {} if resources is None else resources)
+    where = find(cluster, wanted, security, insecure, timeout, LocalWorkers(threads, memory, dashboard))
     try:
         made = Cluster(where, max(0.1, end - time.monotonic()))
     except BaseException:
@@ -97,7 +98,7 @@ class Cluster:
 
     batches = staticmethod(batches)
 
-    def __init__(self, where: Place, timeout: float) -> None:
+    def __init__(self, where: DaskCluster, timeout: float) -> None:
         self._where = where
         self.client = where.client
         self._link = ClientLink(self.client)

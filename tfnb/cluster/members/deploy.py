@@ -16,21 +16,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import dask
-from dask.utils import parse_bytes
 from distributed import Client, KilledWorker, LocalCluster, Nanny, Security, default_client
 from distributed.utils import silence_logging_cmgr
 
 from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.adapting import Adapting
+from tfnb.cluster.members.connection import AS_EVER, DaskCluster, LocalWorkers, Progress, Requirements
 from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.tasks.task import TaskActor, versions
 from tfnb.cluster.wire.messages import Failed, Ok, Outcome, Peer, raised
@@ -56,7 +54,6 @@ from tfnb.recording.marks.while_recording import Shared, swapped
 
 T = TypeVar("T")
 
-SAID_AFTER = 2.0  # seconds
 LOOK = 0.5  # seconds between two looks at who is there
 HUSH = 2.0  # seconds
 _BEFORE = "distributed.nanny.pre-spawn-environ.DASK_DISTRIBUTED__COMM__"  # Dask reads these when it is imported
@@ -72,124 +69,10 @@ _LOST = "Worker holding Actor was lost"  # Dask's words
 _ENCRYPTED = ("tls", "wss", "inproc", "unix")
 
 
-class Progress:
-    """Says what is up already, where connecting takes longer than `SAID_AFTER` seconds.
-
-    One thread finds, the one that waits says: a notebook shows it below the cell.
-    """
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._found = self._said = ""
-
-    def found(self, kind: str, up: Sequence[str], total: int) -> None:
-        """So many of ``total`` are up."""
-        names = f": {', '.join(up)}" if up else ""
-        self.at(f"{len(up)} of {total} {kind} are up{names}")
-
-    def at(self, text: str) -> None:
-        """What connecting has come to."""
-        self._found = text
-
-    def say(self) -> None:
-        """Print what was found, if it is news."""
-        if self._found != self._said and time.monotonic() - self._begin >= SAID_AFTER:
-            self._said = self._found
-            self.tell(self._found)
-
-    def tell(self, line: str) -> None:
-        """Print a line at once."""
-        sys.stdout.write(f"connect: {line}\n")
-        sys.stdout.flush()
-
-
-class Wanted(NamedTuple):
-    """Which workers `connect` takes: how many are servers, how many it waits for, and which resources each one has."""
-
-    ps: int | None = None  # one in four
-    workers: int | None = None  # servers and one compute task
-    resources: Mapping[str, float] = MappingProxyType({})
-
-    def check(self) -> None:
-        """Raise InvalidArgument for what is no number of workers, and no resources."""
-        for name, count, what in (("ps", self.ps, "parameter servers"), ("workers", self.workers, "workers")):
-            if count is not None and (type(count) is not int or count < 1):
-                raise InvalidArgument(f"{name}={count!r}: the number of {what} is an integer from 1")
-        if not isinstance(self.resources, Mapping) or not all(
-            isinstance(name, str) and type(amount) in (int, float) and amount > 0
-            for name, amount in self.resources.items()
-        ):
-            raise InvalidArgument(
-                f"resources={self.resources!r}: names and amounts as Dask's workers have them, such as {{'GPU': 1}}"
-            )
-
-    @property
-    def least(self) -> int:
-        """Workers that are waited for.
-
-        >>> Wanted().least, Wanted(ps=2).least, Wanted(ps=2, workers=2).least
-        (1, 3, 2)
-        """
-        return self.workers or (self.ps or 0) + 1
-
-    def takes(self, facts: Mapping[str, Any]) -> bool:
-        """Whether a worker has the resources.
-
-        >>> Wanted(resources={"GPU": 1}).takes({"resources": {"GPU": 2.0}}), Wanted(resources={"GPU": 1}).takes({})
-        (True, False)
-        """
-        has = facts.get("resources") or {}
-        return all(has.get(name, 0) >= amount for name, amount in self.resources.items())
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={amount:g}" for name, amount in self.resources.items())
-
-
-@dataclass
-class Place:
-    """Where the tasks will run: a client, how to close what was made here, and the workers that are wanted."""
-
-    client: Client
-    closers: list[Callable[[], Any]] = field(default_factory=list)
-    dashboard: bool = True
-    is_ours: bool = False  # started here
-    wanted: Wanted = Wanted()  # noqa: RUF009  # it cannot change
-    progress: Progress = field(default_factory=Progress)
-
-    def close(self) -> None:
-        """Close what was made here; harmless if repeated."""
-        while self.closers:
-            self.closers.pop()()
-
-
-class Started(NamedTuple):
-    """How the workers of a cluster are that `connect` starts: threads of each, bytes of each, and Dask's dashboard."""
-
-    threads: int | None = None  # one
-    memory: str | int | None = None  # Dask's own rule: what the machine has, divided by its workers
-    dashboard: bool = False
-
-    def check(self) -> None:
-        """Raise InvalidArgument for what is no number of threads, and no size."""
-        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
-            raise InvalidArgument(f"threads={self.threads!r}: the threads of a worker are an integer from 1")
-        try:
-            parse_bytes(self.memory or 0)
-        except (ValueError, TypeError, AttributeError):
-            raise InvalidArgument(
-                f"memory={self.memory!r}: the memory of a worker is a number of bytes, or text such as '2GB'"
-            ) from None
-        if self.dashboard and find_spec("bokeh") is None:
-            raise InvalidArgument("the dashboard needs bokeh, which is not installed: pip install 'tfnb[dashboard]'")
-
-
-AS_EVER = Started()
-
-
 def find(
-    cluster: Any, wanted: Wanted, security: Security | None, insecure: bool, timeout: float,
-    started: Started = AS_EVER,
-) -> Place:  # fmt: skip
+    cluster: Any, wanted: Requirements, security: Security | None, insecure: bool, timeout: float,
+    started: LocalWorkers = AS_EVER,
+) -> DaskCluster:  # fmt: skip
     """A client for what the user gave; raises Unavailable, InsecureAddress or InvalidArgument."""
     wanted.check()
     started.check()
@@ -203,8 +86,8 @@ def find(
 
 
 def _found(
-    cluster: Any, wanted: Wanted, security: Security | None, insecure: bool, timeout: float, started: Started
-) -> Place:  # fmt: skip
+    cluster: Any, wanted: Requirements, security: Security | None, insecure: bool, timeout: float, started: LocalWorkers
+) -> DaskCluster:  # fmt: skip
     match cluster:
         case bool() | float() | bytes():
             raise InvalidArgument(f"connect({cluster!r}): a number of compute tasks, an address, a Client or a cluster")
@@ -228,7 +111,7 @@ def _found(
     )
 
 
-def _default(wanted: Wanted, timeout: float, started: Started) -> Place:
+def _default(wanted: Requirements, timeout: float, started: LocalWorkers) -> DaskCluster:
     """Dask's default client, else a cluster of two tasks."""
     try:
         client = default_client()
@@ -237,16 +120,16 @@ def _default(wanted: Wanted, timeout: float, started: Started) -> Place:
     return _client(client, wanted, True)
 
 
-def _client(client: Client, wanted: Wanted, insecure: bool) -> Place:
+def _client(client: Client, wanted: Requirements, insecure: bool) -> DaskCluster:
     if client.asynchronous:
         raise InvalidArgument("connect needs a blocking Client: make it with asynchronous=False")
     if client.status != "running" or client.scheduler is None:
         raise Unavailable(f"the Client is {client.status}; connect with a running one")
     _check_secure(scheduler_address(client), insecure)
-    return Place(client, wanted=wanted)
+    return DaskCluster(client, wanted=wanted)
 
 
-def _address(text: str, wanted: Wanted, security: Security | None, insecure: bool, timeout: float) -> Place:
+def _address(text: str, wanted: Requirements, security: Security | None, insecure: bool, timeout: float) -> DaskCluster:
     if text.endswith(".json"):
         if not Path(text).is_file():
             raise InvalidArgument(f"there is no scheduler file {text}")
@@ -278,7 +161,7 @@ def _check_secure(address: str, insecure: bool) -> None:
         )
 
 
-def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: Any) -> Place:
+def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: Any) -> DaskCluster:
     """A client of our own."""
 
     def make() -> Client:
@@ -304,7 +187,7 @@ def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: An
             f"no Dask scheduler answered at {name} within {spent:.1f} s (timeout {timeout:g} s): {_last(why)}. "
             "Is it running, and is the port right? The notebook goes on without a cluster"
         ) from None
-    return Place(client, [partial(_closed, client)])
+    return DaskCluster(client, [partial(_closed, client)])
 
 
 def _last(error: BaseException) -> str:
@@ -362,7 +245,7 @@ def _quietly(thing: Any) -> None:
         logging.getLogger(__name__).debug("closing %r failed", type(thing), exc_info=True)
 
 
-def local(tasks: int, wanted: Wanted, timeout: float, started: Started = AS_EVER) -> Place:
+def local(tasks: int, wanted: Requirements, timeout: float, started: LocalWorkers = AS_EVER) -> DaskCluster:
     """A cluster of processes on this machine: ``tasks`` compute tasks and ``wanted.ps`` servers, default one."""
     if tasks < 1:
         raise InvalidArgument(f"connect({tasks}): at least one compute task is needed")
@@ -485,7 +368,7 @@ def _by_name(worker: tuple[str, dict[str, Any]]) -> tuple[int, str, str]:
 
 
 async def workers_of(
-    client: Client, wanted: Wanted, adapting: Adapting, timeout: float, progress: Progress
+    client: Client, wanted: Requirements, adapting: Adapting, timeout: float, progress: Progress
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Address -> facts of every worker that is taken, as soon as there are enough.
 
@@ -599,7 +482,7 @@ class WorkerGone(Unavailable):
 
 
 async def start(
-    client: Client, link: ClientLink, registered: Registered, wanted: Wanted, adapting: Adapting, timeout: float,
+    client: Client, link: ClientLink, registered: Registered, wanted: Requirements, adapting: Adapting, timeout: float,
     progress: Progress,
 ) -> tuple[list[Member], list[Member], str]:  # fmt: skip
     """Tasks and servers on the workers of a cluster, and the route to them; all of them in the registry."""
@@ -625,7 +508,7 @@ async def start(
 
 
 async def joined(
-    client: Client, link: ClientLink, name: str, addr: str, wanted: Wanted, servers: Sequence[Member], epoch: int,
+    client: Client, link: ClientLink, name: str, addr: str, wanted: Requirements, servers: Sequence[Member], epoch: int,
     end: float,
 ) -> Member:  # fmt: skip
     """A task on a worker that came later; raises WorkerGone, or another TfnbError where the worker cannot be used."""
@@ -655,8 +538,9 @@ async def _ensure_tfnb(client: Client, addr: str, end: float) -> None:
 
 
 async def _start_on(
-    client: Client, link: ClientLink, addrs: Sequence[str], wanted: Wanted, epoch: int, end: float, progress: Progress
-) -> tuple[list[Member], list[Member], str]:
+    client: Client, link: ClientLink, addrs: Sequence[str], wanted: Requirements, epoch: int, end: float,
+    progress: Progress,
+) -> tuple[list[Member], list[Member], str]:  # fmt: skip
     who = roles(len(addrs), wanted.ps)
     first = len(addrs) - who.tasks  # servers are the oldest workers: Dask's `scale` ends the youngest
     names = {a: f"ps:{i}" if i < first else f"task:{i - first}" for i, a in enumerate(addrs)}

@@ -24,7 +24,8 @@ from distributed import Client
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.adapting import Adapting
-from tfnb.cluster.members.deploy import LOOK, Wanted, WorkerGone, identities, joined
+from tfnb.cluster.members.connection import Requirements
+from tfnb.cluster.members.deploy import LOOK, WorkerGone, identities, joined
 from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.wire.messages import Ok, Refused
 from tfnb.errors import Fenced, VersionMismatch
@@ -39,7 +40,7 @@ class Supervisor:
     """Watches the workers of a cluster while it is connected."""
 
     def __init__(
-        self, client: Client, engine: Engine, registered: Registered, wanted: Wanted, adapting: Adapting
+        self, client: Client, engine: Engine, registered: Registered, wanted: Requirements, adapting: Adapting
     ) -> None:  # fmt: skip
         self._wanted, self._adapting = wanted, adapting
         self._asks_until = 0.0  # whether workers are scaled adaptively, and nobody here would know

@@ -168,18 +168,32 @@ class CarriedGradients:
         return found if self._rec.is_cell else [use for use in found if use.graph() is self._rec.graph]
 
     def _of_earlier(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+        return self._of_blocks(
+            now, lambda use, other: use.adds and use.reads and other.leaves,
+            f"in plain PyTorch backward() adds here to the .grad that {{other}} leaves ({{names}}). {_RULE}, so this "
+            f"block has its own gradients alone: {_CLEAR}. Else call backward() of all losses in one block; {_SUM}",
+        )  # fmt: skip
+
+    def _of_later(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+        return self._of_blocks(
+            now, lambda use, other: use.leaves and other.adds and other.updates,
+            f"in plain PyTorch the .grad that backward() leaves here ({{names}}) goes into the update at {{other}}. "
+            f"{_RULE}, so it does not: if that is meant, call `opt.zero_grad()` above backward() in both blocks. Else "
+            f"call backward() of all losses in one block; {_SUM}",
+        )  # fmt: skip
+
+    def _of_blocks(
+        self, now: dict[Variable, GradientUse], carries: Callable[[GradientUse, GradientUse], bool], text: str
+    ) -> tuple[Source | None, str] | None:
+        """The note on gradients that go from one block to another: one use is of this block, one of another."""
         pairs = [
-            (variable, use, other) for variable, use in now.items() if use.adds and use.reads
-            for other in self._others(variable) if other.leaves
+            (variable, use, other) for variable, use in now.items()
+            for other in self._others(variable) if carries(use, other)
         ]  # fmt: skip
         if not pairs:
             return None
         _, use, other = pairs[0]
-        return use.source, (
-            f"in plain PyTorch backward() adds here to the .grad that {other} leaves ({_names(v for v, *_ in pairs)}). "
-            f"{_RULE}, so this block has its own gradients alone: {_CLEAR}. Else call backward() of all losses in one "
-            f"block; {_SUM}"
-        )
+        return use.source, text.format(other=other, names=_names(variable for variable, *_ in pairs))
 
     def _of_outside(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
         found = [(variable, use) for variable, use in now.items() if variable in self._outside and use.updates]
@@ -189,20 +203,6 @@ class CarriedGradients:
             f"in plain PyTorch backward() adds here to the .grad that is there from outside of the recording "
             f"({_names(v for v, _ in found)}). {_RULE}, so this block has its own gradients alone: {_CLEAR}. Else "
             "compute the other gradients in this block, too"
-        )
-
-    def _of_later(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
-        pairs = [
-            (variable, use, other) for variable, use in now.items() if use.leaves
-            for other in self._others(variable) if other.adds and other.updates
-        ]  # fmt: skip
-        if not pairs:
-            return None
-        _, use, other = pairs[0]
-        return use.source, (
-            f"in plain PyTorch the .grad that backward() leaves here ({_names(v for v, *_ in pairs)}) goes into the "
-            f"update at {other}. {_RULE}, so it does not: if that is meant, call `opt.zero_grad()` above backward() in "
-            f"both blocks. Else call backward() of all losses in one block; {_SUM}"
         )
 
     def _of_runs(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:

@@ -1,0 +1,137 @@
+"""What `connect` asks for and what it gets: which workers, how those are that it starts, the Dask client, its progress.
+
+`deploy` finds or starts what is asked for. Whatever is no number of workers, no resource or no size of memory is
+refused here, before anything is started.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from dask.utils import parse_bytes
+from distributed import Client
+
+from tfnb.errors import InvalidArgument
+
+SAID_AFTER = 2.0  # seconds
+
+
+class Progress:
+    """Says what is up already, where connecting takes longer than `SAID_AFTER` seconds.
+
+    One thread finds, the one that waits says: a notebook shows it below the cell.
+    """
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._found = self._said = ""
+
+    def found(self, kind: str, up: Sequence[str], total: int) -> None:
+        """So many of ``total`` are up."""
+        names = f": {', '.join(up)}" if up else ""
+        self.at(f"{len(up)} of {total} {kind} are up{names}")
+
+    def at(self, text: str) -> None:
+        """What connecting has come to."""
+        self._found = text
+
+    def say(self) -> None:
+        """Print what was found, if it is news."""
+        if self._found != self._said and time.monotonic() - self._begin >= SAID_AFTER:
+            self._said = self._found
+            self.tell(self._found)
+
+    def tell(self, line: str) -> None:
+        """Print a line at once."""
+        sys.stdout.write(f"connect: {line}\n")
+        sys.stdout.flush()
+
+
+class Requirements(NamedTuple):
+    """Which workers `connect` takes: how many are servers, how many it waits for, and which resources each one has."""
+
+    ps: int | None = None  # one in four
+    workers: int | None = None  # servers and one compute task
+    resources: Mapping[str, float] = MappingProxyType({})
+
+    def check(self) -> None:
+        """Raise InvalidArgument for what is no number of workers, and no resources."""
+        for name, count, what in (("ps", self.ps, "parameter servers"), ("workers", self.workers, "workers")):
+            if count is not None and (type(count) is not int or count < 1):
+                raise InvalidArgument(f"{name}={count!r}: the number of {what} is an integer from 1")
+        if not isinstance(self.resources, Mapping) or not all(
+            isinstance(name, str) and type(amount) in (int, float) and amount > 0
+            for name, amount in self.resources.items()
+        ):
+            raise InvalidArgument(
+                f"resources={self.resources!r}: names and amounts as Dask's workers have them, such as {{'GPU': 1}}"
+            )
+
+    @property
+    def least(self) -> int:
+        """Workers that are waited for.
+
+        >>> Requirements().least, Requirements(ps=2).least, Requirements(ps=2, workers=2).least
+        (1, 3, 2)
+        """
+        return self.workers or (self.ps or 0) + 1
+
+    def takes(self, facts: Mapping[str, Any]) -> bool:
+        """Whether a worker has the resources.
+
+        >>> wanted = Requirements(resources={"GPU": 1})
+        >>> wanted.takes({"resources": {"GPU": 2.0}}), wanted.takes({})
+        (True, False)
+        """
+        has = facts.get("resources") or {}
+        return all(has.get(name, 0) >= amount for name, amount in self.resources.items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={amount:g}" for name, amount in self.resources.items())
+
+
+class LocalWorkers(NamedTuple):
+    """How the workers of a cluster are that `connect` starts: threads of each, bytes of each, and Dask's dashboard."""
+
+    threads: int | None = None  # one
+    memory: str | int | None = None  # Dask's own rule: what the machine has, divided by its workers
+    dashboard: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidArgument for what is no number of threads, and no size."""
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise InvalidArgument(f"threads={self.threads!r}: the threads of a worker are an integer from 1")
+        try:
+            parse_bytes(self.memory or 0)
+        except (ValueError, TypeError, AttributeError):
+            raise InvalidArgument(
+                f"memory={self.memory!r}: the memory of a worker is a number of bytes, or text such as '2GB'"
+            ) from None
+        if self.dashboard and find_spec("bokeh") is None:
+            raise InvalidArgument("the dashboard needs bokeh, which is not installed: pip install 'tfnb[dashboard]'")
+
+
+AS_EVER = LocalWorkers()
+
+
+@dataclass
+class DaskCluster:
+    """Where the tasks will run: a client, how to close what was made here, and the workers that are wanted."""
+
+    client: Client
+    closers: list[Callable[[], Any]] = field(default_factory=list)
+    dashboard: bool = True
+    is_ours: bool = False  # started here
+    wanted: Requirements = Requirements()  # noqa: RUF009  # it cannot change
+    progress: Progress = field(default_factory=Progress)
+
+    def close(self) -> None:
+        """Close what was made here; harmless if repeated."""
+        while self.closers:
+            self.closers.pop()()
