@@ -137,6 +137,7 @@ def test_a_round_that_ends_with_values_says_which():
     meeting = fresh(1, 2)
     for number in (1, 2):
         meeting.on(came(number, edge=3, tag=(0, 1)), 0.0)
+    meeting.on(came(edge=-1, tag=(0, 2)), 0.0)  # how far a loop is: nobody has to wait for that
     assert meeting.on(m.End(1), 0.0) == [m.Leftover(1, [(3, (0, 1))])]
     assert meeting.on(m.End(2, has_failed=True), 0.0) == []
 

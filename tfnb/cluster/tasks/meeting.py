@@ -306,8 +306,9 @@ class Meeting:
         if one is None:
             return
         self._forget(one.early)
-        if one.values and not has_failed:
-            yield Leftover(number, list(one.values))
+        left = [key for key in one.values if key[0] >= 0]  # others are words that nobody has to wait for
+        if left and not has_failed:
+            yield Leftover(number, left)
         yield from self._resume()
 
     # -- early messages ---------------------------------------------------------------------------------------------

@@ -214,11 +214,11 @@ class StepParts:
         owner = getattr(item, "graph", self.graph)
         if owner is not self.graph:
             raise InvalidArgument(f"{getattr(item, 'name', item)} is of graph {owner.name}, not of {self.graph.name}")
-        value = getattr(item, "value", None)
+        value = item if isinstance(item, Value) else getattr(item, "value", None)
         if isinstance(item, Node):
             number: int | None = item.id
-        elif isinstance(item, Value) or isinstance(value, Value):
-            number = (item if isinstance(item, Value) else value).node
+        elif isinstance(value, Value):
+            number = value.node
         elif isinstance(item, str):
             named = self.graph.contents.names.get(item)
             inner = {node.name: node.id for node in self._nodes.values()}
