@@ -5,7 +5,7 @@
 // level around it: along each axis a monotone map that is 1:1 between boxes. Text enters by textContent only.
 function tfnbDrawing(root, options) {
   const svg = root.querySelector("svg");
-  const HEAD = 32, TALLEST = 680, SMALLEST = 0.6, GAP = [16, 24];  // the least space between boxes, across and down
+  const HEAD = 32, TALLEST = 680, GAP = [16, 24];  // the least space between boxes, across and down
   const faces = options.faces || {}, parsed = new Map(), bases = new WeakMap();
   const listeners = [];
   const on = (target, kind, call, how) => {
@@ -264,7 +264,7 @@ function tfnbDrawing(root, options) {
     const { w, h } = extent(), wide = svg.clientWidth;
     if (!wide) return;
     const across = Math.min(1, wide / w), inside = Math.min(across, TALLEST / h);
-    view.scale = whole || inside >= SMALLEST * across ? inside : across;
+    view.scale = whole ? inside : across;  // a long chain keeps the size of its text, and scrolls
     tall();
     view.x = (w - wide / view.scale) / 2;
     view.y = 0;

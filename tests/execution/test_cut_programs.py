@@ -222,7 +222,7 @@ PROGRAMS: list[Callable[[torch.Tensor, Kept], Any]] = [
 def check_program(model: Callable[[torch.Tensor, Kept], Any], seed: int) -> int:
     """A program under random requests, for several feeds one after another; how many messages there were."""
     rng, kept = random.Random(seed), Kept()
-    with tfnb.record() as g, tfnb.device(random_requests(seed, rng.randint(2, 5), rng.choice(SHARES))):
+    with tfnb.record() as g, tfnb.device(random_requests(seed, rng.randint(2, 5), rng.choice(SHARES)), soft=True):
         x = tfnb.placeholder(torch.tensor([[1.0, 2], [-1, 0.5], [0.5, 0.25]], dtype=F64), shape=("B", 2), name="x")
         outs = [model(x, kept), tfnb.effects()]
     gen = torch.Generator().manual_seed(seed)

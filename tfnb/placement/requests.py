@@ -41,6 +41,15 @@ def asked(nodes: Iterable[Node]) -> tuple[Asked, ...]:
     return tuple(each for each in found if not (each.node.op in QUEUES and each.request.job == "ps"))
 
 
+def numbers_of(tasks: Sequence[str]) -> list[int]:
+    """The numbers of tasks of these names; this process is task 0.
+
+    >>> numbers_of(["task:0", "task:2"]), numbers_of([HERE])
+    ([0, 2], [0])
+    """
+    return [int(name.rpartition(":")[2]) if ":" in name else 0 for name in tasks]
+
+
 def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,)) -> tuple[int, ...]:
     """The tasks that requests name, in order.
 
@@ -52,7 +61,7 @@ def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,)) -> tuple[in
         node, request = each
         if request.job == "ps":
             raise Unimplemented(_said(each, "parameter servers compute updates only; ask for a task"), node=node.name)
-        is_there = request.task is None or request.task < len(tasks)
+        is_there = request.task is None or request.task in numbers_of(tasks)
         if not request.soft:
             if request.job not in _JOBS or request.replica not in (None, 0) or not is_there:
                 raise InvalidArgument(_said(each, f"there are {', '.join(tasks)}"), node=node.name)

@@ -453,21 +453,17 @@ class Engine:
         free = [index for index in self._live() if self.tasks[index] not in self._stopping]
         if not asked:
             return free
-        by_name = {self.tasks[index].name: index for index in free}
-        found = [by_name.get(self.tasks[number].name) for number in asked]
+        by_number = {self.tasks[index].number: index for index in free}
+        found = [by_number.get(number) for number in asked]
         return [index for index in found if index is not None] if None not in found else []
 
     def is_asked_for(self, task: int, asked: Sequence[int]) -> bool:
         """Whether a task, or the one that it succeeds, is among those asked for."""
-        return not asked or self.tasks[task].name in {self.tasks[number].name for number in asked}
+        return not asked or self.tasks[task].number in asked
 
     async def _any_stops(self, seconds: float, when: str) -> None:
         timeout = None if seconds == float("inf") else max(0.0, seconds)
         await asyncio.wait(set(self._stopping.values()), timeout=timeout, return_when=when)
-
-    def number_of(self, member: Member) -> int:
-        """The number by which a graph asks for a task, which its successors have, too."""
-        return next(number for number, each in enumerate(self.tasks) if each.name == member.name)
 
     async def event_of(self, answer: Outcome, number: int, task: int) -> p.Event:
         """What a task's answer means, after asking who is alive where it was none."""
@@ -520,7 +516,7 @@ class Engine:
 
     async def register(self, placed: Placed, member: Member, *, again: bool = False) -> None:
         """See that a task and the servers know the plans of a step."""
-        plan = placed.plan(self.number_of(member))
+        plan = placed.plan(member.number)
         work: list[tuple[Member, str, Plan, int | None]] = [(member, "register", plan, None)]
         work += [(self.shards[shard], "register_shard", plan, shard) for shard, plan in placed.servers.items()]
         missing = [item for item in work if again or item[2].id not in item[0].plans]

@@ -37,6 +37,11 @@ class Member:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that it computed for a step, lately
 
     @property
+    def number(self) -> int:
+        """The number by which a graph asks for it; its successor has the same."""
+        return int(self.name.rpartition(":")[2])
+
+    @property
     def reported(self) -> bool:
         """Whether the scheduler still knows the task's worker."""
         return self.future.status == "finished"

@@ -147,7 +147,7 @@ class SingleSteps:
 
     def _left_alone(self, tasks: Sequence[int]) -> str:
         """Which tasks a graph asks for that are not there."""
-        names = {self.engine.tasks[number].name for number in tasks}
+        names = {f"task:{number}" for number in tasks}
         there = {member.name for member in self.engine.tasks if member.is_there}
         gone = ", ".join(sorted(names - there)) or "a task"
         return f"the step has parts on {', '.join(sorted(names))}, and {gone} is gone; nothing of it was written"
@@ -356,7 +356,7 @@ class SingleSteps:
     ) -> p.Event:
         """Run a compute plan on a task, registering what it lacks; the event that came of it."""
         member, link = self._peers.tasks[task], self._peers.link
-        meta = {"plan": placed.plan(self.engine.number_of(member)).id, "round": number, "run_index": run_index, **about}
+        meta = {"plan": placed.plan(member.number).id, "round": number, "run_index": run_index, **about}
         answer: Outcome = NotSent()
         for attempt in range(3):
             try:

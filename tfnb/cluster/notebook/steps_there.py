@@ -34,7 +34,7 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange, Unimpleme
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
-from tfnb.placement.requests import asked, tasks_of
+from tfnb.placement.requests import asked, numbers_of, tasks_of
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
 from tfnb.state.step_groups import StepGroup, of_one
@@ -378,7 +378,7 @@ class Steps:
                 cut = split(step, homes, parallel=parallel and len(tasks) < 2, tasks=tasks)
                 placed = place(cut, check=check, compile=compile)
                 if len(tasks) > 1:
-                    parts, senders = part_plans(cut, placed.servers, len(names), check)
+                    parts, senders = part_plans(cut, placed.servers, numbers_of(names), check)
                     placed = replace(placed, parts=parts, senders=senders)
                 known = (weakref.ref(step), placed)
                 self._variables.adopt(strays, homes)

@@ -52,11 +52,11 @@ class Sent(NamedTuple):
 
 
 def part_plans(
-    split: Split, servers: Mapping[int, Plan], tasks: int, check: bool
+    split: Split, servers: Mapping[int, Plan], tasks: Sequence[int], check: bool
 ) -> tuple[tuple[PartPlan, ...], dict[int, tuple[int, ...]]]:
     """The plans of the parts of a step, and of each shard the parts that send to it, by position.
 
-    tasks: how many there are. Raises InvalidArgument for requests that contradict each other.
+    tasks: numbers of those there are. Raises InvalidArgument for requests that contradict each other.
     """
     wanted = [value for value in split.fetches if value is not None]
     sent = [*_sent(split)]
@@ -70,7 +70,7 @@ def part_plans(
     found = in_parts(step, Wanted(tasks, places, is_optimized=True, has_writes=False))
     at = {pair: len(wanted) + position for position, pair in enumerate(crossing)}
     facts = {
-        "homes": homes_of(step.graph, split.placement.homes), "count": len(wanted), "check": check, "tasks": tasks,
+        "homes": homes_of(step.graph, split.placement.homes), "count": len(wanted), "check": check, "tasks": [*tasks],
         "places": [None if place is None else place.number for place in places], "edges": digest(found.parts),
     }  # fmt: skip
     plans = []
@@ -134,7 +134,7 @@ class PartProgram(ComputeProgram):
         feeds, outputs = (tuple(map(graph.value, meta[names])) for names in ("feeds", "fetches"))
         places = tuple(None if number is None else Place(number) for number in meta["places"])
         here = Place(int(meta["part"]))
-        wanted = Wanted(int(meta["tasks"]), places, is_optimized=True, has_writes=False, here=here)
+        wanted = Wanted([*meta["tasks"]], places, is_optimized=True, has_writes=False, here=here)
         self.code = StepCode(StepGraph(graph, graph, outputs, feeds), executor="parts", parts=wanted)
         self.part = self.code.program
         found: StepFlow = self.part.found

@@ -303,7 +303,6 @@ class Task:
         for number, step in list(self.steps.items()):
             if number <= floor or number == ended:
                 step.cancel()
-        self.exchange.abort(ended, floor, StepAborted(f"round {ended} was given up"))
         stopping = [
             asyncio.ensure_future(threads.stopped(lambda number: number <= floor or number == ended))
             for threads in (self.computing, self.waiting)

@@ -9,7 +9,7 @@ first used if that has no home; the ops that a loop or branch is made of go with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -58,18 +58,18 @@ ANYWHERE = frozenset({
 _GATES = ("pred", "size", ("below", 0), ("below", -1))  # Switches of values that each place has, or has sizes of
 
 
-def requested(nodes: Iterable[Node], tasks: int | None = None) -> dict[int, Place]:
+def requested(nodes: Iterable[Node], tasks: Collection[int] | None = None) -> dict[int, Place]:
     """The places that nodes ask for, by id, also inside of loops and branches.
 
-    A loop or branch that asks for nothing is done at the one place that something inside of it asks for. tasks: how
-    many there are, None for as many as are asked for; a soft request for another one asks for nothing.
+    A loop or branch that asks for nothing is done at the one place that something inside of it asks for. tasks:
+    numbers of those there are, None for all that are asked for; a soft request for another one asks for nothing.
     """
     found: dict[int, Place] = {}
     for node in nodes:
         inside = requested((inner for part in subgraphs(node) for inner in part.contents.nodes), tasks)
         request = None if node.device is None else parse(node.device)
         number = None if request is None or request.job == "ps" else request.task
-        if number is not None and (tasks is None or number < tasks):
+        if number is not None and (tasks is None or number in tasks):
             found[node.id] = Place(number)
         elif len({*inside.values()}) == 1:
             found[node.id] = next(iter(inside.values()))

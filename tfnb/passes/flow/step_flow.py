@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -67,14 +67,14 @@ class StepFlow:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a step is cut. tasks: how many there are, None for as many as nodes ask for.
+    """How a step is cut. tasks: numbers of those there are, None for all that nodes ask for.
 
     places: where each fetch is wanted, None for the place that makes it. is_optimized: passes saw the graph already.
     has_writes: whether the step writes Variables, as a run in one process does; else somebody does it with its fetches.
     here: the part that runs in this process, None for all of them.
     """
 
-    tasks: int | None = None
+    tasks: Collection[int] | None = None
     places: Sequence[Place | None] = ()
     is_optimized: bool = False
     has_writes: bool = True
