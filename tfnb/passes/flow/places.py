@@ -124,12 +124,17 @@ def _queues(flow: Flow, asked: Sequence[Place | None]) -> dict[Any, Place]:
             continue
         node, queue = op.node, op.node.attrs["queue"]
         other, first = found.setdefault(queue, (place, node))
-        if other != place and not (parse(node.device or "task:0").soft or parse(first.device or "task:0").soft):
+        if other != place and _is_hard(node) and _is_hard(first):
             raise InvalidArgument(
                 f"queue {queue.name} is used at one task in a step, and nodes ask for several: {first.name} for "
                 f"{first.device!r} ({first.source}), {node.name} for {node.device!r} ({node.source})", node=node.name,
             )  # fmt: skip
     return {queue: place for queue, (place, _) in found.items()}
+
+
+def _is_hard(node: Node) -> bool:
+    """Whether a node asks for a place that it has to have."""
+    return node.device is not None and not parse(node.device).soft
 
 
 def _asked(op: Op, sites: Mapping[int, Place]) -> Place | None:
