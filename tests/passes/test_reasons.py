@@ -127,3 +127,17 @@ def test_unknown_nodes_are_typed_errors_with_near_names() -> None:
         tfnb.Graph("other").why(h)
     with pytest.raises(NotFound, match="nothing wanted needs it"):
         tfnb.place(h).why(late)
+
+
+def test_what_is_inside_of_a_loop_that_is_not_divided_is_where_the_loop_is() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        with tfnb.device("task:0"):
+            a = x * 2
+        with tfnb.device("task:1"):
+            _, y = tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, torch.tanh(h)), (0, a))
+        (y + a).sum()
+    (loop,) = (node for node in g.nodes if node.op == "tfnb.while")
+    (tanh,) = (node for node in nested(loop) if node.op.startswith("aten.tanh"))
+    assert str(g.why(tanh).place) == str(g.why(loop).place) == "task:1"
+    assert g.why(tanh).rule == f"inside of {loop.name}, which is done there as a whole"

@@ -103,6 +103,16 @@ class StepParts:
         return {node.id: node for node in (*fed, *everyone)}
 
     @cached_property
+    def _around(self) -> dict[int, Node]:
+        """The innermost loop or branch around each node that is an op of its own, by the node's id."""
+        found: dict[int, Node] = {}
+        for node in self._step.graph.nodes:
+            for outer in (node, *nested(node)):
+                if outer.id in self._ops:
+                    found.update((inner.id, outer) for inner in nested(outer))
+        return found
+
+    @cached_property
     def places(self) -> Mapping[int, Place]:
         """Where nodes are done, by id; without those that are done wherever they are wanted."""
         found = {node: self._homes[op].place for node, op in self._ops.items()}
@@ -168,6 +178,11 @@ class StepParts:
         Raises NotFound, with names that are near, where the step has no such node.
         """
         found = self._find(node)
+        around = self._around.get(found.id)
+        if around is not None and found.id not in self._ops and around.id in self._ops:
+            outer, where = self.why(around), str(found.source or "made by a pass").strip()
+            rule = f"inside of {around.name}, which is done there as a whole"
+            return replace(outer, name=found.name, request=found.device, where=where, rule=rule)
         ops = [n for n, op in enumerate(self._step.flow.ops) if op.node is not None and op.node.id == found.id]
         op = self._ops.get(found.id)
         home = Home(self._sites.get(found.id)) if op is None else self._homes[op]
