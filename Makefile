@@ -79,6 +79,7 @@ bench-cluster: $(INSTALLED) ## a step on a cluster beside plain Dask actors doin
 	$(BIN)/python -m tests.benchmarks.cluster_steps $(BENCH)
 	$(BIN)/python -m tests.benchmarks.cluster_bulk
 	$(BIN)/python -m tests.benchmarks.cluster_rows
+	$(BIN)/python -m tests.benchmarks.bench_parts
 
 bench-peers: ## TensorFlow and JAX, in an environment of their own
 	$(PYTHON) -m venv .venv-peers

@@ -1,0 +1,157 @@
+"""A graph over several tasks: `python -m tests.benchmarks.bench_parts [ROW ...]`, part of `make bench-cluster`.
+
+loops: iterations a second of a loop over 1 to 4 tasks of Dask workers (EuroSys'18, figure 11, has loops over machines
+with and without a barrier in each iteration). Side by side, a `scan` whose tasks have a carried value each, which needs
+no message in an iteration; and a chain, whose value goes from task to task, and whose predicate travels from the last
+one to all others. cut: a training step cut in two parts, both in this process, beside the uncut one. Results are
+compared before anything is timed.
+
+Each row prints what it measured beside its target, and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tfnb
+from tests.benchmarks.cluster_rows import said
+from tests.benchmarks.cluster_steps import workers
+from tests.over_tasks import on
+
+ITERATIONS = {"side by side": 10_000, "chain": 1_000}
+TARGETS = {"side by side": 30_000, "chain": 2_000}  # iterations a second, of each number of tasks
+CUT_TARGET = 1.03
+RATE = 0.05
+
+
+# -- loops ------------------------------------------------------------------------------------------------------------
+
+
+def side_by_side(tasks: int, x: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+    """Each task has a value of its own; the number of rows says when they end."""
+
+    def body(carry: Any, row: torch.Tensor) -> Any:
+        new = []
+        for task, mine in enumerate(carry):
+            with on(task):
+                new.append(mine * 0.5 + 1)
+        return tuple(new), row
+
+    return list(tfnb.scan(body, (x,) * tasks, rows)[0])
+
+
+def chain(tasks: int, x: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+    """One value goes through all tasks; the last one says whether there is another iteration."""
+
+    def test(y: torch.Tensor) -> torch.Tensor:
+        with on(tasks - 1):
+            return y < rows.shape[0] * tasks
+
+    def body(y: torch.Tensor) -> Any:
+        for task in range(tasks):
+            with on(task):
+                y = y + 1
+        return (y,)
+
+    return list(tfnb.while_loop(test, body, (x,)))
+
+
+LOOPS: dict[str, Callable[[int, torch.Tensor, torch.Tensor], list[torch.Tensor]]] = {
+    "side by side": side_by_side, "chain": chain
+}  # fmt: skip
+
+
+def loops(counts: Sequence[int] = (1, 2, 3, 4), rounds: int = 3) -> None:
+    """The best round of each kind and number of tasks."""
+    found: dict[str, dict[int, float]] = {kind: {} for kind in LOOPS}
+    for tasks in counts:
+        with workers(tasks + 1) as client, tfnb.connect(client, ps=1):
+            for kind, loop in LOOPS.items():
+                with tfnb.record(f"{kind.replace(' ', '_')}_{tasks}") as g:
+                    x = tfnb.placeholder(torch.tensor(0.0), name="x")
+                    rows = tfnb.placeholder(torch.zeros(3), shape=(None,), name="rows")
+                    ends = loop(tasks, x, rows)
+                fed = {x: torch.tensor(0.0), rows: torch.zeros(ITERATIONS[kind])}
+                short = fed | {rows: torch.zeros(20)}
+                expected = tfnb.Session(g, compile="off").run(ends, short)
+                torch.testing.assert_close(tfnb.run(ends, short), expected, rtol=0, atol=0)
+                seconds = min(_timed(lambda ends=ends, fed=fed: tfnb.run(ends, fed)) for _ in range(rounds))
+                found[kind][tasks] = ITERATIONS[kind] / seconds
+                print(f"loop {kind} over {tasks}: {found[kind][tasks]:,.0f} iterations a second", flush=True)
+    for kind, rates in found.items():
+        print(f"loop {kind}: at least {min(rates.values()):,.0f} iterations a second (target {TARGETS[kind]:,})")
+    said("parts loops", found)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def layers(width: int) -> tuple[nn.Module, nn.Module]:
+    """The net of each task."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+    return first, nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def training(name: str, width: int, batch: int) -> tuple[tfnb.Graph, Any, Any, list[Any]]:
+    """A training step whose halves ask for a task each: graph, feeds, and what is fetched."""
+    first, second = layers(width)
+    with tfnb.record(name) as g:
+        x = tfnb.placeholder(torch.randn(batch, 784), name="x")
+        y = tfnb.placeholder(torch.randint(10, (batch,)), name="y")
+        with on(0):
+            h = first(x)
+        with on(1):
+            loss = F.cross_entropy(second(h), y)
+        step = tfnb.train.SGD(RATE).minimize(loss)
+    return g, x, y, [loss, step]
+
+
+def cut(rounds: int = 60, width: int = 512, batch: int = 128) -> None:
+    """The median of the ratios of pairs of steps, of which the first is the cut one every other time."""
+    calls = {}
+    rows, labels = torch.randn(batch, 784), torch.randint(10, (batch,))
+    for executor in ("auto", "parts"):
+        g, x, y, fetches = training(f"cut_{executor}", width, batch)
+        session = tfnb.Session(g, compile="off", executor=executor)
+        calls[executor] = lambda session=session, fetches=fetches, fed={x: rows, y: labels}: session.run(fetches, fed)
+    for _ in range(5):
+        losses = [call()[0] for call in calls.values()]
+        torch.testing.assert_close(*losses, rtol=0, atol=0)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in sorted(calls, reverse=bool(turn % 2)):
+            seconds[name].append(_timed(calls[name]))
+    ratio = statistics.median(a / b for a, b in zip(seconds["parts"], seconds["auto"], strict=True))
+    whole = statistics.median(seconds["auto"]) * 1e3
+    print(
+        f"a step of {whole:.1f} ms cut in two parts in one process: {ratio:.3f} of the uncut one (target {CUT_TARGET})"
+    )
+    said("parts cut", {"ms": whole, "ratio": ratio})
+
+
+ROWS = {"loops": loops, "cut": cut}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or ROWS:
+        ROWS[name]()
+
+
+if __name__ == "__main__":
+    main()
