@@ -3,9 +3,8 @@
 loops: iterations a second of a loop over 1 to 4 tasks of Dask workers (EuroSys'18, figure 11, has loops over machines
 with and without a barrier in each iteration). Side by side, a `scan` whose tasks have a carried value each, which needs
 no message in an iteration; and a chain, whose value goes from task to task, and whose predicate travels from the last
-one to all others. cut: a training step cut in two parts, both in this process, beside the uncut one. mlp: a training
-step over two tasks beside the same on one task, and beside plain Dask actors that send each other activations and their
-gradients, and keep their weights: ours lie on a server. Results are compared before anything is timed.
+one to all others. cut: a training step cut in two parts, both in this process, beside the uncut one. Results are
+compared before anything is timed.
 
 Each row prints what it measured beside its target, and one line of JSON.
 """
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from distributed import Client
 from torch import nn
 
 import tfnb
@@ -31,7 +29,7 @@ from tests.over_tasks import on
 ITERATIONS = {"side by side": 10_000, "chain": 1_000}
 TARGETS = {"side by side": 30_000, "chain": 2_000}  # iterations a second, of each number of tasks
 CUT_TARGET = 1.03
-BATCH, RATE = 32, 0.05
+RATE = 0.05
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------
@@ -123,7 +121,7 @@ def training(name: str, width: int, batch: int) -> tuple[tfnb.Graph, Any, Any, l
     return g, x, y, [loss, step]
 
 
-def cut(rounds: int = 60, width: int = 256, batch: int = 64) -> None:
+def cut(rounds: int = 60, width: int = 512, batch: int = 128) -> None:
     """The median of the ratios of pairs of steps, of which the first is the cut one every other time."""
     calls = {}
     rows, labels = torch.randn(batch, 784), torch.randint(10, (batch,))
@@ -146,71 +144,7 @@ def cut(rounds: int = 60, width: int = 256, batch: int = 64) -> None:
     said("parts cut", {"ms": whole, "ratio": ratio})
 
 
-class Half:
-    """A plain actor: half of the net, its optimizer, and the other half's actor if it is the first."""
-
-    def __init__(self, net: nn.Module, behind: Any = None) -> None:
-        torch.set_num_threads(1)
-        self.net, self.behind = net, behind
-        self.optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-
-    async def first(self, rows: Any, labels: Any) -> float:
-        """A step: activations to the other half, and their gradients back."""
-        h = self.net(torch.from_numpy(rows))
-        loss, dh = await self.behind.second(h.detach().numpy(), labels)
-        self.apply(h, torch.from_numpy(dh))
-        return float(loss)
-
-    def second(self, rows: Any, labels: Any) -> tuple[float, Any]:
-        """The loss, and the gradient of the activations."""
-        h = torch.tensor(rows, requires_grad=True)
-        loss = F.cross_entropy(self.net(h), torch.from_numpy(labels))
-        self.apply(loss, None)
-        assert h.grad is not None
-        return loss.item(), h.grad.numpy()
-
-    def apply(self, output: torch.Tensor, slope: torch.Tensor | None) -> None:
-        self.optimizer.zero_grad()
-        output.backward(slope)
-        self.optimizer.step()
-
-
-def plain(client: Client, width: int) -> Any:
-    """The first of two actors on two workers."""
-    one, other = sorted(client.scheduler_info(n_workers=-1)["workers"])[:2]
-    first, second = layers(width)
-    behind = client.submit(Half, second, actor=True, workers=other).result(60)
-    return client.submit(Half, first, behind, actor=True, workers=one).result(60)
-
-
-def mlp(rounds: int = 5, steps: int = 60, width: int = 256) -> None:
-    """Medians of rounds of steps, by turns; each step is a call from here."""
-    rows, labels = torch.randn(BATCH, 784), torch.randint(10, (BATCH,))
-    found: dict[str, list[float]] = {}
-    for tasks in (1, 2):
-        with workers(tasks + 1 if tasks > 1 else 3) as client:
-            actors = plain(client, width)
-            expected = [actors.first(rows.numpy(), labels.numpy()).result(60) for _ in range(5)]
-            with tfnb.connect(client, ps=3 - tasks):
-                _, x, y, fetches = training(f"mlp_{tasks}", width, BATCH)
-                calls = {
-                    f"{tasks} task{'s' if tasks > 1 else ''}": lambda fetches=fetches, fed={x: rows, y: labels}:
-                    tfnb.run(fetches, fed),
-                    f"plain beside {tasks}": lambda actors=actors:
-                    actors.first(rows.numpy(), labels.numpy()).result(60),
-                }  # fmt: skip
-                losses = [float(tfnb.run(fetches, {x: rows, y: labels})[0]) for _ in range(5)]
-                torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
-                for _ in range(rounds):
-                    for name, call in calls.items():
-                        seconds = _timed(lambda call=call: [call() for _ in range(steps)])
-                        found.setdefault(name, []).append(seconds / steps * 1e3)
-    middle = {name: statistics.median(times) for name, times in found.items()}
-    print("a training step, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in middle.items()))
-    said("parts mlp", middle)
-
-
-ROWS = {"loops": loops, "cut": cut, "mlp": mlp}
+ROWS = {"loops": loops, "cut": cut}
 
 
 def main() -> None:
