@@ -96,7 +96,7 @@ def test_many_gradients_of_random_programs_in_parts(first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xfail(
-    raises=ShapeError, reason="a loop that is one op of a part may lack a size of second-order gradients"
+    raises=ShapeError, strict=False, reason="a loop that is one op of a part may lack a size of second-order gradients"
 )
 @pytest.mark.parametrize("first", range(0, max(10, GRAPHS // 25), 5))
 def test_gradients_of_gradients_of_random_programs_in_parts(first: int) -> None:
