@@ -26,13 +26,14 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import row_places
 from tfnb.recording import Tensor
+from tfnb.recording.cells.size_letters import substitute
 from tfnb.recording.subgraphs.capture import (
     AGAIN,
     Inner,
     Region,
     Retry,
     append,
-    bound_outside,
+    axes,
     captures,
     record_region,
     retried,
@@ -59,7 +60,18 @@ class Part:
         self.known = {v: t for v, t in zip(part.inputs, known, strict=True) if t is not None}
         nodes = {node.id for node in part.contents.nodes} - {v.node for v in self.known}
         self.inner = Inner(nodes, {v: recorder._entry(t).value for v, t in self.known.items()})
+        self.letters = self._letters()
         self.moved: list[Node] = []
+
+    def _letters(self) -> dict[str, int | str]:
+        """The sizes inside, by the symbols of outside that stand for them there and that no input has inside."""
+        own = {v: self.part.contents.by_id[v.node].outputs[v.index] for v in self.part.inputs}
+        inside, pairs = axes(own.values()), [(self.spec(self.inner.same[v]), own[v]) for v in self.known]
+        sizes = [pair for outer, inner in pairs for pair in zip(outer.shape, inner.shape, strict=True)]
+        return {
+            out.expr: size.expr if isinstance(size, Dim) else size
+            for out, size in reversed(sizes) if isinstance(out, Dim) and out.is_symbol and out.expr not in inside
+        }  # fmt: skip
 
     def targets(self) -> list[Value]:
         """The inputs whose cotangents are wanted."""
@@ -93,9 +105,10 @@ class Part:
         return [guard for guard in self.part.contents.guards if entering.issuperset(guard.symbols)]
 
     def adopt(self, nodes: Sequence[Node]) -> None:
-        """Copies of nodes of this subgraph that give more: they belong into it."""
+        """Copies of nodes of this subgraph that give more: they belong into it, with its inputs and its symbols."""
         inputs = {outer: v for v, outer in self.inner.same.items()}
-        self.moved += [replace(node, inputs=tuple(inputs.get(v, v) for v in node.inputs)) for node in nodes]
+        own = (replace(node, inputs=tuple(inputs.get(v, v) for v in node.inputs)) for node in nodes)
+        self.moved += [substitute(node, self.letters) if self.letters else node for node in own]
         self.inner.nodes.update(node.id for node in nodes)
         self.recorder.tape.by_id.update({node.id: node for node in nodes})
 
@@ -246,21 +259,27 @@ def _branch_values(n: Forward, node: Node, parts: Sequence[Part], captured: Sequ
     if not values:
         return {}
     specs = [parts[0].spec(v) for v in values]
-    absent = [[None] * len(inner) for inner in saved]
+    absent, told = [[None] * len(inner) for inner in saved], _told(recorder, n.inputs)
     attrs = {
         **node.attrs,
         "then": parts[0].giving([*saved[0], *absent[1]]), "else": parts[1].giving([*absent[0], *saved[1]]),
-        "shapes": (*node.attrs["shapes"], *(_known(recorder, spec, lambda: 0) for spec in specs)),
+        "shapes": (*node.attrs["shapes"], *(_known(told, spec, lambda: 0) for spec in specs)),
     }  # fmt: skip
     fresh = Loop(recorder, (), ()).fresh
-    outputs = [replace(spec, shape=_known(recorder, spec, fresh)) for spec in specs]
+    outputs = [replace(spec, shape=_known(told, spec, fresh)) for spec in specs]
     found = _again(recorder, node, n.inputs, attrs, (*node.outputs, *outputs))[len(node.outputs) :]
     return {v: recorder._entry(t).value for v, t in zip(values, found, strict=True)}
 
 
-def _known(recorder: Recording, spec: Spec, other: Callable[[], Size]) -> tuple[Size, ...]:
-    """The shape, with something else for sizes that are only known inside."""
-    return tuple(size if bound_outside(recorder, replace(spec, shape=(size,))) else other() for size in spec.shape)
+def _told(recorder: Recording, inputs: Sequence[Any]) -> set[str]:
+    """Symbols of the axes of a node's inputs: sizes that the copy of the node knows, whichever subgraph adopts it."""
+    values = (recorder._entry(t).value for t in inputs)
+    return axes(recorder.node(v.node).outputs[v.index] for v in values)
+
+
+def _known(told: set[str], spec: Spec, other: Callable[[], Size]) -> tuple[Size, ...]:
+    """The shape, with another size for each one that symbols outside of ``told`` are part of."""
+    return tuple(size if not isinstance(size, Dim) or told.issuperset(size.symbols) else other() for size in spec.shape)
 
 
 def _spec(x: Any) -> Spec:
@@ -306,8 +325,8 @@ class _Saved:
         more = [v for v in values if v not in self.given]
         found: dict[Value, Any] = {}
         if more:
-            specs = [self.part.spec(v) for v in more]
-            shapes = [spec.shape if bound_outside(recorder, spec) else len(spec.shape) for spec in specs]
+            specs, told = [self.part.spec(v) for v in more], _told(recorder, self.n.inputs)
+            shapes = [spec.shape if told.issuperset(spec.symbols) else len(spec.shape) for spec in specs]
             own = {**attrs, "body": self.part.giving(more), "rows": (*attrs["rows"], *shapes)}
             iterations = self._iterations()
             loop = Loop(recorder, (), ())
