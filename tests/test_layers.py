@@ -54,7 +54,7 @@ BELOW = {
 # Floors of a room, from the ground up: each may import those before it.
 FLOORS = {
     "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api print_and_assert",
-    "cluster": "connected wire server queues modes tasks engine members notebook driver",
+    "cluster": "connected wire server queues modes tasks engine members notebook recovery driver",
     "session": (
         "feeding structures breakpoints prepared value_cache step_runner step checkpoint_graphs saved_state step_parts "
         "session"

@@ -23,6 +23,7 @@ _HOME = {
     "tfnb.fitting.background": ("RunHandle", "launch"),
     "tfnb.session.breakpoints": ("break_at",),
     "tfnb.cluster": ("Cluster", "connect"),
+    "tfnb.cluster.recovery": ("Recovery", "recovery_log"),
     "tfnb.fitting.comparing": ("compare",),
     "tfnb.control_flow": (
         "TensorArray", "autograph", "cond", "fold", "function", "map_fn", "no_autograph", "scan", "while_loop",

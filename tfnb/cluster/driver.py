@@ -8,17 +8,19 @@ Ctrl-C happens in the client's event loop; this thread only waits for it.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
 
 from tfnb.cluster import connected
 from tfnb.cluster.engine.engine import Engine
-from tfnb.cluster.engine.members import Ahead, Batch
+from tfnb.cluster.engine.members import Ahead, Batch, Mode
+from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.members.adapting import Adapting
 from tfnb.cluster.members.connection import DaskCluster, LocalWorkers, Requirements
 from tfnb.cluster.members.deploy import find, start
@@ -33,8 +35,9 @@ from tfnb.cluster.notebook.restoring import brought
 from tfnb.cluster.notebook.steps_there import Steps, batches
 from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, ensure_no_look
+from tfnb.cluster.recovery import KEPT, Budget, Recovery, Replay, recovered
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
-from tfnb.errors import TfnbError, Unavailable, Unimplemented
+from tfnb.errors import DeadlineExceeded, ParameterServerLost, TfnbError, Unavailable, Unimplemented
 from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
@@ -46,6 +49,9 @@ from tfnb.state.step_groups import StepGroup
 from tfnb.state.waits import check_timeout
 
 SHOWN = 5  # lines of the status that tell who came and who left
+ENDED_WITHIN = 2.0  # seconds that a training has to end where a server was lost
+REPLACED_WITHIN = 20.0  # seconds that a recovery waits for as many workers as there were, if a nanny starts them
+RECOVERED_WITHIN = 60.0  # seconds that a recovery may take
 
 
 def connect(
@@ -102,24 +108,28 @@ class Cluster:
         self._where = where
         self.client = where.client
         self._link = ClientLink(self.client)
-        progress = where.progress
-        self._registered = Registered(self.client)
         self._adapting = Adapting(self.client)
-        given = self.client, self._link, self._registered, where.wanted, self._adapting, timeout, progress
+        self._followers: list[Callable[[Status], object]] = []
+        self._teller: asyncio.Task[None] | None = None
+        self._recovering = threading.Lock()
+        self._begin(where.wanted, timeout)
+        self._farewell = Farewell(self.client, self._client_closes)
+
+    def _begin(self, wanted: Requirements, timeout: float) -> None:
+        """Tasks and servers on the workers that are there, under an epoch of their own."""
+        progress, self._registered = self._where.progress, Registered(self.client)
+        given = self.client, self._link, self._registered, wanted, self._adapting, timeout, progress
         handle = self._link.start(start, *given)
         tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks", progress.say)
         self._engine = Engine(self._link, tasks, servers, self._registered.epoch)
         self._engine.on_lost = self._lost
-        self._supervisor = Supervisor(self.client, self._engine, self._registered, where.wanted, self._adapting)
+        self._supervisor = Supervisor(self.client, self._engine, self._registered, self._where.wanted, self._adapting)
         self._link.wait(self._link.start(self._supervisor.start), timeout, "watching the workers")
         self._overview = Overview(self._engine, self.client)
-        self._followers: list[Callable[[Status], object]] = []
-        self._teller: asyncio.Task[None] | None = None
         self._waiting = Waiting(self._engine)
         self._do = self._waiting.do
         self._variables = VariablesThere(self._engine, self._do)
         self._queues = QueueHomes(self._engine, self._link)
-        self._farewell = Farewell(self.client, self._client_closes)
         self._steps = Steps(self.client, self._engine, self._waiting, self._variables, self._queues)
 
     # -- what is there --------------------------------------------------------------------------------------
@@ -238,10 +248,110 @@ class Cluster:
         return self._steps.run(step, tensors, **options)
 
     def train(
-        self, step: StepGraph, source: Ahead | Iterable[Batch | None], **options: Any
+        self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, budget: Budget | None = None,
+        mode: Mode | str = "sync", timeout: float | None = None,
+        changes: Callable[[], Mode | None] = lambda: None, **options: Any,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """Train data-parallel over the compute tasks: `Steps.train`."""
-        return self._steps.train(step, source, **options)
+        """Train data-parallel over the compute tasks: `Steps.train`.
+
+        budget: how often a lost server is replaced; not at all without one. An empty group tells each time what was
+        ``lost``, and from which steps, ``kept``, training goes on.
+        """
+        replay, budget = Replay(source), Budget(Restarts(most=0)) if budget is None else budget
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def changed() -> Mode | None:
+            nonlocal mode
+            new = changes()
+            mode = mode if new is None else new
+            return new
+
+        while True:
+            left = None if end is None else end - time.monotonic()
+            about = {"mode": mode, "timeout": left, "changes": changed, "applied": replay.applied, **options}
+            engine, began, recovery = self._engine, self.step, None
+            try:
+                with closing(self._steps.train(step, replay.rest(), **about)) as groups:
+                    for group in groups:
+                        if group.kept is not None:
+                            replay.keep(group.kept)
+                        elif not group.steps:
+                            replay.stood()
+                        elif replay.nbytes > KEPT and budget.restarts.most:
+                            self._variables.hurry()
+                        yield group
+                return
+            except ParameterServerLost as error:
+                if self._engine is engine:  # else it was recovered beside this
+                    applied = len(about["applied"]) + self.step - began
+                    recovery = self.recover(error, budget, max(applied, len(replay.applied)), len(replay.applied), end)
+            options["exact"] = False  # it was looked at
+            yield StepGroup(0, (), kept=replay.applied, lost=recovery)
+
+    def recover(
+        self, error: ParameterServerLost, budget: Budget, step: int, kept: int, end: float | None = None
+    ) -> Recovery:  # fmt: skip
+        """Start tasks and servers anew where a server was lost; the values are then those of the last pull.
+
+        Where it was lost with the queues of a graph, ``error`` is raised: what they held is gone.
+        """
+        begin = time.monotonic()
+        with self._recovering:
+            if self._engine.lost is None or self._engine.is_closed:
+                raise error
+            if names := ", ".join(self._queues.emptied):
+                error.message += f"\n  Training does not go on by itself: what queues {names} held is lost, too."
+                raise error
+            budget.spend(error, step)
+            age = begin - self._variables.pulled_at
+            self._leave_lost()
+            seconds = RECOVERED_WITHIN if end is None else max(1.0, min(RECOVERED_WITHIN, end - time.monotonic()))
+            try:
+                self._begin_again(seconds)
+            except TfnbError as failure:
+                error.message += f"\n  No other could be started in its place: {failure}"
+                raise error from failure
+        first = error.message.partition("\n")[0]
+        spent, left = time.monotonic() - begin, budget.restarts.left(time.monotonic())
+        return recovered(
+            Recovery(
+                time.time(), f"{type(error).__name__}: {first}", step, kept, age, spent, left, budget.restarts.most,
+                budget.restarts.within, len(self.tasks), len(self.servers),
+            )
+        )  # fmt: skip
+
+    def _leave_lost(self) -> None:
+        """Nothing of the tasks and servers of the epoch that is over is used any more."""
+        engine = self._engine
+        self._link.wait(self._link.start(engine.settle, ENDED_WITHIN), ENDED_WITHIN + 1, "ending what was in progress")
+        self._queues.end()
+        self._link.post(self._supervisor.cancel)
+        self._adapting.release()
+        with suppress(TfnbError):
+            self._link.start(self._registered.close)
+        connected.notices.clear()
+        self._variables.hooks.remove()
+        for member in (*engine.tasks, *engine.servers):
+            member.future.release()
+
+    def _begin_again(self, seconds: float) -> None:
+        """Tasks and servers on as many workers as there were, or on those that are there after a while."""
+        before, step, wanted, end = self._engine, self.pulled_step, self._where.wanted, time.monotonic() + seconds
+        members = (*before.servers, *before.places.values())
+        is_replaced = any(member.info.get("nanny") for member in members)
+        workers = len({member.peer.addr for member in members})
+        try:
+            self._begin(wanted._replace(workers=workers), min(seconds, REPLACED_WITHIN) if is_replaced else 1.0)
+        except DeadlineExceeded:
+            self._begin(wanted, max(1.0, end - time.monotonic()))
+        engine = self._engine
+        engine.step = self._variables.pulled_step = step
+        engine.said, engine.lines, engine.restarts = before.said, before.lines, before.restarts
+        engine.notes += before.notes
+        connected.connect(self)
+        self._queues.begin()
+        if self._followers:
+            self._link.post(self._begin_telling)
 
     def ahead(self, step: StepGraph, data: Ahead) -> Ahead | Iterator[Batch | None]:
         """What `train` takes, made of arrays: `Steps.ahead`."""

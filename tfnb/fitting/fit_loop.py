@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -19,7 +20,9 @@ from types import FrameType
 from typing import Any
 
 from tfnb.cluster.engine.members import Mode
-from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
+from tfnb.cluster.engine.restarts import Restarts
+from tfnb.cluster.recovery import Budget, Recovery
+from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, TfnbError
 from tfnb.escaping import xml
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import begin, exact_of, known_keys, mode_of, watched_by
@@ -32,7 +35,7 @@ from tfnb.state.input_sources import Source
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
 from tfnb.state.step_groups import StepGroup, Told
-from tfnb.state.steps_taken import StepsHere, StepsThere
+from tfnb.state.steps_taken import AppliedSteps, StepsHere, StepsThere
 from tfnb.train.batches import Batch, Batches, batches, is_single_pass, name_of
 from tfnb.train.callbacks import Callbacks, Progress
 from tfnb.train.metrics import Metrics
@@ -93,7 +96,7 @@ def fit(
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = None, validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
     resume: bool | str | Path = False, check: str | None = None, exact: bool | None = None,
-    timeout: float | None = None, progress_after: float = 2.0,
+    timeout: float | None = None, progress_after: float = 2.0, restarts: int = 5,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -133,6 +136,13 @@ def fit(
 
     timeout, progress_after: seconds; the second says when progress begins to be shown.
 
+    restarts: how often within ten minutes training on a cluster goes on by itself after a parameter server was lost; 0
+    raises ParameterServerLost at once. The notebook has a copy of all values, which is renewed every two seconds, less
+    often where that would take more than two percent of the time: tasks and servers begin anew from it on the workers
+    that are there, and all later steps are taken again. Each step counts once, in the values, in ``history`` and for
+    callbacks but for those of steps, which hear ``progress.again``. `tfnb.recovery_log` tells what happened. What a
+    queue on the lost server held is gone: training stops then.
+
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
     over rows. exact: None compares both on at most 64 rows before the first of these trainings of a recording, and
@@ -162,6 +172,8 @@ def fit(
     how, exact = mode_of(mode, backup, staleness), exact_of(exact)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise InvalidArgument(f"restarts is how often a lost server is replaced, an int of at least 0: {restarts!r}")
     if isinstance(progress_after, bool) or not isinstance(progress_after, int | float) or not progress_after >= 0:
         raise InvalidArgument(f"progress_after is in seconds, 0 or more, not {progress_after!r}")
     session = default_session(graph_of(fetch))
@@ -182,8 +194,9 @@ def fit(
     )
     shown = front(source.total, session.graph.name)
     run = _Run(
-        Metrics(names), shown, timeout, session, Callbacks(callbacks), checked, start, reads, how, progress_after
-    )
+        Metrics(names), shown, timeout, session, Callbacks(callbacks), checked, start, reads, how, progress_after,
+        Budget(Restarts(most=restarts)),
+    )  # fmt: skip
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check)
     else:
@@ -263,7 +276,7 @@ def _there(
 ) -> Taken:  # fmt: skip
     """Steps that the connected cluster takes, in groups; by_pass: its tasks stand still after each epoch."""
     options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left, "check": check}
-    options["exact"] = exact
+    options |= {"exact": exact, "budget": run.budget}
     if source.rows is not None and source.total is not None:
         options["by_pass"] = by_pass
         yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, options)
@@ -274,11 +287,11 @@ def _there(
         return
     known_keys(session, first.keys, named=True)
     run.steps.begins()
-    begun: dict[int, tuple[int, Batch]] = {}  # by number: asynchronous ones are several at a time, and end in any order
+    begun: dict[int, Batch] = {}  # by number, without its values, until a copy of the Variables has seen its step
 
     def rows() -> Iterator[tuple[Any, ...] | None]:
         epoch = first.epoch
-        for at, batch in enumerate(chain([first], each)):
+        for batch in chain([first], each):
             if by_pass and batch.epoch > epoch:
                 yield None
                 run.steps.begins()
@@ -289,18 +302,21 @@ def _there(
                     "on a cluster every feed dict has the same keys in the same order: the first one has "
                     f"{asked}; another one has {found or 'none'}"
                 )
-            begun[at] = run.steps.drawn(batch.position), batch
+            begun[run.steps.drawn(batch.position)] = batch._replace(values=())
             yield batch.values
 
     with closing(session.train((fetch, watched), first.keys, rows(), **options)) as groups:
         for group in groups:
-            if not group.steps:
+            if group.kept is not None:
+                run.heed(group, lambda number: (begun[number].epoch, begun[number].rows))
+                for number in [number for number in begun if number in group.kept]:
+                    del begun[number]
+            elif not group.steps:
                 yield STANDS
-                continue
-            done = [(None, first)] * group.steps if group.numbers is None else map(begun.pop, group.numbers)
-            numbers, each_batch = zip(*done, strict=True)
-            run.steps.told(numbers)
-            yield _told([batch.epoch for batch in each_batch], [batch.rows for batch in each_batch], group)
+            else:
+                done = [first] * group.steps if group.numbers is None else [begun[number] for number in group.numbers]
+                run.steps.told(group.numbers or ())
+                yield _told([batch.epoch for batch in done], [batch.rows for batch in done], group)
 
 
 def _of_arrays(
@@ -310,21 +326,28 @@ def _of_arrays(
     """The same for arrays, which tasks take their rows of by themselves."""
     each, begun = rows.order.per_pass if options["by_pass"] else total, 0
     run.steps.begins(min(each, total))
+
+    def place(number: int) -> tuple[int, int]:
+        epoch, start, stop = rows.order.place(number)
+        return epoch, stop - start
+
     with closing(session.train(fetches, keys, (rows, total), **options)) as groups:
         for group in groups:
-            if not group.steps:
+            if group.kept is not None:
+                run.heed(group, place)
+            elif not group.steps:
                 yield STANDS
                 begun += each
                 run.steps.begins(min(each, total - begun))
-                continue
-            places = [rows.order.place(number) for number in group.numbers or [0] * group.steps]
-            yield _told([epoch for epoch, *_ in places], [stop - start for _, start, stop in places], group)
+            else:
+                epochs, lengths = zip(*map(place, group.numbers or [0] * group.steps), strict=True)
+                yield _told(epochs, lengths, group)
 
 
 def _told(epochs: Sequence[int], rows: Sequence[int], group: StepGroup) -> Told:
     _, watched = group.values
     is_known = not any(value is None for value in watched)  # else a lost task told nobody of them
-    return Told(epochs, rows, watched if is_known else ())
+    return Told(epochs, rows, watched if is_known else (), group.numbers or ())
 
 
 def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
@@ -339,18 +362,31 @@ def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
         yield batch
 
 
+@dataclass
+class _Counted:
+    """What is counted of the steps that were told. ``numbers``: of them on a cluster."""
+
+    metrics: Metrics
+    step: int
+    samples: int = 0
+    numbers: AppliedSteps = field(default_factory=AppliedSteps)
+
+
 class _Run:
     """Where one `fit` stands."""
 
     def __init__(
         self, metrics: Metrics, front: Any, timeout: float | None, session: Session, callbacks: Callbacks,
         validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None, mode: Mode,
-        shown_after: float,
+        shown_after: float, budget: Budget,
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
         self._reads, self._shown_after = reads, shown_after
-        self.step = begin  # told
-        self._samples = 0
+        self._counted = _Counted(metrics, begin)
+        self._kept = _Counted(deepcopy(metrics), begin)  # of steps that no lost server takes back
+        self._since: list[Told] = []  # later ones
+        self._taken_back = AppliedSteps()
+        self.budget = budget
         self.why_over: str | None = None  # a callback ended it
         self.mode = mode
         self._change: Mode | None = None  # a callback asked for it
@@ -362,13 +398,13 @@ class _Run:
         self.steps: Any = (  # that count
             StepsHere(begin, reads, session.runs)
             if cluster is None
-            else StepsThere(reads, session.runs, lambda: cluster.step, in_order=mode.name == "sync")
+            else StepsThere(begin, reads, session.runs, lambda: cluster.step, in_order=mode.name == "sync")
         )
         session.state.inputs.training = self.steps
         self.is_over = False  # all steps were taken
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt
-        self._metrics, self._front = metrics, front
+        self._front = front
         self.code: Callable[[], str] = str  # which code runs the steps
         self._said = _PLAIN
         self._start = self._looked = time.perf_counter()
@@ -384,7 +420,9 @@ class _Run:
             for one in told.one_by_one():
                 self._count(one)
                 named = dict(zip(self._metrics.names, (value.reshape(()) for value in one.values), strict=False))
-                self._heed(self.callbacks.on_step(Progress(self.step, one.epochs[0], named, self._samples)))
+                progress = Progress(self.step, one.epochs[0], named, self._counted.samples)
+                progress.again = any(number in self._taken_back for number in one.numbers)
+                self._heed(self.callbacks.on_step(progress))
                 if self.why_over is not None:
                     break
         else:
@@ -395,20 +433,77 @@ class _Run:
             self._look(now - self._start)
         self.stop_if_wanted()
 
+    @property
+    def step(self) -> int:
+        """Steps that were told."""
+        return self._counted.step
+
+    @property
+    def _metrics(self) -> Metrics:
+        return self._counted.metrics
+
     def _count(self, told: Told) -> None:
-        self.step += len(told.epochs)
-        self._samples += sum(told.rows)
-        self._metrics.add(self.step, told)
+        counted = self._counted
+        counted.step += len(told.epochs)
+        counted.samples += sum(told.rows)
+        counted.metrics.add(counted.step, told)
+        if self.cluster is not None and self.budget.restarts.most:
+            counted.numbers.add(told.numbers)
+            self._since.append(told)
+
+    def heed(self, group: StepGroup, place: Callable[[int], tuple[int, int]]) -> None:
+        """A copy of the Variables has seen some steps; or they are that copy, as a server was lost.
+
+        place: epoch and rows of a step.
+        """
+        assert group.kept is not None
+        self.steps.kept(group.kept)
+        if all(number in group.kept for told in self._since for number in told.numbers):
+            self._metrics.read()
+            self._kept, self._since = deepcopy(self._counted), []
+        if group.lost is not None:
+            self._go_back(group.kept, place)
+            self.steps.back_to(group.kept)
+            self._say_recovered(group.lost)
+
+    def _go_back(self, kept: AppliedSteps, place: Callable[[int], tuple[int, int]]) -> None:
+        """Only these steps count: those of later ones are taken again, and of untold ones nobody knows the values."""
+        self._taken_back, self._counted = self._counted.numbers, deepcopy(self._kept)
+        since, self._since = self._since, []
+        for told in since:
+            for one in told.one_by_one():
+                if one.numbers and one.numbers[0] in kept:
+                    self._count(one)
+        numbers = self._counted.numbers
+        for run in numbers.missing(range(max(kept.whole, 1 + max(kept.beyond, default=-1)))):
+            for number in run:
+                if number in kept:
+                    epoch, rows = place(number)
+                    self._count(Told((epoch,), (rows,), (), (number,)))
+
+    def _say_recovered(self, recovery: Recovery) -> None:
+        """Tell the user, in one block."""
+        sys.stdout.write(f"{recovery}\n")
+        sys.stdout.flush()
+        self._front.say(f"recovered at step {self.step}")
+        if self.cluster is not None:
+            self._lines = self.cluster.news(self._lines)[0]
 
     def epoch_over(self, epoch: int) -> None:
         """An epoch is over: its values, and what is to be called."""
         __tracebackhide__ = True
         self._read()
-        found = self._validate(self)
+        try:
+            found = self._validate(self)
+        except ParameterServerLost as error:  # tasks stand still, and the copy here has seen all steps
+            if self.cluster is None:
+                raise
+            self._say_recovered(self.cluster.recover(error, self.budget, self.step, self.step))
+            found = self._validate(self)
         if found:
             self._validated[epoch] = found
         values = {**self._metrics.means_of(epoch), **found}
-        self._heed(self.callbacks.on_epoch(Progress(self.step, epoch, values, self._samples)))
+        self._heed(self.callbacks.on_epoch(Progress(self.step, epoch, values, self._counted.samples)))
 
     def _heed(self, progress: Progress) -> None:
         """What a callback asked for; it may have changed what recordings read."""

@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tfnb.state.steps_taken import AppliedSteps
+
 
 class StepGroup(NamedTuple):
     """``steps`` in a row: how many. ``values``: one tensor for each fetch, stacked over the steps, in a sequence.
 
     A value is None where the fetch has none, or where a lost task told nobody. ``numbers``: of these steps in their
-    training, from 0; None where nobody knows them.
+    training, from 0; None where nobody knows them. A group of no steps tells that all tasks stand still; or, with
+    ``kept``, which steps the copies of the values here have seen; or, with ``lost``, too, that a server was lost and the
+    training goes on from these.
 
     >>> group = StepGroup(2, [torch.tensor([3.0, 1.0]), None])
     >>> list(group.each())
@@ -23,6 +27,8 @@ class StepGroup(NamedTuple):
     steps: int
     values: Any  # from a session in the structure of the fetches
     numbers: Sequence[int] | None = None
+    kept: AppliedSteps | None = None
+    lost: Any = None  # the `Recovery`
 
     def each(self) -> Iterator[list[torch.Tensor | None]]:
         """The values of each step."""
@@ -39,17 +45,19 @@ def of_one(values: Sequence[torch.Tensor | None], number: int | None) -> StepGro
 class Told(NamedTuple):
     """Steps in a row that are done: of each its epoch and its rows, and the watched values.
 
-    values: for each name one tensor, which has one number for each step; none where nobody knows them.
+    values: for each name one tensor, which has one number for each step; none where nobody knows them. numbers: of the
+    steps in their training on a cluster.
     """
 
     epochs: Sequence[int]
     rows: Sequence[int]
     values: Sequence[torch.Tensor] = ()
+    numbers: Sequence[int] = ()
 
     def part(self, start: int, stop: int) -> Told:
         """Some of the steps."""
         values = tuple(value.reshape(-1)[start:stop] for value in self.values)
-        return Told(self.epochs[start:stop], self.rows[start:stop], values)
+        return Told(self.epochs[start:stop], self.rows[start:stop], values, self.numbers[start:stop])
 
     def one_by_one(self) -> Iterator[Told]:
         """Each step by itself."""

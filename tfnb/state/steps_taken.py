@@ -1,4 +1,4 @@
-"""Which steps of a training count, and where its data stands behind the last one. Imports graph.
+"""Which steps of a training are applied, and where its data stands behind the last one. Imports graph.
 
 Data is drawn ahead: by one batch to see that a pass is over, by many for the tasks of a cluster. A `Source` is saved,
 and left by `fit`, behind the batch of the last step that counts.
@@ -7,11 +7,53 @@ and left by `fit`, behind the batch of the last step that counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tfnb.graph import Variable
 from tfnb.state.input_sources import Position, Source
 from tfnb.state.run_numbers import RunNumbers
+
+
+@dataclass
+class AppliedSteps:
+    """The steps of one training that the Variables have seen: all below ``whole``, and those of ``beyond``.
+
+    Asynchronous tasks apply steps in any order, so that there may be gaps.
+
+    >>> applied = AppliedSteps()
+    >>> applied.add([0, 3, 1])
+    >>> applied, 3 in applied, len(applied), applied.missing(range(6))
+    (AppliedSteps(whole=2, beyond={3}), True, 3, [range(2, 3), range(4, 6)])
+    """
+
+    whole: int = 0
+    beyond: set[int] = field(default_factory=set)
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """These steps are applied, too."""
+        self.beyond.update(number for number in numbers if number >= self.whole)
+        while self.whole in self.beyond:
+            self.beyond.remove(self.whole)
+            self.whole += 1
+
+    def copy(self) -> AppliedSteps:
+        """The same, to be kept."""
+        return AppliedSteps(self.whole, set(self.beyond))
+
+    def missing(self, span: range) -> list[range]:
+        """The steps of ``span`` that are not applied, in runs."""
+        found, start = list[range](), max(span.start, self.whole)
+        for stop in (*sorted(number for number in self.beyond if start <= number < span.stop), span.stop):
+            found += [range(start, stop)] if start < stop else []
+            start = stop + 1
+        return found
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.whole or number in self.beyond
+
+    def __len__(self) -> int:
+        return self.whole + len(self.beyond)
 
 
 class Taken(NamedTuple):
@@ -85,18 +127,21 @@ class StepsHere:
 class StepsThere:
     """Of the tasks of a cluster, which apply some steps in any order.
 
-    step: the cluster's own count of steps. in_order: whether the first ones are applied; else a source stands behind
+    begin: steps that were taken before. step: the cluster's own count of steps. in_order: whether the first ones are applied; else a source stands behind
     those that are known to be applied without a gap, so that no batch is lost, and some may be taken twice.
     """
 
     is_inside = False
 
-    def __init__(self, source: Source | None, runs: RunNumbers, step: Callable[[], int], *, in_order: bool) -> None:
+    def __init__(
+        self, begin: int, source: Source | None, runs: RunNumbers, step: Callable[[], int], *, in_order: bool
+    ) -> None:  # fmt: skip
+        self._begin = begin
         self.source, self._runs, self._step, self._in_order = source, runs, step, in_order
-        self._before, self._first_run, self._drawn, self._whole = step(), runs.next, 0, 0
+        self._before, self._first_run, self._drawn = step(), runs.next, 0
         self._start = None if source is None else source.position
         self._positions: dict[int, Position | None] = {}  # behind each batch, by number
-        self._known: set[int] = set()  # applied, after a gap
+        self._known = AppliedSteps()
 
     def begins(self, total: int = 0) -> None:
         """Tasks begin with the steps that were not taken yet; so many of them are drawn already."""
@@ -114,12 +159,16 @@ class StepsThere:
 
     def told(self, numbers: Iterable[int | None]) -> None:
         """Steps are applied; None where nobody knows which one."""
-        self._known.update(number for number in numbers if number is not None)
-        while self._whole in self._known:
-            self._known.remove(self._whole)
-            self._whole += 1
-        for old in [old for old in self._positions if old < self._whole - 1]:
+        self._known.add(number for number in numbers if number is not None)
+
+    def kept(self, applied: AppliedSteps) -> None:
+        """These steps stay applied whatever is lost: nobody asks any more where the data stood before them."""
+        for old in [old for old in self._positions if old < min(applied.whole, self._known.whole) - 1]:
             self._start = self._positions.pop(old)
+
+    def back_to(self, applied: AppliedSteps) -> None:
+        """Only these steps are applied: later ones were lost, and are taken again."""
+        self._known = applied.copy()
 
     @property
     def applied(self) -> Taken:
@@ -129,7 +178,7 @@ class StepsThere:
     def at(self, step: int) -> Taken:
         """What is applied at this step of the cluster."""
         steps = step - self._before
-        last = (max(steps, self._whole) if self._in_order else self._whole) - 1
+        last = (max(steps, self._known.whole) if self._in_order else self._known.whole) - 1
         is_ours = self._drawn > 0 and self._runs.next == self._first_run + self._drawn
         run = self._first_run + steps if is_ours and self._in_order else self._runs.next
-        return Taken(steps, self._positions.get(last, self._start), run)
+        return Taken(self._begin + steps, self._positions.get(last, self._start), run)

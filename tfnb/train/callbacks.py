@@ -14,6 +14,7 @@ from tfnb.errors import InvalidArgument
 class Progress:
     """Where a training stands. ``step`` and ``epoch`` count from 1; ``samples``: rows of all steps of this call.
 
+    ``again``: on a cluster, whether this step was told of before a lost server took it back.
     ``values``: after a step the watched values of it, 0-d tensors; after an epoch their means over it, and those over
     the validation data as ``val_...``, floats.
 
@@ -29,6 +30,7 @@ class Progress:
     samples: int = 0
     stopped: str | None = None
     changed: tuple[Any, int, int | None] | None = None
+    again: bool = False
 
     def stop(self, why: str = "stopped by a callback") -> None:
         """Let the training end here; ``why`` stands in its result."""

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,11 +50,21 @@ from tfnb.errors import (
     WorkerLost,
 )  # fmt: skip
 from tfnb.graph import lazy_memory
+from tfnb.state.steps_taken import AppliedSteps
 
 PULLS = 5  # tries to have values of one step
 REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
 STARVED = 0.3  # seconds for a ping to a task that gets too little of its processor
 LINES = 100  # of who came and left that are kept
+
+
+class Pulled(NamedTuple):
+    """Values by key as of one step of the cluster, what queues held then, and which steps each training had applied."""
+
+    values: dict[str, torch.Tensor]
+    step: int
+    held: Copies
+    applied: dict[Training, AppliedSteps]
 
 
 class Engine:
@@ -159,8 +169,8 @@ class Engine:
 
     async def pull(
         self, wanted: dict[int, list[str]], queues: Mapping[int, list[str]] | None = None
-    ) -> tuple[dict[str, torch.Tensor], int, Copies]:
-        """Values by key, all of one step, and that step. Of the ``queues`` by shard what they hold then.
+    ) -> Pulled:
+        """Values by key, all of one step. Of the ``queues`` by shard what they hold then.
 
         Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
         """
@@ -169,7 +179,7 @@ class Engine:
             for _ in range(PULLS):
                 async with self.single.turn, AsyncExitStack() as holds:
                     stand = [await holds.enter_async_context(training.held()) for training in list(self._trainings)]
-                    step = self.step
+                    step, applied = self.step, {each: each.applied_steps() for each in self._trainings}
                     answers = await self.insist_on(asks)
                     held = await copies.enter_async_context(self.contents.held(queues or {}))
                     is_one_step = all([await stands() for stands in stand])
@@ -185,7 +195,7 @@ class Engine:
             for answer in answers:
                 lazy_memory.ensure_room(size(answer.tensors), "what comes from a server")
                 values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
-            return values, step, await self.contents.fetched(held)
+            return Pulled(values, step, await self.contents.fetched(held), applied)
 
     async def refill(self, brought: Brought, written: Iterable[str]) -> None:
         """Let queues and Variables hold what was brought; steps that used one of them raise Aborted.
@@ -222,15 +232,16 @@ class Engine:
     # -- trainings whose tasks loop by themselves ----------------------------------------------------------------
 
     async def train(
-        self, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None
-    ) -> Training:
-        """Begin a training."""
+        self, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None,
+        applied: AppliedSteps | None = None,
+    ) -> Training:  # fmt: skip
+        """Begin a training. applied: steps of it that were applied before, by the servers of a cluster that was lost."""
         if self.is_closing:
             raise self.error(e.Interrupted(), seconds)
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
         since = self.interrupts
         tasks = await self.idle(deadline, placed.tasks, since)
-        training = Training(self, placed, mode, ways, data, tasks, deadline, self.patience)
+        training = Training(self, placed, mode, ways, data, tasks, deadline, self.patience, applied)
         await training.start()
         if self.interrupts != since:
             training.feed(e.Interrupt())

@@ -13,13 +13,15 @@ from tfnb.cluster.engine.members import Ahead, Batch
 from tfnb.cluster.wire import envelope
 from tfnb.state.batch_order import chunk_order
 from tfnb.state.chunks import Chunked
+from tfnb.state.steps_taken import AppliedSteps
 
+NONE = AppliedSteps()
 DRAW = 0.05  # seconds of drawing after which tasks get what there is
 MOST = 32 << 20  # bytes of batches likewise
 
 
 class Counted:
-    """Steps by their numbers.
+    """Steps by their numbers, but those that were ``applied`` before.
 
     >>> from tfnb.state.batch_order import Order
     >>> pieces = Counted(Ahead((), Order(8, 2), total=5, run=int))
@@ -28,19 +30,22 @@ class Counted:
     >>> pieces = Counted(Ahead((), Order(8, 2), total=5, run=int, by_pass=True))
     >>> pieces.take(3), pieces.take(3), pieces.stands, pieces.take(3), pieces.stands
     (range(0, 3), range(3, 4), True, range(4, 5), False)
+    >>> pieces = Counted(Ahead((), Order(8, 2), total=6, run=int), AppliedSteps(1, {3}))
+    >>> pieces.take(3), pieces.take(3), pieces.is_spent
+    (range(1, 3), range(4, 6), True)
     """
 
     held_back = False
 
-    def __init__(self, data: Ahead) -> None:
-        self._next, self._total, self._data = 0, data.total, data
+    def __init__(self, data: Ahead, applied: AppliedSteps = NONE) -> None:
+        self._next, self._total, self._data, self._applied = applied.whole, data.total, data, applied.copy()
         self._pass = data.order.per_pass if data.by_pass else data.total
         self.stands = False  # the tasks, before the next piece
 
     @property
     def left(self) -> int | None:
         """Steps that are not taken yet, of the pass if tasks stand still after it."""
-        return self._end - self._next
+        return sum(map(len, self._applied.missing(range(self._next, self._end))))
 
     @property
     def _end(self) -> int:
@@ -55,15 +60,18 @@ class Counted:
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
         """The next steps, so many at most."""
-        start, self._next = self._next, min(self._end, self._next + size)
+        end = self._end
+        piece = next(iter(self._applied.missing(range(self._next, end))), range(end, end))[:size]
+        following = self._applied.missing(range(piece.stop, end))
+        self._next = following[0].start if following else end
         self.stands = self._data.ends_pass(self._next)
-        return range(start, self._next)
+        return piece
 
 
 class Near:
     """Steps by their numbers, as whole chunks are taken: a task gets those whose rows its worker holds, if there are.
 
-    ``homes``: for each task the address of its worker.
+    Those that were ``applied`` before are left out. ``homes``: for each task the address of its worker.
 
     >>> from tfnb.state.batch_order import Order
     >>> array = Chunked("x", (4, 6), (), torch.float32, homes=(("a",), ("b",)))
@@ -74,14 +82,15 @@ class Near:
 
     held_back = False
 
-    def __init__(self, data: Ahead, homes: Sequence[str]) -> None:
+    def __init__(self, data: Ahead, homes: Sequence[str], applied: AppliedSteps = NONE) -> None:
         place = data.order.within
         assert place is not None
         chunked = data.arrays[place]
         assert isinstance(chunked, Chunked)
         self._order, self._chunks, self._homes = data.order, chunked, homes
         self._runs: list[tuple[range, Collection[str]]] = []  # of the pass in progress: steps, and where their rows lie
-        self._passes, self.left, self._by_pass = 0, data.total, data.by_pass
+        self._applied, self._total, self._by_pass = applied.copy(), data.total, data.by_pass
+        self._passes, self.left = applied.whole // data.order.per_pass, data.total - len(applied)
         self.stands = False  # the tasks, before the next piece
 
     @property
@@ -93,7 +102,7 @@ class Near:
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
         """The next steps for a task, so many at most; a pass begins when the one before it is taken."""
-        if not self._runs:
+        while not self._runs:
             self._runs = self._next_pass()
         home = None if task is None else self._homes[task]
         at = min(range(len(self._runs)), key=lambda at: self._away(self._runs[at][1], home))
@@ -112,12 +121,12 @@ class Near:
         order, chunks = self._order, self._chunks
         first, self._passes = self._passes * order.per_pass, self._passes + 1
         runs: list[tuple[range, Collection[str]]] = []
-        rows, step, end = 0, first, first + self.left
+        rows, step, end = 0, first, self._total
         for chunk in chunk_order(order, chunks.groups, self._passes, torch.Generator()):
             rows += chunks.lengths[chunk]
             stop = min(first - (-rows // order.batch_size), first + order.per_pass, end)
             if stop > step:
-                runs.append((range(step, stop), chunks.homes[chunk]))
+                runs += [(run, chunks.homes[chunk]) for run in self._applied.missing(range(step, stop))]
                 step = stop
         return runs
 
@@ -167,17 +176,17 @@ class Drawn:
 
 
 def drawn_from(
-    source: Ahead | Iterable[Batch | None], by_chunk: bool, homes: Sequence[str]
+    source: Ahead | Iterable[Batch | None], by_chunk: bool, homes: Sequence[str], applied: AppliedSteps = NONE
 ) -> tuple[Ahead | None, Counted | Near | Drawn]:
     """What the tasks are sent ahead, and the pieces; ``by_chunk``: the order of the rows may be that of their chunks.
 
-    ``homes``: for each task the address of its worker.
+    ``homes``: for each task the address of its worker. ``applied``: steps of arrays that are not taken again.
     """
     if not isinstance(source, Ahead):
         return None, Drawn(source)
     nbytes = {place: array.nbytes for place, array in enumerate(source.arrays) if isinstance(array, Chunked)}
     if not (by_chunk and nbytes):
-        return source, Counted(source)
+        return source, Counted(source, applied)
     largest = max(nbytes, key=lambda place: nbytes[place])
     data = replace(source, order=source.order._replace(within=largest))
-    return data, Near(data, homes)
+    return data, Near(data, homes, applied)

@@ -32,6 +32,7 @@ from tfnb.cluster.wire.transport import read_outcome
 from tfnb.errors import StepAborted, TfnbError
 from tfnb.state.chunks import Chunked
 from tfnb.state.step_groups import StepGroup
+from tfnb.state.steps_taken import AppliedSteps
 
 if TYPE_CHECKING:
     from tfnb.cluster.engine.engine import Engine
@@ -71,18 +72,21 @@ class _Listening:
 class Training:
     """One training in progress. ``steps``: applied so far; ``results``: values of steps that nobody took yet.
 
+    ``applied``: steps that were applied before it.
     ``machine``: the policy of its mode. In another mode it goes on with another one, under another name on the servers.
     """
 
     def __init__(
         self, engine: Engine, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
-        deadline: float, patience: float = 0.0,
+        deadline: float, patience: float = 0.0, applied: AppliedSteps | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.placed, self.data = engine, placed, data
         self._deadline, self._patience = deadline, patience
         self._pieces = itertools.count(1)
         self.results: list[StepGroup] = []
         self.steps = self._told = 0
+        self._applied_steps = AppliedSteps() if applied is None else applied.copy()  # as far as tasks have told
+        self.kept = self._applied_steps.copy()  # those that the copies of the values here have seen
         self.end: e.Finish | None = None
         self.is_held = self.is_left = False
         self._interrupts = engine.interrupts
@@ -188,6 +192,16 @@ class Training:
         finally:
             self.is_held = False
             self.feed(e.Resume())
+
+    def applied_steps(self) -> AppliedSteps:
+        """The steps that the servers have applied, while it is held: in step, the next ones may be untold."""
+        found, untold = self._applied_steps.copy(), self.steps - self._told
+        if isinstance(self.machine, s.Rounds):
+            for piece in self.machine.out:
+                numbers = self._steps_of[piece.number][piece.done :][:untold]
+                found.add(numbers)
+                untold -= len(numbers)
+        return found
 
     async def _hold(self) -> int | None:
         """Let all servers stand at one round, which it gives; None where the training has ended meanwhile."""
@@ -368,7 +382,9 @@ class Training:
             known.sort(key=lambda heard: heard.place)
             is_whole = bool(known) and len(known) >= known[0].parts  # else a task was lost before it told its part
             values, numbers = self._joined(known, at, count) if is_whole else [], self._steps_of.get(report.number)
-            self.results.append(StepGroup(count, values, None if numbers is None else numbers[at : at + count]))
+            numbers = None if numbers is None else numbers[at : at + count]
+            self._applied_steps.add(numbers or ())
+            self.results.append(StepGroup(count, values, numbers))
             at += count
         if report.stop == len(self._steps_of.get(report.number, ())):
             del self._steps_of[report.number]

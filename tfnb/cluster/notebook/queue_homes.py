@@ -35,6 +35,7 @@ class QueueHomes:
         self._channels = engine.deadlocks.channels = Channels(link.loop, self._asking)
         self._here: weakref.WeakKeyDictionary[Queue, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._count, self._lock = itertools.count(), threading.Lock()
+        self.emptied: list[str] = []  # names of those that were on a lost server
 
     def begin(self) -> None:
         """All queues that are in use go to the servers, and those that are used from now on.
@@ -136,6 +137,7 @@ class QueueHomes:
             if self._engine.shards[shard].alive:
                 self._engine.later(self._try_home(queue, machine))
             else:
+                self.emptied.append(queue.name)
                 machine.channel.close(error)  # of all queues on that server
                 machine.lose(queue)
         self._here.clear()

@@ -17,7 +17,7 @@ from distributed import Client
 
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import MODES, Ahead, Batch, Mode
-from tfnb.cluster.engine.sources import drawn_from
+from tfnb.cluster.engine.sources import NONE, drawn_from
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes.joins import join, joins
 from tfnb.cluster.modes.leases import Offer
@@ -38,6 +38,7 @@ from tfnb.placement.requests import asked, numbers_of, tasks_of
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
 from tfnb.state.step_groups import StepGroup, of_one
+from tfnb.state.steps_taken import AppliedSteps
 
 See = Callable[[Sequence[Any]], None]
 
@@ -53,12 +54,14 @@ def varying(step: StepGraph) -> list[bool]:
     return [bool(shape) and not isinstance(shape[0], int) for shape in shapes]
 
 
-def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int] | None]) -> Iterator[Batch | None]:
+def batches(
+    step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int] | None], numbers: Iterator[int] | None = None
+) -> Iterator[Batch | None]:
     """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided.
 
-    A None, at which tasks stand still, stays one.
+    A None, at which tasks stand still, stays one. numbers: of the steps; from 0 if not given.
     """
-    varies, numbers = varying(step), itertools.count()
+    varies, numbers = varying(step), itertools.count() if numbers is None else numbers
     for row in rows:
         if row is None:
             yield None
@@ -143,22 +146,26 @@ class Steps:
             return data
         return self._drawn(step, data)
 
-    def _drawn(self, step: StepGraph, data: Ahead) -> Iterator[Batch | None]:
-        """Batches that are made here."""
+    def _drawn(self, step: StepGraph, data: Ahead, applied: AppliedSteps = NONE) -> Iterator[Batch | None]:
+        """Batches that are made here, but of steps that were applied before."""
         rows = Rows([read(self._client, array) for array in data.arrays], data.order)
 
+        def numbers() -> Iterator[int]:
+            return itertools.chain.from_iterable(applied.missing(range(data.total)))
+
         def each() -> Iterator[tuple[Sequence[torch.Tensor], int] | None]:
-            for at in range(data.total):
-                if data.ends_pass(at):
+            for at in numbers():
+                if data.ends_pass(at) and at != applied.whole:
                     yield None
                 yield rows.batch(at), data.run(at)
 
-        return batches(step, each())
+        return batches(step, each(), numbers())
 
     def train(
         self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, mode: Mode | str = "sync",
         timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
         check: bool = False, see: See | None = None, compile: Compile = "off", exact: bool | None = False,
+        applied: AppliedSteps = NONE,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
 
@@ -176,7 +183,8 @@ class Steps:
 
         Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
         before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
-        for.
+        for. An empty group with ``kept`` tells which steps local storages show. ``applied``: steps of arrays that are
+        left out, as they were applied before.
         """
         self._waiting.ensure_open()
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
@@ -201,16 +209,23 @@ class Steps:
             source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
             for note in notes:
                 warnings.warn(note, stacklevel=user_level(None))
+        if any(variable.key in self._variables.held.stale for variable in step.variables):
+            self._show()  # should a server be lost, training goes on from what is here
         steps = (
-            self._stepwise(step, placed, source, end, see)
+            self._stepwise(step, placed, source, end, see, applied)
             if is_stepwise
-            else self._looping(step, placed, source, how, changes, end, timeout)
+            else self._looping(step, placed, source, how, changes, end, timeout, applied)
         )
         is_shown, interrupts = False, self._engine.interrupts
         try:
             try:
+                kept: AppliedSteps | None = None
                 for group in steps:
-                    yield group
+                    if group.kept is None:
+                        yield group
+                    elif group.kept is not kept:
+                        kept = group.kept
+                        yield group
                     if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
                         self._variables.send_leading(step.variables)  # a callback set a rate: for the next steps
                         self._variables.refresh()
@@ -279,16 +294,22 @@ class Steps:
 
     def _stepwise(
         self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], end: float | None,
-        see: See | None,
+        see: See | None, applied: AppliedSteps,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Every step driven from here, for what no loop of a task can do by itself."""
+        applied, pulled = applied.copy(), self._variables.pulled_step
         ways = joins(step)
         self._variables.send_for_step(step.variables)
         if isinstance(source, Ahead):
-            source = self._drawn(step, source)
+            source = self._drawn(step, source, applied)
         for batch in source:
+            if self._variables.pulled_step != pulled:
+                pulled = self._variables.pulled_step
+                yield StepGroup(0, (), kept=applied.copy())
             if batch is None:
                 self._show()
+                pulled = self._variables.pulled_step
+                yield StepGroup(0, (), kept=applied.copy())
                 yield STANDS
                 self._variables.send_for_step(step.variables)
                 continue
@@ -301,6 +322,7 @@ class Steps:
             for i, at in enumerate(placed.after_fetched):
                 if at is not None:
                     joined[i] = after[at]
+            applied.add([batch.number])
             yield of_one(joined, batch.number)
 
     def _left(self, end: float | None) -> float | None:
@@ -314,15 +336,15 @@ class Steps:
 
     def _looping(
         self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], mode: Mode,
-        changes: Callable[[], Mode | None], end: float | None, timeout: float | None,
+        changes: Callable[[], Mode | None], end: float | None, timeout: float | None, applied: AppliedSteps,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine, held, left = self._engine, self._variables.held, self._left(end)
         self._variables.send_for_step(step.variables)
         self._variables.outdated(step)
-        data, pieces = drawn_from(source, mode.name != "sync", engine.homes)
+        data, pieces = drawn_from(source, mode.name != "sync", engine.homes, applied)
         training: Training = self._waiting.do(
-            "starting to train", None, engine.train, placed, mode, joins(step), data, left
+            "starting to train", None, engine.train, placed, mode, joins(step), data, left, applied
         )
 
         def results(offers: list[Offer], drain: bool = False) -> Iterator[StepGroup]:
@@ -331,6 +353,7 @@ class Steps:
             how = None if new is None else self._possible(new)
             for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
                 yield group._replace(values=_picked(placed.fetched, group.values))
+            yield StepGroup(0, (), kept=training.kept)
 
         try:
             while training.end is None:
@@ -349,6 +372,7 @@ class Steps:
                     if pieces.stands and training.end is None:
                         pieces.stands = False
                         self._show()
+                        yield StepGroup(0, (), kept=training.kept)
                         yield STANDS
                         self._variables.send_for_step(step.variables)
                         continue

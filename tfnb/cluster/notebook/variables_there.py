@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.engine.engine import Engine, Pulled
 from tfnb.cluster.notebook.holdings import Holdings
 from tfnb.cluster.notebook.state_dicts import Hooks
 from tfnb.cluster.queues.contents_there import Copies
@@ -38,6 +38,7 @@ class VariablesThere:
     def __init__(self, engine: Engine, do: Callable[..., Any]) -> None:
         self.engine, self.do, self.held, self.hooks = engine, do, Holdings(), Hooks()
         self.pulled_step = 0  # the step that the storages here show
+        self.pulled_at = time.monotonic()
         self._due = time.monotonic() + REFRESH  # when they are to be pulled again
 
     def outdated(self, step: StepGraph) -> None:
@@ -131,21 +132,32 @@ class VariablesThere:
         """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
         begin, busy = time.monotonic(), time.process_time()
         variables = [variable for variable in self.held.variables if variable not in kept]
-        values, step, _ = await self.values(variables)
+        homes, pulled = await self._pulled(variables)
+        values = {variable.key: _joined(homes[variable.key], pulled.values) for variable in variables}
         with torch.no_grad(), self.held.showing:
             for variable in variables:
                 if variable in self.held:  # else the cluster was closed meanwhile: its value is here
                     lazy_memory.assign(variable.kept, values[variable.key])
                     self.held.same(variable)
-            self.pulled_step = step
+            if self.engine.lost is None:
+                for training, applied in pulled.applied.items():
+                    training.kept = applied
+            self.pulled_step, self.pulled_at = pulled.step, begin
         still, busy = time.monotonic() - begin, time.process_time() - busy
         self._due = time.monotonic() + max(REFRESH, still / STILL, busy / BUSY)
-        return step
+        return pulled.step
 
     async def values(
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
     ) -> tuple[dict[str, torch.Tensor], int, Copies]:
         """Values by key, their step, and what ``queues`` (shard and key of each) hold then."""
+        homes, pulled = await self._pulled(variables, queues)
+        values = {variable.key: _joined(homes[variable.key], pulled.values) for variable in variables}
+        return values, pulled.step, pulled.held
+
+    async def _pulled(
+        self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
+    ) -> tuple[Homes, Pulled]:
         homes, wanted = dict(self.held.homes), dict[int, list[str]]()
         for variable in variables:
             for piece in read_from(homes[variable.key]):
@@ -153,14 +165,17 @@ class VariablesThere:
         asked: dict[int, list[str]] = {}
         for shard, key in queues.values():
             asked.setdefault(shard, []).append(key)
-        values, step, held = await self.engine.pull(wanted, asked)
-        return {variable.key: _joined(homes[variable.key], values) for variable in variables}, step, held
+        return homes, await self.engine.pull(wanted, asked)
 
     def show(self, tensors: Collection[int]) -> None:
         """A pull, where servers have newer values of one of these tensors (by id). What was written here stays."""
         newer = [variable for variable in self.held.variables if variable.key in self.held.stale]
         if any(variable.held is not None and id(variable.held.tensor()) in tensors for variable in newer):
             self.pull(self.held.written(self.held.variables, thorough=True))
+
+    def hurry(self) -> None:
+        """The next `refresh` pulls at once."""
+        self._due = 0.0
 
     def refresh(self) -> None:
         """A pull now and then while training, for the case that a server is lost.

@@ -1,0 +1,150 @@
+"""Going on after a parameter server was lost: what happened, in one block, and the batches that are taken again.
+
+The servers' values are copied to the notebook while a training goes on (`VariablesThere.refresh`), with the steps that
+they have seen. When a server is lost, tasks and servers are started anew on the workers that are there, under a new
+epoch, and the training goes on from that copy: every later step is taken again, so that each counts once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tfnb.cluster.engine.members import Ahead, Batch
+from tfnb.cluster.engine.restarts import Restarts
+from tfnb.cluster.modes.plan import POISON
+from tfnb.cluster.wire import envelope
+from tfnb.errors import TfnbError
+from tfnb.state.steps_taken import AppliedSteps
+
+KEPT = 256 << 20  # bytes of batches that a copy of the values has not seen, after which the next copy is made at once
+MOST = 100  # recoveries that the log holds
+
+_log: deque[Recovery] = deque(maxlen=MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One recovery: what was lost, where training went on from, and what it cost.
+
+    ``at``: when, in seconds since the epoch. ``lost``: the error in a line. ``step``: steps that were applied, of the
+    training, as far as the notebook knew; ``kept``: those that the copy had seen; ``age``: of the copy, in seconds.
+    ``seconds``: until tasks and servers stood again, the start of the values on them not included. ``left``: restarts
+    that are left of ``most`` within ``within`` seconds.
+    """
+
+    at: float
+    lost: str
+    step: int
+    kept: int
+    age: float
+    seconds: float
+    left: int
+    most: int
+    within: float
+    tasks: int
+    servers: int
+
+    @property
+    def redone(self) -> int:
+        """Steps that are taken again."""
+        return max(0, self.step - self.kept)
+
+    def __str__(self) -> str:
+        steps = f"{self.redone} step{'' if self.redone == 1 else 's'}"
+        return (
+            f"{self.lost}\n"
+            f"  Restored from the notebook's copy of step {self.kept} ({self.age:.1f} s old): {steps} will be redone, none "
+            "is counted twice.\n"
+            f"  Recovered in {self.seconds:.1f} s with {self.tasks} compute tasks and {self.servers} parameter servers. "
+            f"Training goes on ({self.left} of {self.most} restarts left). tfnb.recovery_log() has details."
+        )
+
+
+def recovery_log() -> tuple[Recovery, ...]:
+    """The recoveries of this process, the oldest first; at most 100.
+
+    `tfnb.fit` on a cluster goes on by itself after a lost parameter server, and prints one block each time.
+
+    >>> import tfnb
+    >>> [recovery.redone for recovery in tfnb.recovery_log()]
+    []
+    """
+    return tuple(_log)
+
+
+@dataclass
+class Budget:
+    """How often one training may be recovered: ``restarts``, and fewer than `POISON` times in a row over one step."""
+
+    restarts: Restarts
+    _failed: int = -1  # the step at which a server was lost last
+    _times: int = 0
+
+    def spend(self, error: TfnbError, step: int) -> None:
+        """Take one; raise ``error``, which learns the reason, where there is none."""
+        if not self.restarts.most:
+            raise error
+        self._failed, self._times = step, self._times + 1 if step == self._failed else 1
+        if self._times == POISON:
+            error.message += f"\n  {POISON} attempts at step {step + 1} each lost a server: it seems to kill them."
+            raise error
+        if not self.restarts.spend(time.monotonic()):
+            error.message += f"\n  {self.restarts}: training stops. fit(..., restarts=n) allows more."
+            raise error
+
+
+def recovered(recovery: Recovery) -> Recovery:
+    """The same, in the log."""
+    _log.append(recovery)
+    return recovery
+
+
+@dataclass
+class Replay:
+    """The batches of a training, of which those are kept that a copy of the values has not seen.
+
+    Arrays need not be kept: their steps are taken by their numbers. A None, at which tasks stand still, is kept until
+    they have.
+
+    >>> replay = Replay(Batch((), 0, number=number) for number in range(4))
+    >>> batches = replay.rest()
+    >>> [next(batches).number for _ in range(3)]
+    [0, 1, 2]
+    >>> replay.keep(AppliedSteps(1, {2}))
+    >>> [batch.number for batch in replay.rest()], replay.applied
+    ([1, 3], AppliedSteps(whole=1, beyond={2}))
+    """
+
+    source: Ahead | Iterable[Batch | None]
+    applied: AppliedSteps = field(default_factory=AppliedSteps)
+    nbytes: int = 0
+    _drawn: deque[Batch | None] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._more = iter(()) if isinstance(self.source, Ahead) else iter(self.source)
+
+    def rest(self) -> Any:
+        """What is to be taken: arrays, or an iterator of the batches that were drawn and are not applied, and the rest."""
+        return self.source if isinstance(self.source, Ahead) else self._rest(list(self._drawn))
+
+    def _rest(self, again: list[Batch | None]) -> Iterator[Batch | None]:
+        yield from again
+        for batch in self._more:
+            self._drawn.append(batch)
+            self.nbytes += 0 if batch is None else envelope.size(batch.tensors)
+            yield batch
+
+    def keep(self, applied: AppliedSteps) -> None:
+        """A copy of the values has seen these steps."""
+        self.applied = applied
+        self._drawn = deque(batch for batch in self._drawn if batch is None or batch.number not in applied)
+        self.nbytes = sum(envelope.size(batch.tensors) for batch in self._drawn if batch is not None)
+
+    def stood(self) -> None:
+        """The tasks have stood still at the first None."""
+        if self._drawn and self._drawn[0] is None:
+            self._drawn.popleft()
