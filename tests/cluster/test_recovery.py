@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -47,7 +47,9 @@ class Killer:
             kill_server(self.cluster, self.at)
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}, {"backup": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}, {"backup": 1}], ids=str
+)
 def test_no_step_is_lost_or_counted_twice(connect: Any, options: dict[str, Any], capsys: Any) -> None:
     counters = Counters(pause=2)
     cluster = connect(2)
@@ -59,3 +61,90 @@ def test_no_step_is_lost_or_counted_twice(connect: Any, options: dict[str, Any],
     assert recovery.redone == recovery.step - recovery.kept >= 0 and "was lost" in recovery.lost
     assert str(recovery) in capsys.readouterr().out
     assert killer.heard[-1][0] == STEPS and len(killer.heard) >= STEPS - recovery.kept
+
+
+class Net:
+    """A net with dropout, batch norm and Adam, and data of which no two rows are alike."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1)).double()
+        gen = torch.Generator().manual_seed(1)
+        self.rows, self.labels = (
+            torch.randn(600, 6, generator=gen).double(),
+            torch.randn(600, 1, generator=gen).double(),
+        )
+        with tfnb.record("net") as self.graph:
+            self.x, self.y = tfnb.placeholder(self.rows[:8], name="x"), tfnb.placeholder(self.labels[:8], name="y")
+            self.loss = (self.model(self.x) - self.y).square().mean()
+            self.train = tfnb.train.Adam(1e-2).minimize(self.loss)
+
+    @property
+    def data(self) -> Any:
+        return {self.x: self.rows, self.y: self.labels}
+
+    def batches(self, kind: str) -> Any:
+        """The same batches, in the same order, as what `fit` takes."""
+        cut = [(self.rows[at : at + 20], self.labels[at : at + 20]) for at in range(0, 600, 20)]
+        if kind == "list":
+            return cut
+        return iter(cut) if kind == "iterator" else tfnb.Source(cut, name=f"source{time.monotonic_ns()}")
+
+    def state(self) -> list[torch.Tensor]:
+        return [variable.value().clone() for variable in self.graph.variables]
+
+
+def fitted(net: Net, kind: str, **options: Any) -> tfnb.RunResult:
+    """Two passes over the data; over what can be iterated once, one."""
+    data = net.data if kind == "arrays" else net.batches(kind)
+    more: dict[str, Any] = {"batch_size": 20} if kind == "arrays" else {"feeds": (net.x, net.y)}
+    epochs = 1 if kind == "iterator" else 2
+    return tfnb.fit(net.train, data, epochs=epochs, watch={"loss": net.loss}, exact=False, **more, **options)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "list", "iterator", "source"])
+def test_values_and_history_are_those_of_a_training_without_a_fault(connect: Any, kind: str) -> None:
+    found = []
+    for steps in ((), (10, 25)):
+        net = Net()
+        with closing(connect(2)) as cluster:
+            before = len(tfnb.recovery_log())
+            result = fitted(net, kind, callbacks=[Killer(cluster, *steps)])
+            assert len(tfnb.recovery_log()) - before == len(steps)
+        found.append((result.steps, result.history, net.state()))
+    (steps, history, state), (again, told, ended) = found
+    assert steps == again and [entry["step"] for entry in told] == [entry["step"] for entry in history]
+    torch.testing.assert_close(ended, state, rtol=0, atol=0)
+
+
+def test_an_epoch_with_validation_is_told_once(connect: Any) -> None:
+    net, epochs = Net(), []
+    cluster = connect(2)
+
+    def told(progress: Any) -> None:
+        epochs.append(progress.epoch)
+        if progress.epoch == 2:
+            kill_server(cluster)
+
+    result = tfnb.fit(
+        net.train, net.data, epochs=3, batch_size=20, watch={"loss": net.loss}, exact=False, validation=net.data,
+        callbacks=[told, Killer(cluster, 10)],
+    )  # fmt: skip
+    assert epochs == [1, 2, 3] and result.steps == 90 and all("val_loss" in entry for entry in result.history)
+
+
+def test_a_server_lost_at_the_last_step(connect: Any) -> None:
+    counters = Counters()
+    cluster = connect(2)
+    result = tfnb.fit(counters.train, counters.rows(50), callbacks=[Killer(cluster, 50)])
+    assert result.steps == 50 and counters.counts() == [50, 50]
+
+
+def test_none_of_the_budget_is_an_error_at_once(connect: Any) -> None:
+    counters = Counters(pause=2)
+    cluster = connect(2)
+    before = len(tfnb.recovery_log())
+    with pytest.raises(ParameterServerLost, match="The local variables hold the last pulled values") as caught:
+        tfnb.fit(counters.train, counters.rows(STEPS), callbacks=[Killer(cluster, 20)], restarts=0)
+    assert counters.counts() == [caught.value.details["pulled_step"]] * 2
+    assert len(tfnb.recovery_log()) == before

@@ -22,7 +22,7 @@ from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import Ahead, Batch, Mode
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.members.adapting import Adapting
-from tfnb.cluster.members.connection import DaskCluster, LocalWorkers, Requirements
+from tfnb.cluster.members.connection import DaskCluster, LocalWorkers, Progress, Requirements
 from tfnb.cluster.members.deploy import find, start
 from tfnb.cluster.members.farewell import Farewell
 from tfnb.cluster.members.registered import Registered
@@ -340,6 +340,7 @@ class Cluster:
         members = (*before.servers, *before.places.values())
         is_replaced = any(member.info.get("nanny") for member in members)
         workers = len({member.peer.addr for member in members})
+        self._where.progress = Progress()
         try:
             self._begin(wanted._replace(workers=workers), min(seconds, REPLACED_WITHIN) if is_replaced else 1.0)
         except DeadlineExceeded:

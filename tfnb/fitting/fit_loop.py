@@ -309,7 +309,7 @@ def _there(
         for group in groups:
             if group.kept is not None:
                 run.heed(group, lambda number: (begun[number].epoch, begun[number].rows))
-                for number in [number for number in begun if number in group.kept]:
+                for number in [number for number in begun if number in group.kept and run.steps.is_told(number)]:
                     del begun[number]
             elif not group.steps:
                 yield STANDS

@@ -161,6 +161,10 @@ class StepsThere:
         """Steps are applied; None where nobody knows which one."""
         self._known.add(number for number in numbers if number is not None)
 
+    def is_told(self, number: int) -> bool:
+        """Whether a step is known to be applied."""
+        return number in self._known
+
     def kept(self, applied: AppliedSteps) -> None:
         """These steps stay applied whatever is lost: nobody asks any more where the data stood before them."""
         for old in [old for old in self._positions if old < min(applied.whole, self._known.whole) - 1]:

@@ -167,9 +167,7 @@ class Engine:
             )
             await asyncio.gather(*calls)
 
-    async def pull(
-        self, wanted: dict[int, list[str]], queues: Mapping[int, list[str]] | None = None
-    ) -> Pulled:
+    async def pull(self, wanted: dict[int, list[str]], queues: Mapping[int, list[str]] | None = None) -> Pulled:
         """Values by key, all of one step. Of the ``queues`` by shard what they hold then.
 
         Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
