@@ -57,9 +57,9 @@ class Recovery:
         steps = f"{self.redone} step{'' if self.redone == 1 else 's'}"
         return (
             f"{self.lost}\n"
-            f"  Restored from the notebook's copy of step {self.kept} ({self.age:.1f} s old): {steps} will be redone, none "
-            "is counted twice.\n"
-            f"  Recovered in {self.seconds:.1f} s with {self.tasks} compute tasks and {self.servers} parameter servers. "
+            f"  Restored from the notebook's copy of step {self.kept} ({self.age:.1f} s old): {steps} will be redone, "
+            "none is counted twice.\n"
+            f"  Recovered in {self.seconds:.1f} s: {self.tasks} compute tasks, {self.servers} parameter servers. "
             f"Training goes on ({self.left} of {self.most} restarts left). tfnb.recovery_log() has details."
         )
 
@@ -128,7 +128,7 @@ class Replay:
         self._more = iter(()) if isinstance(self.source, Ahead) else iter(self.source)
 
     def rest(self) -> Any:
-        """What is to be taken: arrays, or an iterator of the batches that were drawn and are not applied, and the rest."""
+        """Arrays, or the batches that were drawn and are not applied, and then the others."""
         return self.source if isinstance(self.source, Ahead) else self._rest(list(self._drawn))
 
     def _rest(self, again: list[Batch | None]) -> Iterator[Batch | None]:

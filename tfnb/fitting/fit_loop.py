@@ -475,11 +475,10 @@ class _Run:
                 if one.numbers and one.numbers[0] in kept:
                     self._count(one)
         numbers = self._counted.numbers
-        for run in numbers.missing(range(max(kept.whole, 1 + max(kept.beyond, default=-1)))):
-            for number in run:
-                if number in kept:
-                    epoch, rows = place(number)
-                    self._count(Told((epoch,), (rows,), (), (number,)))
+        untold = numbers.missing(range(max(kept.whole, 1 + max(kept.beyond, default=-1))))
+        for at in (at for run in untold for at in run if at in kept):
+            epoch, rows = place(at)
+            self._count(Told((epoch,), (rows,), (), (at,)))
 
     def _say_recovered(self, recovery: Recovery) -> None:
         """Tell the user, in one block."""

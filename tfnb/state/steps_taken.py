@@ -127,8 +127,9 @@ class StepsHere:
 class StepsThere:
     """Of the tasks of a cluster, which apply some steps in any order.
 
-    begin: steps that were taken before. step: the cluster's own count of steps. in_order: whether the first ones are applied; else a source stands behind
-    those that are known to be applied without a gap, so that no batch is lost, and some may be taken twice.
+    begin: steps that were taken before. step: the cluster's own count of steps. in_order: whether the first ones are
+    applied; else a source stands behind those that are known to be applied without a gap, so that no batch is lost, and
+    some may be taken twice.
     """
 
     is_inside = False

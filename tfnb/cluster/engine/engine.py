@@ -233,7 +233,7 @@ class Engine:
         self, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None,
         applied: AppliedSteps | None = None,
     ) -> Training:  # fmt: skip
-        """Begin a training. applied: steps of it that were applied before, by the servers of a cluster that was lost."""
+        """Begin a training. applied: steps of it that servers applied before, which were lost since."""
         if self.is_closing:
             raise self.error(e.Interrupted(), seconds)
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
