@@ -417,7 +417,7 @@ class World:
 
 
 ABSENT = {
-    "tfnb makes them": "Cluster Node Operation Progress RunHandle RunResult Tensor Watch",
+    "tfnb makes them": "Cluster Node Operation Progress Recovery RunHandle RunResult Tensor Watch",
     "they need a cluster, and are tried in tests/cluster": "Cluster.close Cluster.follow",
     "fit calls them": "EarlyStopping.on_epoch RunHandle.on_step Snapshots.on_step",
     "minimize calls them": """
@@ -425,8 +425,8 @@ ABSENT = {
         Optimizer.update_rows Rule.initial Rule.names Rule.update Rule.update_rows""",
     "torch's own arguments": "Tensor.dim_order Tensor.is_contiguous Tensor.numpy",
     "other rooms of tfnb call them": """
-        Cluster.ahead Cluster.cut Cluster.in_chunks Cluster.news Cluster.restoring Cluster.run Cluster.show
-        Cluster.train IndexedSlices.called IndexedSlices.eval Queue.puts QueueHandle.drop Session.looked_at
+        Cluster.ahead Cluster.cut Cluster.in_chunks Cluster.news Cluster.recover Cluster.restoring Cluster.run
+        Cluster.show Cluster.train IndexedSlices.called IndexedSlices.eval Queue.puts QueueHandle.drop Session.looked_at
         Session.train Source.back_to Source.ensure_position Spec.fits Spec.is_on Tensor.apply_ Tensor.as_subclass
         Tensor.look_as
         Tensor.map_ Tensor.renew Tensor.taken_outside Variable.declared Variable.drop Variable.ensure_fits

@@ -148,3 +148,20 @@ def test_none_of_the_budget_is_an_error_at_once(connect: Any) -> None:
         tfnb.fit(counters.train, counters.rows(STEPS), callbacks=[Killer(cluster, 20)], restarts=0)
     assert counters.counts() == [caught.value.details["pulled_step"]] * 2
     assert len(tfnb.recovery_log()) == before
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["begun here", "begun there"])
+def test_a_stopped_training_goes_on_there_or_here(connect: Any, there: bool) -> None:
+    whole = Net()
+    cluster = connect(1)
+    fitted(whole, "arrays")
+    cluster.close()
+    net = Net()
+    for is_there in (there, not there):
+        cluster = connect(1) if is_there else None
+        stop = [lambda progress: progress.stop() if progress.epoch == 1 else None]
+        result = fitted(net, "arrays", resume=is_there != there, callbacks=stop)
+        if cluster is not None:
+            cluster.close()
+        assert result.steps == 30
+    torch.testing.assert_close(net.state(), whole.state(), rtol=1e-9, atol=1e-12)

@@ -2,8 +2,8 @@
 
 Each folder imports those before it: `wire` (messages), `server` (parameter servers), `queues` (their other ends),
 `modes` (machines of steps and trainings), `tasks` (what computes), `engine` (carries out what machines say),
-`members` (who takes part), `notebook` (what lives there of it). `driver` is the face, and `connected` knows which one
-is connected.
+`members` (who takes part), `notebook` (what lives there of it), `recovery` (going on after a server was lost). `driver`
+is the face, and `connected` knows which one is connected.
 """
 
 from __future__ import annotations

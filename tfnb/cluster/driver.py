@@ -46,6 +46,7 @@ from tfnb.state.queue_contents import Held, held_by, labelled
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import machine_of
 from tfnb.state.step_groups import StepGroup
+from tfnb.state.steps_taken import AppliedSteps
 from tfnb.state.waits import check_timeout
 
 SHOWN = 5  # lines of the status that tell who came and who left
@@ -249,15 +250,15 @@ class Cluster:
 
     def train(
         self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, budget: Budget | None = None,
-        mode: Mode | str = "sync", timeout: float | None = None,
+        mode: Mode | str = "sync", timeout: float | None = None, begin: int = 0,
         changes: Callable[[], Mode | None] = lambda: None, **options: Any,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks: `Steps.train`.
 
-        budget: how often a lost server is replaced; not at all without one. An empty group tells each time what was
-        ``lost``, and from which steps, ``kept``, training goes on.
+        begin: so many steps of its arrays were taken before. budget: how often a lost server is replaced; not at all
+        without one. An empty group tells each time what was ``lost``, and from which steps, ``kept``, training goes on.
         """
-        replay, budget = Replay(source), Budget(Restarts(most=0)) if budget is None else budget
+        replay, budget = Replay(source, AppliedSteps(begin)), Budget(Restarts(most=0)) if budget is None else budget
         end = None if timeout is None else time.monotonic() + timeout
 
         def changed() -> Mode | None:
@@ -354,9 +355,9 @@ class Cluster:
         if self._followers:
             self._link.post(self._begin_telling)
 
-    def ahead(self, step: StepGraph, data: Ahead) -> Ahead | Iterator[Batch | None]:
+    def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[Batch | None]:
         """What `train` takes, made of arrays: `Steps.ahead`."""
-        return self._steps.ahead(step, data)
+        return self._steps.ahead(step, data, begin)
 
     def in_chunks(self, data: Any, timeout: float | None) -> Any:
         """Data for `ahead`: Dask collections are computed and kept on the workers, and never come here."""

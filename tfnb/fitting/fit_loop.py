@@ -127,7 +127,8 @@ def fit(
     one that `Session.save` wrote there, which is restored first: the same call with the same data takes the steps that
     are left, with the batches that it would have taken. Arrays begin there at once; of other data that can be iterated
     again the batches before are drawn and dropped; a `tfnb.Source` and an iterator go on where they are. Steps and
-    epochs in the history count on (here only).
+    epochs in the history count on. It may go on here or on a cluster, wherever it was stopped; but where asynchronous
+    tasks had applied steps out of order there is nothing to go on with.
 
     check: with ``"nan"`` each step is looked at, as `tfnb.run` does it: one that would give or write NaN or
     infinite numbers raises NonFinite, which names the op and line that made the first of them, and the Variables stay
@@ -324,22 +325,24 @@ def _of_arrays(
     options: Mapping[str, Any],
 ) -> Taken:  # fmt: skip
     """The same for arrays, which tasks take their rows of by themselves."""
-    each, begun = rows.order.per_pass if options["by_pass"] else total, 0
-    run.steps.begins(min(each, total))
+    each, begun = rows.order.per_pass if options["by_pass"] else total, run.step
+    run.steps.numbered_from(begun)
+    run.steps.begins(min(each - begun % each, total - begun))
 
     def place(number: int) -> tuple[int, int]:
         epoch, start, stop = rows.order.place(number)
         return epoch, stop - start
 
-    with closing(session.train(fetches, keys, (rows, total), **options)) as groups:
+    with closing(session.train(fetches, keys, (rows, total), begin=begun, **options)) as groups:
         for group in groups:
             if group.kept is not None:
                 run.heed(group, place)
             elif not group.steps:
                 yield STANDS
-                begun += each
+                begun += each - begun % each
                 run.steps.begins(min(each, total - begun))
             else:
+                run.steps.told(group.numbers or ())
                 epochs, lengths = zip(*map(place, group.numbers or [0] * group.steps), strict=True)
                 yield _told(epochs, lengths, group)
 
@@ -580,7 +583,7 @@ class _Run:
         """The end by an interrupt; says where the variables are."""
         step = self.steps.applied.steps
         text = f"stopped at step {step}; variables are at step {step}"
-        if self.cluster is None:
+        if self.steps.applied.is_whole:
             text += "; the same call with resume=True goes on"
         self._finish(text)
         return text

@@ -103,11 +103,6 @@ def begin(session: Session, resume: Any) -> int:
     """Steps that were taken before."""
     if resume is False or resume is None:
         return 0
-    if session.cluster is not None:
-        raise InvalidArgument(
-            "fit(resume=...) is of trainings in this process: on a cluster call fit with the steps that are left, and "
-            "another seed"
-        )
     if resume is not True:
         if not isinstance(resume, str | Path):
             raise InvalidArgument(f"resume is True or the path of a file of Session.save, not {resume!r}")
@@ -119,8 +114,8 @@ def begin(session: Session, resume: Any) -> int:
     if not steps:
         where = "in this session" if resume is True else f"in {resume}"
         raise FailedPrecondition(
-            f"there is no training of graph {session.graph.name} to go on with {where}: none began, or it was at its "
-            "end; leave out resume"
+            f"there is no training of graph {session.graph.name} to go on with {where}: none began, it was at its end, "
+            "or asynchronous tasks had applied some of its steps before others; leave out resume"
         )
     if resume is not True:
         session.restore(resume)

@@ -239,12 +239,13 @@ class SavedState:
         marks = [one.marks for one in held.values()]
         inputs, training = self.inputs, self.inputs.training
         sources = inputs.positions | {name: position_behind(one, marks) for name, one in inputs.sources.items()}
-        trained, position, run = taken or Taken(inputs.trained, None, self._steps.runs.next)
+        trained, position, run, is_whole = taken or Taken(inputs.trained, None, self._steps.runs.next)
         is_read = training is not None and not isinstance(training.source, QueueElements | None)
         if position is not None and is_read:
             sources[training.source.name] = position  # type: ignore[union-attr]
         return {
-            "streams": {"seed": self._graph.seed, "runs": run}, "sources": sources, "training": {"steps": trained},
+            "streams": {"seed": self._graph.seed, "runs": run}, "sources": sources,
+            "training": {"steps": trained if is_whole else 0},
             **self._of_optimizers(),
         }  # fmt: skip
 
@@ -327,13 +328,13 @@ class SavedState:
     def trained(self) -> int:
         """Steps of a training of `fit` that is not at its end."""
         training = self.inputs.training
-        return self.inputs.trained if training is None else training.applied.steps
+        return self.inputs.trained if training is None else training.applied.steps * training.applied.is_whole
 
     def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
         """A training stands still: its data and the random numbers go on behind the last step that counts."""
         with no_interrupt():
-            steps, position, self._steps.runs.next = training.applied
-            self.inputs.trained = 0 if is_over else steps
+            steps, position, self._steps.runs.next, is_whole = training.applied
+            self.inputs.trained = 0 if is_over or not is_whole else steps
             if training.source is not None and position is not None and not is_over:
                 training.source.back_to(position)
             if self.inputs.training is training:

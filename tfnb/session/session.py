@@ -324,16 +324,17 @@ class Session:
 
     def train(
         self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any] | None] | tuple[Arrays, int], *,
-        mode: str, timeout: float | None, check: str | None = None, by_pass: bool = False, **options: Any,
+        mode: str, timeout: float | None, check: str | None = None, by_pass: bool = False, begin: int = 0,
+        **options: Any,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """`fit` on the cluster: ``fetches`` once for each step of ``data``, in groups of steps as they are applied.
 
         The values of a group have the structure of ``fetches``, and are stacked over its steps.
 
         data: values of ``feeds`` for each step, or arrays of which each step takes some rows, and the number of steps.
-        by_pass: tasks stand still after each pass over the arrays; after other values, where there is a None among
-        them. An empty group then says that they do, until the next group is asked for. mode, check, options: as `run`
-        and `Cluster.train` have them.
+        begin: steps over these arrays that were taken before. by_pass: tasks stand still after each pass over the
+        arrays; after other values, where there is a None among them. An empty group then says that they do, until the
+        next group is asked for. mode, check, options: as `run` and `Cluster.train` have them.
         """
         cluster = self.cluster
         if isinstance(data, tuple):
@@ -341,7 +342,7 @@ class Session:
             prepared.ensure_fresh()
             step = self._sent(prepared, "training")
             arrays, total = data
-            source = cluster.ahead(step, self._ahead(prepared, arrays, total, by_pass))
+            source = cluster.ahead(step, self._ahead(prepared, arrays, total, by_pass, begin), begin)
         else:
             if IndexedSlices in map(type, feeds):
                 flat = lambda values: tuple(spread(zip(feeds, values, strict=True)).values())  # noqa: E731
@@ -356,20 +357,20 @@ class Session:
         if check is not None:
             _ensure_nan(check)
             options["check"] = True
-        with closing(cluster.train(step, source, mode=mode, timeout=timeout, **options)) as steps:
+        with closing(cluster.train(step, source, mode=mode, timeout=timeout, begin=begin, **options)) as steps:
             for group in steps:
                 self._steps.ensure_open()
                 yield prepared.of_group(group)
                 prepared.ensure_fresh()
 
-    def _ahead(self, prepared: Prepared, data: Arrays, total: int, by_pass: bool) -> Ahead:
+    def _ahead(self, prepared: Prepared, data: Arrays, total: int, by_pass: bool, begin: int) -> Ahead:
         """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""
         __tracebackhide__ = True
         arrays, order = data
         shown = Rows([like(array) for array in arrays], order)
         for at in {0, min(total, order.per_pass) - 1}:
             prepared.feeder.fed(shown.batch(at))
-        run = runs_of(self.runs, total, order.per_pass if by_pass else total)
+        run = runs_of(self.runs, total, order.per_pass if by_pass else total, begin)
         given = prepared.feeder.converted([a.stand_in()[:0] if isinstance(a, Chunked) else a for a in arrays])
         fed = [
             replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor

@@ -31,23 +31,28 @@ class RunNumbers:
             return first
 
 
-def runs_of(runs: RunNumbers, total: int, per_pass: int) -> Callable[[int], int]:
+def runs_of(runs: RunNumbers, total: int, per_pass: int, begin: int = 0) -> Callable[[int], int]:
     """Which run each of ``total`` steps is. The numbers of a pass are taken when one of its steps is asked for.
 
-    Those of the first one are taken at once.
+    Those of the first one are taken at once. begin: steps that were taken before, whose numbers are given.
 
     >>> runs = RunNumbers()
     >>> of = runs_of(runs, 5, 3)
     >>> runs.take(), of(1), of(3), of(4), runs.next
     (3, 1, 4, 5, 6)
+    >>> of = runs_of(runs, 5, 3, begin=4)
+    >>> of(4), runs.next
+    (6, 7)
     """
     firsts: dict[int, int] = {}
 
     def of(step: int) -> int:
         number, at = divmod(step, per_pass)
         if number not in firsts:
-            firsts[number] = runs.take(min(per_pass, total - number * per_pass))
+            first = number * per_pass
+            before = max(0, begin - first)
+            firsts[number] = runs.take(min(per_pass, total - first) - before) - before
         return firsts[number] + at
 
-    of(0)
+    of(begin)
     return of

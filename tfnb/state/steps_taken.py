@@ -60,11 +60,13 @@ class Taken(NamedTuple):
     """So many steps count. Behind them the source stands there, and the next step draws the random numbers of ``run``.
 
     position: None where the data has none. run: the session's own next one where others took numbers meanwhile.
+    is_whole: whether they are the first ones, as of a training without asynchronous tasks.
     """
 
     steps: int
     position: Position | None
     run: int = 0
+    is_whole: bool = True
 
 
 class StepsTaken(Protocol):
@@ -142,7 +144,11 @@ class StepsThere:
         self._before, self._first_run, self._drawn = step(), runs.next, 0
         self._start = None if source is None else source.position
         self._positions: dict[int, Position | None] = {}  # behind each batch, by number
-        self._known = AppliedSteps()
+        self._known, self._first = AppliedSteps(), 0
+
+    def numbered_from(self, first: int) -> None:
+        """The first step that is taken has this number."""
+        self._known, self._first = AppliedSteps(first), first
 
     def begins(self, total: int = 0) -> None:
         """Tasks begin with the steps that were not taken yet; so many of them are drawn already."""
@@ -186,4 +192,5 @@ class StepsThere:
         last = (max(steps, self._known.whole) if self._in_order else self._known.whole) - 1
         is_ours = self._drawn > 0 and self._runs.next == self._first_run + self._drawn
         run = self._first_run + steps if is_ours and self._in_order else self._runs.next
-        return Taken(self._begin + steps, self._positions.get(last, self._start), run)
+        is_whole = self._in_order or self._known.whole - self._first == steps
+        return Taken(self._begin + steps, self._positions.get(last, self._start), run, is_whole)

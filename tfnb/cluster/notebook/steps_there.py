@@ -136,15 +136,18 @@ class Steps:
             if self._engine.step != before:
                 self._variables.outdated(step)
 
-    def ahead(self, step: StepGraph, data: Ahead) -> Ahead | Iterator[Batch | None]:
-        """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large."""
+    def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[Batch | None]:
+        """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large.
+
+        begin: so many of its steps were taken before.
+        """
         arrays = data.arrays
         fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=True))
         budgets = (member.info.get("budget") for member in self._engine.tasks)
         room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
         if fits and envelope.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
             return data
-        return self._drawn(step, data)
+        return self._drawn(step, data, AppliedSteps(begin))
 
     def _drawn(self, step: StepGraph, data: Ahead, applied: AppliedSteps = NONE) -> Iterator[Batch | None]:
         """Batches that are made here, but of steps that were applied before."""
