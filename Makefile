@@ -12,6 +12,9 @@ LINES ?= tests
 FUZZ := tests/graph/test_mutated_files.py tests/graph/test_costly_files.py tests/test_wrong_arguments.py \
   tests/test_escaping.py tests/cluster/alone/test_port_attacks.py
 TRIES ?= 1000
+# How long `make chaos` runs, and the seed of its killer.
+SECONDS ?= 600
+SEED ?= 1
 # Address of one more wheel index, for example one with CPU-only builds of torch. Empty: pip's own configuration.
 TORCH_INDEX ?=
 
@@ -24,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fuzz test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
+.PHONY: help chaos demo fuzz test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -47,6 +50,9 @@ test-slow: $(INSTALLED) ## only the slow tests, with the other notebooks and the
 
 test-all: $(INSTALLED) ## both, without a choice or a limit of time
 	$(PYTEST) -m "not sweep" tests $(NOTEBOOKS)
+
+chaos: $(INSTALLED) ## trainings under a killer for SECONDS, each step counted once; SECONDS=600 SEED=1
+	$(BIN)/python -m tests.cluster.chaos $(SECONDS) $(SEED)
 
 fuzz: $(INSTALLED) ## what strangers may do, many times: files, names, wrong arguments, attacks on a port; TRIES=100
 	TFNB_FUZZ=$(TRIES) $(BIN)/python -m pytest $(FUZZ)
