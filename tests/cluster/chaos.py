@@ -1,7 +1,7 @@
 """Trainings under a killer: `python -m tests.cluster.chaos [SECONDS] [SEED]`, or `make chaos`.
 
-One training after the other, in each mode, while a killer with a seed ends or stops compute tasks and parameter servers
-at random instants. Each step of each training has to count exactly once on every server, whatever was killed. Prints what
+One training after the other, in each mode, while a killer with a seed ends or stops compute tasks and servers
+at random instants. Each step of each training has to count exactly once on every server. Prints what
 was done, what it cost, and which share of the undisturbed rate was kept.
 """
 
