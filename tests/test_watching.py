@@ -79,7 +79,7 @@ def by_torch(data: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[float]
     return losses, model
 
 
-WAYS = "run", "callable", "fit"
+WAYS = "run", "callable", "fit", "run, then fit"
 
 
 def watched(how: str) -> Callable[[], None]:
@@ -94,15 +94,12 @@ def watched(how: str) -> Callable[[], None]:
         nodes = graph.nodes
         if is_watched:
             seen = tfnb.watch(loss, model.conv1.weight, "conv2/*:hist", every=2, graph=graph)
-        if how == "run":
-            for a, b in data:
-                assert tfnb.run(train, {x: a, y: b}) is None
-        elif how == "callable":
-            call = tfnb.session.default_session(graph).make_callable(train, [x, y])
-            for batch in data:
-                call(*batch)
-        else:
-            assert tfnb.fit(train, [{x: a, y: b} for a, b in data]).steps == 6
+        runs = {"fit": 0, "run, then fit": 3}.get(how, 6)
+        call = tfnb.session.default_session(graph).make_callable(train, [x, y])
+        for a, b in data[:runs]:
+            assert (call(a, b) if how == "callable" else tfnb.run(train, {x: a, y: b})) is None
+        if runs < 6:
+            assert tfnb.fit(train, [{x: a, y: b} for a, b in data[runs:]], watch=loss).steps == 6 - runs
     seen.stop()
     assert graph.nodes is nodes and "watch" not in graph.attached and seen.steps == 6
 
