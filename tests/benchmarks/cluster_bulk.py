@@ -282,7 +282,7 @@ class Price(NamedTuple):
     here: float  # the share of the time of all processors that the notebook's process took for them
 
 
-def prices(megabytes: int = 100, seconds: float = 20.0, turns: int = 3) -> Mapping[str, Price]:
+def prices(megabytes: int = 100, seconds: float = 30.0, turns: int = 3) -> Mapping[str, Price]:
     """Of the pulls for safety and of a watched number in async training by one task, of a spare one of two tasks."""
     found: dict[str, Price] = {}
     alone = {"mode": "async"}
@@ -330,7 +330,7 @@ def _paid(
 
 
 def show_prices(megabytes: int, seconds: float) -> None:
-    """Print what is paid."""
+    """Print what is paid: in trainings of few seconds there is hardly a pull, as the next one waits for its share."""
     found = prices(megabytes, seconds)
     for name, price in found.items():
         print(
@@ -345,7 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=100)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each training of the prices")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each training of the prices")
     parser.add_argument("--only", choices=["prices"])
     options = parser.parse_args()
     if options.only is not None:
