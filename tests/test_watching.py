@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class Net(nn.Module):
 
 @pytest.fixture
 def net() -> Any:
+    return recorded()
+
+
+def recorded() -> Any:
+    """Its graph, feeds, outputs, loss and step, and the model."""
     torch.manual_seed(0)
     model = Net()
     with tfnb.record("net") as graph:
@@ -59,37 +65,64 @@ def test_runs_of_other_fetches_do_not_take_the_turns_of_those_that_are_followed(
     assert len(seen._without) == 1
 
 
-@pytest.mark.parametrize("how", ["run", "callable", "fit"])
-def test_what_is_seen_is_what_a_run_computes_and_training_is_bitwise_the_same(net: Any, how: str) -> None:
-    graph, x, y, _, loss, train, model = net
-    start = [p.detach().clone() for p in model.parameters()]
-    session = tfnb.session.default_session(graph)
-    losses = [float(tfnb.run([train, loss], {x: a, y: b})[1]) for a, b in batches(6)]
-    wanted = [p.detach().clone() for p in model.parameters()]
-    for p, old in zip(model.parameters(), start, strict=True):
-        p.data.copy_(old)
-    nodes = graph.nodes
-    seen = tfnb.watch(loss, model.conv1.weight, "conv2/*:hist", every=2)
-    if how == "run":
-        for a, b in batches(6):
-            assert tfnb.run(train, {x: a, y: b}) is None
-    elif how == "callable":
-        call = session.make_callable(train, [x, y])
-        for batch in batches(6):
-            call(*batch)
-    else:
-        tfnb.fit(train, [{x: a, y: b} for a, b in batches(6)])
+def by_torch(data: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[float], nn.Module]:
+    """The losses of plain steps, and the model after them."""
+    torch.manual_seed(0)
+    model, losses = Net(), list[float]()
+    rule = torch.optim.SGD(model.parameters(), 0.1)
+    for images, labels in data:
+        rule.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        rule.step()
+        losses.append(float(loss.detach()))
+    return losses, model
+
+
+WAYS = "run", "callable", "fit", "run, then fit"
+
+
+def watched(how: str) -> Callable[[], None]:
+    """Two equal models are trained, one of them is watched; gives what checks it once the values are here.
+
+    `tests/cluster/test_here_and_there.py` does it on a cluster.
+    """
+    data, models = batches(6), list[Net]()
+    for is_watched in (False, True):
+        graph, x, y, _, loss, train, model = recorded()
+        models.append(model)
+        nodes = graph.nodes
+        if is_watched:
+            seen = tfnb.watch(loss, model.conv1.weight, "conv2/*:hist", every=2, graph=graph)
+        runs = {"fit": 0, "run, then fit": 3}.get(how, 6)
+        call = tfnb.session.default_session(graph).make_callable(train, [x, y])
+        for a, b in data[:runs]:
+            assert (call(a, b) if how == "callable" else tfnb.run(train, {x: a, y: b})) is None
+        if runs < 6:
+            assert tfnb.fit(train, [{x: a, y: b} for a, b in data[runs:]], watch=loss).steps == 6 - runs
     seen.stop()
-    assert graph.nodes is nodes and "watch" not in graph.attached
-    assert all(map(torch.equal, wanted, model.parameters()))
-    assert seen.courses["loss"].points == [(step, pytest.approx(losses[step - 1], rel=1e-6)) for step in (2, 4, 6)]
-    mean = float(model.conv1.weight.detach().mean())
-    assert seen.courses["conv1.weight"].points[-1] == (6, pytest.approx(mean, rel=1e-5))
-    found = seen.courses["conv2.weight"].histogram
-    assert found is not None and sum(found.counts) == model.conv2.weight.numel()
-    assert (found.low, found.high) == pytest.approx(tuple(b.item() for b in model.conv2.weight.detach().aminmax()))
-    html, text = seen._repr_html_(), repr(seen)
-    assert html.count("<svg") == 4 and all(name in html and name in text for name in seen.courses)
+    assert graph.nodes is nodes and "watch" not in graph.attached and seen.steps == 6
+
+    def check() -> None:
+        losses, plain = by_torch(data)
+        assert all(map(torch.equal, *(model.parameters() for model in models)))
+        torch.testing.assert_close([*models[1].parameters()], [*plain.parameters()])
+        assert seen.courses["loss"].points == [(step, pytest.approx(losses[step - 1], rel=1e-5)) for step in (2, 4, 6)]
+        mean = float(plain.conv1.weight.detach().mean())
+        assert seen.courses["conv1.weight"].points[-1] == (6, pytest.approx(mean, rel=1e-5))
+        found = seen.courses["conv2.weight"].histogram
+        assert found is not None and sum(found.counts) == plain.conv2.weight.numel()
+        low, high = plain.conv2.weight.detach().aminmax()
+        assert (found.low, found.high) == pytest.approx((float(low), float(high)))
+        html, text = seen._repr_html_(), repr(seen)
+        assert html.count("<svg") == 4 and all(name in html and name in text for name in seen.courses)
+
+    return check
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_is_seen_is_what_a_run_computes_and_training_is_bitwise_the_same(how: str) -> None:
+    watched(how)()
 
 
 def test_a_run_that_does_not_compute_a_node_is_not_made_to(net: Any) -> None:

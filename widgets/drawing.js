@@ -3,6 +3,15 @@
 //
 // Python draws and lays out. Each box comes with two faces (card and frame); unfolding swaps them and stretches the
 // level around it: along each axis a monotone map that is 1:1 between boxes. Text enters by textContent only.
+
+// Where the first view of a drawing begins: in the middle where it shows all, else so that the loss is in it.
+function tfnbBegin({ w, h }, loss, shown) {
+  const within = (begin, size, part) => Math.max(0, Math.min(begin, size - part));
+  return {
+    x: shown.w < w ? within(loss.x - shown.w / 2, w, shown.w) : (w - shown.w) / 2,
+    y: within(loss.end - shown.h, h, shown.h),
+  };
+}
 function tfnbDrawing(root, options) {
   const svg = root.querySelector("svg");
   const HEAD = 32, TALLEST = 680, GAP = [16, 24];  // the least space between boxes, across and down
@@ -252,6 +261,7 @@ function tfnbDrawing(root, options) {
 
   // ---- the view ----------------------------------------------------------------------------------------------
   const view = { x: 0, y: 0, scale: 1, ready: false };
+  const LEGIBLE = parseFloat(svg.style.minWidth) / number(svg, "width") || 0;  // the least size of text, of its natural one
   const extent = () => ({ w: number(top, "data-w"), h: number(top, "data-h") });
   function show() {
     const wide = svg.clientWidth || 1, high = svg.clientHeight || 1;
@@ -263,19 +273,22 @@ function tfnbDrawing(root, options) {
   function fit(whole) {
     const { w, h } = extent(), wide = svg.clientWidth;
     if (!wide) return;
-    const across = Math.min(1, wide / w), inside = Math.min(across, TALLEST / h);
-    view.scale = whole ? inside : across;  // a long chain keeps the size of its text, and scrolls
-    tall();
-    view.x = (w - wide / view.scale) / 2;
-    view.y = 0;
+    const across = Math.min(1, wide / w);
     show();
-    view.y = Math.max(0, lossEnds() + GAP[1] - svg.clientHeight / view.scale);
-    Object.assign(view, { ready: true, moved: false });
+    const loss = lossAt();
+    view.scale = whole ? Math.min(across, TALLEST / h) : Math.max(across, LEGIBLE);  // what is longer or wider scrolls
+    tall();
+    Object.assign(view, tfnbBegin({ w, h }, loss, { w: wide / view.scale, h: svg.clientHeight / view.scale }), { ready: true, moved: false });
     show();
   }
-  function lossEnds() {  // where the lowest box of the forward pass ends, for a view from the top
-    const boxes = [...svg.querySelectorAll('.box:not([data-pass]):not([aria-expanded="true"])')];
-    return Math.max(0, ...boxes.map((box) => box.getBoundingClientRect().bottom - svg.getBoundingClientRect().top)) / view.scale;
+  function lossAt() {  // the middle of the lowest box of the forward pass, and where that ends
+    const page = svg.getBoundingClientRect(), found = { x: 0, end: 0 };
+    for (const box of svg.querySelectorAll('.box:not([data-pass]):not([aria-expanded="true"])')) {
+      const { left, width, bottom } = box.getBoundingClientRect();
+      const end = view.y + (bottom - page.top) / view.scale + GAP[1];
+      if (end > found.end) Object.assign(found, { x: view.x + (left + width / 2 - page.left) / view.scale, end });
+    }
+    return found;
   }
   function zoom(factor, at) {
     const box = svg.getBoundingClientRect();
@@ -581,7 +594,7 @@ function tfnbDrawing(root, options) {
   svg.classList.add("live");
   const paper = svg.querySelector(".paper");
   for (const [name, value] of [["x", -1e5], ["y", -1e5], ["width", 2e5], ["height", 2e5]]) paper.setAttribute(name, value);
-  Object.assign(svg.style, { width: "100%", maxWidth: "none" });
+  Object.assign(svg.style, { width: "100%", minWidth: "0", maxWidth: "none" });
   const watch = new ResizeObserver(() => (view.ready ? show() : fit()));
   watch.observe(svg);
   fit();

@@ -5,6 +5,9 @@ ways end with equal values, then takes steps by turns and prints medians in mill
 task gets the weights, computes ``w * 0.5``, and the server subtracts a tenth of that. `bulk` is the same for callers.
 Then the steps of ``fit`` by shared memory and by sockets alone, beside what they need at least: the copies and the two
 passes over the values in one process, and a raw socket there and back between two processes.
+
+Last, with ``--only prices`` alone, what a training pays for what it could do without: the pulls for the case that a
+server is lost, values that are watched, and a spare task, each in turns with the training without them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import dask
 import psutil
@@ -31,6 +34,7 @@ from distributed.actor import Actor
 import tfnb
 from tests.benchmarks.cluster_steps import ray
 from tfnb.cluster.members import deploy
+from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.state import shared_memory
 
 TARGET = 1.2  # times the plain actors' time
@@ -123,12 +127,12 @@ def bulk(megabytes: int = 100, steps: int = 12, *, own: bool = True) -> Mapping[
 
 
 @contextmanager
-def _workers(own: bool) -> Iterator[Client]:
-    """Two worker processes."""
+def _workers(own: bool, count: int = 2) -> Iterator[Client]:
+    """Worker processes."""
     options = {"dashboard_address": None, "silence_logs": 50, "memory_limit": "8GB"}
     with (
         dask.config.set(deploy.SETTINGS if own else {}),
-        LocalCluster(n_workers=2, threads_per_worker=1, **options) as cluster,
+        LocalCluster(n_workers=count, threads_per_worker=1, **options) as cluster,
         Client(cluster) as client,
     ):
         yield client
@@ -246,12 +250,107 @@ def show_lanes(megabytes: int, steps: int) -> None:
     print(json.dumps({"bench": "cluster_bulk lanes", "load": os.getloadavg()[0], "rows": rows}))
 
 
+class Pulls:
+    """In a block, pulls for safety are made where they are asked for, and counted."""
+
+    are_made = False
+    count, busy = 0, 0.0  # how many, and the milliseconds of this process's processors for them
+
+    def __enter__(self) -> Self:
+        self._refresh = VariablesThere.refresh
+
+        def refresh(there: VariablesThere) -> None:
+            if self.are_made and time.monotonic() > there._due:
+                begin = time.process_time()
+                self._refresh(there)
+                self.busy += (time.process_time() - begin) * 1e3
+                self.count += 1
+
+        VariablesThere.refresh = refresh  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        VariablesThere.refresh = self._refresh  # type: ignore[method-assign]
+
+
+class Price(NamedTuple):
+    """What a training pays for something: medians of pairs, as parts of the training without it."""
+
+    wall: float
+    processors: float
+    pulls: int  # of all trainings with it
+    here: float  # the share of the time of all processors that the notebook's process took for them
+
+
+def prices(megabytes: int = 100, seconds: float = 30.0, turns: int = 3) -> Mapping[str, Price]:
+    """Of the pulls for safety and of a watched number in async training by one task, of a spare one of two tasks."""
+    found: dict[str, Price] = {}
+    alone = {"mode": "async"}
+    for tasks, ways in ((1, {"pulls": alone, "watched": alone}), (2, {"backup": {"backup": 1}})):
+        with _workers(own=True, count=1 + tasks) as client:
+            client.run(torch.set_num_threads, 1)
+            with tfnb.connect(client, ps=1):
+                clock = _Clock([*client.run(os.getpid).values(), os.getpid()])
+                found |= _paid(clock, megabytes * 250_000, ways, seconds, turns)
+    return found
+
+
+def _paid(
+    clock: _Clock, count: int, ways: Mapping[str, Mapping[str, Any]], seconds: float, turns: int
+) -> dict[str, Price]:
+    w = tfnb.Variable(torch.linspace(-1.0, 1.0, count), name="w")
+    with tfnb.record("paid"):
+        x = tfnb.placeholder(torch.zeros(2), name="x", shape=("B",))
+        factor = x.mean()
+        train = tfnb.train.SGD(0.1).apply_gradients([(w.read() * factor, w)])
+
+    def trained(way: str, is_paid: bool) -> tuple[Row, float]:
+        """A step of a training for so long, and the processors' time of all its steps."""
+        pulls.are_made = way == "pulls" and is_paid
+        options = {key: value for key, value in ways[way].items() if key == "mode" or is_paid}
+        options |= {"watch": {"factor": factor}} if way == "watched" and is_paid else {}
+        end, steps = time.monotonic() + seconds, list[int]()
+
+        def feeds() -> Iterator[Any]:
+            while time.monotonic() < end:
+                yield {x: torch.tensor([0.5, 0.5])}
+
+        row = clock(lambda: steps.append(tfnb.fit(train, feeds(), **options).steps))
+        return Row(row.wall / steps[0], row.processors / steps[0]), row.processors
+
+    found = {}
+    with Pulls() as pulls:
+        for way in ways:
+            trained(way, is_paid=False)
+            pulls.count, pulls.busy = 0, 0.0
+            pairs = [(trained(way, is_paid=True), trained(way, is_paid=False)) for _ in range(turns)]
+            wall, processors = (statistics.median(a[0][i] / b[0][i] for a, b in pairs) - 1.0 for i in range(2))
+            found[way] = Price(wall, processors, pulls.count, pulls.busy / sum(whole for (_, whole), _ in pairs))
+    return found
+
+
+def show_prices(megabytes: int, seconds: float) -> None:
+    """Print what is paid: in trainings of few seconds there is hardly a pull, as the next one waits for its share."""
+    found = prices(megabytes, seconds)
+    for name, price in found.items():
+        print(
+            f"{name}: {price.wall:+.1%} wall, {price.processors:+.1%} processors; {price.pulls} pulls for safety "
+            f"took {price.here:.2%} of all processors' time in the notebook (target 2 %)"
+        )
+    print(json.dumps({"bench": "cluster_bulk prices", "load": os.getloadavg()[0], "rows": found}))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=100)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each training of the prices")
+    parser.add_argument("--only", choices=["prices"])
     options = parser.parse_args()
+    if options.only is not None:
+        show_prices(options.mb, options.seconds)
+        return
     for own in (False, True):
         rows = bulk(options.mb, options.steps, own=own)
         kind = "a cluster as tfnb makes it" if own else "a cluster with Dask's defaults"
@@ -261,6 +360,7 @@ def main() -> None:
             print(f"{name:6} {row.wall:8.1f} wall {row.processors:8.1f} processors  {ratios} x plain actors")
         print(json.dumps({"bench": "cluster_bulk", "own": own, "target": TARGET, "rows": rows}))
     show_lanes(options.mb, options.steps)
+    show_prices(options.mb, options.seconds)
     if options.mb == 100 and (there := ray(3, 1, ["100 MB"])):
         print(f"Ray takes {there['100 MB'][0] / rows['async'].wall:.1f} times as long as a step of async (target 4)")
 

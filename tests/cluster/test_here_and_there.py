@@ -1,4 +1,4 @@
-"""Programs that do the same here and on a cluster of two tasks: one table, and plain PyTorch says what they give."""
+"""Programs that do the same here and on a cluster of two tasks: one table, and plain PyTorch or Python says what."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import tfnb
 from tests.recording import test_bound_names as names
 from tests.recording import test_statements as statements
 from tests.recording.test_statements import DATA, World
+from tests.state.test_lookup_tables import inserted_by_runs
 from tests.test_fitting import assert_fetched_scalars_are_watched
+from tests.test_watching import WAYS, watched
 
 Check = Callable[[], None]  # once the values are here
 ROWS, BATCH, EPOCHS = 21, 8, 4  # the last batch of an epoch has 5 rows: tasks take 3 and 2
@@ -173,10 +175,10 @@ BOTH: dict[str, Callable[[], Check]] = {
 HERE = {f"fit: {s} {p}": partial(fitted_statement, s, p) for s in ("statistics", "in_branch") for p in PLACES} | {
     f"scheduler: {name}, arrays": partial(scheduled, name) for name in SCHEDULERS
 }
-THERE = {  # here with each kind of step: `tests/recording/test_statements.py`
+THERE = {  # here beside their functions, statements with each kind of step
     f"run: {s} {p}": partial(run_statement, s, p)
     for s in ("average", "clamp", "count", "count_variable", *ROWS_ONLY) for p in PLACES
-}  # fmt: skip
+} | {"table of keys": inserted_by_runs} | {f"watched: {how}": partial(watched, how) for how in WAYS}  # fmt: skip
 PROGRAMS = {("there", name): program for name, program in (BOTH | THERE).items()} | {
     ("here", name): program for name, program in (BOTH | HERE).items()
 }

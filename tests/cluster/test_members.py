@@ -20,7 +20,6 @@ from distributed import Client
 import tfnb
 from tests.cluster.conftest import SOON, stop, until, worker_processes
 from tests.cluster.test_cuts import Counters
-from tests.quick import quick
 from tfnb.cluster import driver
 from tfnb.cluster.wire.messages import Refused
 from tfnb.errors import ParameterServerLost, TfnbError
@@ -67,7 +66,7 @@ def computes(cluster, name, pid):
     return member.info["pid"] != pid and len(member.seconds) > 0
 
 
-@pytest.mark.parametrize("mode", quick(1, MODES))
+@pytest.mark.parametrize("mode", MODES)
 def test_c60_a_killed_task_is_back_in_mid_training_and_no_step_is_lost_or_doubled(connect, mode, caplog):
     caplog.set_level(logging.INFO, logger="tfnb.fit")
     c = Counters()
@@ -85,7 +84,7 @@ def test_c60_a_killed_task_is_back_in_mid_training_and_no_step_is_lost_or_double
     assert "joined at step" in str(cluster.status()) and "are lost" not in str(cluster.status())
 
 
-@pytest.mark.parametrize("mode", quick(1, MODES))
+@pytest.mark.parametrize("mode", MODES)
 def test_training_waits_for_the_only_task_to_come_back(connect, mode):
     if mode == "backup":
         pytest.skip("one task has no spare one")

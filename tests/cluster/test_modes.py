@@ -14,7 +14,6 @@ import tfnb
 from tests.cluster.conftest import stats, stop
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_resident import ROWS, counts
-from tests.quick import quick
 from tfnb.errors import InvalidArgument
 from tfnb.train import SyncReplicas
 
@@ -266,7 +265,7 @@ def test_c62_modes_one_after_the_other_on_several_tasks_lose_and_double_nothing(
     assert counts(cluster) == {40 * len(modes)}
 
 
-@pytest.mark.parametrize("drawn", quick(1, [False, True], ["arrays", "drawn"]))
+@pytest.mark.parametrize("drawn", [False, True], ids=["arrays", "drawn"])
 def test_spare_tasks_change_nothing_where_all_rows_are_the_same(connect, problem, drawn):
     """Whoever is first, a step is the mean over as many rows as here: also a short batch, and one of a single row."""
     p = problem()

@@ -14,7 +14,6 @@ import torch
 import tfnb
 from tests.cluster.conftest import stats, until
 from tests.cluster.test_cuts import Counters
-from tests.quick import quick
 from tfnb.cluster.wire.messages import Ok
 
 ROWS = torch.ones(400)
@@ -65,7 +64,7 @@ def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, 
     assert c.counts() == [steps + 1.0] * 2 and counts(cluster) == {steps + 1}, "nothing comes later"
 
 
-@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_an_array_fit_on_one_task_is_bitwise_the_local_one(connect, problem, mode):
     p = problem()
     x, y = p.feeds
@@ -79,7 +78,7 @@ def test_an_array_fit_on_one_task_is_bitwise_the_local_one(connect, problem, mod
         assert mine == pytest.approx(theirs, rel=1e-12), "means, summed in other portions"
 
 
-@pytest.mark.parametrize("tasks", quick(1, [3, 2]))
+@pytest.mark.parametrize("tasks", [3, 2])
 def test_c52_an_array_fit_on_several_tasks_and_servers_within_rounding(connect, problem, tasks):
     p = problem()
     x, y = p.feeds
@@ -157,7 +156,7 @@ def test_a_variable_that_the_data_iterator_writes_counts_from_that_batch_on(conn
     assert w.value() == -(20 + 200 + 2000)
 
 
-@pytest.mark.parametrize("backup", quick(1, [1, 0]))
+@pytest.mark.parametrize("backup", [1, 0])
 def test_what_fit_says_of_sync_holds_with_backup_tasks_too(connect, backup):
     w = tfnb.Variable(torch.zeros(()), name="w")
     with tfnb.record(f"said_{backup}"):
@@ -235,7 +234,7 @@ def test_a_piece_that_comes_after_the_end_of_its_loop_is_refused(connect):
     assert cluster._do("lending", 60, late).reason == "stale"
 
 
-@pytest.mark.parametrize("mode", quick(1, ["async", "sync"]))
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_callback_ends_a_training_and_what_tasks_have_begun_counts(connect, mode):
     c = Counters()
     cluster = connect(2)

@@ -20,8 +20,7 @@ from tests.cluster.test_faults import Interrupter
 from tests.cluster.test_members import member_of, rows
 from tests.cluster.test_silent_servers import MODES, NAMES, call_of, starved, stopped
 from tests.cluster.test_streams import call
-from tests.quick import quick
-from tfnb.cluster.wire.messages import Ok, Refused
+from tfnb.cluster.wire.messages import SILENCE, Ok, Refused
 
 
 @pytest.fixture
@@ -60,14 +59,14 @@ def is_back(cluster, old):
     return member is not old and member.info["pid"] == old.info["pid"] and len(member.seconds) > 0
 
 
-def check_returned(cluster, old, seconds):
+def check_returned(cluster, old):
     """It was said to be silent, and to answer again; nothing was ended for it."""
     said = [line for line in cluster.news(0)[1] if line.startswith(f"{old.name} (")]
     silent, again = said[-2:]
     assert "has not answered for " in silent and "others compute its rows" in silent, said
     assert "answers again after" in again and "joined at step" in again and again.endswith("2 compute tasks now"), said
     after = float(again.partition(" after ")[2].partition(" s ")[0])
-    assert seconds - 1 <= after <= seconds + 30, "some seconds more on a busy machine"
+    assert after >= SILENCE - 1
     assert cluster.tasks == ("task:0", "task:1") and member_of(cluster, old.name).info["pid"] == old.info["pid"]
     assert "restarts left: 5 of 5" in str(cluster.status()) and "are lost" not in str(cluster.status())
 
@@ -81,32 +80,33 @@ def check_counts(c, cluster):
         time.sleep(0.5)
 
 
-def check_fit(cluster, options, seconds):
-    """A fit during which task:1 is stopped."""
+def check_fit(cluster, options, seconds=0.0):
+    """A fit during which task:1 is stopped, for so long or until it is said to be silent."""
     c = Counters()
     tfnb.run(c.train, {c.x: torch.ones(4)})
     old, first = member_of(cluster, "task:1"), cluster.step
-    with striking(old, stopped(seconds)) as strike:
+    with striking(old, stopped(cluster, seconds)) as strike:
         done = tfnb.fit(c.train, rows(c, lambda: is_back(cluster, old), at=(30, strike)), **options)
     assert cluster.step == first + done.steps
     check_counts(c, cluster)
-    check_returned(cluster, old, seconds)
+    check_returned(cluster, old)
 
 
-def test_a_stopped_task_joins_again(connect):
-    check_fit(connect(2), {"mode": "async"}, 7.0)
+@pytest.mark.parametrize("options", MODES, ids=NAMES)
+def test_a_stopped_task_joins_again(connect, options):
+    check_fit(connect(2), options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", MODES, ids=NAMES)
-def test_a_task_that_was_stopped_for_long_joins_again(connect, options):
-    check_fit(connect(2), options, 10.0)
+def test_a_task_that_was_stopped_for_long_joins_again(connect):
+    """Longer than a server lets requests wait."""
+    check_fit(connect(2), {"mode": "sync"}, 15.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", MODES, ids=NAMES)
 def test_a_task_without_a_nanny_joins_again(without_nanny, options):
-    check_fit(without_nanny, options, 10.0)
+    check_fit(without_nanny, options)
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_weights_are_those_without_the_stop(connect, problem):
         drawn.append(dict(zip(p.feeds, p.batch(len(drawn), 12), strict=True)))
         return drawn[-1]
 
-    with striking(old, stopped(10.0)) as strike:
+    with striking(old, stopped(cluster)) as strike:
         done = tfnb.fit(p.train, data())
     assert done.steps == len(drawn) == cluster.step
     found = p.values()
@@ -168,7 +168,7 @@ def test_the_only_task_is_waited_for(connect, what):
     c, cluster = Counters(), connect(1)
     tfnb.run(c.train, {c.x: torch.ones(4)})
     old = member_of(cluster, "task:0")
-    with striking(old, stopped(10.0)) as strike:
+    with striking(old, stopped(cluster)) as strike:
         if what == "run":
             strike()
             time.sleep(0.5)
@@ -212,7 +212,7 @@ def test_a_task_that_was_reset_refuses_earlier_calls_and_goes_on(connect):
     check_counts(c, cluster)
 
 
-@pytest.mark.parametrize("what", quick(1, ["sync", "async", "run", "bounded"]))
+@pytest.mark.parametrize("what", ["sync", "async", "run", "bounded"])
 def test_ctrl_c_and_close_do_not_wait_for_a_silent_task(connect, what):
     c, cluster = Counters(), connect(2)
     tfnb.run(c.train, {c.x: torch.ones(4)})

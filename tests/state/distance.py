@@ -7,7 +7,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,3 +130,13 @@ def queues_there(**how: Any) -> Iterator[Distance]:
     finally:
         HOMES.remove(distance.home)
         distance.close()
+
+
+@contextmanager
+def queues_at(where: str, **how: Any) -> Iterator[Callable[[Queue], QueueMachine | None]]:
+    """Queues that are made or used inside are here or there; gives what finds the machine that holds one."""
+    if where == "here":
+        yield lambda queue: queue.machine
+        return
+    with queues_there(**how) as distance:
+        yield distance.found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,32 @@ def graph_of_a_table() -> tuple[tfnb.MutableHashTable, tfnb.Graph, Any, Any]:
         put = table.insert(k, v)
         after = table.lookup(k)
     return table, graph, put, [before, after]
+
+
+def inserted_by_runs() -> Callable[[], None]:
+    """A table that is written at once and in runs; gives what checks it once its keys are here.
+
+    `tests/cluster/test_here_and_there.py` does it on a cluster.
+    """
+    table, reference = tfnb.MutableHashTable(8, default=-1, name="inserted"), {100: 1000}
+    with tfnb.record("tables"):
+        k = tfnb.placeholder(torch.tensor([1, 2]), name="k")
+        put, found = table.insert(k, k * 10), table.lookup(k + 1)  # which sees what is put above it
+    table.insert([100], [1000])
+    for fetched, keys in ((put, [4, 5]), (found, [3, 4]), (found, [7, 99])):
+        reference |= {key: key * 10 for key in keys}
+        values = tfnb.run(fetched, {k: torch.tensor(keys)})
+        assert fetched is put or values.tolist() == [reference.get(key + 1, -1) for key in keys]
+
+    def check() -> None:
+        known = sorted(reference)
+        assert [t.tolist() for t in table.export()] == [known, [reference[key] for key in known]]
+
+    return check
+
+
+def test_what_runs_insert_is_found_by_later_runs() -> None:
+    inserted_by_runs()()
 
 
 def test_in_a_graph_reads_see_the_writes_above_them(tmp_path: Path) -> None:

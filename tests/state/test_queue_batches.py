@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 import tfnb
 import tfnb.state.waits
+from tests.state.distance import queues_at
 from tests.state.test_queues import in_thread, until
 from tfnb.errors import Cancelled, DeadlineExceeded, InvalidArgument, OutOfRange, QueueClosed, ShapeError
+from tfnb.state.queue_machine import QueueMachine
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
 
@@ -28,8 +30,18 @@ def numbers(capacity: int = 10, name: str = "q", given: Any = ()) -> tfnb.FIFOQu
     return queue
 
 
-def waits(queue: Any, line: str, count: int = 1) -> None:
-    until(lambda: queue.machine is not None and len(queue.machine.lines[line]) == count, 60)
+Machine = Callable[[Any], QueueMachine | None]  # what holds a queue
+
+
+def waits(queue: Any, line: Any, count: int = 1, machine: Machine = lambda queue: queue.machine) -> None:
+    until(lambda: (held := machine(queue)) is not None and len(held.lines[line]) == count, 60)
+
+
+@pytest.fixture(params=["here", "there"])
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Queues of the test are here, or on a server."""
+    with queues_at(request.param) as found:
+        yield found
 
 
 # -- at once ----------------------------------------------------------------------------------------------------------
@@ -61,22 +73,23 @@ def test_only_the_head_of_a_line_proceeds() -> None:
     assert batch[0].tolist() == [1, 2, 3] and element == [4]
 
 
-def test_what_a_batch_had_taken_is_put_back_when_its_time_is_over() -> None:
+def test_what_a_batch_had_taken_is_put_back_when_its_time_is_over(machine: Machine) -> None:
     queue = numbers(given=[1.0, 2.0, 3.0])
     with pytest.raises(
-        DeadlineExceeded, match=r"dequeue of 5 on queue q did not end within 0.05 s: 0 of 10 elements, 3"
+        DeadlineExceeded, match=r"dequeue of 5 on queue q did not end within 0.3 s: 0 of 10 elements, 3"
     ):
-        queue.dequeue_many(5, timeout=0.05)
+        queue.dequeue_many(5, timeout=0.3)
+    waits(queue, "dequeue", 0, machine)
     assert queue.size() == 3 and queue.dequeue_many(3).tolist() == [1, 2, 3]
 
 
-def test_rows_that_were_put_in_time_stay_and_the_error_counts_them() -> None:
+def test_rows_that_were_put_in_time_stay_and_the_error_counts_them(machine: Machine) -> None:
     queue = numbers(2)
-    with pytest.raises(DeadlineExceeded) as raised:
-        queue.enqueue_many([1, 2, 3], timeout=0.05)
+    with pytest.raises(DeadlineExceeded, match=r"on queue q did not end within 0.3 s") as raised:
+        queue.enqueue_many([1, 2, 3], timeout=0.3)
     assert raised.value.enqueued == 2 and queue.size() == 2
     thread, found = in_thread(lambda: queue.enqueue_many([4, 5]))
-    waits(queue, "enqueue")
+    waits(queue, "enqueue", 1, machine)
     assert queue.dequeue() == 1
     queue.close(cancel_pending_enqueues=True)
     thread.join(60)

@@ -1,4 +1,4 @@
-"""Every kind of queue against a plain Python model: random attempts, batches, closes and cancellations."""
+"""Queues here and on a server against a plain Python model: random attempts, batches, closes and cancellations."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from tests.state.distance import Distance
 from tfnb.errors import Cancelled, OutOfRange, QueueClosed
+from tfnb.graph.queue import Queue
 from tfnb.state.orders import Arrival, Order, Ranked, Shuffled
 from tfnb.state.queue_machine import Attempt, QueueMachine
+from tfnb.state.queue_operations import attempt_on
 
 
 @dataclass(eq=False)
@@ -229,10 +233,66 @@ def outcome(attempt: Attempt) -> str:
     return kinds[type(error)]
 
 
+class AttemptsThere(Attempts):
+    """The same attempts, by messages of which some are lost and some come twice or late."""
+
+    @initialize(kind=st.sampled_from(["fifo", "priority"]), capacity=st.sampled_from([3, 5, float("inf")]),
+                loss=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 99))  # fmt: skip
+    def make(self, kind: str, capacity: float, loss: float, seed: int) -> None:  # type: ignore[override]
+        self.distance = Distance(loss, seed)
+        self.described = Queue("q", capacity, [(torch.int64, ())] * 2, kind=kind)
+        self.queue = self.described.machine = self.distance.home(self.described, None)  # type: ignore[assignment]
+        self.told: list[Attempt] = []
+        self.model = Model(kind, capacity, 0, None)  # type: ignore[arg-type]
+        self.pairs, self.withdrawn, self.number = {}, [], 0
+        self.settle()
+
+    def made(self, kind: Any, items: list[Any], **how: Any) -> Attempt:
+        attrs = {"cancel_pending_enqueues": True} if how.pop("cancel_pending", False) else how
+        if kind == "enqueue":
+            attrs = {"many": True}
+        columns = [torch.tensor([item[i] for item in items], dtype=torch.int64) for i in range(2)]
+        return attempt_on(self.described, kind, self.told.append, attrs, columns if kind == "enqueue" else ())
+
+    def stored(self) -> list[Any]:
+        return [tuple(map(int, element)) for element in self.distance.machine(self.described).elements]
+
+    def taken(self, attempt: Attempt) -> list[Any]:
+        if attempt.is_over:
+            found = attempt.outputs if attempt.kind == "dequeue" and attempt.error is None else None
+            return [] if not found else [tuple(row) for row in torch.stack(list(found), 1).tolist()]
+        real = self.real(attempt)
+        return [] if real is None else [tuple(map(int, element)) for element in real.taken]
+
+    def enqueued(self, attempt: Attempt) -> int:
+        real = None if attempt.is_over else self.real(attempt)
+        return attempt.enqueued if real is None else real.enqueued
+
+    def real(self, attempt: Attempt) -> Attempt | None:
+        """The attempt that stands there for one that waits here."""
+        number = self.queue.channel.number_of(attempt)  # type: ignore[attr-defined]
+        (channel,) = self.distance.core.objects.channels.values()
+        return channel.open[number].attempt if number in channel.open else None
+
+    def settle(self) -> None:
+        self.distance.settle()
+
+    def teardown(self) -> None:
+        if hasattr(self, "distance"):
+            self.distance.close()
+
+
+RUNS = {  # a machine, how many of its runs, and of how many steps; each run there takes a thread and an event loop
+    "here, some": (Attempts, 150, 30), "here, many": (Attempts, 600, 60),
+    "there, some": (AttemptsThere, 25, 20), "there, many": (AttemptsThere, 300, 40),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(150, 30), pytest.param(600, 60, marks=pytest.mark.slow)], ids=["some", "many"]
+    "runs", [pytest.param(runs, marks=[pytest.mark.slow] if "many" in runs else []) for runs in RUNS]
 )
-def test_random_attempts_end_as_in_a_plain_model(examples: int, steps: int) -> None:
+def test_random_attempts_end_as_in_a_plain_model(runs: str) -> None:
+    machine, examples, steps = RUNS[runs]
     run_state_machine_as_test(
-        Attempts, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+        machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     )  # fmt: skip

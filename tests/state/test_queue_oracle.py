@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tfnb
+from tests.state.distance import queues_at
 from tests.state.queue_scenarios import SCENARIOS, Player, lists
 from tfnb.errors import Cancelled, DeadlineExceeded, InvalidArgument, OutOfRange, TfnbError
 
@@ -139,7 +140,7 @@ def slices(values: torch.Tensor, indices: torch.Tensor) -> tfnb.IndexedSlices:
     return tfnb.IndexedSlices(values, indices, (5, *values.shape[1:]))
 
 
-def ours(name: str, *, recorded: bool, machine: Callable[[Any], Any] = lambda queue: queue.machine) -> list[Any]:
+def ours(name: str, *, recorded: bool, machine: Callable[[Any], Any]) -> list[Any]:
     """The outcomes of a scenario with our queues, each call recorded and run, or at once.
 
     machine: finds what holds a queue, None where nobody does yet.
@@ -181,16 +182,19 @@ def standing(machine: Any) -> set[Any]:
     return {attempt for line in lines.values() for attempt in list(line)}
 
 
+@pytest.mark.parametrize("where", ["here", "there"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_ends_as_tensorflow_recorded(name: str) -> None:
+def test_a_scenario_ends_as_tensorflow_recorded(name: str, where: str, *, recorded: bool = False) -> None:
     expected = OURS[name][0] if name in OURS else ANSWERS[name]
-    assert ours(name, recorded=False) == expected
+    with queues_at(where, loss=0.2) as machine:
+        assert ours(name, recorded=recorded, machine=machine) == expected
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["here", "there"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_in_graphs_ends_as_tensorflow_recorded(name: str) -> None:
-    assert ours(name, recorded=True) == (OURS[name][0] if name in OURS else ANSWERS[name])
+def test_a_scenario_in_graphs_ends_as_tensorflow_recorded(name: str, where: str) -> None:
+    test_a_scenario_ends_as_tensorflow_recorded(name, where, recorded=True)
 
 
 def test_every_scenario_has_an_answer_and_no_difference_is_left_over() -> None:

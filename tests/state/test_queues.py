@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.state.distance import queues_there
+from tests.state.distance import queues_at
 from tfnb.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -285,30 +284,38 @@ def test_ten_thousand_waits_hold_no_threads_and_can_be_cancelled() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("there", [False, True])
-def test_ten_thousand_puts_that_wait_are_cancelled_by_a_close(there: bool) -> None:
-    with queues_there() if there else nullcontext() as home:
-        queue, ended = tfnb.FIFOQueue(1, torch.float32, (), name="full"), list[Attempt]()
-        queue.enqueue(1.0)
+@pytest.mark.parametrize("where", ["here", "there"])
+@pytest.mark.parametrize("kind", ["enqueue", "dequeue"])
+def test_ten_thousand_attempts_in_line_hold_no_thread_and_are_cancelled_at_once(kind: Any, where: str) -> None:
+    """Puts by a close of the queue, takes by a step that is cancelled."""
+    with queues_at(where) as machine:
+        queue, ended = tfnb.FIFOQueue(1, torch.float32, (), name="crowd"), list[Attempt]()
+        given = [torch.tensor(2.0)] if kind == "enqueue" else []
+        if given:
+            queue.enqueue(1.0)
         before = threading.active_count()
-        one = torch.tensor(2.0)
-        for attempt in [attempt_on(queue, "enqueue", ended.append, {}, [one]) for _ in range(10_000)]:
+        attempts = [attempt_on(queue, kind, ended.append, {}, given) for _ in range(10_000)]
+        for attempt in attempts:
             attempt.machine.submit(attempt)
-        held = queue.machine if home is None else home.machine(queue)
-        until(lambda: held.level.enqueues == 10_000, 60)
+        until(lambda: len(machine(queue).lines[kind]) == 10_000, 60)
         assert threading.active_count() <= before + 8 and not ended
         begin = time.process_time()
-        queue.close(cancel_pending_enqueues=True)
-        until(lambda: len(ended) == 10_000, 60)
-        assert time.process_time() - begin < 2, "a third of a second alone"
-        assert all(isinstance(attempt.error, Cancelled) for attempt in ended)
-        assert [float(element) for element in queue] == [1.0]
+        queue.close(cancel_pending_enqueues=True) if given else queue.machine.withdraw(attempts)
+        until(lambda: all(attempt.is_over for attempt in attempts), 60)
+        assert time.process_time() - begin < 3, "a third of a second to a second where nobody else computes"
+        assert not machine(queue).lines[kind]
+        if given:
+            assert all(isinstance(attempt.error, Cancelled) for attempt in ended) and len(ended) == 10_000
+            assert [float(element) for element in queue] == [1.0]
+        else:
+            queue.enqueue(1.0)
+            assert queue.dequeue() == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("there", [False, True])
-def test_what_passed_through_a_queue_is_free_without_a_collector(there: bool) -> None:
-    with queues_there() if there else nullcontext():
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_what_passed_through_a_queue_is_free_without_a_collector(where: str) -> None:
+    with queues_at(where):
         queue = tfnb.FIFOQueue(4, torch.float32, (2,), name="free")
         with tfnb.record():
             x = tfnb.placeholder(torch.ones(2), shape=(2,))

@@ -7,94 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
 
 import tfnb
 from tests.state.distance import Distance, queues_there
-from tests.state.test_queue_models import Attempts, Model
-from tests.state.test_queue_oracle import ANSWERS, OURS, SCENARIOS, ours
 from tests.state.test_queues import in_thread, until
 from tfnb.cluster.queues.contents_there import Contents
 from tfnb.cluster.queues.queues_there import in_round
 from tfnb.cluster.wire.messages import Refused
-from tfnb.errors import DeadlineExceeded, OutOfRange, QueueClosed, ResourceExhausted, StepAborted
-from tfnb.graph.queue import Queue
-from tfnb.state.queue_machine import Attempt
-from tfnb.state.queue_operations import HOMES, attempt_on, move
+from tfnb.errors import OutOfRange, QueueClosed, ResourceExhausted, StepAborted
+from tfnb.state.queue_operations import HOMES, move
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:an accumulator at step")
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_ends_there_as_tensorflow_recorded(name: str) -> None:
-    with queues_there(loss=0.2) as distance:
-        assert ours(name, recorded=False, machine=distance.found) == (OURS[name][0] if name in OURS else ANSWERS[name])
-
-
-class AttemptsThere(Attempts):
-    """The same attempts, by messages of which some are lost and some come twice or late."""
-
-    @initialize(kind=st.sampled_from(["fifo", "priority"]), capacity=st.sampled_from([3, 5, float("inf")]),
-                loss=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 99))  # fmt: skip
-    def make(self, kind: str, capacity: float, loss: float, seed: int) -> None:  # type: ignore[override]
-        self.distance = Distance(loss, seed)
-        self.described = Queue("q", capacity, [(torch.int64, ())] * 2, kind=kind)
-        self.queue = self.described.machine = self.distance.home(self.described, None)  # type: ignore[assignment]
-        self.told: list[Attempt] = []
-        self.model = Model(kind, capacity, 0, None)  # type: ignore[arg-type]
-        self.pairs, self.withdrawn, self.number = {}, [], 0
-        self.settle()
-
-    def made(self, kind: Any, items: list[Any], **how: Any) -> Attempt:
-        attrs = {"cancel_pending_enqueues": True} if how.pop("cancel_pending", False) else how
-        if kind == "enqueue":
-            attrs = {"many": True}
-        columns = [torch.tensor([item[i] for item in items], dtype=torch.int64) for i in range(2)]
-        return attempt_on(self.described, kind, self.told.append, attrs, columns if kind == "enqueue" else ())
-
-    def stored(self) -> list[Any]:
-        return [tuple(map(int, element)) for element in self.distance.machine(self.described).elements]
-
-    def taken(self, attempt: Attempt) -> list[Any]:
-        if attempt.is_over:
-            found = attempt.outputs if attempt.kind == "dequeue" and attempt.error is None else None
-            return [] if not found else [tuple(row) for row in torch.stack(list(found), 1).tolist()]
-        real = self.real(attempt)
-        return [] if real is None else [tuple(map(int, element)) for element in real.taken]
-
-    def enqueued(self, attempt: Attempt) -> int:
-        real = None if attempt.is_over else self.real(attempt)
-        return attempt.enqueued if real is None else real.enqueued
-
-    def real(self, attempt: Attempt) -> Attempt | None:
-        """The attempt that stands there for one that waits here."""
-        number = self.queue.channel.number_of(attempt)  # type: ignore[attr-defined]
-        (channel,) = self.distance.core.objects.channels.values()
-        return channel.open[number].attempt if number in channel.open else None
-
-    def settle(self) -> None:
-        self.distance.settle()
-
-    def teardown(self) -> None:
-        if hasattr(self, "distance"):
-            self.distance.close()
-
-
-@pytest.mark.parametrize(
-    ("examples", "steps"), [(25, 20), pytest.param(300, 40, marks=pytest.mark.slow)], ids=["some", "many"]
-)
-def test_random_attempts_over_a_bad_connection_end_as_in_a_plain_model(examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        AttemptsThere, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
-    )  # fmt: skip
 
 
 def kinds() -> dict[str, Any]:
@@ -230,36 +158,6 @@ def test_a_server_without_room_refuses_what_is_put_and_serves_who_takes() -> Non
         distance.settle()
         until(lambda: distance.core.objects.nbytes == 4000)
         queue.enqueue(torch.ones(1000))
-
-
-@pytest.mark.slow
-def test_ten_thousand_blocked_waits_there_hold_no_thread_and_are_cancelled_at_once() -> None:
-    with queues_there() as distance:
-        queue = tfnb.FIFOQueue(9, torch.float32, (), name="crowd")
-        before, ended = threading.active_count(), []
-        attempts = [attempt_on(queue, "dequeue", ended.append, {}) for _ in range(10_000)]
-        for attempt in attempts:
-            attempt.machine.submit(attempt)
-        until(lambda: distance.machine(queue).level.dequeues == 10_000, 60)
-        assert threading.active_count() - before <= 8 and not ended
-        begin = time.process_time()
-        queue.machine.withdraw(attempts)
-        assert time.process_time() - begin < 3, "a second where nobody else computes"
-        assert not distance.machine(queue).level.dequeues and all(attempt.is_over for attempt in attempts)
-        queue.enqueue(1.0)
-        assert queue.dequeue() == 1
-
-
-def test_timeouts_say_how_many_were_put_and_leave_nobody_in_line() -> None:
-    with queues_there() as distance:
-        queue = tfnb.FIFOQueue(2, torch.float32, (), name="slow")
-        with pytest.raises(DeadlineExceeded, match=r"queue slow did not end within 0\.3 s") as late:
-            queue.enqueue_many([1.0, 2.0, 3.0], timeout=0.3)
-        assert late.value.enqueued == 2
-        with pytest.raises(DeadlineExceeded):
-            queue.dequeue_many(3, timeout=0.3)
-        assert queue.size() == 2 and distance.machine(queue).level.dequeues == 0
-        assert queue.dequeue_many(2).tolist() == [1, 2]
 
 
 def test_what_nobody_knows_is_refused() -> None:

@@ -16,6 +16,7 @@ from tests.view.browser import Page, browser
 from tfnb.graph import Graph
 from tfnb.view import graph_html
 from tfnb.view.escape import packed
+from tfnb.view.style import LEGIBLE
 
 pytestmark = pytest.mark.browser
 
@@ -392,21 +393,46 @@ CHAIN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_the_first_view_of_a_tall_drawing_shows_the_loss_at_its_natural_size(
-    driver: Any, tmp_path: Path, trains: bool
-) -> None:
+SHAPES = {  # lines that make h of it, and how large its text is at first
+    "tall": ([f"h = torch.{name}(h)" for name in CHAIN], 1.0),
+    "wide": ([f"h{n} = torch.{name}(h)" for n, name in enumerate(CHAIN)] + ["h = h21 * 2"], LEGIBLE),
+}  # fmt: skip
+
+
+def drawn(shape: str, trains: bool) -> Graph:
+    """A graph of that shape, whose loss comes last of what is no training."""
     names = {"tfnb": tfnb, "torch": torch, "w": torch.nn.Parameter(torch.ones(4))}
-    lines = ["x = tfnb.placeholder(torch.ones(2, 4))", "h = x * w", *(f"h = torch.{name}(h)" for name in CHAIN)]
+    lines = ["x = tfnb.placeholder(torch.ones(2, 4))", "h = x * w", *SHAPES[shape][0]]
     lines += ["loss = h.mean()", "step = tfnb.train.SGD(0.1).minimize(loss)" if trains else ""]
-    text = "with tfnb.record('tall') as graph:\n" + "".join(f"    {line}\n" for line in lines)
-    linecache.cache["<tall>"] = (len(text), None, text.splitlines(True), "<tall>")
-    exec(compile(text, "<tall>", "exec"), names)
-    page = Page(driver, tmp_path, graph_html(names["graph"]))
+    text = "with tfnb.record() as graph:\n" + "".join(f"    {line}\n" for line in lines)
+    linecache.cache[f"<{shape}>"] = (len(text), None, text.splitlines(True), f"<{shape}>")
+    exec(compile(text, f"<{shape}>", "exec"), names)
+    return names["graph"]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_first_view_of_a_large_drawing_shows_the_loss_and_its_text_can_be_read(
+    driver: Any, tmp_path: Path, shape: str, trains: bool
+) -> None:
+    page = Page(driver, tmp_path, graph_html(drawn(shape, trains)))
     window = page.js("return document.querySelector('svg.tfnb').getBoundingClientRect().toJSON()")
     box = page.js("return document.querySelector('[data-node=\"loss\"]').getBoundingClientRect().toJSON()")
-    assert window["top"] <= box["top"] and box["bottom"] <= window["bottom"]
-    _, y, *shown = page.view()
+    assert all(
+        window[low] <= box[low] and box[high] <= window[high] for low, high in (("top", "bottom"), ("left", "right"))
+    )
+    x, y, *shown = page.view()
     svg = "document.querySelector('svg.tfnb')"
-    assert y > 0 and shown == page.js(f"return [{svg}.clientWidth, {svg}.clientHeight]")
+    assert shown == pytest.approx(
+        [v / SHAPES[shape][1] for v in page.js(f"return [{svg}.clientWidth, {svg}.clientHeight]")]
+    )
+    assert y > 0 if shape == "tall" else x > 0, "else nothing was to be decided"
     assert page.errors() == []
+
+
+def test_a_wide_picture_without_its_script_keeps_text_that_can_be_read(driver: Any, tmp_path: Path) -> None:
+    stripped = re.sub(r"<script.*?</script>|<style>.*?</style>", "", graph_html(drawn("wide", False)), flags=re.DOTALL)
+    page = Page(driver, tmp_path, stripped)
+    svg = "document.querySelector('svg')"
+    wide, natural, window = page.js(f"return [{svg}.clientWidth, +{svg}.getAttribute('width'), window.innerWidth]")
+    assert wide == pytest.approx(LEGIBLE * natural, abs=2) and wide > window, "what is wider scrolls"

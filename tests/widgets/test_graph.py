@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -105,6 +106,26 @@ def test_the_module_is_well_formed(tmp_path: Path) -> None:
     path = tmp_path / "graph.mjs"
     path.write_text(GraphWidget._esm if isinstance(GraphWidget._esm, str) else GraphWidget._esm.read_text())
     subprocess.run(["node", "--check", str(path)], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node to run the function")
+def test_the_first_view_of_any_drawing_has_its_loss_and_leaves_no_edge_of_it() -> None:
+    chance = random.Random(0)
+    tried = []
+    for _ in range(500):
+        size = {"w": chance.randint(60, 6000), "h": chance.randint(60, 9000)}
+        shown = {"w": chance.choice([320, 1000, 1333, 6000]), "h": chance.choice([120, 680, 907, 9000])}
+        tried.append([size, {"x": chance.uniform(30, size["w"] - 30), "end": chance.uniform(50, size["h"])}, shown])
+    code = f"{page.asset('drawing.js')}\nconsole.log(JSON.stringify({json.dumps(tried)}.map(one => tfnbBegin(...one))))"
+    done = subprocess.run(["node", "-"], input=code, check=True, capture_output=True, text=True)
+    for (size, loss, shown), found in zip(tried, json.loads(done.stdout), strict=True):
+        x, y = found["x"], found["y"]
+        assert x <= loss["x"] <= x + shown["w"] and y <= loss["end"] <= y + shown["h"]
+        assert y >= 0 and (y == 0 or y + shown["h"] <= size["h"] + 1e-6)
+        if shown["w"] < size["w"]:
+            assert 0 <= x <= size["w"] - shown["w"]
+        else:
+            assert 2 * x + shown["w"] == pytest.approx(size["w"]), "in the middle"
 
 
 FAKE = """

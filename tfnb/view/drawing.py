@@ -20,7 +20,7 @@ from tfnb.view.face import HEAD, Face, Painter, n, times
 from tfnb.view.inside import opened
 from tfnb.view.level import Drawn, Level, Placed, Ports
 from tfnb.view.loop_sliders import LoopSliders
-from tfnb.view.style import HOT_SHEET, PAPER, SANS, SHEET
+from tfnb.view.style import HOT_SHEET, LEGIBLE, PAPER, SANS, SHEET
 from tfnb.view.tree import tree
 from tfnb.view.wiring import Wiring
 
@@ -199,7 +199,8 @@ class Drawing:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" role="img" aria-label="{xml(words)}" '
             f'width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" font-family="{SANS}" '
-            f'style="max-width:100%;height:auto"><desc>{xml(self.outline)}</desc><style>{sheet}</style>'
+            f'style="min-width:{n(LEGIBLE * drawn.width)}px;max-width:100%;height:auto">'
+            f"<desc>{xml(self.outline)}</desc><style>{sheet}</style>"
             f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>'
             f'<g class="level" data-w="{wide}" data-h="{high}">{drawn.svg}</g></svg>'
         )

@@ -6,6 +6,8 @@ import unicodedata
 from collections.abc import Iterable
 from typing import NamedTuple
 
+LEGIBLE = 0.75  # of the size of text: a drawing that is still wider is not made smaller, and scrolls
+
 
 class Tone(NamedTuple):
     """Fill and line of a card, and the ink on it."""
