@@ -422,7 +422,8 @@ class World:
 ABSENT = {
     "tfnb makes them": "Cluster Node Operation Progress RunHandle RunResult Tensor Watch",
     "they need a cluster, and are tried in tests/cluster": "Cluster.close Cluster.follow",
-    "fit calls them": "EarlyStopping.on_epoch RunHandle.on_step Saver.begin Saver.on_epoch Saver.opens Snapshots.on_step",
+    "fit calls them": """
+        EarlyStopping.on_epoch RunHandle.on_step Saver.begin Saver.on_epoch Saver.opens Snapshots.on_step""",
     "minimize calls them": """
         Ftrl.initial Ftrl.update LBFGS.initial LBFGS.update_all Optimizer.initial Optimizer.update Optimizer.update_all
         Optimizer.update_rows Rule.initial Rule.names Rule.update Rule.update_rows""",

@@ -13,7 +13,6 @@ from torch import nn
 
 import tfnb
 from tests.cluster.test_cuts import Counters
-from tfnb.errors import FailedPrecondition
 from tfnb.session import default_session
 from tfnb.state import checkpoint
 
@@ -98,11 +97,9 @@ def test_checkpoints_of_fit_there_are_each_of_one_step(connect, tmp_path: Path, 
     cluster = connect(1)
     saver = tfnb.train.Saver(tmp_path, keep=100)
     result = there.fit(kind, checkpoint=saver, checkpoint_every=1e-6)
-    with pytest.raises(FailedPrecondition, match=f"holds ckpt-{STEPS}"):
-        there.fit(kind, checkpoint=saver)
     cluster.close()
     assert result.checkpoint == tmp_path / f"ckpt-{STEPS}.safetensors" and len(saver.paths) > 2
-    for path in saver.paths:
+    for path in saver.paths[:: len(saver.paths) // 3]:
         taken = checkpoint.load(path)[1]["training"]["steps"]
         assert path.name == f"ckpt-{taken}.safetensors"
         again = Net()
