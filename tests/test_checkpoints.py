@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 import tfnb
 from tfnb.errors import CheckpointCorrupt, FailedPrecondition, InvalidArgument, NotFound
+from tfnb.fitting import fit_display, fit_loop
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import CheckpointFolder, Kept, Retention
 from tfnb.train import Saver
@@ -274,6 +276,20 @@ def test_steps_go_on_while_one_file_at_a_time_is_written(tmp_path: Path, monkeyp
     torch.testing.assert_close({k: values[k] for k in whole.values()}, whole.values(), rtol=0, atol=0)
 
 
+def test_progress_says_how_old_the_last_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = []
+
+    class Shown(fit_display.Log):
+        def update(self, step: int, metrics: Any, rate: float, curve: Any, more: str = "") -> None:
+            lines.append(fit_display.line("net", step, 21, {}, 1.0, more))
+
+    monkeypatch.setattr(fit_loop, "front", Shown)
+    monkeypatch.setattr(fit_loop, "SHOWN_EVERY", 0)
+    saver = Saver(tmp_path)
+    Net().fit(callbacks=[saver, lambda progress: saver.settle()], progress_after=0)
+    assert lines[6].endswith("14 s left") and re.search(r"step 10/21 .*  checkpoint 7, \d+ s ago$", lines[9])
+
+
 def test_what_no_file_can_hold_ends_the_training(tmp_path: Path) -> None:
     net = Net()
     gone = tfnb.Variable(torch.zeros(2), name="gone", container="checkpointed")
@@ -333,7 +349,7 @@ for trial in range(int(sys.argv[2])):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-@pytest.mark.parametrize("trials", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_after_a_kill_at_any_instant_the_last_acknowledged_checkpoint_loads(tmp_path: Path, trials: int) -> None:
     found = lines(KILLED, "3", str(trials), str(tmp_path / "run"))
     assert len(found) == trials

@@ -32,6 +32,11 @@ class Kept:
     taken: float
     values: Mapping[str, float]
 
+    def value(self, name: str | None) -> float | None:
+        """The value of this name, if there is one that is a number."""
+        found = None if name is None else self.values.get(name)
+        return None if found is None or math.isnan(found) else found
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -47,8 +52,8 @@ class Retention:
 
     def best_of(self, found: Sequence[Kept]) -> Kept | None:
         """The one with the best value, the first of equal ones; NaN is no value."""
-        rated = [one for one in found if self.best in one.values and not math.isnan(one.values[self.best])]
-        return min(rated, key=lambda one: self.sign * one.values[str(self.best)], default=None)
+        rated = [(self.sign * value, at) for at, one in enumerate(found) if (value := one.value(self.best)) is not None]
+        return found[min(rated)[1]] if rated else None
 
     def kept(self, found: Sequence[Kept]) -> list[Kept]:
         """Those of ``found``, which stand in the order of their steps, that are kept.
@@ -58,9 +63,9 @@ class Retention:
         [1, 3, 4, 7, 8]
         """
         wanted = {one.path for one in found[-self.keep :]}
-        last = -math.inf
+        last, every = -math.inf, math.inf if self.every is None else self.every
         for one in found if self.every is not None else ():
-            if not 0 <= one.taken - last < self.every:  # a clock may have been set back
+            if not 0 <= one.taken - last < every:  # a clock may have been set back
                 last = one.taken
                 wanted.add(one.path)
         if (best := self.best_of(found)) is not None:
@@ -99,7 +104,12 @@ class CheckpointFolder:
 
     def others(self) -> dict[Path, str]:
         """Files with such names that are no checkpoints, and what is wrong with them."""
-        return {path: found for _, path in self.named() if isinstance(found := self._meta(path), str)}
+        return {path: wrong for _, path in self.named() if (wrong := self.fault(path))}
+
+    def fault(self, path: Path) -> str:
+        """What is wrong with a file; empty for a checkpoint that is whole."""
+        found = self._meta(path)
+        return found if isinstance(found, str) else ""
 
     def write(
         self, step: int, unwritten: checkpoint.Unwritten, values: Mapping[str, float], retention: Retention
@@ -158,13 +168,13 @@ def newest(path: str | PathLike[str]) -> Path:
         return folder.path
     if not (named := folder.named()):
         raise NotFound(f"there is no checkpoint in {folder.path}: none was written, so leave out resume")
-    (_, last), damaged = named[-1], folder.others()
-    if last not in damaged:
+    _, last = named[-1]
+    if not (fault := folder.fault(last)):
         return last
     before = [one.path for one in folder.checkpoints()]
     how = f"the one before is {before[-1].name}" if before else "there is none before it"
     raise CheckpointCorrupt(
-        f"the newest checkpoint of {folder.path} cannot be used: {damaged[last]}; {how}: move {last.name} away, and "
+        f"the newest checkpoint of {folder.path} cannot be used: {fault}; {how}: move {last.name} away, and "
         "the same call goes on from there"
     )
 

@@ -112,8 +112,8 @@ class Saver:
         return "\n".join([f"<Saver of {self._folder.path}: {len(found)} checkpoints>", *lines])
 
     def _shown(self, one: Kept) -> str:
-        name = self.retention.best
-        return f": {name} {one.values[name]:.6g}" if name in one.values else ""
+        value = one.value(self.retention.best)
+        return "" if value is None else f": {self.retention.best} {value:.6g}"
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
