@@ -34,6 +34,7 @@ SHARES = 3  # of the tests that no change calls for, each commit runs one share
 ABOUT = {
     "benchmarks": "execution cluster",
     "breakpoints": "session",
+    "checkpoints": "train fitting state",
     "command_line": "__main__ doctor demo",
     "comparing": "fitting",
     "coverage": "recording gradients",

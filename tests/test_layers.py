@@ -59,7 +59,7 @@ FLOORS = {
         "feeding structures breakpoints prepared value_cache step_runner step checkpoint_graphs saved_state step_parts "
         "session"
     ),
-    "fitting": "fit_display fit_options fit_loop background snapshots comparing",
+    "fitting": "fit_display fit_options checkpoints fit_loop background snapshots comparing",
     "control_flow": "structure tensor_array branches loops frontend staging",
 }
 

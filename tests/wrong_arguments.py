@@ -397,6 +397,9 @@ class World:
             "ExponentialMovingAverage.average": Call(average.average, {"target": self.weight}),
             "EarlyStopping": Call(train.EarlyStopping, {"monitor": "loss"}),
             "SyncReplicas": Call(train.SyncReplicas, {"m": 1}),
+            "Saver": Call(train.Saver, {"path": self.folder / "run", "keep": 2, "keep_every_hours": 1.5, "best": "loss",
+                                        "best_mode": "min", "session": self.session}),
+            "Saver.save": Call(train.Saver(self.folder / "run", session=self.session).save, {"step": 3}),
             "Progress.change": Call(train.Progress(1, 1, {}).change, {"mode": "sync"}),
             "Progress.stop": Call(train.Progress(1, 1, {}).stop, {}),
             "from_torch": Call(train.from_torch, {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}),
@@ -419,7 +422,8 @@ class World:
 ABSENT = {
     "tfnb makes them": "Cluster Node Operation Progress Recovery RunHandle RunResult Tensor Watch",
     "they need a cluster, and are tried in tests/cluster": "Cluster.close Cluster.follow",
-    "fit calls them": "EarlyStopping.on_epoch RunHandle.on_step Snapshots.on_step",
+    "fit calls them": """
+        EarlyStopping.on_epoch RunHandle.on_step Saver.begin Saver.on_epoch Saver.opens Snapshots.on_step""",
     "minimize calls them": """
         Ftrl.initial Ftrl.update LBFGS.initial LBFGS.update_all Optimizer.initial Optimizer.update Optimizer.update_all
         Optimizer.update_rows Rule.initial Rule.names Rule.update Rule.update_rows""",

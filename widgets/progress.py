@@ -41,7 +41,7 @@ class ProgressPanel:
         self.step, self.rate = 0, 0.0
         self.metrics: dict[str, float] = {}
         self.curve: Curve = ()
-        self.note = ""  # stands behind the steps
+        self.note = self.more = ""  # stand behind the steps
         self._front: _Front = _Notebook(self) if stream is None and _in_notebook() else _Line(stream or sys.stdout)
 
     def update(
@@ -62,13 +62,13 @@ class ProgressPanel:
         self._front.finish(self, f"{self.label}: {text}" if text else self.status())
 
     def status(self) -> str:
-        """``digits: step 312/1000 · 50.1/s · 14 s left``, and the note."""
+        """``digits: step 312/1000 · 50.1/s · 14 s left``, the note and what more there is."""
         parts = [f"{self.label}: step {self.step}" + (f"/{self.total}" if self.total else "")]
         if self.rate:
             parts.append(f"{number(self.rate)}/s")
         if self.rate and self.total:
             parts.append(f"{duration((self.total - self.step) / self.rate)} left")
-        return " · ".join([*parts, self.note] if self.note else parts)
+        return " · ".join(filter(None, [*parts, self.note, self.more]))
 
     def line(self, status: str) -> str:
         """A status with the metrics behind it, as text."""

@@ -88,3 +88,34 @@ def test_values_and_count_are_of_one_cut(connect, tmp_path: Path, mode: str) -> 
     for path in saves.files:
         values, about = checkpoint.load(path)
         assert [*{float(-value[0]) for value in values.values()}] == [about["training"]["steps"]]
+
+
+@pytest.mark.parametrize("kind", ["source", "arrays"])
+def test_checkpoints_of_fit_there_are_each_of_one_step(connect, tmp_path: Path, kind: str) -> None:
+    whole, there = Net(), Net()
+    whole.fit(kind)
+    cluster = connect(1)
+    saver = tfnb.train.Saver(tmp_path, keep=100)
+    result = there.fit(kind, checkpoint=saver, checkpoint_every=1e-6)
+    cluster.close()
+    assert result.checkpoint == tmp_path / f"ckpt-{STEPS}.safetensors" and len(saver.paths) > 2
+    for path in saver.paths[:: len(saver.paths) // 3]:
+        taken = checkpoint.load(path)[1]["training"]["steps"]
+        assert path.name == f"ckpt-{taken}.safetensors"
+        again = Net()
+        assert taken + again.fit(kind, resume=path).steps == STEPS
+        for label, value in whole.values().items():
+            torch.testing.assert_close(again.values()[label], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_values_of_a_checkpoint_of_fit_are_of_one_cut(connect, tmp_path: Path, mode: str) -> None:
+    counters = Counters()
+    connect(2)
+    saver = tfnb.train.Saver(tmp_path, keep=1000)
+    rows = list(counters.rows(300))
+    assert tfnb.fit(counters.train, rows, checkpoint=saver, checkpoint_every=1e-6, mode=mode).steps == 300
+    assert len(saver.paths) > 2
+    for path in saver.paths:
+        values, about = checkpoint.load(path)
+        assert [*{float(-value[0]) for value in values.values()}] == [about["training"]["steps"]]

@@ -300,16 +300,21 @@ def test_a_file_that_is_saved_again_keeps_its_mode(tmp_path: Path, save: Callabl
 def test_nobody_else_can_read_a_private_file_while_it_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.chmod(0o600)
     modes = []
-    real = tensor_files.save_file
+    real = tensor_files.raw
 
-    def looked_at(tensors: object, draft: Path, metadata: object) -> None:
-        modes.append(draft.stat().st_mode & 0o777)
-        real(tensors, draft, metadata)
-        modes.append(draft.stat().st_mode & 0o777)
+    def looked_at(tensor: torch.Tensor) -> memoryview:
+        modes.extend(draft.stat().st_mode & 0o777 for draft in path.parent.glob(".*.tmp"))
+        return real(tensor)
 
-    monkeypatch.setattr(tensor_files, "save_file", looked_at)
+    monkeypatch.setattr(tensor_files, "raw", looked_at)
     checkpoint.save(path, TENSORS, META)
     assert modes == [0o600, 0o600]
+
+
+def test_a_name_that_safetensors_keeps_for_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="no tensor named __metadata__"):
+        checkpoint.save(tmp_path / "v", {"__metadata__": torch.ones(1)}, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_there", [True, False])

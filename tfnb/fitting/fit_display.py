@@ -25,12 +25,12 @@ class Log:
         self._total, self._label = total, label
         self._next = 0.0
 
-    def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve) -> None:
+    def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve, more: str = "") -> None:
         """A line, if the last one is some time ago."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + LOGGED_EVERY
-            log.info("%s", line(self._label, step, self._total, metrics, rate))
+            log.info("%s", line(self._label, step, self._total, metrics, rate, more))
 
     def say(self, text: str) -> None:
         """Once, when other code runs or is on its way, or when a task of a cluster came or left."""
@@ -54,10 +54,11 @@ class Panel:
             self._panel = widgets.ProgressPanel(self._total, self._label)
         self._panel.note = text
 
-    def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve) -> None:
+    def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve, more: str = "") -> None:
         """Show it, or renew it."""
         if self._panel is None:
             self._panel = widgets.ProgressPanel(self._total, self._label)
+        self._panel.more = more
         self._panel.update(step, metrics, rate, curve())
 
     def finish(self, text: str, metrics: Mapping[str, float], curve: Curve) -> None:
@@ -74,10 +75,12 @@ def front(total: int | None, label: str) -> Panel | Log:
     return (Panel if is_seen else Log)(total, label)
 
 
-def line(label: str, step: int, total: int | None, metrics: Mapping[str, float], rate: float) -> str:
-    """``digits: step 312/1000  50.1/s  loss 0.123  13 s left``."""
+def line(
+    label: str, step: int, total: int | None, metrics: Mapping[str, float], rate: float, more: str = ""
+) -> str:  # fmt: skip
+    """``digits: step 312/1000  50.1/s  loss 0.123  13 s left``, and ``more``."""
     parts = [f"{label}: step {step}/{total}" if total else f"{label}: step {step}", f"{number(rate)}/s"]
     parts += [f"{name} {number(value)}" for name, value in metrics.items()]
     if total and rate:
         parts.append(f"{(total - step) / rate:.0f} s left")
-    return "  ".join(parts)
+    return "  ".join([*parts, more] if more else parts)

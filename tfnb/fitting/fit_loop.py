@@ -9,12 +9,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import is_not
+from os import PathLike
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.recovery import Budget, Recovery
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, TfnbError
 from tfnb.escaping import xml
+from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import begin, exact_of, known_keys, mode_of, watched_by
 from tfnb.interrupts import handled
@@ -57,6 +59,7 @@ class RunResult:
     last one of it), and for each watched value its mean over the epoch, weighted by rows. ``curve`` has them along the
     way: means over equal numbers of steps, at most 400 points. ``code``: which code ran the steps here at the end, why,
     and what compiling it cost. ``stopped``: why it ended before all steps were taken; empty if they were.
+    ``checkpoint``: the last file that was written of it.
     """
 
     steps: int
@@ -65,6 +68,7 @@ class RunResult:
     curve: list[dict[str, Any]] = field(default_factory=list)
     code: str = ""
     stopped: str = ""
+    checkpoint: Path | None = None
 
     @property
     def summary(self) -> str:
@@ -95,8 +99,9 @@ def fit(
     fetch: Any, data: Any, *, feeds: Any = None, epochs: int = 1, steps: int | None = None,
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = None, validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
-    resume: bool | str | Path = False, check: str | None = None, exact: bool | None = None,
-    timeout: float | None = None, progress_after: float = 2.0, restarts: int = 5,
+    resume: bool | str | PathLike[str] = False, check: str | None = None, exact: bool | None = None,
+    checkpoint: Any = None, checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
+    progress_after: float = 2.0,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -123,8 +128,15 @@ def fit(
     is told, and the rate holds from the first step that begins after that. An error in one ends the training between
     two steps.
 
+    checkpoint: a folder, or a `tfnb.train.Saver`, which says what is kept (without one the newest five). Every
+    ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that `Session.save` writes
+    is copied between two steps, and written by another thread. A file that cannot be written, as on a full disk, is a
+    warning; it is tried again, less and less often. The end waits for the last file; Ctrl-C gives it up. What the
+    folder holds must be of this training: ``resume=folder`` goes on from there.
+
     resume: True goes on with the training of this graph that was interrupted, failed or was stopped, a path with the
-    one that `Session.save` wrote there, which is restored first: the same call with the same data takes the steps that
+    one that `Session.save` wrote there, which is restored first, and a folder of checkpoints with its newest one (a
+    damaged one is an error that names the one before): the same call with the same data takes the steps that
     are left, with the batches that it would have taken. Arrays begin there at once; of other data that can be iterated
     again the batches before are drawn and dropped; a `tfnb.Source` and an iterator go on where they are. Steps and
     epochs in the history count on. It may go on here or on a cluster, wherever it was stopped; but where asynchronous
@@ -170,7 +182,7 @@ def fit(
     6
     """
     __tracebackhide__ = True
-    how, exact = mode_of(mode, backup, staleness), exact_of(exact)
+    how, exact, saver = mode_of(mode, backup, staleness), exact_of(exact), saver_of(checkpoint, checkpoint_every)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
@@ -194,9 +206,10 @@ def fit(
         data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=start
     )
     shown = front(source.total, session.graph.name)
+    checkpoints = Checkpoints(session, saver, checkpoint_every, callbacks, start)
     run = _Run(
-        Metrics(names), shown, timeout, session, Callbacks(callbacks), checked, start, reads, how, progress_after,
-        Budget(Restarts(most=restarts)),
+        Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks), checked, start, reads, how,
+        progress_after, checkpoints, Budget(Restarts(most=restarts)),
     )  # fmt: skip
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check)
@@ -381,7 +394,7 @@ class _Run:
     def __init__(
         self, metrics: Metrics, front: Any, timeout: float | None, session: Session, callbacks: Callbacks,
         validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None, mode: Mode,
-        shown_after: float, budget: Budget,
+        shown_after: float, checkpoints: Checkpoints, budget: Budget,
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
         self._reads, self._shown_after = reads, shown_after
@@ -393,7 +406,7 @@ class _Run:
         self.why_over: str | None = None  # a callback ended it
         self.mode = mode
         self._change: Mode | None = None  # a callback asked for it
-        self.callbacks, self._validate = callbacks, validate
+        self.callbacks, self._validate, self._checkpoints = callbacks, validate, checkpoints
         self._validated: dict[int, dict[str, float]] = {}  # by epoch
         self.timeout = timeout
         self.cluster = cluster
@@ -431,6 +444,8 @@ class _Run:
         else:
             self._count(told)
         now = time.perf_counter()
+        if now >= self._checkpoints.due:
+            self._checkpoints.take(now)
         if now - self._looked >= SHOWN_EVERY:
             self._looked = now
             self._look(now - self._start)
@@ -539,7 +554,8 @@ class _Run:
             if code and code != self._said:
                 self._said = code
                 self._front.say(code)
-            self._front.update(self.step, self._means, (self.step - self._begin) / seconds, self._metrics.curve)
+            rate, more = (self.step - self._begin) / seconds, self._checkpoints.text
+            self._front.update(self.step, self._means, rate, self._metrics.curve, more)
         if self.timeout is not None and self.cluster is None and seconds > self.timeout:
             raise DeadlineExceeded(
                 f"fit did not end within {self.timeout} s; variables are at step {self.step}", step=self.step
@@ -567,12 +583,15 @@ class _Run:
         self._read()
         self._say_who_came()
         seconds = time.perf_counter() - self._start
+        self._checkpoints.end()
         self.is_over = self.why_over is None
         steps = (self.step if self.is_over else self.steps.applied.steps) - self._begin
         history = [entry | self._validated.get(entry["epoch"], {}) for entry in self._metrics.history]
         is_short = asked is not None and self.why_over is None and steps < asked - self._begin
         ended = f"{data} ended after {steps} of {asked} steps; a list or a DataLoader begins again" if is_short else ""
-        result = RunResult(steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or ended)
+        result = RunResult(
+            steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or ended, self._checkpoints.last
+        )
         self._finish(result.summary)
         return result
 
@@ -582,6 +601,8 @@ class _Run:
     def stopped(self) -> str:
         """The end by an interrupt; says where the variables are."""
         step = self.steps.applied.steps
+        with suppress(KeyboardInterrupt):
+            self._checkpoints.end(last=self.cluster is None or not self.cluster.is_stalled)
         text = f"stopped at step {step}; variables are at step {step}"
         if self.steps.applied.is_whole:
             text += "; the same call with resume=True goes on"
@@ -590,6 +611,8 @@ class _Run:
 
     def failed(self, error: BaseException) -> None:
         """The end by an error, which learns its step."""
+        with suppress(KeyboardInterrupt):
+            self._checkpoints.end(last=False)
         self._finish(f"failed after step {self.step}: {type(error).__name__}")
         if self.steps.is_inside:
             error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.steps.applied.steps}")

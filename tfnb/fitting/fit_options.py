@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 from tfnb.cluster.engine.members import MODES, Mode
@@ -14,6 +14,7 @@ from tfnb.recording import Operation, Tensor
 from tfnb.session import Session
 from tfnb.session.structures import value_of
 from tfnb.state import checkpoint
+from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import name_of
 from tfnb.train.modes import SyncReplicas
 
@@ -104,8 +105,9 @@ def begin(session: Session, resume: Any) -> int:
     if resume is False or resume is None:
         return 0
     if resume is not True:
-        if not isinstance(resume, str | Path):
-            raise InvalidArgument(f"resume is True or the path of a file of Session.save, not {resume!r}")
+        if not isinstance(resume, str | PathLike):
+            raise InvalidArgument(f"resume is True or the path of a file of Session.save, or a folder, not {resume!r}")
+        resume = newest(resume)
         steps = checkpoint.load(resume)[1].get("training", {}).get("steps", 0)
     else:
         if session.state.inputs.training is not None:  # an interrupt came before it was put away

@@ -1,4 +1,8 @@
-"""Files that are whole or absent: atomic replacement, reading of what may come from strangers, and digests."""
+"""Files that are whole or absent: atomic replacement, reading of what may come from strangers, and digests.
+
+A file is written under a temporary name, its draft, which the writing process locks: the draft of a process that was
+killed is not locked any more, and `sweep` deletes it.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,21 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 import torch
-from safetensors import SafetensorError
 
 from tfnb.errors import CheckpointWriteError, InvalidArgument
 
+if sys.platform != "win32":
+    import fcntl
+
 _LINKS = 40  # that a path leads through
+_DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)  # of which file
 
 
 def opened(path: Path) -> BinaryIO:
@@ -40,19 +49,57 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         path = _led_to(path)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-        if mode is not None:
-            draft.touch(mode=0o600)  # who cannot read the file cannot read it while it is written
-        write(draft)
-        if mode is not None:
-            draft.chmod(mode)
-        _sync(draft)
-        draft.replace(path)
+        with _locked(draft, 0o666 if mode is None else 0o600):  # who cannot read the file cannot read its draft
+            write(draft)
+            if mode is not None:
+                draft.chmod(mode)
+            _sync(draft)
+            draft.replace(path)
         _sync(path.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         _raise_write_error(path, error)
     finally:
         if draft is not None:
             draft.unlink(missing_ok=True)
+
+
+def sweep(folder: Path, names: re.Pattern[str]) -> None:
+    """Delete the drafts of files with such names in a folder that were left by processes killed while they wrote."""
+    for draft in folder.iterdir():
+        found = _DRAFT.fullmatch(draft.name)
+        if found and names.fullmatch(found[1]) and not _is_locked(draft):
+            draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(draft: Path, mode: int) -> Iterator[None]:
+    """A block in which others see that this process writes a new file."""
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        if sys.platform != "win32":
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(draft: Path) -> bool:
+    """Whether a process writes a draft, or may do so: then it stays."""
+    if sys.platform == "win32":
+        return True
+    try:
+        descriptor = os.open(draft, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _led_to(path: Path) -> Path:
@@ -73,10 +120,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _raise_write_error(path: Path, error: OSError | SafetensorError) -> NoReturn:
-    found = re.search(r"os error (\d+)", str(error))  # safetensors gives the errno only in its text
-    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else errno.EIO
-    reason = os.strerror(number) if number else str(error)
+def _raise_write_error(path: Path, error: OSError) -> NoReturn:
+    number = error.errno or errno.EIO
+    reason = os.strerror(number) if error.errno else str(error)
     if path.parent.is_dir():
         why = f"{reason}, {shutil.disk_usage(path.parent).free} bytes free; what was there before is unchanged"
     else:
@@ -88,5 +134,10 @@ def _raise_write_error(path: Path, error: OSError | SafetensorError) -> NoReturn
 
 def sha256(tensor: torch.Tensor) -> str:
     """Of the bytes of a dense tensor alone, not of dtype and shape."""
+    return hashlib.sha256(raw(tensor)).hexdigest()
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a dense tensor, in the order of its elements."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
+    return plain.view(torch.uint8).numpy().data

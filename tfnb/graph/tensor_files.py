@@ -21,11 +21,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
-from tfnb.errors import CheckpointCorrupt, CheckpointWriteError, ResourceExhausted, Unimplemented
+from tfnb.errors import CheckpointCorrupt, CheckpointWriteError, InvalidArgument, ResourceExhausted, Unimplemented
 from tfnb.graph import lazy_memory, strict_json
-from tfnb.graph.files import opened, replace_file, sha256
+from tfnb.graph.files import opened, raw, replace_file, sha256
 
 HEADER_CAP = 16 * 2**20  # bytes
 TENSOR_CAP = 2**17  # tensors of a file: each takes a thousand bytes here, and few in a header
@@ -38,7 +37,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
-_FAR = 10**12  # a place in a file that is larger than most
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"  # the key of a header that is no tensor
 _PIECE = 1 << 22  # bytes that are read, hashed and put in their place together
 _ALIGNED = 64  # bytes
 
@@ -58,14 +58,33 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mappin
         "sha256": {key: sha256(tensor) for key, tensor in stored.items()},
     })  # fmt: skip
     digest = _digest(text, {key: Entry(of.dtype, tuple(of.shape)) for key, of in stored.items()})
-    header = {key: {"dtype": "BOOL", "shape": [*of.shape], "data_offsets": [_FAR, _FAR]} for key, of in stored.items()}
-    if (size := len(json.dumps({**header, "__metadata__": {"tfnb": text, "digest": digest}}))) > HEADER_CAP:
+    ordered = dict(sorted(stored.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))  # all are aligned
+    header = _header(ordered, {"tfnb": text, "digest": digest})
+    if len(header) > HEADER_CAP:
         raise CheckpointWriteError(
-            f"cannot write {path}: {len(stored)} tensors, and what is told of them, make a header of {size} bytes; "
-            f"at most {HEADER_CAP} can be read again. What was there before is unchanged"
+            f"cannot write {path}: {len(stored)} tensors, and what is told of them, make a header of {len(header)} "
+            f"bytes; at most {HEADER_CAP} can be read again. What was there before is unchanged"
         )
-    replace_file(path, lambda draft: save_file(stored, draft, {"tfnb": text, "digest": digest}))
+
+    def write(draft: Path) -> None:
+        with draft.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for tensor in ordered.values():
+                file.write(raw(tensor))  # other threads go on meanwhile
+
+    replace_file(path, write)
     return digest
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The JSON of a safetensors file, padded to whole words."""
+    records: dict[str, Any] = {_METADATA: metadata}
+    stop = 0
+    for key, tensor in tensors.items():
+        start, stop = stop, stop + tensor.nbytes
+        records[key] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, stop]}
+    text = json.dumps(records, ensure_ascii=False, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
 
 
 def _stored(key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,6 +93,10 @@ def _stored(key: str, tensor: torch.Tensor) -> torch.Tensor:
         raise Unimplemented(f"{key}: {tensor.layout} tensors cannot be written to a file; convert with to_dense()")
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    if plain.dtype not in _NAMES:
+        raise Unimplemented(f"{key}: {plain.dtype} tensors cannot be written to a file; convert it to another dtype")
+    if key == _METADATA:
+        raise InvalidArgument(f"a file has no tensor named {_METADATA}: safetensors keeps that name for itself")
     return torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)  # a copy: digest and file see one value
 
 
@@ -125,7 +148,7 @@ def read_header(path: Path, file: BinaryIO) -> Header:
         records = strict_json.read(text.decode())
         if not isinstance(records, dict):
             raise TypeError("its header is no object")
-        metadata = dict(records.pop("__metadata__", None) or {})
+        metadata = dict(records.pop(_METADATA, None) or {})
         if len(records) > TENSOR_CAP:
             raise ValueError(f"it has {len(records)} tensors; at most {TENSOR_CAP} are allowed")
         found = sorted((_entry(key, record) for key, record in records.items()), key=lambda each: each[1])
@@ -214,6 +237,28 @@ def _facts(path: Path, header: Header) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointCorrupt(f"{path} has damaged metadata: {error}") from error
     return about
+
+
+def verified_facts(path: Path) -> dict[str, Any]:
+    """The facts of a file of ours, all bytes of which have the right digests; its tensors are read piece by piece."""
+    with opened(path) as file:
+        header = read_header(path, file)
+        about = _facts(path, header)
+        file.seek(header.begin)
+        sums = {key: _hashed(path, file, key, entry) for key, entry in header.entries.items()}
+    checked(path, header, about, sums)
+    return about
+
+
+def _hashed(path: Path, file: BinaryIO, key: str, entry: Entry) -> str:
+    """The sha256 of the bytes of the next tensor."""
+    summed, left = hashlib.sha256(), entry.nbytes
+    while left:
+        if not (part := file.read(min(_PIECE, left))):
+            raise CheckpointCorrupt(f"{path} is truncated: {key} lacks {left} of {entry.nbytes} bytes")
+        summed.update(part)
+        left -= len(part)
+    return summed.hexdigest()
 
 
 def checked(path: Path, header: Header, about: Mapping[str, Any], sums: Mapping[str, str]) -> None:

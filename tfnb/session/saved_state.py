@@ -16,7 +16,7 @@ import torch
 
 from tfnb.cluster.connected import connected
 from tfnb.errors import InvalidArgument, InvalidType
-from tfnb.graph import Graph, Variable, lazy_memory
+from tfnb.graph import Contents, Graph, Variable, lazy_memory
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import queues_of
@@ -82,17 +82,23 @@ class SavedState:
     def __init__(self, graph: Graph, steps: StepRunner, cluster: Any) -> None:
         self._graph, self._steps, self._cluster = graph, steps, cluster
         self.inputs: Inputs = graph.attached.setdefault("inputs", Inputs())
+        self._hashed: tuple[Contents, str] | None = None
 
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
         """Write it to one file, as of one moment: `Session.save`."""
+        return checkpoint.save(path, *self.unwritten())
+
+    def unwritten(self) -> checkpoint.Unwritten:
+        """What `save` writes, in memory: copies of one moment."""
         moment = self.moment()
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
         for label, (facts, kept) in self.inputs.contents.items():
             if label not in queued:
                 queued[label], tensors = facts, tensors | kept
-        hashed = graph_hash(self._graph.contents)
-        about = {"graph": self._graph.name, "graph_hash": hashed, **moment.positions, "queues": queued}
-        return checkpoint.save(path, moment.values, about, tensors)
+        if self._hashed is None or self._hashed[0] is not self._graph.contents:
+            self._hashed = self._graph.contents, graph_hash(self._graph.contents)
+        about = {"graph": self._graph.name, "graph_hash": self._hashed[1], **moment.positions, "queues": queued}
+        return checkpoint.Unwritten(moment.values, about, tensors)
 
     def moment(self) -> Moment:
         """Copies of all that `save` writes, of one moment."""

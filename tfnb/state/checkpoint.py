@@ -12,17 +12,35 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound
 from tfnb.graph import Spec
-from tfnb.graph.tensor_files import read_tensors, write_tensors
+from tfnb.graph.tensor_files import read_tensors, verified_facts, write_tensors
 from tfnb.state import param_groups
 
 FORMAT, VERSION = "tfnb-variables", 1
 _FEW = 12  # keys of a file that an error tells
+
+
+class Unwritten(NamedTuple):
+    """A checkpoint in memory: what `save` takes. Its tensors are copies, so that it can be written at any time."""
+
+    variables: Mapping[str, torch.Tensor]
+    meta: Mapping[str, Any]
+    more: Mapping[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for group in (self.variables, self.more) for tensor in group.values())
+
+    @property
+    def steps(self) -> int:
+        """Steps of the training that is not at its end; 0 without one."""
+        return self.meta["training"]["steps"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +94,15 @@ def load(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, 
     tensors, about, digest = read_tensors(Path(path), of_others=True)
     if not digest:
         return tensors, {}
+    return tensors, _meta(path, about)
+
+
+def verified(path: str | PathLike[str]) -> dict[str, Any]:
+    """The ``meta`` of a file of ours, after all bytes were compared with their digests; raises as `load`."""
+    return _meta(path, verified_facts(Path(path)))
+
+
+def _meta(path: str | PathLike[str], about: Mapping[str, Any]) -> dict[str, Any]:
     if about.get("format") != FORMAT or about.get("version") != VERSION:
         found = f"{about.get('format')} version {about.get('version')}"
         raise CheckpointIncompatible(f"{path} is {found}; expected {FORMAT} version {VERSION}")
@@ -83,7 +110,7 @@ def load(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, 
     if not isinstance(meta, dict):
         raise CheckpointCorrupt(f"{path} has damaged facts: they are {type(meta).__name__}, not an object")
     ensure_told(meta)
-    return tensors, meta
+    return meta
 
 
 def ensure_told(about: Mapping[str, Any]) -> None:

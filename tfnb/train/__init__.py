@@ -2,7 +2,7 @@
 
 `optimizer` is what every optimizer does. `update_rules` defines each of torch once; `ftrl` and `lbfgs` are user code.
 `from_torch` gives a torch optimizer its rule, over torch's own state. `schedules` are rates that steps change, and
-`averages` follow variables. `batches`, `metrics`, `callbacks` and `modes` are for loops.
+`averages` follow variables. `saver` keeps checkpoints. `batches`, `metrics`, `callbacks` and `modes` are for loops.
 """
 
 from tfnb.train.averages import ExponentialMovingAverage
@@ -12,6 +12,7 @@ from tfnb.train.ftrl import Ftrl
 from tfnb.train.lbfgs import LBFGS
 from tfnb.train.modes import SyncReplicas
 from tfnb.train.optimizer import Optimizer
+from tfnb.train.saver import Saver
 from tfnb.train.schedules import (
     cosine_decay,
     exponential_decay,
@@ -25,7 +26,7 @@ from tfnb.train.update_rules import SGD, Adadelta, Adagrad, Adam, AdamW, LazyAda
 
 __all__ = [
     "LBFGS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "EarlyStopping", "ExponentialMovingAverage", "Ftrl",
-    "LazyAdam", "Momentum", "Nesterov", "Optimizer", "Progress", "RMSProp", "SyncReplicas", "cosine_decay",
+    "LazyAdam", "Momentum", "Nesterov", "Optimizer", "Progress", "RMSProp", "Saver", "SyncReplicas", "cosine_decay",
     "exponential_decay", "from_torch", "inverse_time_decay", "natural_exp_decay", "piecewise_constant",
     "polynomial_decay", "warmup",
 ]  # fmt: skip
