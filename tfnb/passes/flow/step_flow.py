@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -24,8 +24,8 @@ class StepFlow:
     """A step as dataflow.
 
     graph: what was lowered. feeds: where the fed values are. ends: what is wanted of each fetch, then the values that
-    are written, in the order of ``written``. parts: one for each place, or one for all. updates: numbers of the ops that
-    the commit does in the memory of Variables.
+    are written, in the order of ``written``. parts: one for each place, or one for all. updates: numbers of the ops
+    that the commit does in the memory of Variables.
     """
 
     step: StepGraph
@@ -134,4 +134,12 @@ def _ends(step: StepGraph, flow: Flow, places: Sequence[Place | None]) -> Iterat
         if step.whole.contents.by_id[value.node].outputs:
             yield End(flow.ports[value], (), at)
         else:
-            yield End(None, flow.done[value.node], at)
+            yield End(None, tuple(_members(flow, flow.done[value.node])), at)
+
+
+def _members(flow: Flow, ports: Iterable[Port]) -> Iterator[Port]:
+    """The ports, with those that groups wait for in place of the groups."""
+    for port in ports:
+        op = flow.ops[port.op]
+        is_group = op.kind == frames.NODE and op.node is not None and op.node.op == "tfnb.group"
+        yield from _members(flow, op.sources) if is_group else (port,)
