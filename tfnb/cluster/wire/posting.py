@@ -26,6 +26,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from tfnb.cluster.wire import envelope
@@ -82,8 +83,10 @@ def written(
     >>> reader.feed(written(3, 8, (), None, (4, 1))[0])
     [Post(round=3, edge=8, tag=(), value=None, dead=(4, 1), nbytes=0)]
     """
-    if dead is None and type(value) is torch.Tensor and (whole := _at_once(round, edge, tag, value)) is not None:
-        return [whole]
+    if dead is None and type(value) is torch.Tensor:
+        plain = _plain(round, edge, tag, value, loans)
+        if plain is not None:
+            return plain
     code, behind = 0, b""
     sizes: tuple[int, ...] = ()
     flat: memoryview | None = None
@@ -117,22 +120,23 @@ def written(
     return [head + flat] if flat.nbytes <= TOGETHER else [head, flat]
 
 
-def _at_once(round: int, edge: int, tag: Tag, value: torch.Tensor) -> bytes | None:
-    """The bytes of a small tensor that numpy takes as it is, for which nothing else has to be looked at."""
+def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoans | None) -> list[Buffer] | None:
+    """The bytes of a tensor that numpy takes as it is, and that is not lent: nothing else has to be looked at."""
     code = _CODES.get(value.dtype)
-    if code is None or len(tag) > TAG_CAP:
+    if code is None or len(tag) > TAG_CAP or not IS_LITTLE:
         return None
     try:
         array = value.numpy()
         nbytes, sizes = array.nbytes, array.shape
-        if nbytes > TOGETHER or len(sizes) > DIMS_CAP or not IS_LITTLE:
+        is_lent = loans is not None and nbytes > LEND
+        if len(sizes) > DIMS_CAP or is_lent or (nbytes > TOGETHER and not array.flags.c_contiguous):
             return None
         count = len(tag) + len(sizes)
         head = _HEADS[count].pack(8 * count + nbytes, round, edge, _TENSOR, len(tag), code, len(sizes), *tag, *sizes)
     except (TypeError, RuntimeError, struct.error):  # another way takes it, or says why not
         return None
     MOVED["sockets"] += nbytes
-    return head + array.tobytes()
+    return [head + array.tobytes()] if nbytes <= TOGETHER else [head, memoryview(array).cast("B")]
 
 
 def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[int, ...], bytes, memoryview | None]:
@@ -251,8 +255,7 @@ class Reader:
 
     def _begin(self, head: _Head, start: int) -> int:
         """A large tensor, whose memory takes what has come of it; no page of the rest is the process's own yet."""
-        flat = memory(head.nbytes)
-        view = flat.numpy().data
+        view = (np.empty(head.nbytes, np.uint8) if head.nbytes <= LEND else memory(head.nbytes).numpy()).data
         have = min(head.nbytes, self._filled - start)
         view[:have] = self._view[start : start + have]
         self._large, self._rest = (head, view), view[have:]
