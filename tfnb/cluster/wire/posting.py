@@ -38,7 +38,7 @@ from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted
 from tfnb.state.store import memory
 
 TAG_CAP, DIMS_CAP = 64, 16
-LEND = 256 << 10  # bytes: larger tensors are lent where both ends share memory; smaller ones are quicker by the socket
+LEND = 512 << 10  # bytes: larger tensors are lent where both ends share memory; smaller ones are quicker by the socket
 TOGETHER = 8 << 10  # bytes: tensors up to here are copied behind their header, larger ones are a buffer of their own
 BUFFER = 32 << 10  # bytes that a reader takes at once; longer messages go straight into their tensor
 PIECE = 64 << 10  # bytes that an encrypted socket is given at once
