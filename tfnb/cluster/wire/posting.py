@@ -136,7 +136,7 @@ def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoan
     except (TypeError, RuntimeError, struct.error):  # another way takes it, or says why not
         return None
     MOVED["sockets"] += nbytes
-    return [head + array.tobytes()] if nbytes <= TOGETHER else [head, memoryview(array).cast("B")]
+    return [head + array.tobytes()] if nbytes <= TOGETHER else [head, array.data.cast("B")]
 
 
 def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[int, ...], bytes, memoryview | None]:
