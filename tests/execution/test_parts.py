@@ -80,6 +80,75 @@ def test_a_model_over_two_tasks_trains_bit_for_bit() -> None:
     assert not torch.equal(whole[0], whole[3])  # it learned
 
 
+OPTIMIZERS = {
+    "sgd": lambda: tfnb.train.SGD(0.1), "momentum": lambda: tfnb.train.SGD(0.1, momentum=0.9),
+    "adam": lambda: tfnb.train.Adam(0.1),
+}  # fmt: skip
+
+
+def wide(optimizer: str) -> tuple[tfnb.Graph, Any, Any]:
+    """A step whose first gradient is a product that is not made: graph, feed, fetches."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(512, 256), torch.nn.Linear(256, 3)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 512), shape=("B", 512), name="x")
+        with on(0):
+            h = torch.relu(first(x))
+        with on(1):
+            loss = second(h).square().mean()
+        step = OPTIMIZERS[optimizer]().minimize(loss)
+    return g, x, [loss, step]
+
+
+@pytest.mark.parametrize("executor", ["parts", "dataflow"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_updates_are_committed_where_their_variables_lie(optimizer: str, executor: str) -> None:
+    found = {}
+    for how in ("auto", executor):
+        g, x, fetches = wide(optimizer)
+        variables = g.contents.variables.values()
+        session = tfnb.Session(g, compile="off", executor=how)
+        losses = [session.run(fetches, {x: torch.linspace(-1, 1, 512 * n).reshape(n, 512)})[0] for n in (4, 5, 4)]
+        found[how] = [*losses, *(variable.value() for variable in variables)]
+        if how != "auto":
+            code, lain = session._prepare(fetches, (x,)).code.program, [v.storage for v in variables]
+            _, pending = code.compute([torch.ones(4, 512)], [v.storage for v in code.variables])
+            written = {id(tensor) for update in pending.updates for row in update.rows for tensor in row}
+            assert written >= set(map(id, lain)) and not pending.targets
+            torch.testing.assert_close([v.value() for v in variables], found[how][3:], rtol=0, atol=0)
+    torch.testing.assert_close(found["auto"], found[executor], rtol=0, atol=0)
+
+
+def test_a_write_of_rows_that_are_not_there_writes_nothing() -> None:
+    table, other = torch.zeros(3, 2), torch.zeros(2)
+    module = torch.nn.Module()
+    module.register_buffer("table", table)
+    module.register_buffer("other", other)
+    with tfnb.record() as g:
+        at = tfnb.placeholder(torch.tensor([0]), shape=("n",), name="at")
+        with on(0):
+            row = module.other + 1.0
+        with on(1):
+            module.table.index_add_(0, at, row.expand(at.shape[0], 2))
+        module.other.copy_(row)
+        writes = tfnb.effects()
+    session = tfnb.Session(g, compile="off", executor="parts")
+    session.run(writes, {at: torch.tensor([2, 0])})
+    assert (table.tolist(), other.tolist()) == ([[1, 1], [0, 0], [1, 1]], [1, 1])
+    with pytest.raises(InvalidArgument, match="index 3 is out of bounds"):
+        session.run(writes, {at: torch.tensor([0, 3])})
+    assert (table.tolist(), other.tolist()) == ([[1, 1], [0, 0], [1, 1]], [1, 1])
+    code = session._prepare(writes, (at,)).code.program
+    _, pending = code.compute([torch.tensor([1])], [v.storage for v in code.variables])
+    assert [len(update.rows) for update in pending.updates] == [1] and len(pending.targets) == 1
+
+
+def test_what_only_has_to_be_done_does_not_cross() -> None:
+    g, x, fetches = wide("adam")
+    first, second = program(g, fetches, {x: 0}).parts
+    assert [edge.kind for part in (first, second) for edge in part.sends] == [Kind.VALUE, Kind.VALUE]
+
+
 def test_each_value_crosses_once_for_each_destination() -> None:
     g, x, y, fetches = trained()
     parts = program(g, fetches, {x: 0, y: 0}).parts

@@ -58,7 +58,7 @@ class Serving:
         receive: Receive | None = None,
     ) -> None:  # fmt: skip
         self._cores, self._carry, self._budget, self._receive = cores, carry, budget, receive
-        self._hosted: set[Hosted] = set()
+        self._hosted: dict[Hosted, int] = {}  # and what the selector waits for
         self._tickets = itertools.count()
         self._replies: dict[int, Callable[[Answer], None]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -112,7 +112,7 @@ class Serving:
 
     def host(self, end: Hosted) -> None:
         """Serve one end of a connection from now on, until it is over."""
-        self._hosted.add(end)  # first: a thread that ends drops it
+        self._hosted.setdefault(end, 0)  # first: a thread that ends drops it
         self._post(partial(self._look, end))
         if not self._thread.is_alive():
             self._drop(end, Broken("the task ends"))
@@ -347,25 +347,27 @@ class Serving:
             return
         self._connections.discard(one)
         self._selector.unregister(one.socket)
-        self._hosted.add(end)
+        self._hosted[end] = 0
         self._look(end)
 
     # -- what is hosted ---------------------------------------------------------------------------------------------
 
     def _look(self, end: Hosted) -> None:
         """Wait for what it waits for."""
-        if end not in self._hosted:
+        before = self._hosted.get(end)
+        if before is None:
             return
         try:
             events = end.events()
-            found = self._selector.get_map().get(end.sock)
-            if found is None:
-                if events:
-                    self._selector.register(end.sock, events, partial(self._ready, end))
+            if events == before:
+                return
+            self._hosted[end] = events
+            if not before:
+                self._selector.register(end.sock, events, partial(self._ready, end))
             elif not events:
                 self._selector.unregister(end.sock)
-            elif found.events != events:
-                self._selector.modify(end.sock, events, found.data)
+            else:
+                self._selector.modify(end.sock, events, partial(self._ready, end))
         except (OSError, ValueError) as error:
             self._drop(end, error)
 
@@ -383,7 +385,7 @@ class Serving:
 
     def _drop(self, end: Hosted, error: Exception) -> None:
         if end in self._hosted:
-            self._hosted.discard(end)
+            del self._hosted[end]
             with suppress(KeyError, ValueError):  # it waits for nothing
                 self._selector.unregister(end.sock)
         end.over(error)

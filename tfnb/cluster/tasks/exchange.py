@@ -134,22 +134,27 @@ class Exchange:
                 if type(effect) is meeting.Fail and (failed := self._failed.pop(effect.round, None)) is not None:
                     failures.append((failed, effect.cause))
         for effect in effects:
-            match effect:
-                case meeting.Deliver(receive, value, dead):
-                    try:
-                        receive(value, dead)
-                    except Exception:
-                        log.exception("a value from another task")
-                case meeting.Pause(sender):
-                    self._settle(sender)
-                    self._soon(self._loop.call_later, meeting.PATIENCE + LOOK, self._on, meeting.Tick())
-                case meeting.Resume(sender):
-                    self._settle(sender)
-                case meeting.Leftover(number, keys):
-                    named = ", ".join(f"edge {edge} tag {tag}" for edge, tag in keys[:LEFT])
-                    log.warning("%s: round %d left %d values over: %s", self.name, number, len(keys), named)
+            if type(effect) is meeting.Deliver:
+                try:
+                    effect.receive(effect.value, effect.dead)
+                except Exception:
+                    log.exception("a value from another task")
+            else:
+                self._do(effect)
         for failed, cause in failures:
             failed(cause)
+
+    def _do(self, effect: Effect) -> None:
+        """What is to be done now and then."""
+        match effect:
+            case meeting.Pause(sender):
+                self._settle(sender)
+                self._soon(self._loop.call_later, meeting.PATIENCE + LOOK, self._on, meeting.Tick())
+            case meeting.Resume(sender):
+                self._settle(sender)
+            case meeting.Leftover(number, keys):
+                named = ", ".join(f"edge {edge} tag {tag}" for edge, tag in keys[:LEFT])
+                log.warning("%s: round %d left %d values over: %s", self.name, number, len(keys), named)
 
     def _settle(self, sender: int) -> None:
         """Read the connections of a sender, or pause them, as the meeting says now."""

@@ -178,9 +178,9 @@ class Meeting:
         """What is to be done about an event."""
         match event:
             case Came():
-                return list(self._came(event, now))
+                return self._came(event, now)
             case Want():
-                return list(self._want(event))
+                return self._want(event)
             case Begin(number, senders):
                 return list(self._begin(number, senders, now))
             case Abort():
@@ -198,13 +198,13 @@ class Meeting:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def _came(self, message: Came, now: float) -> Iterator[Effect]:
+    def _came(self, message: Came, now: float) -> list[Effect]:
         number = message.round
         one = self._rounds.get(number)
         if one is None:
             if self.is_over(number):
                 self.counts["stale"] += 1
-                return
+                return []
             one = self._rounds[number] = _Round()
         if one.cause is not None:
             self.counts["poisoned"] += 1
@@ -213,36 +213,37 @@ class Meeting:
             self.early += message.nbytes + MESSAGE
             if self.early > self._budget and message.sender not in self.paused:
                 self.paused[message.sender] = now + PATIENCE
-                yield Pause(message.sender)
+                return [Pause(message.sender)]
         elif message.sender not in one.senders:
             self.counts["fenced"] += 1
         else:
-            yield from self._meet(number, one, message)
+            return self._meet(number, one, message)
+        return []
 
-    def _meet(self, number: int, one: _Round, message: Came) -> Iterator[Effect]:
+    def _meet(self, number: int, one: _Round, message: Came) -> list[Effect]:
         key = message.edge, message.tag
         receive = one.wants.pop(key, None)
         if receive is not None:
             _remember(one, key)
-            yield Deliver(receive, message.value, message.dead)
-        elif key in one.values or key in one.delivered:
-            yield from self._twice(number, one, key, "came")
-        else:
-            one.values[key] = message
+            return [Deliver(receive, message.value, message.dead)]
+        if key in one.values or key in one.delivered:
+            return list(self._twice(number, one, key, "came"))
+        one.values[key] = message
+        return []
 
-    def _want(self, want: Want) -> Iterator[Effect]:
+    def _want(self, want: Want) -> list[Effect]:
         one, key = self._rounds.get(want.round), (want.edge, want.tag)
         if one is None or one.cause is not None:
             self.counts["stale" if one is None else "poisoned"] += 1
-            return
+            return []
         message = one.values.pop(key, None)
         if message is not None:
             _remember(one, key)
-            yield Deliver(want.receive, message.value, message.dead)
-        elif key in one.wants or key in one.delivered:
-            yield from self._twice(want.round, one, key, "was wanted")
-        else:
-            one.wants[key] = want.receive
+            return [Deliver(want.receive, message.value, message.dead)]
+        if key in one.wants or key in one.delivered:
+            return list(self._twice(want.round, one, key, "was wanted"))
+        one.wants[key] = want.receive
+        return []
 
     def _twice(self, number: int, one: _Round, key: tuple[int, Tag], what: str) -> Iterator[Effect]:
         edge, tag = key

@@ -58,6 +58,7 @@ DTYPES = tuple(_TAGS.values())
 _TAG_OF = {dtype: tag for tag, dtype in _TAGS.items()}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16}  # of dtypes that numpy lacks
 _OF_NUMPY = frozenset(dtype for tag, dtype in _TAGS.items() if tag != "bf16" and not tag.startswith("f8"))
+_KINDS = {dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in _OF_NUMPY} if sys.byteorder == "little" else {}
 _NOTHING = memoryview(b"")
 _WRITTEN = json.JSONEncoder(allow_nan=False, separators=(",", ":"), check_circular=False)
 
@@ -453,6 +454,11 @@ def tensor_of(data: bytearray | memoryview, dtype: torch.dtype, shape: Sequence[
     >>> tensor_of(bytearray(bytes_of(torch.tensor([[1, 2]]), 0)), torch.int64, (1, 2))
     tensor([[1, 2]])
     """
+    kind = _KINDS.get(dtype)
+    if kind is not None:  # no op of torch, each of which costs as much as all of this
+        found = torch.from_numpy(np.ndarray(shape, kind, data))
+        if not found.data_ptr() % 16:
+            return found
     raw = torch.frombuffer(data, dtype=dtype)
     if raw.data_ptr() % 16:
         raw = raw.clone()

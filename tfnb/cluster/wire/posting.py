@@ -17,13 +17,16 @@ import selectors
 import socket
 import ssl
 import struct
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from tfnb.cluster.wire import envelope
@@ -35,7 +38,7 @@ from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted
 from tfnb.state.store import memory
 
 TAG_CAP, DIMS_CAP = 64, 16
-LEND = 256 << 10  # bytes: larger tensors are lent where both ends share memory; smaller ones are quicker by the socket
+LEND = 512 << 10  # bytes: larger tensors are lent where both ends share memory; smaller ones are quicker by the socket
 TOGETHER = 8 << 10  # bytes: tensors up to here are copied behind their header, larger ones are a buffer of their own
 BUFFER = 32 << 10  # bytes that a reader takes at once; longer messages go straight into their tensor
 PIECE = 64 << 10  # bytes that an encrypted socket is given at once
@@ -46,8 +49,11 @@ _NUMBER, _FLOAT, _DEAD = struct.Struct("<q"), struct.Struct("<d"), struct.Struct
 _LOAN = struct.Struct("<64sqq")  # segment, from which byte on, its word
 _DEADS, _NONE, _INT, _BOOL, _FLOATS, _META, _TENSOR, _LENT = range(8)
 _BODY = {_DEADS: _DEAD.size, _NONE: 0, _INT: 8, _BOOL: 8, _FLOATS: 8, _META: 0, _LENT: _LOAN.size}  # beside the sizes
+_HEADS = [struct.Struct(f"{_HEAD.format}{count}q") for count in range(TAG_CAP + DIMS_CAP + 1)]  # and its numbers
+_NUMBERS = [struct.Struct(f"<{count}q") for count in range(TAG_CAP + DIMS_CAP + 1)]
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _LARGEST = 1 << 62
+IS_LITTLE = sys.byteorder == "little"
 
 
 class Post(NamedTuple):
@@ -77,6 +83,10 @@ def written(
     >>> reader.feed(written(3, 8, (), None, (4, 1))[0])
     [Post(round=3, edge=8, tag=(), value=None, dead=(4, 1), nbytes=0)]
     """
+    if dead is None and type(value) is torch.Tensor:
+        plain = _plain(round, edge, tag, value, loans)
+        if plain is not None:
+            return plain
     code, behind = 0, b""
     sizes: tuple[int, ...] = ()
     flat: memoryview | None = None
@@ -108,6 +118,25 @@ def written(
     if flat is None or not flat.nbytes:
         return [head]
     return [head + flat] if flat.nbytes <= TOGETHER else [head, flat]
+
+
+def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoans | None) -> list[Buffer] | None:
+    """The bytes of a tensor that numpy takes as it is, and that is not lent: nothing else has to be looked at."""
+    code = _CODES.get(value.dtype)
+    if code is None or len(tag) > TAG_CAP or not IS_LITTLE:
+        return None
+    try:
+        array = value.numpy()
+        nbytes, sizes = array.nbytes, array.shape
+        is_lent = loans is not None and nbytes > LEND
+        if len(sizes) > DIMS_CAP or is_lent or (nbytes > TOGETHER and not array.flags.c_contiguous):
+            return None
+        count = len(tag) + len(sizes)
+        head = _HEADS[count].pack(8 * count + nbytes, round, edge, _TENSOR, len(tag), code, len(sizes), *tag, *sizes)
+    except (TypeError, RuntimeError, struct.error):  # another way takes it, or says why not
+        return None
+    MOVED["sockets"] += nbytes
+    return [head + array.tobytes()] if nbytes <= TOGETHER else [head, array.data.cast("B")]
 
 
 def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[int, ...], bytes, memoryview | None]:
@@ -189,59 +218,44 @@ class Reader:
         self._filled += count
         at = 0
         while (left := self._filled - at) >= _HEAD.size:
-            whole, _, _, kind, tags, _, dims = fields = _HEAD.unpack_from(self._buffer, at)
-            self._check(*fields)
-            behind = at + _HEAD.size
-            numbers = 8 * (tags + dims)
-            if left < _HEAD.size + numbers + _BODY.get(kind, 0):
+            whole, number, edge, kind, tags, code, dims = _HEAD.unpack_from(self._buffer, at)
+            least, body = _least(kind, tags, code, dims), at + _HEAD.size
+            self._check(whole, kind, least)
+            if left < _HEAD.size + least:
                 break
-            head = self._head(fields, struct.unpack_from(f"<{tags + dims}q", self._buffer, behind))
+            numbers = _NUMBERS[tags + dims].unpack_from(self._buffer, body)
+            body += 8 * len(numbers)
+            sizes, dtype = numbers[tags:], DTYPES[code]
+            nbytes = _nbytes(kind, dtype, sizes)
+            if kind == _TENSOR and nbytes != whole - least:
+                _broken(f"sizes {sizes} of {dtype} are {nbytes} bytes, the header says {whole - least}")
+            if nbytes > self._budget:
+                raise ResourceExhausted(f"bytes of a tensor: asked {nbytes}, used 0, limit {self._budget}")
+            head = _Head(number, edge, kind, numbers[:tags], dtype, sizes, nbytes)
             if kind == _TENSOR and _HEAD.size + whole > BUFFER:
-                at = self._begin(head, behind + numbers)
+                at = self._begin(head, body)
                 break
             if left < _HEAD.size + whole:
                 break
-            found.append(self._small(head, behind + numbers))
-            at = behind + whole
+            found.append(self._small(head, body))
+            at += _HEAD.size + whole
         if at:
             left = self._filled - at
-            self._buffer[:left] = self._buffer[at : self._filled]
+            if left:
+                self._buffer[:left] = self._buffer[at : self._filled]
             self._filled = left
         return found
 
-    def _check(self, whole: int, _round: int, _edge: int, kind: int, tags: int, code: int, dims: int) -> None:
-        """The numbers of a header that were read before anything behind it is."""
-        is_tensor = kind in (_META, _TENSOR, _LENT)
-        if (
-            kind > _LENT
-            or tags > TAG_CAP
-            or dims > DIMS_CAP
-            or code >= len(DTYPES)
-            or ((dims or code) and not is_tensor)
-        ):
-            _broken(f"kind {kind}, {tags} numbers of a tag, dtype {code}, {dims} dimensions")
-        least = 8 * (tags + dims) + _BODY.get(kind, 0)
+    def _check(self, whole: int, kind: int, least: int) -> None:
+        """The bytes behind a header, of which ``least`` are no values."""
         if whole < least or (whole > least and kind != _TENSOR):
             _broken(f"{whole} bytes behind a header of kind {kind}, which has {least}")
         if whole - least > self._budget:
             raise ResourceExhausted(f"bytes of a tensor: asked {whole - least}, used 0, limit {self._budget}")
 
-    def _head(self, fields: tuple[int, ...], numbers: tuple[int, ...]) -> _Head:
-        whole, number, edge, kind, tags, code, _ = fields
-        tag, sizes, dtype = numbers[:tags], numbers[tags:], DTYPES[code]
-        nbytes = math.prod(sizes) * dtype.itemsize
-        if any(n < 0 for n in sizes) or math.prod(n or 1 for n in sizes) * dtype.itemsize >= _LARGEST:
-            _broken(f"sizes {sizes}")
-        if kind == _TENSOR and nbytes != whole - 8 * len(numbers):
-            _broken(f"sizes {sizes} of {dtype} are {nbytes} bytes, the header says {whole - 8 * len(numbers)}")
-        if kind == _LENT and nbytes > self._budget:
-            raise ResourceExhausted(f"bytes of a tensor: asked {nbytes}, used 0, limit {self._budget}")
-        return _Head(number, edge, kind, tag, dtype, sizes, nbytes if kind in (_TENSOR, _LENT) else 0)
-
     def _begin(self, head: _Head, start: int) -> int:
         """A large tensor, whose memory takes what has come of it; no page of the rest is the process's own yet."""
-        flat = memory(head.nbytes)
-        view = flat.numpy().data
+        view = (np.empty(head.nbytes, np.uint8) if head.nbytes <= LEND else memory(head.nbytes).numpy()).data
         have = min(head.nbytes, self._filled - start)
         view[:have] = self._view[start : start + have]
         self._large, self._rest = (head, view), view[have:]
@@ -270,6 +284,23 @@ class Reader:
             return _post(head, None)
         (number,) = (_FLOAT if kind == _FLOATS else _NUMBER).unpack_from(buffer, at)
         return _post(head, number != 0 if kind == _BOOL else number)
+
+
+@lru_cache(1024)
+def _least(kind: int, tags: int, code: int, dims: int) -> int:
+    """The bytes behind a header of these numbers that are no values; they are proved before what lies there is read."""
+    is_tensor = kind in (_META, _TENSOR, _LENT)
+    if kind > _LENT or tags > TAG_CAP or dims > DIMS_CAP or code >= len(DTYPES) or ((dims or code) and not is_tensor):
+        _broken(f"kind {kind}, {tags} numbers of a tag, dtype {code}, {dims} dimensions")
+    return 8 * (tags + dims) + _BODY.get(kind, 0)
+
+
+@lru_cache(1024)
+def _nbytes(kind: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
+    """The bytes of a tensor; of a meta tensor none."""
+    if any(n < 0 for n in sizes) or math.prod(n or 1 for n in sizes) * dtype.itemsize >= _LARGEST:
+        _broken(f"sizes {sizes}")
+    return math.prod(sizes) * dtype.itemsize if kind in (_TENSOR, _LENT) else 0
 
 
 def _post(head: _Head, value: Any, dead: Any = None) -> Post:
@@ -354,7 +385,12 @@ class Sender:
             count = 0
             if not self._kept and self._error is None:
                 try:
-                    count = self.sock.send(buffers[0]) if len(buffers) == 1 else self.sock.sendmsg(buffers[:BUFFERS])
+                    if len(buffers) == 1:
+                        count = self.sock.send(buffers[0])
+                        if count == len(buffers[0]):
+                            return False
+                    else:
+                        count = self.sock.sendmsg(buffers[:BUFFERS])
                 except BlockingIOError:
                     pass
                 except OSError as error:

@@ -17,22 +17,24 @@ import torch
 
 from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.execution import heap
-from tfnb.execution.commit import Pending, commit
-from tfnb.execution.dataflow.flow_calls import node_of
+from tfnb.execution.commit import Pending, Update, commit
+from tfnb.execution.dataflow.flow_calls import UpdateRow, node_of
 from tfnb.execution.dataflow.machine import ACKNOWLEDGE, Acknowledged, Dead, Machine, Peers, Step, Task
 from tfnb.execution.dataflow.pool import Lanes
 from tfnb.execution.dataflow.templates import Plan, Planner
 from tfnb.execution.lowering.lower import lower_step
-from tfnb.execution.lowering.program import Program, accesses
+from tfnb.execution.lowering.program import Program, accesses, ensure_there
 from tfnb.execution.running import Stop, unstoppable
 from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.graph.variable_locks import LOCKS, Cut
+from tfnb.kernels.row_writes import WRITES as ROWS
 from tfnb.memory import LAST
 from tfnb.passes import StepGraph
 from tfnb.passes.flow.cut import Part
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.step_flow import StepFlow, Wanted, as_one, in_parts
+from tfnb.passes.in_place_commit import IN_PLACE, written
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
@@ -319,7 +321,7 @@ class Dataflow:
             return by_id[value.node].outputs[value.index]
 
         self.parts: tuple[Part, ...] = tuple(part for part in found.parts if here in (None, part.place))
-        self.plans = [Planner(part, spec, graph.seed).plan(found.feeds) for part in self.parts]
+        self.plans = [Planner(part, spec, graph.seed, found.updates).plan(found.feeds) for part in self.parts]
         self.writes: tuple[Variable, ...] = found.written
         read = (variable for plan in self.plans for variable in plan.storages)
         self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*read, *self.writes)))
@@ -353,10 +355,34 @@ class Dataflow:
         assert here is None or here.is_empty
         self._ensure_live(found)
         borrowed = Borrowed([*kept, *driver.put])
-        results = [borrowed.own(value) for value in found]
-        targets = [live[variable] for variable in self.writes]
         count = len(self.fetches)
-        return results[:count], Pending(targets, results[count:], [], self.writes, queued=driver.queues)
+        pending = self._pending(found[count:], live, borrowed)
+        pending.queued = driver.queues
+        return [borrowed.own(value) for value in found[:count]], pending
+
+    def _pending(self, found: Sequence[Any], live: Mapping[Variable, torch.Tensor], borrowed: Borrowed) -> Pending:
+        """What is to be written of what was found for the written Variables."""
+        pending = Pending([], [], [], self.writes)
+        rows: dict[UpdateRow, list[Any]] = {}
+        kinds: dict[tuple[str, str], Update] = {}
+        for end, variable, value in zip(self.found.ends[len(self.fetches) :], self.writes, found, strict=True):
+            if not isinstance(value, UpdateRow):
+                pending.targets.append(live[variable])
+                pending.values.append(borrowed.own(value))
+                continue
+            node, state = value.node, written(value.node)
+            row = rows.get(value)
+            if row is None:
+                row = [x if at in state else borrowed.own(x) for at, x in enumerate(value.inputs)]
+                if node.op in ROWS:
+                    ensure_there(node, row[1])
+                rows[value] = row
+                alike = kinds.setdefault(value.kernel, Update(IN_PLACE[node.op], [], value.settings))
+                alike.rows.append(row)
+            assert end.port is not None
+            row[state[end.port.index]] = live[variable]
+        pending.updates += kinds.values()
+        return pending
 
     @staticmethod
     def _start(

@@ -18,6 +18,7 @@ from tfnb.kernels.rows import row_at
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import Kind
 from tfnb.passes.flow.frames import Op
+from tfnb.passes.in_place_commit import settings
 from tfnb.recording.values.interpret import absent, held, sizes_hold
 
 Sizes = Callable[[Sequence[torch.Tensor]], dict[str, int]]
@@ -137,6 +138,25 @@ def guarding(node: Node) -> Callable[..., Any]:
 def nothing() -> tuple[None]:
     """The call of an op that others only wait for."""
     return (None,)
+
+
+class UpdateRow:
+    """An update that the commit does in the memory of Variables, in place of each of its results.
+
+    inputs: of its node. kernel: what alike updates have alike, for one call of all of them.
+    """
+
+    __slots__ = ("inputs", "kernel", "node", "settings")
+
+    def __init__(self, node: Node, settings: dict[str, Any], kernel: tuple[str, str], inputs: tuple[Any, ...]) -> None:
+        self.node, self.settings, self.kernel, self.inputs = node, settings, kernel, inputs
+
+
+def left_to_commit(node: Node) -> Callable[..., Any]:
+    """The call of an update that the commit does; its last output is that it is done."""
+    own, count = settings(node), len(node.outputs)
+    kernel = node.op, repr(sorted(own.items()))
+    return lambda *inputs: (*[UpdateRow(node, own, kernel, inputs)] * count, None)
 
 
 def ended(forward: Callable[..., Any]) -> Callable[..., Any]:

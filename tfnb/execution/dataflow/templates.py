@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tfnb.execution.dataflow.flow_calls import CALLS, SENDS, ended, guarding, node_of, nothing, sizes_of
+from tfnb.execution.dataflow.flow_calls import CALLS, SENDS, ended, guarding, left_to_commit, node_of, nothing, sizes_of
 from tfnb.execution.dataflow.machine import (
     CALL,
     EMPTY,
@@ -70,10 +70,12 @@ class Plan:
 
 
 class Planner:
-    """One plan under construction. spec: of the root's values, fed ones included."""
+    """One plan under construction. spec: of the root's values, fed ones included. updates: what the commit does."""
 
-    def __init__(self, part: Part, spec: Callable[[Value], Spec], seed: int) -> None:
-        self.part, self.flow, self.root_spec, self.seed = part, part.flow, spec, seed
+    def __init__(
+        self, part: Part, spec: Callable[[Value], Spec], seed: int, updates: frozenset[int] = frozenset()
+    ) -> None:
+        self.part, self.flow, self.root_spec, self.seed, self.updates = part, part.flow, spec, seed, updates
         self.is_cut = bool(part.sends or part.receives)
         self.templates = [
             Template(frame.parallel, number, part.place.number) for number, frame in enumerate(self.flow.frames)
@@ -170,7 +172,7 @@ class Planner:
         groups: dict[Any, list[int]] = {}
         for number in kept:
             op = self.flow.ops[number]
-            if op.kind != frames.NODE or node_of(op).op in _APART or frames.uses_queue(op):
+            if not self._is_computed(number):
                 continue
             if self._takes_long(op):
                 groups[number] = [number]
@@ -193,7 +195,7 @@ class Planner:
         groups: dict[Any, list[int]] = {}
         for number in kept:
             op = self.flow.ops[number]
-            if op.kind != frames.NODE or node_of(op).op in _APART or frames.uses_queue(op):
+            if not self._is_computed(number):
                 continue
             mask = 0
             for port in self.sources(op):
@@ -204,6 +206,12 @@ class Planner:
             waits[number] = mask
             groups.setdefault((op.scope, mask), []).append(number)
         return list(groups.values())
+
+    def _is_computed(self, number: int) -> bool:
+        """Whether an op is a node that generated code computes."""
+        op = self.flow.ops[number]
+        is_apart = op.kind != frames.NODE or node_of(op).op in _APART or frames.uses_queue(op)
+        return not is_apart and number not in self.updates
 
     def _is_given(self, port: Port) -> bool:
         """Whether a value is there when the part begins."""
@@ -311,6 +319,8 @@ class Planner:
                 step.outs = [[] for _ in range(outs)]
             elif node.op == "tfnb.guard":
                 step, outs = self._step(CALL, op.frame, guarding(node), inputs, after), 1
+            elif number in self.updates:
+                step, outs = self._step(CALL, op.frame, left_to_commit(node), inputs, after), len(node.outputs) + 1
             else:
                 step, outs = self._step(CALL, op.frame, nothing, [], [*inputs, *after]), 1
         elif op.kind in (frames.FEED, frames.RUN):

@@ -351,7 +351,7 @@ class _Lowering:
         for key in groups:
             for node, inputs in rows[key]:
                 if node.op in ROWS:
-                    within.append((len(out) - len(self.fetches) + 1, _rows(node), node))
+                    within.append((len(out) - len(self.fetches) + 1, node))
                 out += inputs
         self.fx.output(tuple(out))
         assigned = [n.attrs["variable"] for n in self.graph.nodes if n.op == "tfnb.assign"]
@@ -390,11 +390,6 @@ class _Lowering:
         maker = self.graph.contents.by_id.get(value.node)
         maybe = maker is not None and value.index in maker.attrs.get(ops.OPTIONAL, ())
         return self.fx.call_function(_cloned if maybe else aten.clone.default, (at,))
-
-
-def _rows(node: Node) -> int:
-    """How many rows a table has."""
-    return int(node.outputs[0].shape[node.attrs["dim"]])
 
 
 def _cloned(value: torch.Tensor | None) -> torch.Tensor | None:

@@ -44,7 +44,7 @@ class Program:
     n_fetches: int
     copies: tuple[int, ...]  # places in `variables` of the plainly written ones
     updates: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]  # in-place op, settings, row lengths
-    within: tuple[tuple[int, int, Node], ...]  # numbers of rows that the commit writes, by place; of how many; whose
+    within: tuple[tuple[int, Node], ...]  # numbers of rows that the commit writes, by place; whose
     inner: tuple[Program, ...]  # of the subgraphs that loops and branches run
     written: tuple[int, ...]  # of a loop's body: places of the carried values that it writes in place
     donated: Mapping[fx.Node, Donation]  # what writes into its first argument
@@ -97,8 +97,8 @@ class Program:
             if done is not None:
                 done()
             return fetched, _NOTHING
-        for place, count, node in self.within:
-            _ensure_there(node, count, rest[place])
+        for place, node in self.within:
+            ensure_there(node, rest[place])
         targets = [storages[place] for place in self.copies]
         values = list(rest[: len(targets)])
         at, updates = len(targets), []
@@ -225,12 +225,13 @@ def _stored(updates: list[Update], values: list[Any], storages: Mapping[int, tor
     return [updated.get(id(value), value) for value in values]
 
 
-def _ensure_there(node: Node, count: int, rows: Any) -> None:
+def ensure_there(node: Node, rows: Any) -> None:
     """Raise IndexError for a row that a commit could not write: it may not fail."""
+    axis = node.attrs["dim"]
+    count = int(node.outputs[0].shape[axis])
     bad = outside(count, rows)
     if bad is not None:
         name = node.op.split(".")[1]
-        axis = node.attrs["dim"]
         error = IndexError(f"{name}_(): index {bad} is out of bounds for dimension {axis} with size {count}")
         error.node = node  # type: ignore[attr-defined]
         raise error

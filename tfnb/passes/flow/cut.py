@@ -107,12 +107,12 @@ class _Cut:
         self.done: dict[Place, dict[int, Kind]] = {}  # ops at each place; of what is fed, how much
         self.crossing: dict[Place, dict[Port, Kind]] = {}  # what each place receives
         self.todo: list[tuple[Place, Port, Kind]] = []
-        self.of_end = [self._place(end) for end in ends]
+        self.of_end = [self._by_place(end) for end in ends]
         self.effects = self._effects()
 
     def parts(self) -> tuple[Part, ...]:
         """Follow all ends, and make the parts."""
-        for place, end in zip(self.of_end, self.ends, strict=True):
+        for place, end in ((place, end) for ends in self.of_end for place, end in ends.items()):
             self.done.setdefault(place, {})
             self.todo += [(place, end.port, Kind.VALUE)] if end.port is not None else []
             self.todo += [(place, port, Kind.DONE) for port in end.after]
@@ -135,8 +135,16 @@ class _Cut:
             return None  # what gives a row by its number, of a stack
         return self.homes[port.op]
 
+    def _by_place(self, end: End) -> dict[Place, End]:
+        """An end, by the place where it is wanted; what only has to be done is done where it is."""
+        if end.port is not None or end.at is not None or not end.after:
+            return {self._place(end): end}
+        homes: dict[Place, list[Port]] = {}
+        for port in end.after:
+            homes.setdefault(self._home(port), []).append(port)
+        return {place: End(None, tuple(ports)) for place, ports in homes.items()}
+
     def _place(self, end: End) -> Place:
-        """Where an end is wanted."""
         ports = end.after if end.port is None else (end.port, *end.after)
         return end.at or next((home for port in ports if (home := self._only_home(port)) is not None), self.default)
 
@@ -186,8 +194,7 @@ class _Cut:
         own += [self._crossing(RECV, edge, ()) for edge in receives]
         own += [self._crossing(SEND, edge, (edge.port,)) for edge in sends]
         ends = {
-            at: _moved_end(end, moved) for at, (end, of) in enumerate(zip(self.ends, self.of_end, strict=True))
-            if of == place
+            at: _moved_end(ends[place], moved) for at, ends in enumerate(self.of_end) if place in ends
         }  # fmt: skip
         feeds = {number: kind for number, kind in here.items() if flow.ops[number].kind == frames.FEED}
         effects = tuple(n for n in self.effects if self._home(Port(n)) == place)

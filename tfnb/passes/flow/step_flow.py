@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -13,6 +13,7 @@ from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import End, Kind, Part, cut, uncut
 from tfnb.passes.flow.frames import Flow, Port
 from tfnb.passes.flow.places import Place, is_split, requested
+from tfnb.passes.in_place_commit import absorb, in_place_updates
 from tfnb.passes.pipeline import optimized, with_fed
 from tfnb.passes.prune import StepGraph, feed_symbols
 from tfnb.passes.stack import stack
@@ -23,7 +24,8 @@ class StepFlow:
     """A step as dataflow.
 
     graph: what was lowered. feeds: where the fed values are. ends: what is wanted of each fetch, then the values that
-    are written, in the order of ``written``. parts: one for each place, or one for all.
+    are written, in the order of ``written``. parts: one for each place, or one for all. updates: numbers of the ops
+    that the commit does in the memory of Variables.
     """
 
     step: StepGraph
@@ -33,6 +35,7 @@ class StepFlow:
     ends: tuple[End, ...]
     written: tuple[Variable, ...]
     parts: tuple[Part, ...]
+    updates: frozenset[int] = frozenset()
 
     def queue_uses_behind(self, number: int) -> frozenset[int]:
         """The ops of the whole step that use a queue and come after an op, at whatever place."""
@@ -83,7 +86,7 @@ class Wanted:
 
 def as_one(step: StepGraph, native: Callable[[Node], bool]) -> StepFlow:
     """The step as dataflow, in one part. native: whether a loop or branch stays one op."""
-    return _step_flow(step, optimized(step, last=()), native, None, Wanted())
+    return _step_flow(step, optimized(step, last=(absorb,)), native, None, Wanted())
 
 
 def in_parts(step: StepGraph, wanted: Wanted | None = None) -> StepFlow:
@@ -92,7 +95,7 @@ def in_parts(step: StepGraph, wanted: Wanted | None = None) -> StepFlow:
     Products are stacked before, on each place: so all parts give the bits of one part with the same requests.
     """
     wanted = wanted or Wanted()
-    graph = step.graph if wanted.is_optimized else optimized(step, last=(stack,))
+    graph = step.graph if wanted.is_optimized else optimized(step, last=(absorb, stack))
     sites = requested(graph.nodes, wanted.tasks)
 
     def native(node: Node) -> bool:
@@ -120,7 +123,9 @@ def _step_flow(
         written = {}
     ends = (*_ends(step, flow, wanted.places), *(End(port) for port in written.values()))
     parts = (uncut(flow, ends),) if sites is None else cut(flow, ends, sites)
-    return StepFlow(step, graph, flow, tuple(flow.ports[v] for v in step.feeds), ends, tuple(written), parts)
+    fused = in_place_updates(graph, step.fetches, step.feeds) if written else {}
+    updates = frozenset(flow.ports[node.value()].op for node in fused.values())
+    return StepFlow(step, graph, flow, tuple(flow.ports[v] for v in step.feeds), ends, tuple(written), parts, updates)
 
 
 def _ends(step: StepGraph, flow: Flow, places: Sequence[Place | None]) -> Iterator[End]:
@@ -129,4 +134,12 @@ def _ends(step: StepGraph, flow: Flow, places: Sequence[Place | None]) -> Iterat
         if step.whole.contents.by_id[value.node].outputs:
             yield End(flow.ports[value], (), at)
         else:
-            yield End(None, flow.done[value.node], at)
+            yield End(None, tuple(_members(flow, flow.done[value.node])), at)
+
+
+def _members(flow: Flow, ports: Iterable[Port]) -> Iterator[Port]:
+    """The ports, with those that groups wait for in place of the groups."""
+    for port in ports:
+        op = flow.ops[port.op]
+        is_group = op.kind == frames.NODE and op.node is not None and op.node.op == "tfnb.group"
+        yield from _members(flow, op.sources) if is_group else (port,)
