@@ -105,6 +105,9 @@ class Variable:
         if lazy_init or keeps:
             self._start = initial_value
         self.divide(partitions, partition_bytes)
+        recording = current.recording()
+        asked = None if recording is None else recording.tape.marks.device
+        self.request = None if callable(asked) else asked  # a function says where nodes are
         resources.enter(self)
 
     @classmethod
@@ -171,6 +174,7 @@ class Variable:
         self._start = _NONE
         self.partitions: int | str | None = None  # as `divide` says
         self.partition_bytes: int | None = None
+        self.request: str | None = None  # a device, asked for where it was made
 
     def divide(self, partitions: int | str | None = None, partition_bytes: int | None = None) -> None:
         """In how many pieces of rows servers hold it, from the next connection on: as the arguments of a new one.
