@@ -6,6 +6,7 @@ The process that reaches a state kills the victim there and then: nothing is lef
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ AT_TASKS = [
     State("staged", "task", "_stage", is_before=False),
     State("ended", "exchange", "end", is_before=False),
 ]
+MAY_HAVE_ANSWERED = ("the other has computed", "ended")  # then the step needs the victim no more
 
 
 def kill_at(peer: Peer, state: State, victim: int, dask_worker: Any) -> None:
@@ -161,15 +163,16 @@ def test_without_a_successor_there_is_one_typed_error_and_nothing_is_written(
     assert step.run() == 6.0
     other = members(cluster)[1 - who]
     pid = arm(dask, cluster, state, who)
-    if state.name == "ended":  # its answer may have left
-        with suppress(WorkerLost):
-            step.run()
-    else:
-        with pytest.raises(WorkerLost, match=rf"parts on task:0, task:1, and task:{who} is gone; nothing"):
-            step.run()
+    try:
+        assert step.run() == 6.0
+        steps = 2
+    except WorkerLost as error:
+        assert re.search(rf"parts on task:0, task:1, and task:{who} is gone; nothing", str(error))
+        steps = 1
+    assert steps == 1 or state.name in MAY_HAVE_ANSWERED
     until(lambda: is_gone(pid), 20)
     dask.run(heal, other.peer, workers=[other.peer.addr])
-    assert step.steps == 1 or (state.name, step.steps) == ("ended", 2)
+    assert step.steps == steps
     assert_nothing_left(dask)
 
 

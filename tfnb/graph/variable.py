@@ -69,6 +69,7 @@ class Variable:
     _owned: torch.Tensor | None  # what its storage is each time, where that is known
     _start: Any  # the initial value, where it is kept
     spec: Spec
+    request: str | None  # a device, asked for where it was made
 
     def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Variable:
         found = resources.shared(container, shared_name)
@@ -174,7 +175,7 @@ class Variable:
         self._start = _NONE
         self.partitions: int | str | None = None  # as `divide` says
         self.partition_bytes: int | None = None
-        self.request: str | None = None  # a device, asked for where it was made
+        self.request = None
 
     def divide(self, partitions: int | str | None = None, partition_bytes: int | None = None) -> None:
         """In how many pieces of rows servers hold it, from the next connection on: as the arguments of a new one.

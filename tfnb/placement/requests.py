@@ -146,15 +146,16 @@ def shards_asked(
         all_of_it = [wish for variable in group for wish in wishes.get(variable, ())]
         lies = [
             _Wish(piece.shard, f"{variable.name} lies on {server(piece.shard)} already")
-            for variable in group for piece in held.get(variable.key, ()) if all_of_it
+            for variable in group for piece in held.get(variable.key, ())
         ]  # fmt: skip
-        first, *others = [*all_of_it, *lies] or [None]
-        other = next((wish for wish in others if first is not None and wish.shard != first.shard), None)
-        if first is not None and other is not None:
+        if not all_of_it:
+            continue
+        first = all_of_it[0]
+        other = next((wish for wish in (*all_of_it, *lies) if wish.shard != first.shard), None)
+        if other is not None:
             names = ", ".join(variable.name for variable in group)
             raise InvalidArgument(f"{names}: what is updated together lies together; {first.who}, and {other.who}")
-        if first is not None:
-            found |= dict.fromkeys(group, first.shard)
+        found |= dict.fromkeys(group, first.shard)
     return found
 
 

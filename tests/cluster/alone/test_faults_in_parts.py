@@ -284,8 +284,9 @@ class World:
     def raises(self) -> None:
         """A kernel of a part fails."""
         process = self.chosen()
-        for number in list(process.rounds) if process is not None else ():
-            process.fail(number, StepAborted("a kernel"))
+        if process is not None:
+            for number in list(process.rounds):
+                process.fail(number, StepAborted("a kernel"))
 
     def kill(self) -> None:
         """SIGKILL. Its connections break, and the notebook hears of it, all at some later time."""
