@@ -21,9 +21,9 @@ LONGEST = (
 # Files that end, stop or start processes, or wait for a clock. They stay together: two such clusters side by side
 # would take each other's time.
 WITH_FAULTS = (
-    "deadlocks_there", "deploy", "ending", "faults", "killed_runners", "lending", "lost_queue_servers",
-    "lost_scheduler", "members", "memory_there", "modes", "partitions", "registry", "requests_there", "resident",
-    "restarted", "shards", "soak", "stopping", "streams", "transport", "validation_there",
+    "deadlocks_there", "deploy", "ending", "faults", "killed_runners", "kills_in_parts", "lending",
+    "lost_queue_servers", "lost_scheduler", "members", "memory_there", "modes", "partitions", "registry",
+    "requests_there", "resident", "restarted", "shards", "soak", "stopping", "streams", "transport", "validation_there",
 )  # fmt: skip
 
 

@@ -3,8 +3,9 @@
 loops: iterations a second of a loop over 1 to 4 tasks of Dask workers (EuroSys'18, figure 11, has loops over machines
 with and without a barrier in each iteration). Side by side, a `scan` whose tasks have a carried value each, which needs
 no message in an iteration; and a chain, whose value goes from task to task, and whose predicate travels from the last
-one to all others. cut: a training step cut in two parts, both in this process, beside the uncut one. Results are
-compared before anything is timed.
+one to all others. cut: a training step cut in two parts, both in this process, beside the uncut one. mlp: a step of a
+net of two layers, each on a task of its own, beside the same step on one task, and plain Dask actors with a layer each.
+Results are compared before anything is timed.
 
 Each row prints what it measured beside its target, and one line of JSON.
 """
@@ -29,6 +30,7 @@ from tests.over_tasks import on
 ITERATIONS = {"side by side": 10_000, "chain": 1_000}
 TARGETS = {"side by side": 30_000, "chain": 2_000}  # iterations a second, of each number of tasks
 CUT_TARGET = 1.03
+PLAIN_TARGET = 1.0  # of the time of plain Dask actors, at most
 RATE = 0.05
 
 
@@ -144,7 +146,93 @@ def cut(rounds: int = 60, width: int = 512, batch: int = 128) -> None:
     said("parts cut", {"ms": whole, "ratio": ratio})
 
 
-ROWS = {"loops": loops, "cut": cut}
+# -- two layers on two tasks ----------------------------------------------------------------------------------------
+
+
+class Layer:
+    """A plain Dask actor: a dense layer and its updates; the first asks the second for the loss and its gradient."""
+
+    def __init__(self, layer: nn.Linear, behind: Any = None) -> None:
+        torch.set_num_threads(1)
+        self.layer, self.behind = layer, behind
+
+    async def first(self, x: Any, y: Any) -> float:
+        """A step."""
+        out = F.relu(self.layer(torch.from_numpy(x)))
+        loss, grad = await self.behind.second(out.detach().numpy(), y)
+        self._update(torch.autograd.grad(out, list(self.layer.parameters()), torch.from_numpy(grad)))
+        return float(loss)
+
+    async def second(self, h: Any, y: Any) -> tuple[float, Any]:
+        """The loss of a step, and the gradient of what came."""
+        given = torch.from_numpy(h).requires_grad_()
+        loss = F.cross_entropy(self.layer(given), torch.from_numpy(y))
+        grad, *mine = torch.autograd.grad(loss, [given, *self.layer.parameters()])
+        self._update(mine)
+        return float(loss.detach()), grad.numpy()
+
+    def _update(self, grads: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, grad in zip(self.layer.parameters(), grads, strict=True):
+                parameter -= RATE * grad
+
+
+def dense(width: int) -> tuple[nn.Linear, nn.Linear]:
+    """The two layers."""
+    torch.manual_seed(0)
+    return nn.Linear(width, width), nn.Linear(width, width)
+
+
+def dense_step(name: str, width: int, batch: int, second: int) -> tuple[Any, Any, list[Any]]:
+    """A training step whose second layer asks for a task: feeds, and what is fetched."""
+    one, two = dense(width)
+    with tfnb.record(name):
+        x = tfnb.placeholder(torch.randn(batch, width), name="x")
+        y = tfnb.placeholder(torch.randint(width, (batch,)), name="y")
+        with on(0):
+            h = F.relu(one(x))
+        with on(second):
+            loss = F.cross_entropy(two(h), y)
+        step = tfnb.train.SGD(RATE).minimize(loss)
+    return x, y, [loss, step]
+
+
+def mlp(rounds: int = 60, width: int = 768, batch: int = 128) -> None:
+    """Medians of steps taken in turn, and of their ratios."""
+    rows, labels = torch.randn(batch, width), torch.randint(width, (batch,))
+    with workers(3) as client:
+        at = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        one, two = dense(width)
+        behind = client.submit(Layer, two, actor=True, workers=at[0], pure=False).result(60)
+        plain = client.submit(Layer, one, behind, actor=True, workers=at[1], pure=False).result(60)
+        calls: dict[str, Callable[[], float]] = {
+            "plain actors": lambda: plain.first(rows.numpy(), labels.numpy()).result(60)
+        }
+        with tfnb.connect(client, ps=1):
+            for name, second in (("one task", 0), ("two tasks", 1)):
+                x, y, fetches = dense_step(f"mlp_{second}", width, batch, second)
+                fed = {x: rows, y: labels}
+                calls[name] = lambda fetches=fetches, fed=fed: float(tfnb.run(fetches, fed)[0])
+            for _ in range(5):
+                losses = {name: call() for name, call in calls.items()}
+                assert losses["one task"] == losses["two tasks"], losses
+                torch.testing.assert_close(losses["plain actors"], losses["one task"], rtol=1e-5, atol=0)
+            seconds: dict[str, list[float]] = {name: [] for name in calls}
+            for turn in range(rounds):
+                for name in sorted(calls, reverse=bool(turn % 2)):
+                    seconds[name].append(_timed(calls[name]))
+    found = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
+    for name in ("one task", "plain actors"):
+        found[f"of {name}"] = statistics.median(a / b for a, b in zip(seconds["two tasks"], seconds[name], strict=True))
+    print(
+        f"two layers on two tasks: {found['two tasks']:.1f} ms a step; on one task {found['one task']:.1f} ms, ratio "
+        f"{found['of one task']:.2f}; plain Dask actors {found['plain actors']:.1f} ms, ratio "
+        f"{found['of plain actors']:.2f} (target {PLAIN_TARGET})"
+    )
+    said("parts mlp", found)
+
+
+ROWS = {"loops": loops, "cut": cut, "mlp": mlp}
 
 
 def main() -> None:

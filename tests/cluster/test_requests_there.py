@@ -11,7 +11,7 @@ import torch
 
 import tfnb
 from tests.cluster.conftest import stop
-from tfnb.errors import FeedError, InvalidArgument, NonFiniteGradient, ParameterServerLost
+from tfnb.errors import FeedError, InvalidArgument, NonFiniteGradient, ParameterServerLost, Unimplemented
 
 
 def asking(*texts):
@@ -51,6 +51,73 @@ def test_a_task_that_is_not_there_is_named(connect):
         tfnb.run(y, {x: torch.ones(3)})
     x, y = asking("task:0", "task:1")
     assert tfnb.run(y, {x: torch.ones(3)}).tolist() == [3, 3, 3], "a part on each"
+
+
+def test_variables_and_their_updates_are_on_the_servers_that_they_ask_for(connect):
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        made, steps = [], []
+        for shard in (1, 1, 0, 1):
+            with tfnb.device(f"ps:{shard}"):
+                made.append(tfnb.Variable(torch.zeros(3), name="v"))
+        for v in made[:2]:
+            steps.append(v.assign_add(x * 2))
+        w = tfnb.Variable(torch.zeros(3), name="w")
+        with tfnb.device("ps:1"):
+            steps.append(w.assign_add(x))
+        steps += [made[2].assign(x), made[3].assign_sub(x)]
+    connect(2)
+    for _ in range(2):
+        tfnb.run(steps, {x: torch.ones(3)})
+    assert [v.device.partition(" ")[0] for v in (*made, w)] == ["ps:1", "ps:1", "ps:0", "ps:1", "ps:1"]
+    assert [float(v.value()[0]) for v in (*made, w)] == [4, 4, 1, -2, 2]
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("product", "'ps:0' of node .*: a server computes updates of the Variables"),
+        ("loop", "'ps:0' of node .*: loops and branches, and what is inside of them"),
+        ("elsewhere", "'ps:0' of node new: it is done where the Variable lies that it updates, at ps:1"),
+        ("fetched late", "'ps:0' of node .*: one task does all of the step: a fetched value depends on the update"),
+        ("not there", "'ps:7' of node new: there are task:0, task:1, ps:0, ps:1: connect with ps=8"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused_with_the_reason(connect, what, why):
+    v = tfnb.Variable(torch.zeros(3, 3), name="v")
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3, 3), shape=(3, 3), name="x")
+        fetches, old = [], v.read()
+        with tfnb.device("ps:7" if what == "not there" else "ps:0"):
+            match what:
+                case "product":
+                    new = x @ x
+                case "loop":
+                    new = tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * 2), (0, x))[1]
+                case "fetched late":
+                    train = tfnb.train.SGD(0.1).minimize((v * x).sum())
+                    with tfnb.control_dependencies([train]):
+                        fetches = [train, v.read() * 2]
+                case _:
+                    new = old + x
+        with tfnb.device("ps:1" if what == "elsewhere" else "ps:0"):
+            fetches = fetches or [v.assign(new)]
+    connect(2)
+    with pytest.raises((InvalidArgument, Unimplemented), match=why):
+        tfnb.run(fetches, {x: torch.ones(3, 3)})
+
+
+def test_a_soft_request_for_a_server_asks_for_nothing_that_is_not_there(connect):
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        with tfnb.device("ps:9", soft=True):
+            v = tfnb.Variable(torch.zeros(3), name="v")
+            y = x.exp() + v
+        with tfnb.device("ps:0", soft=True):
+            step = v.assign(y.exp())
+    connect(2)
+    tfnb.run(step, {x: torch.zeros(3)})
+    assert torch.equal(v.value(), torch.ones(3).exp())
 
 
 def test_training_stays_on_the_task_that_the_graph_asks_for(connect, problem):

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import tfnb
-from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.errors import InvalidArgument
 from tfnb.graph.device_request import Request, parse
+from tfnb.placement.placement import Piece
+from tfnb.placement.requests import shards_asked
+from tfnb.placement.shards import pack
 
 
 @pytest.mark.parametrize(
@@ -65,10 +68,56 @@ def test_what_is_here_is_met(text):
     assert torch.equal(tfnb.run(y, {x: torch.zeros(3)}), torch.ones(3).exp())
 
 
-def test_servers_are_not_asked_for():
+def test_there_are_no_servers_here():
     x, y = asking("ps:0")
-    with pytest.raises(Unimplemented, match="'ps:0' of node add"):
+    with pytest.raises(InvalidArgument, match="'ps:0' of node add: there are this process: connect with ps=1"):
         tfnb.run(y, {x: torch.ones(3)})
+    x, y = asking("ps:0/soft")
+    assert torch.equal(tfnb.run(y, {x: torch.zeros(3)}), torch.ones(3).exp())
+
+
+def test_where_a_variable_is_to_lie_on_a_cluster_means_nothing_here():
+    with tfnb.record(), tfnb.device("ps:3"):
+        v = tfnb.Variable(torch.ones(3), name="v")
+        new = v.assign(v.read())
+    assert v.request == "ps:3" and tfnb.run(new).tolist() == [1, 1, 1]
+
+
+def updates(*texts):
+    """A Variable for each device, read and written under it."""
+    variables = [tfnb.Variable(torch.ones(3), name=f"v{place}") for place in range(len(texts))]
+    with tfnb.record() as graph:
+        for variable, text in zip(variables, texts, strict=True):
+            with tfnb.device(text):
+                variable.assign_add(torch.ones(3))
+    return graph, variables
+
+
+def test_variables_lie_on_the_servers_that_they_ask_for():
+    graph, (a, b, c) = updates("ps:1", "ps:0", "cpu")
+    groups = [(a,), (b,), (c,)]
+    asked = shards_asked(graph.nodes, groups, {}, 2)
+    assert asked == {a: 1, b: 0}
+    homes = pack(groups, {}, [0, 0], graph, asked)
+    assert [homes[v.key][0].shard for v in (a, b)] == [1, 0]
+
+
+def test_what_is_updated_together_lies_together_or_both_lines_are_named():
+    graph, (a, b) = updates("ps:1", "cpu")
+    assert shards_asked(graph.nodes, [(a, b)], {}, 2) == {a: 1, b: 1}
+    graph, (a, b) = updates("ps:1", "ps:0")
+    with pytest.raises(InvalidArgument, match=r"(?s)v0, v1: .*'ps:1' at .*test_requests.py.*'ps:0' at .*test_requests"):
+        shards_asked(graph.nodes, [(a, b)], {}, 2)
+    with pytest.raises(InvalidArgument, match=r"v0: .*'ps:1' at .*, and v0 lies on ps:0 already"):
+        shards_asked(graph.nodes, [(a,)], {a.key: (Piece(0, a.key),)}, 2)
+
+
+def test_a_server_that_is_not_there_is_named_or_not_asked_for():
+    graph, (a,) = updates("ps:2")
+    with pytest.raises(InvalidArgument, match=r"v0 cannot lie on ps:2: .* there are ps:0, ps:1; connect with ps=3"):
+        shards_asked(graph.nodes, [(a,)], {}, 2)
+    graph, (a,) = updates("ps:2/soft")
+    assert shards_asked(graph.nodes, [(a,)], {}, 2) == {}
 
 
 def inside(x, kind):

@@ -69,6 +69,7 @@ class Variable:
     _owned: torch.Tensor | None  # what its storage is each time, where that is known
     _start: Any  # the initial value, where it is kept
     spec: Spec
+    request: str | None  # a device, asked for where it was made
 
     def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Variable:
         found = resources.shared(container, shared_name)
@@ -105,6 +106,9 @@ class Variable:
         if lazy_init or keeps:
             self._start = initial_value
         self.divide(partitions, partition_bytes)
+        recording = current.recording()
+        asked = None if recording is None else recording.tape.marks.device
+        self.request = None if callable(asked) else asked  # a function says where nodes are
         resources.enter(self)
 
     @classmethod
@@ -171,6 +175,7 @@ class Variable:
         self._start = _NONE
         self.partitions: int | str | None = None  # as `divide` says
         self.partition_bytes: int | None = None
+        self.request = None
 
     def divide(self, partitions: int | str | None = None, partition_bytes: int | None = None) -> None:
         """In how many pieces of rows servers hold it, from the next connection on: as the arguments of a new one.

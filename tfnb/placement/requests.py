@@ -1,24 +1,30 @@
 """Whether the places there are meet what nodes ask for (``tfnb.device``), and which tasks a step runs on.
 
+A server holds Variables and computes their updates. A request for one of a node that reads or writes a Variable says
+where that lies; one of another node is met where the step's cut has it done there (`tfnb.placement.partition`).
+
 Pure; imports the graph. A kind of device is met where the node's values lie on it: tensors say where they are, a
 request moves none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from tfnb.errors import InvalidArgument, Unimplemented
-from tfnb.graph import Node
+from tfnb.graph import Node, Variable
 from tfnb.graph.device_request import Request, parse
 from tfnb.graph.ops import QUEUES
-from tfnb.graph.subgraph import nested
+from tfnb.graph.subgraph import nested, subgraphs
+from tfnb.placement.placement import Homes, server
 
 HERE = "this process"
 _JOBS = (None, "worker", "localhost", "task")
+_STATE = ("tfnb.read", "tfnb.assign")
+_ANYWHERE = (*QUEUES, *_STATE, "tfnb.constant", "tfnb.group")  # for these a server is no place that computes
 
 
 class Asked(NamedTuple):
@@ -31,14 +37,14 @@ class Asked(NamedTuple):
 def asked(nodes: Iterable[Node]) -> tuple[Asked, ...]:
     """The nodes that ask for a place, also inside of loops and branches.
 
-    A node that asks for a server and uses a queue says where the queue lies.
+    A node that asks for a server and uses a queue or Variable says where that lies.
 
     >>> asked([Node(id=1, name="a", op="tfnb.group")])
     ()
     """
     every = (inner for node in nodes for inner in (node, *nested(node)))
     found = [Asked(node, parse(node.device)) for node in every if node.device is not None]
-    return tuple(each for each in found if not (each.node.op in QUEUES and each.request.job == "ps"))
+    return tuple(each for each in found if not (each.node.op in _ANYWHERE and each.request.job == "ps"))
 
 
 def numbers_of(tasks: Sequence[str]) -> list[int]:
@@ -50,25 +56,107 @@ def numbers_of(tasks: Sequence[str]) -> list[int]:
     return [int(name.rpartition(":")[2]) if ":" in name else 0 for name in tasks]
 
 
-def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,)) -> tuple[int, ...]:
+def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,), servers: int = 0) -> tuple[int, ...]:
     """The tasks that requests name, in order.
 
-    ``tasks``: names of those there are. A soft request that none of them meets asks for nothing. Raises InvalidArgument
-    for another that none of them meets, and Unimplemented for nodes on a parameter server.
+    ``tasks``: names of those there are; ``servers``: how many of these. A soft request that none of them meets asks for
+    nothing. Raises InvalidArgument for another that none of them meets.
     """
     chosen: set[int] = set()
+    there = ", ".join([*tasks, *map(server, range(servers))])
     for each in found:
         node, request = each
         if request.job == "ps":
-            raise Unimplemented(_said(each, "parameter servers compute updates only; ask for a task"), node=node.name)
+            if not request.soft and (request.task or 0) >= servers:
+                text = f"there are {there}: connect with ps={(request.task or 0) + 1}, or ask with soft=True"
+                raise InvalidArgument(_said(each, text), node=node.name)
+            continue
         is_there = request.task is None or request.task in numbers_of(tasks)
         if not request.soft:
             if request.job not in _JOBS or request.replica not in (None, 0) or not is_there:
-                raise InvalidArgument(_said(each, f"there are {', '.join(tasks)}"), node=node.name)
+                raise InvalidArgument(_said(each, f"there are {there}"), node=node.name)
             _ensure_kind(each)
         if request.task is not None and is_there:
             chosen.add(request.task)
     return tuple(sorted(chosen))
+
+
+def ensure_on_servers(found: Sequence[Asked], devices: Mapping[int, Sequence[str]], why_whole: str | None) -> None:
+    """Raise Unimplemented for the first node that asks for a server and is not done there.
+
+    devices: places of each node by id (`tfnb.placement.placement.Placement`); why_whole: why servers do nothing of the
+    step, if so.
+    """
+    for each in found:
+        node, request = each
+        if request.job != "ps" or request.soft:
+            continue
+        places = [place for place in devices.get(node.id, ()) if place.startswith("ps:")]
+        if places and (request.task is None or server(request.task) in places):
+            continue
+        if node.id not in devices or [*subgraphs(node)]:
+            why = "loops and branches, and what is inside of them, are done by tasks"
+        elif places:
+            why = f"it is done where the Variable lies that it updates, at {', '.join(places)}"
+        elif why_whole is not None:
+            why = f"one task does all of the step: {why_whole}"
+        else:
+            why = (
+                "a server computes updates of the Variables that it holds whole, by optimizers or number by number, "
+                "from the value before to the one after; ask for a task, or for soft=True"
+            )
+        raise Unimplemented(_said(each, why), node=node.name)
+
+
+class _Wish(NamedTuple):
+    """A server that a Variable is asked to lie on, and who asks."""
+
+    shard: int
+    who: str
+
+
+def shards_asked(
+    nodes: Iterable[Node], groups: Iterable[Sequence[Variable]], held: Homes, servers: int
+) -> dict[Variable, int]:
+    """The shard that each Variable is to lie on, as asked where it was made, or by nodes that read or write it.
+
+    groups: Variables that lie together; held: where they lie already. Raises InvalidArgument for requests that
+    contradict each other or ``held``, naming both lines, or that ask for a server that is not there.
+    """
+    wishes: dict[Variable, list[_Wish]] = {}
+    variables = [variable for group in groups for variable in group]
+    asking = [(v, v.request, f"{v.name} was made under {v.request!r}") for v in variables if v.request is not None]
+    for node in nodes:
+        if node.op in _STATE and node.device is not None:
+            at = f" at {node.source}" if node.source else ""
+            asking.append((node.attrs["variable"], node.device, f"{node.name} asks for {node.device!r}{at}"))
+    for variable, text, who in asking:
+        request = parse(text)
+        if request.job != "ps" or request.task is None or (request.soft and request.task >= servers):
+            continue
+        if request.task >= servers:
+            there = ", ".join(map(server, range(servers)))
+            raise InvalidArgument(
+                f"variable {variable.name} cannot lie on {server(request.task)}: {who}, and there are {there}; connect "
+                f"with ps={request.task + 1}, or ask with soft=True"
+            )
+        wishes.setdefault(variable, []).append(_Wish(request.task, who))
+    found: dict[Variable, int] = {}
+    for group in groups:
+        all_of_it = [wish for variable in group for wish in wishes.get(variable, ())]
+        lies = [
+            _Wish(piece.shard, f"{variable.name} lies on {server(piece.shard)} already")
+            for variable in group for piece in held.get(variable.key, ())
+        ]  # fmt: skip
+        if not all_of_it:
+            continue
+        first = all_of_it[0]
+        other = next((wish for wish in (*all_of_it, *lies) if wish.shard != first.shard), None)
+        if other is not None:
+            names = ", ".join(variable.name for variable in group)
+            raise InvalidArgument(f"{names}: what is updated together lies together; {first.who}, and {other.who}")
+        found |= dict.fromkeys(group, first.shard)
+    return found
 
 
 def _ensure_kind(each: Asked) -> None:

@@ -7,8 +7,9 @@ groups go to the emptiest shard in order of creation. Large ones are divided by 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 from tfnb.graph import Graph, Variable
 from tfnb.passes.resolve import resolve
@@ -16,6 +17,7 @@ from tfnb.placement.placement import Homes, Piece, Rows
 
 LARGE = 64 << 20  # bytes of a variable that lies on one shard, at most, where it can be divided
 SMALL = 256 << 10  # bytes of a piece, at least, where the number of pieces is "auto"
+NONE: Mapping[Variable, int] = MappingProxyType({})
 BY_ROWS = frozenset(f"tfnb.{name}.default" for name in ("adagrad", "adam", "rmsprop", "sgd"))
 """Updates whose every row needs the same row of the gradient and of each slot only, and numbers."""
 
@@ -42,8 +44,13 @@ def together(graph: Graph) -> list[tuple[Variable, ...]]:
     return [tuple(sorted(found, key=order.__getitem__)) for found in {id(g): g for g in group.values()}.values()]
 
 
-def pack(groups: Iterable[Sequence[Variable]], placed: Homes, loads: Sequence[int], whole: Graph) -> Homes:
+def pack(
+    groups: Iterable[Sequence[Variable]], placed: Homes, loads: Sequence[int], whole: Graph,
+    asked: Mapping[Variable, int] = NONE,
+) -> Homes:  # fmt: skip
     """Pieces of each variable that is not yet ``placed``; ``loads``: bytes on each shard so far.
+
+    asked: shards on which variables are to lie, whole, the same for all of a group.
 
     A variable of more than `LARGE` bytes, or one that says so, is divided by rows over several shards, and its slots
     with it, if all updates in ``whole``, the graph that the groups are of, go row by row.
@@ -53,7 +60,9 @@ def pack(groups: Iterable[Sequence[Variable]], placed: Homes, loads: Sequence[in
     for group in groups:
         beside = [placed[variable.key] for variable in group if variable.key in placed]
         held = max(beside, key=lambda pieces: pieces[0].rows is not None, default=None)
-        if held is None:
+        if held is None and group[0] in asked:
+            held = (Piece(asked[group[0]], group[0].key),)
+        elif held is None:
             held = _chosen(group, loads, divisible.issuperset(group))
         largest = max(group, key=nbytes)
         for variable in group:

@@ -173,6 +173,10 @@ def device(spec: Scope, *, soft: bool = False) -> Iterator[None]:
     nodes of one graph may ask for several tasks: each computes its part of a step, and tensors go from task to task
     (white paper §3.2). Nodes of gradients ask for what their forward nodes ask for.
 
+    ``ps:1`` asks for a server of a cluster: a Variable that is made, read or written inside lies there, whole, and so
+    do those that are updated with it. Of computations a server does updates of Variables only, by optimizers or number
+    by number; a run raises Unimplemented for another one, naming it.
+
     A run raises InvalidArgument where a request cannot be met; with ``soft`` it does not ask for that then. Raises
     InvalidArgument for what is no device.
 

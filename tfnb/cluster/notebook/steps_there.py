@@ -34,7 +34,7 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange, Unimpleme
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
-from tfnb.placement.requests import asked, numbers_of, tasks_of
+from tfnb.placement.requests import asked, ensure_on_servers, numbers_of, tasks_of
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
 from tfnb.state.step_groups import StepGroup, of_one
@@ -400,9 +400,11 @@ class Steps:
             known = self._placed.get(key)
             if known is None or known[0]() is not step or strays:
                 names = list(dict.fromkeys(member.name for member in self._engine.tasks))
-                tasks = tasks_of(asked(step.graph.nodes), names)
+                found = asked(step.graph.nodes)
+                tasks = tasks_of(found, names, len(self._engine.shards))
                 homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
                 cut = split(step, homes, parallel=parallel and len(tasks) < 2, tasks=tasks)
+                ensure_on_servers(found, cut.placement.devices, cut.why_whole)
                 placed = place(cut, check=check, compile=compile)
                 if len(tasks) > 1:
                     parts, senders = part_plans(cut, placed.servers, numbers_of(names), check)

@@ -22,6 +22,7 @@ from tfnb.graph import Variable, lazy_memory
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
 from tfnb.placement.placement import Homes, Piece, read_from
+from tfnb.placement.requests import shards_asked
 from tfnb.placement.shards import pack, together
 
 REFRESH = 2.0  # seconds between two pulls during a fit, at least
@@ -47,8 +48,9 @@ class VariablesThere:
 
     def homes_of(self, step: StepGraph) -> dict[str, tuple[Piece, ...]]:
         """Where the variables of a step are, or will be."""
-        held = self.held.homes
-        return {**held, **pack(together(step.graph), held, self.held.loads(len(self.engine.shards)), step.whole)}
+        held, groups, count = self.held.homes, together(step.graph), len(self.engine.shards)
+        asked = shards_asked(step.graph.nodes, groups, held, count)
+        return {**held, **pack(groups, held, self.held.loads(count), step.whole, asked)}
 
     def strays(self, step: StepGraph) -> list[Variable]:
         """The variables of a step that are still at home."""
