@@ -134,14 +134,14 @@ class VariablesThere:
         """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
         begin, busy = time.monotonic(), time.process_time()
         variables = [variable for variable in self.held.variables if variable not in kept]
-        homes, pulled = await self._pulled(variables)
+        homes, pulled = await self.copies(variables)
         values = {variable.key: _joined(homes[variable.key], pulled.values) for variable in variables}
         with torch.no_grad(), self.held.showing:
             for variable in variables:
                 if variable in self.held:  # else the cluster was closed meanwhile: its value is here
                     lazy_memory.assign(variable.kept, values[variable.key])
                     self.held.same(variable)
-            if self.engine.lost is None:
+            if pulled.applied and self.engine.lost is None:
                 for training, applied in pulled.applied.items():
                     training.kept = applied
             self.pulled_step, self.pulled_at = pulled.step, begin
@@ -153,13 +153,14 @@ class VariablesThere:
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
     ) -> tuple[dict[str, torch.Tensor], int, Copies]:
         """Values by key, their step, and what ``queues`` (shard and key of each) hold then."""
-        homes, pulled = await self._pulled(variables, queues)
+        homes, pulled = await self.copies(variables, queues)
         values = {variable.key: _joined(homes[variable.key], pulled.values) for variable in variables}
         return values, pulled.step, pulled.held
 
-    async def _pulled(
+    async def copies(
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
     ) -> tuple[Homes, Pulled]:
+        """The pieces of Variables, and where these lie; what ``queues`` hold then."""
         homes, wanted = dict(self.held.homes), dict[int, list[str]]()
         for variable in variables:
             for piece in read_from(homes[variable.key]):
