@@ -28,9 +28,16 @@ from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import STRUCTURAL
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import StepGraph
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.cut import Cut, End
+from tfnb.passes.flow.frames import Port
+from tfnb.passes.flow.places import TASK, Home, Place
+from tfnb.passes.flow.step_flow import symbols_of
 from tfnb.passes.resolve import State, resolve
-from tfnb.placement.placement import TASK, Homes, Kind, Piece, Placement, Rows, Transfer, server, shards_of
+from tfnb.placement.placement import Homes, Kind, Placement, Rows, Transfer, server, shards_of
 from tfnb.placement.shards import BY_ROWS
+
+NOWHERE: frozenset[Place] = frozenset()
 
 
 class Undivided(Exception):
@@ -132,7 +139,7 @@ class _Cut:
         """One task computes everything."""
         fed = _Feeds(self.graph, self.feeds)
         compute = self._derived(fed, self.pruned.nodes)
-        devices = {node.id: (TASK,) for node in self.pruned.nodes}
+        devices = {node.id: (str(TASK),) for node in self.pruned.nodes}
         placement = Placement(devices, self.homes, (), self._writes, self.tasks, self._changed)
         final = {variable: fed.of(value) for variable, value in self.state.final.items()}
         return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), placement, why_whole=reason, final=final)
@@ -140,19 +147,42 @@ class _Cut:
     def parts(self, late: Sequence[Value]) -> Split:
         """Compute graph, server graphs, and what is to be seen afterwards."""
         fed = _Feeds(self.graph, self.feeds)
-        nodes = [node for node in self.state.nodes.values() if node.id not in self.state.updated]
+        fetches = [None if v in late or not self._gives(v) else self.state.resolved(v) for v in self.fetches]
+        checks = [
+            node.id for node in self.state.nodes.values()
+            if node.id not in self.state.updated and (node.op == "tfnb.guard" or uses_queues(node))
+        ]  # fmt: skip
         targets = self._targets()
-        placement = self._placed(nodes, targets)
-        servers = [self._server(placement, shard, mine) for shard, mine in targets.items()]
+        cut = self._cut(filter(None, fetches), checks, targets)
+        placement = self._placed(cut, targets)
+        servers = [self._server(cut, placement, shard, mine) for shard, mine in targets.items()]
         return Split(
-            self._derived(fed, nodes),
+            self._derived(fed, _nodes(cut, TASK)),
             fed.values,
-            tuple(None if v in late or not self._gives(v) else fed.of(self.state.resolved(v)) for v in self.fetches),
+            tuple(None if value is None else fed.of(value) for value in fetches),
             placement,
-            tuple(Value(node.id) for node in nodes if node.op == "tfnb.guard" or uses_queues(node)),
+            tuple(map(Value, checks)),
             tuple(replace(s, borders=tuple(b._replace(value=fed.of(b.value)) for b in s.borders)) for s in servers),
             *self._after(late),
         )
+
+    def _cut(
+        self, fetches: Iterable[Value], checks: Iterable[int], targets: Mapping[int, Mapping[Variable, Value]]
+    ) -> Cut:
+        """The step by places: fetches and checks are wanted of the task, new values of the servers of their pieces."""
+        symbols = symbols_of(self.graph, self.feeds)
+        nodes = Contents(tuple(self.state.nodes.values()))
+        flow = frames.lower(nodes, self.feeds, symbols, native=lambda node: True)
+        ends = [End(flow.ports[value], at=TASK) for value in fetches]
+        ends += [End(None, flow.done[node], TASK) for node in checks]
+        ends += [End(flow.ports[v], at=server(shard)) for shard, mine in targets.items() for v in mine.values()]
+        also = self._also()
+        homes = [
+            Home(None) if op.kind not in (frames.NODE, frames.FEED)
+            else Home(TASK, also=also.get(op.node.id, NOWHERE) if op.node is not None else NOWHERE)
+            for op in flow.ops
+        ]  # fmt: skip
+        return Cut(flow, ends, homes)
 
     def _gives(self, value: Value) -> bool:
         """Whether the fetched node has outputs at all."""
@@ -227,30 +257,33 @@ class _Cut:
             if made and not is_added and not _is_buffer(variable):
                 yield variable.name
 
-    def _placed(self, nodes: Iterable[Node], targets: Mapping[int, Mapping[Variable, Value]]) -> Placement:
-        """Where all of it is; ``nodes``: those of the task. Raises Undivided."""
-        devices: dict[int, tuple[str, ...]] = {node.id: (TASK,) for node in nodes}
+    def _placed(self, cut: Cut, targets: Mapping[int, Mapping[Variable, Value]]) -> Placement:
+        """Where all of it is. Raises Undivided."""
+        places: dict[int, tuple[Place, ...]] = {}
+        for place in sorted(cut.done):
+            for node in _nodes(cut, place):
+                places[node.id] = (*places.get(node.id, ()), place)
         transfers: list[Transfer] = []
         for shard, mine in targets.items():
-            included, kinds = self._closure(shard, mine.values())
-            rows = self._rows(shard, mine, included, kinds)
-            for node_id in included:
-                devices[node_id] = (*devices.get(node_id, ()), server(shard))
+            nodes = _nodes(cut, server(shard))
+            gradients = {node.inputs[at] for node in nodes if (at := _gradient_of(node)) is not None}
+            borders = [_value(cut, edge.port) for edge in cut.edges if edge.to == server(shard)]
+            kinds = {value: self._kind(value, value in gradients) for value in borders}
+            rows = self._rows(shard, mine, nodes, kinds)
             for value, kind in kinds.items():
                 changed = _changed_by(value, self.pruned.contents)
                 transfers.append(Transfer(value, shard, kind, rows.get(value), changed))
+        devices = {node: tuple(map(str, found)) for node, found in places.items()}
         return Placement(
             devices, self.homes, tuple(transfers), self._writes, self.tasks, self._changed,
             tuple(self._apart(transfers)), tuple(self._raced(transfers)),
         )  # fmt: skip
 
-    def _server(self, placement: Placement, shard: int, targets: Mapping[Variable, Value]) -> Server:
+    def _server(self, cut: Cut, placement: Placement, shard: int, targets: Mapping[Variable, Value]) -> Server:
         """The graph that computes and assigns the new values of one shard."""
         borders = tuple(transfer for transfer in placement.transfers if transfer.shard == shard)
-        here = server(shard)
         fed = _Feeds(self.graph, [transfer.value for transfer in borders])
-        mine = [node for node in self.state.nodes.values() if here in placement.devices.get(node.id, ())]
-        nodes = [fed.rewired(replace(node, control=())) for node in mine]
+        nodes = [fed.rewired(replace(node, control=()) if node.control else node) for node in _nodes(cut, server(shard))]
         last = {node.attrs["variable"]: node for node in self.pruned.nodes if node.op == "tfnb.assign"}
         assigns = [replace(last[variable], inputs=(fed.of(value),), control=()) for variable, value in targets.items()]
         done = tuple(Value(node.id) for node in assigns)
@@ -260,15 +293,13 @@ class _Cut:
         return Server(shard, graph, fed.values, borders, Value(group.id))
 
     def _rows(
-        self, shard: int, targets: Mapping[Variable, Value], included: set[int], kinds: Mapping[Value, Kind]
+        self, shard: int, targets: Mapping[Variable, Value], nodes: Iterable[Node], kinds: Mapping[Value, Kind]
     ) -> dict[Value, Rows]:
         """Which rows of the values that are sent to a shard its pieces need; raises Undivided where that is not all."""
         pieces = {v: p.rows for v in self.pruned.variables for p in self.homes[v.key] if p.shard == shard}
         held: dict[Value, Rows] = {}  # what is there in part
         sent: dict[Value, Rows | None] = {}
-        for node in self.state.nodes.values():
-            if node.id not in included:
-                continue
+        for node in nodes:
             if node.op == "tfnb.read":
                 rows = pieces[node.attrs["variable"]]
                 if rows is not None:
@@ -291,28 +322,6 @@ class _Cut:
                 raise Undivided(f"{variable.name} lies in parts on several servers, and its new value does not")
         return {value: rows for value, rows in sent.items() if rows is not None}
 
-    def _closure(self, shard: int, targets: Iterable[Value]) -> tuple[set[int], dict[Value, Kind]]:
-        """Ids of the nodes that run on the shard, and the values that must be sent to it."""
-        local = self._local(shard)
-        local |= self._onward(shard, local)
-        included: set[int] = set()
-        kinds: dict[Value, Kind] = {}
-        stack: list[tuple[Value, bool]] = [(value, False) for value in targets]
-        while stack:
-            value, is_gradient = stack.pop()
-            node = self.state.nodes.get(value.node)
-            here = node is not None and value not in self.feeds and self._runs_here(node, local)
-            if here and node is not None:
-                if node.id not in included:
-                    included.add(node.id)
-                    at = _gradient_of(node)
-                    stack.extend((v, i == at) for i, v in enumerate(node.inputs))
-                continue
-            kind = self._kind(value, is_gradient)
-            if kind != "value" or value not in kinds:
-                kinds[value] = kind
-        return included, kinds
-
     def _kind(self, value: Value, is_gradient: bool) -> Kind:
         """How the workers' values of a border become one."""
         derived = value.node in self.gradient and value not in self.feeds
@@ -323,48 +332,54 @@ class _Cut:
             return "value" if isinstance(spec.shape[0], int) else "entries"  # divided with the batch that was fed
         return "grad" if (is_gradient or derived) and spec.dtype.is_floating_point else "value"
 
-    def _runs_here(self, node: Node, local: set[int]) -> bool:
-        """Whether a node that a shard's writes need runs on that shard: after the border of the gradients, or local."""
-        if node.id in self.state.updated:
-            return True
-        processed = node.id in self.gradient and "gradient" not in node.tags
-        return node.id in local or (processed and _is_plain(node))
+    def _also(self) -> dict[int, frozenset[Place]]:
+        """The servers that do a node of the task anew if their writes need it, by its id.
 
-    def _local(self, shard: int) -> set[int]:
-        """Nodes that depend on nothing but constants and variables of the shard."""
-        local: set[int] = set()
-        for node in self.state.nodes.values():
-            if node.op == "tfnb.read":
-                is_local = any(piece.shard == shard for piece in self.homes[node.attrs["variable"].key])
-            else:
-                late = node.id in self.gradient or node.id in self.state.updated
-                inside = all(v.node in local and v not in self.feeds for v in node.inputs)
-                is_local = inside and not late and _is_plain(node)
-            if is_local:
-                local.add(node.id)
-        return local
-
-    def _onward(self, shard: int, local: set[int]) -> set[int]:
-        """Nodes on the way from a Variable that lies whole on the shard to its next value, number by number.
-
-        No derivative: tasks' parts of it are averaged. None that takes all of what the shard has in part.
+        All do what is behind the border of the gradients, and one what depends on nothing but constants and Variables
+        that it holds, or goes on to the next value of one that it holds whole.
         """
-        found: set[int] = set()
+        everywhere = frozenset(server(shard) for shard in self._writes)
+        local: dict[int, frozenset[Place]] = {}
+        found: dict[int, frozenset[Place]] = {}
+        for node in self.state.nodes.values():
+            is_late = node.id in self.state.updated
+            is_derived = node.id in self.gradient
+            if node.op == "tfnb.read":
+                local[node.id] = frozenset(server(p.shard) for p in self.homes[node.attrs["variable"].key])
+            elif not (is_late or is_derived) and _is_plain(node):
+                above = (NOWHERE if v in self.feeds else local.get(v.node, NOWHERE) for v in node.inputs)
+                local[node.id] = everywhere.intersection(*above)
+            is_processed = is_derived and "gradient" not in node.tags and _is_plain(node)
+            found[node.id] = everywhere if is_late or is_processed else local.get(node.id, NOWHERE)
+        for node_id, place in self._onward(local):
+            found[node_id] |= {place}
+        return found
+
+    def _onward(self, local: Mapping[int, frozenset[Place]]) -> Iterator[tuple[int, Place]]:
+        """Nodes on the way from a Variable that lies whole on a server to its next value, number by number.
+
+        No derivative: tasks' parts of it are averaged. None that takes all of what the server has in part.
+        """
         parts = sum(self._bits[v] for v in self._bits if self.homes[v.key][0].rows is not None)
+        seen: set[tuple[int, Place]] = set()
         for variable, value in self.state.final.items():
-            if value.node in self.state.updated or Piece(shard, variable.key) not in self.homes[variable.key]:
+            first, *others = self.homes[variable.key]
+            place = server(first.shard)
+            if value.node in self.state.updated or others or first.rows is not None:
                 continue
             stack = [value]
             while stack:
                 value = stack.pop()
                 node = None if value in self.feeds else self.state.nodes.get(value.node)
-                if node is None or node.id in found or node.id in self.gradient or not _is_safe(node):
+                if node is None or (node.id, place) in seen or node.id in self.gradient or not _is_safe(node):
                     continue
-                in_part = any(v.node in local and self._reads.get(v.node, 0) & parts for v in node.inputs)
+                in_part = any(
+                    place in local.get(v.node, NOWHERE) and self._reads.get(v.node, 0) & parts for v in node.inputs
+                )
                 if self._hangs_on(value, variable) and not in_part:
-                    found.add(node.id)
+                    seen.add((node.id, place))
+                    yield node.id, place
                     stack.extend(node.inputs)
-        return found
 
     def _hangs_on(self, value: Value, variable: Variable) -> bool:
         """Whether a value is computed from that of a Variable before the step."""
@@ -446,6 +461,19 @@ class _Feeds:
         """The node with its inputs taken from the placeholders."""
         inputs = tuple(map(self.of, node.inputs))
         return node if inputs == node.inputs else replace(node, inputs=inputs)
+
+
+def _nodes(cut: Cut, place: Place) -> list[Node]:
+    """The nodes that a place does, in program order."""
+    ops = (cut.flow.ops[number] for number in sorted(cut.done.get(place, ())))
+    return [op.node for op in ops if op.node is not None]
+
+
+def _value(cut: Cut, port: Port) -> Value:
+    """The value that a port stands for."""
+    op = cut.flow.ops[port.op]
+    fed: Value = op.part
+    return fed if op.node is None else Value(op.node.id, port.index)
 
 
 def _fed_name(node: Node, value: Value) -> str:

@@ -12,21 +12,19 @@ from typing import Literal, NamedTuple
 import torch
 
 from tfnb.graph import Value, Variable
+from tfnb.passes.flow.places import Place
 
 Kind = Literal["grad", "rows", "entries", "value"]
 Rows = tuple[int, int]
 
 
-TASK = "task"
-
-
-def server(shard: int) -> str:
+def server(shard: int) -> Place:
     """The server of a shard, as a place where nodes run.
 
-    >>> server(1)
+    >>> str(server(1))
     'ps:1'
     """
-    return f"ps:{shard}"
+    return Place(shard, "ps")
 
 
 class Piece(NamedTuple):
@@ -82,7 +80,7 @@ class Transfer(NamedTuple):
 class Placement:
     """Of one step.
 
-    ``devices``: of each node's id the places where it runs: TASK, and servers by `server`. ``writes``: shards that the
+    ``devices``: of each node's id the names of the places where it runs, `TASK` and `server`. ``writes``: shards that the
     step writes, ``changed``: keys of the Variables that it writes. ``tasks``: numbers of those that the graph asks for,
     none where any will do. ``apart``: names of Variables that it writes by what is fed, along no gradient;
     ``raced``: of those that a task computes from the value that it read, which another may have changed since.

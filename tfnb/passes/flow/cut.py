@@ -1,6 +1,6 @@
 """One dataflow form cut into parts, one for each place (white paper §3.2.2, EuroSys'18 §4.4, S-150, S-152).
 
-`cut` follows what is wanted back from its ends: an op is done at its home, or anew where it is wanted (`places`). A
+`Cut` follows what is wanted back from its ends: an op is done at its home, or anew where it is wanted (`places`). A
 value that is wanted elsewhere crosses on one `Edge` for each port and destination, whatever the number of its
 consumers. A receive inside of a loop begins once for each iteration, when the counter's Merge there fires, live or
 dead; a send fires once for each iteration, too. So every message meets who wants it. Pure.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.frames import Flow, Op, Port
-from tfnb.passes.flow.places import Place, homes
+from tfnb.passes.flow.places import Home, Place
 
 SEND, RECV, ELSEWHERE = "send", "recv", "elsewhere"
 
@@ -87,32 +87,26 @@ def uncut(flow: Flow, ends: Sequence[End]) -> Part:
     return Part(Place(0), flow, dict(enumerate(ends)), feeds, (), (), ())
 
 
-def cut(flow: Flow, ends: Sequence[End], sites: Mapping[int, Place]) -> tuple[Part, ...]:
-    """The parts of a flow, by place; deterministic, so that each place can cut for itself.
+class Cut:
+    """What each place does of a flow, and what crosses; deterministic, so that each place can cut for itself.
 
-    ends: what is wanted of the step. sites: places that nodes ask for, by id.
+    ends: what is wanted of the step. homes: of each op. done: by place the ops that are done there, and of what is fed
+    how much is wanted.
     """
-    return _Cut(flow, ends, sites).parts()
 
-
-class _Cut:
-    def __init__(self, flow: Flow, ends: Sequence[End], sites: Mapping[int, Place]) -> None:
-        self.flow, self.ends = flow, ends
-        self.homes = [home.place for home in homes(flow, sites)]
-        self.default = min((place for place in self.homes if place is not None), default=Place(0))
+    def __init__(self, flow: Flow, ends: Sequence[End], homes: Sequence[Home]) -> None:
+        self.flow, self.ends, self.homes = flow, ends, homes
+        self.default = min((home.place for home in homes if home.place is not None), default=Place(0))
         self.counters = {
             op.frame: Port(n) for n, op in enumerate(flow.ops)
             if op.kind == frames.MERGE and op.part == frames.COUNTER
         }  # fmt: skip
-        self.done: dict[Place, dict[int, Kind]] = {}  # ops at each place; of what is fed, how much
+        self.done: dict[Place, dict[int, Kind]] = {}
         self.crossing: dict[Place, dict[Port, Kind]] = {}  # what each place receives
         self.todo: list[tuple[Place, Port, Kind]] = []
         self.of_end = [self._place(end) for end in ends]
         self.effects = self._effects()
-
-    def parts(self) -> tuple[Part, ...]:
-        """Follow all ends, and make the parts."""
-        for place, end in zip(self.of_end, self.ends, strict=True):
+        for place, end in zip(self.of_end, ends, strict=True):
             self.done.setdefault(place, {})
             self.todo += [(place, end.port, Kind.VALUE)] if end.port is not None else []
             self.todo += [(place, port, Kind.DONE) for port in end.after]
@@ -120,11 +114,14 @@ class _Cut:
         while self.todo:
             self._want(*self.todo.pop())
         crossing = [(place, port, kind) for place, ports in self.crossing.items() for port, kind in ports.items()]
-        edges = [
+        self.edges = [
             Edge(number, port, self._home(port), place, kind)
             for number, (place, port, kind) in enumerate(sorted(crossing))
         ]
-        return tuple(self._part(place, edges) for place in sorted(self.done))
+
+    def parts(self) -> tuple[Part, ...]:
+        """The parts, by place."""
+        return tuple(self._part(place) for place in sorted(self.done))
 
     def _home(self, port: Port) -> Place:
         return self._only_home(port) or self.default
@@ -133,7 +130,7 @@ class _Cut:
         op = self.flow.ops[port.op]
         if op.kind == frames.ROWS and port.index == 0:
             return None  # what gives a row by its number, of a stack
-        return self.homes[port.op]
+        return self.homes[port.op].place
 
     def _place(self, end: End) -> Place:
         """Where an end is wanted."""
@@ -148,7 +145,7 @@ class _Cut:
     def _want(self, place: Place, port: Port, kind: Kind) -> None:
         """Have a port at a place: its op is done there, or it crosses."""
         home = self._only_home(port)
-        if home is None or home == place:
+        if home is None or home == place or place in self.homes[port.op].also:
             self._do(place, port.op, kind)
             return
         ports = self.crossing.setdefault(place, {})
@@ -173,8 +170,8 @@ class _Cut:
         op = self.flow.ops[port.op]
         return self.flow.frames[op.frame].parent if op.kind == frames.EXIT else op.frame
 
-    def _part(self, place: Place, edges: Sequence[Edge]) -> Part:
-        flow, here = self.flow, self.done[place]
+    def _part(self, place: Place) -> Part:
+        flow, here, edges = self.flow, self.done[place], self.edges
         sends = tuple(edge for edge in edges if edge.source == place)
         receives = tuple(edge for edge in edges if edge.to == place)
         moved = {edge.port: Port(len(flow.ops) + at) for at, edge in enumerate(receives)}
