@@ -224,9 +224,11 @@ class _Cut:
                 hangs.add(node.id)
         rows = {t.value for t in transfers if t.kind == "value" and (t.value in fed or t.value.node in hangs)}
         for variable, value in self.state.final.items():
-            own = value in fed or value.node in hangs - self.gradient
-            is_late = not rows.isdisjoint(self._made_of(variable, value, transfers)[1])
-            if (own or (is_late and value.node in self.state.updated)) and not _is_buffer(variable):
+            own = value in fed or (value.node in hangs and value.node not in self.gradient)
+            is_late = rows and value.node in self.state.updated
+            if is_late and not own:
+                own = not rows.isdisjoint(self._made_of(variable, value, transfers)[1])
+            if own and not _is_buffer(variable):
                 yield variable.name
 
     def _made_of(
@@ -249,7 +251,10 @@ class _Cut:
 
         Where the server adds what a task made of it to the value now, nothing is lost: so it is with gradients.
         """
+        loose = [t.value for t in transfers if t.value.node not in self.gradient]
         for variable, value in self.state.final.items():
+            if not any(self._hangs_on(v, variable) for v in loose):
+                continue
             there, sent = self._made_of(variable, value, transfers)
             own = {v for v in there if self.state.nodes[v.node].op == "tfnb.read"}
             is_added = any(self.state.nodes[v.node].attrs["variable"] is variable for v in own)
