@@ -30,11 +30,11 @@ from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import StepGraph
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import Cut, End
-from tfnb.passes.flow.frames import Port
+from tfnb.passes.flow.cut import Kind as Amount
 from tfnb.passes.flow.places import TASK, Home, Place
 from tfnb.passes.flow.step_flow import symbols_of
 from tfnb.passes.resolve import State, resolve
-from tfnb.placement.placement import Homes, Kind, Placement, Rows, Transfer, server, shards_of
+from tfnb.placement.placement import Homes, Kind, Placement, Rows, Transfer, server
 from tfnb.placement.shards import BY_ROWS
 
 NOWHERE: frozenset[Place] = frozenset()
@@ -98,6 +98,11 @@ def split(step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ..
             f"{name} depends on averaged gradients, or on state both before and after the step: without it "
             "among the fetches and watched values tasks divide the rows"
         )
+    behind = next((node for node in cut.checks if node.id in cut.state.updated), None)
+    if behind is not None and parallel:
+        return cut.whole(
+            f"{behind.name} is done with a value behind the update, which no task has of averaged gradients"
+        )
     try:
         return cut.parts(late)
     except Undivided as error:
@@ -124,6 +129,11 @@ class _Cut:
             if above or "gradient" in node.tags:
                 self.gradient.add(node.id)
 
+    @cached_property
+    def checks(self) -> list[Node]:
+        """Nodes that are done for what they do."""
+        return [node for node in self.state.nodes.values() if node.op == "tfnb.guard" or uses_queues(node)]
+
     def is_late(self, value: Value, parallel: bool) -> bool:
         """Whether a fetch is to be had only from the averaged step."""
         value = self.state.resolved(value)
@@ -140,7 +150,7 @@ class _Cut:
         fed = _Feeds(self.graph, self.feeds)
         compute = self._derived(fed, self.pruned.nodes)
         devices = {node.id: (str(TASK),) for node in self.pruned.nodes}
-        placement = Placement(devices, self.homes, (), self._writes, self.tasks, self._changed)
+        placement = Placement(devices, self.homes, (), tuple(self._targets), self.tasks, self._changed)
         final = {variable: fed.of(value) for variable, value in self.state.final.items()}
         return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), placement, why_whole=reason, final=final)
 
@@ -148,38 +158,29 @@ class _Cut:
         """Compute graph, server graphs, and what is to be seen afterwards."""
         fed = _Feeds(self.graph, self.feeds)
         fetches = [None if v in late or not self._gives(v) else self.state.resolved(v) for v in self.fetches]
-        checks = [
-            node.id for node in self.state.nodes.values()
-            if node.id not in self.state.updated and (node.op == "tfnb.guard" or uses_queues(node))
-        ]  # fmt: skip
-        targets = self._targets()
-        cut = self._cut(filter(None, fetches), checks, targets)
-        placement = self._placed(cut, targets)
-        servers = [self._server(cut, placement, shard, mine) for shard, mine in targets.items()]
+        cut = self._cut(filter(None, fetches))
+        servers = [self._server(cut, shard, mine) for shard, mine in self._targets.items()]
         return Split(
-            self._derived(fed, _nodes(cut, TASK)),
+            self._derived(fed, cut.nodes(TASK)),
             fed.values,
             tuple(None if value is None else fed.of(value) for value in fetches),
-            placement,
-            tuple(map(Value, checks)),
+            self._placed(cut, servers),
+            tuple(Value(node.id) for node in self.checks),
             tuple(replace(s, borders=tuple(b._replace(value=fed.of(b.value)) for b in s.borders)) for s in servers),
             *self._after(late),
         )
 
-    def _cut(
-        self, fetches: Iterable[Value], checks: Iterable[int], targets: Mapping[int, Mapping[Variable, Value]]
-    ) -> Cut:
-        """The step by places: fetches and checks are wanted of the task, new values of the servers of their pieces."""
-        symbols = symbols_of(self.graph, self.feeds)
-        nodes = Contents(tuple(self.state.nodes.values()))
-        flow = frames.lower(nodes, self.feeds, symbols, native=lambda node: True)
+    def _cut(self, fetches: Iterable[Value]) -> Cut:
+        """The step by places: fetches and checks are wanted of the task, new values of the servers that hold them."""
+        symbols, native = symbols_of(self.graph, self.feeds), lambda node: True
+        flow = frames.lower(Contents(tuple(self.state.nodes.values())), self.feeds, symbols, native=native)
         ends = [End(flow.ports[value], at=TASK) for value in fetches]
-        ends += [End(None, flow.done[node], TASK) for node in checks]
-        ends += [End(flow.ports[v], at=server(shard)) for shard, mine in targets.items() for v in mine.values()]
+        ends += [End(None, flow.done[node.id], TASK) for node in self.checks]
+        ends += [End(flow.ports[v], at=server(shard)) for shard, mine in self._targets.items() for v in mine.values()]
         also = self._also()
         homes = [
-            Home(None) if op.kind not in (frames.NODE, frames.FEED)
-            else Home(TASK, also=also.get(op.node.id, NOWHERE) if op.node is not None else NOWHERE)
+            Home(None) if op.kind == frames.RUN
+            else Home(TASK, also=NOWHERE if op.node is None else also[op.node.id])
             for op in flow.ops
         ]  # fmt: skip
         return Cut(flow, ends, homes)
@@ -194,6 +195,7 @@ class _Cut:
 
     # -- servers ------------------------------------------------------------------------------------------------
 
+    @cached_property
     def _targets(self) -> dict[int, dict[Variable, Value]]:
         """New values by shard and variable."""
         found: dict[int, dict[Variable, Value]] = {}
@@ -205,10 +207,6 @@ class _Cut:
     @property
     def _changed(self) -> tuple[str, ...]:
         return tuple(variable.key for variable in self.state.final)
-
-    @property
-    def _writes(self) -> tuple[int, ...]:
-        return shards_of(self.state.final, self.homes)
 
     def _apart(self, transfers: Iterable[Transfer]) -> Iterator[str]:
         """Variables, no buffers of modules, whose new value hangs on rows that are fed, and on no gradient.
@@ -262,33 +260,32 @@ class _Cut:
             if made and not is_added and not _is_buffer(variable):
                 yield variable.name
 
-    def _placed(self, cut: Cut, targets: Mapping[int, Mapping[Variable, Value]]) -> Placement:
-        """Where all of it is. Raises Undivided."""
-        places: dict[int, tuple[Place, ...]] = {}
+    def _placed(self, cut: Cut, servers: Iterable[Server]) -> Placement:
+        """Where all of it is."""
+        devices: dict[int, tuple[str, ...]] = {}
         for place in sorted(cut.done):
-            for node in _nodes(cut, place):
-                places[node.id] = (*places.get(node.id, ()), place)
-        transfers: list[Transfer] = []
-        for shard, mine in targets.items():
-            nodes = _nodes(cut, server(shard))
-            gradients = {node.inputs[at] for node in nodes if (at := _gradient_of(node)) is not None}
-            borders = [_value(cut, edge.port) for edge in cut.edges if edge.to == server(shard)]
-            kinds = {value: self._kind(value, value in gradients) for value in borders}
-            rows = self._rows(shard, mine, nodes, kinds)
-            for value, kind in kinds.items():
-                changed = _changed_by(value, self.pruned.contents)
-                transfers.append(Transfer(value, shard, kind, rows.get(value), changed))
-        devices = {node: tuple(map(str, found)) for node, found in places.items()}
+            for node in cut.nodes(place):
+                devices[node.id] = (*devices.get(node.id, ()), str(place))
+        transfers = tuple(border for server in servers for border in server.borders)
         return Placement(
-            devices, self.homes, tuple(transfers), self._writes, self.tasks, self._changed,
+            devices, self.homes, transfers, tuple(self._targets), self.tasks, self._changed,
             tuple(self._apart(transfers)), tuple(self._raced(transfers)),
         )  # fmt: skip
 
-    def _server(self, cut: Cut, placement: Placement, shard: int, targets: Mapping[Variable, Value]) -> Server:
-        """The graph that computes and assigns the new values of one shard."""
-        borders = tuple(transfer for transfer in placement.transfers if transfer.shard == shard)
-        fed = _Feeds(self.graph, [transfer.value for transfer in borders])
-        nodes = [fed.rewired(replace(node, control=()) if node.control else node) for node in _nodes(cut, server(shard))]
+    def _server(self, cut: Cut, shard: int, targets: Mapping[Variable, Value]) -> Server:
+        """The graph that computes and assigns the new values of one shard, of what tasks send. Raises Undivided."""
+        place = server(shard)
+        mine, edges = cut.nodes(place), [edge for edge in cut.edges if edge.to == place]
+        sized = next((node for edge in edges if edge.kind == Amount.SIZE for node in mine if node.symbols), None)
+        if sized is not None:
+            raise Undivided(f"{sized.name} depends on the update, and on the size of a value that tasks have")
+        gradients = {node.inputs[at] for node in mine if (at := _gradient_of(node)) is not None}
+        sent = [cut.flow.value(edge.port) for edge in edges if edge.kind == Amount.VALUE]
+        kinds = {value: self._kind(value, value in gradients) for value in sent if value is not None}
+        rows, contents = self._rows(shard, targets, mine, kinds), self.pruned.contents
+        borders = tuple(Transfer(v, shard, kind, rows.get(v), _changed_by(v, contents)) for v, kind in kinds.items())
+        fed = _Feeds(self.graph, tuple(kinds))
+        nodes = [fed.rewired(replace(node, control=()) if node.control else node) for node in mine]
         last = {node.attrs["variable"]: node for node in self.pruned.nodes if node.op == "tfnb.assign"}
         assigns = [replace(last[variable], inputs=(fed.of(value),), control=()) for variable, value in targets.items()]
         done = tuple(Value(node.id) for node in assigns)
@@ -340,23 +337,23 @@ class _Cut:
     def _also(self) -> dict[int, frozenset[Place]]:
         """The servers that do a node of the task anew if their writes need it, by its id.
 
-        All do what is behind the border of the gradients, and one what depends on nothing but constants and Variables
+        All do what is behind the border of the gradients; one does what depends on nothing but constants and Variables
         that it holds, or goes on to the next value of one that it holds whole.
         """
-        everywhere = frozenset(server(shard) for shard in self._writes)
-        local: dict[int, frozenset[Place]] = {}
+        everywhere = frozenset(map(server, self._targets))
         found: dict[int, frozenset[Place]] = {}
         for node in self.state.nodes.values():
-            is_late = node.id in self.state.updated
-            is_derived = node.id in self.gradient
+            is_processed = node.id in self.gradient and "gradient" not in node.tags and _is_plain(node)
             if node.op == "tfnb.read":
-                local[node.id] = frozenset(server(p.shard) for p in self.homes[node.attrs["variable"].key])
-            elif not (is_late or is_derived) and _is_plain(node):
-                above = (NOWHERE if v in self.feeds else local.get(v.node, NOWHERE) for v in node.inputs)
-                local[node.id] = everywhere.intersection(*above)
-            is_processed = is_derived and "gradient" not in node.tags and _is_plain(node)
-            found[node.id] = everywhere if is_late or is_processed else local.get(node.id, NOWHERE)
-        for node_id, place in self._onward(local):
+                found[node.id] = frozenset(server(p.shard) for p in self.homes[node.attrs["variable"].key])
+            elif node.id in self.state.updated or is_processed:
+                found[node.id] = everywhere
+            elif node.id in self.gradient or not _is_plain(node):
+                found[node.id] = NOWHERE
+            else:
+                above = (NOWHERE if v in self.feeds else found[v.node] for v in node.inputs)
+                found[node.id] = everywhere.intersection(*above)
+        for node_id, place in tuple(self._onward(found)):
             found[node_id] |= {place}
         return found
 
@@ -370,16 +367,14 @@ class _Cut:
         for variable, value in self.state.final.items():
             first, *others = self.homes[variable.key]
             place = server(first.shard)
-            if value.node in self.state.updated or others or first.rows is not None:
-                continue
-            stack = [value]
+            stack = [] if value.node in self.state.updated or others or first.rows is not None else [value]
             while stack:
                 value = stack.pop()
                 node = None if value in self.feeds else self.state.nodes.get(value.node)
                 if node is None or (node.id, place) in seen or node.id in self.gradient or not _is_safe(node):
                     continue
                 in_part = any(
-                    place in local.get(v.node, NOWHERE) and self._reads.get(v.node, 0) & parts for v in node.inputs
+                    place in local.get(v.node, ()) and self._reads.get(v.node, 0) & parts for v in node.inputs
                 )
                 if self._hangs_on(value, variable) and not in_part:
                     seen.add((node.id, place))
@@ -466,19 +461,6 @@ class _Feeds:
         """The node with its inputs taken from the placeholders."""
         inputs = tuple(map(self.of, node.inputs))
         return node if inputs == node.inputs else replace(node, inputs=inputs)
-
-
-def _nodes(cut: Cut, place: Place) -> list[Node]:
-    """The nodes that a place does, in program order."""
-    ops = (cut.flow.ops[number] for number in sorted(cut.done.get(place, ())))
-    return [op.node for op in ops if op.node is not None]
-
-
-def _value(cut: Cut, port: Port) -> Value:
-    """The value that a port stands for."""
-    op = cut.flow.ops[port.op]
-    fed: Value = op.part
-    return fed if op.node is None else Value(op.node.id, port.index)
 
 
 def _fed_name(node: Node, value: Value) -> str:

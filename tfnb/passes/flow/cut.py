@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
+from tfnb.graph import Node
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.frames import Flow, Op, Port
 from tfnb.passes.flow.places import Home, Place
@@ -122,6 +123,11 @@ class Cut:
     def parts(self) -> tuple[Part, ...]:
         """The parts, by place."""
         return tuple(self._part(place) for place in sorted(self.done))
+
+    def nodes(self, place: Place) -> list[Node]:
+        """The nodes that a place does, in program order; of loops and branches in ops, each op's."""
+        ops = (self.flow.ops[number] for number in sorted(self.done.get(place, ())))
+        return [op.node for op in ops if op.kind == frames.NODE and op.node is not None]
 
     def _home(self, port: Port) -> Place:
         return self._only_home(port) or self.default

@@ -94,6 +94,12 @@ class Flow:
     ports: Mapping[Value, Port]
     done: Mapping[int, tuple[Port, ...]]  # of the root's nodes, by id
 
+    def value(self, port: Port) -> Value | None:
+        """The value that a port of a node is, or of what is fed; None for others."""
+        op = self.ops[port.op]
+        fed: Value | None = op.part if op.kind == FEED else None
+        return Value(op.node.id, port.index) if op.kind == NODE and op.node is not None else fed
+
 
 @dataclass(slots=True)
 class _Place:
