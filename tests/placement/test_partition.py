@@ -448,3 +448,16 @@ def test_what_is_added_may_be_made_of_the_value_that_was_read():
         x = tfnb.placeholder(torch.randn(5, 3), name="x")
         train = w.assign_add(0.1 * x.T @ (1 - x @ w.read()))
     assert compare(g, [train], [x], [torch.randn(5, 3)]).split.placement.raced == ()
+
+
+def test_a_check_of_a_value_behind_the_update_needs_the_averaged_step():
+    w = tfnb.Variable(torch.ones(3), name="w")
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(5, 3), name="x")
+        train = tfnb.train.SGD(0.1).minimize((x @ w.read()).mean())
+        if w.read().sum() < 100:  # a guard, with what it is done for
+            total = w.read().sum() * 2
+    sides = [Parts(g, [train, total], [x], workers=workers).split for workers in (1, 2)]
+    assert all("update" in (side.why_whole or "") or side.after is not None for side in sides)
+    checked = [Parts(g, [train, g.by_name["guard"]], [x], workers=workers).split for workers in (1, 2)]
+    assert [len(checked[0].checks), checked[1].why_whole] == [1, ""]

@@ -1,5 +1,8 @@
 """Cut a step into a compute graph and one server graph for each shard that it writes. Pure; imports graph and passes.
 
+Here it is decided where nodes are done, `tfnb.passes.flow.cut` follows what is wanted at each place. Every node has its
+home at the task; servers do anew what stands in `_Cut._also`.
+
 The compute graph holds everything but the writes and what depends on an optimizer update; it reads variables of any
 shard and gives border values. A server graph holds the update nodes and assigns of its shard, and what only they need
 from variables that live there (optimizer slots, a step counter, a learning rate).
@@ -29,7 +32,7 @@ from tfnb.graph.ops import STRUCTURAL
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import StepGraph
 from tfnb.passes.flow import frames
-from tfnb.passes.flow.cut import Cut, End
+from tfnb.passes.flow.cut import End, Partition
 from tfnb.passes.flow.cut import Kind as Amount
 from tfnb.passes.flow.places import TASK, Home, Place
 from tfnb.passes.flow.step_flow import symbols_of
@@ -170,7 +173,7 @@ class _Cut:
             *self._after(late),
         )
 
-    def _cut(self, fetches: Iterable[Value]) -> Cut:
+    def _cut(self, fetches: Iterable[Value]) -> Partition:
         """The step by places: fetches and checks are wanted of the task, new values of the servers that hold them."""
         symbols, native = symbols_of(self.graph, self.feeds), lambda node: True
         flow = frames.lower(Contents(tuple(self.state.nodes.values())), self.feeds, symbols, native=native)
@@ -183,7 +186,7 @@ class _Cut:
             else Home(TASK, also=NOWHERE if op.node is None else also[op.node.id])
             for op in flow.ops
         ]  # fmt: skip
-        return Cut(flow, ends, homes)
+        return Partition(flow, ends, homes)
 
     def _gives(self, value: Value) -> bool:
         """Whether the fetched node has outputs at all."""
@@ -260,7 +263,7 @@ class _Cut:
             if made and not is_added and not _is_buffer(variable):
                 yield variable.name
 
-    def _placed(self, cut: Cut, servers: Iterable[Server]) -> Placement:
+    def _placed(self, cut: Partition, servers: Iterable[Server]) -> Placement:
         """Where all of it is."""
         devices: dict[int, tuple[str, ...]] = {}
         for place in sorted(cut.done):
@@ -272,7 +275,7 @@ class _Cut:
             tuple(self._apart(transfers)), tuple(self._raced(transfers)),
         )  # fmt: skip
 
-    def _server(self, cut: Cut, shard: int, targets: Mapping[Variable, Value]) -> Server:
+    def _server(self, cut: Partition, shard: int, targets: Mapping[Variable, Value]) -> Server:
         """The graph that computes and assigns the new values of one shard, of what tasks send. Raises Undivided."""
         place = server(shard)
         mine, edges = cut.nodes(place), [edge for edge in cut.edges if edge.to == place]

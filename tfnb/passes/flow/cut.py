@@ -1,7 +1,7 @@
 """One dataflow form cut into parts, one for each place (white paper §3.2.2, EuroSys'18 §4.4, S-150, S-152).
 
-`Cut` follows what is wanted back from its ends: an op is done at its home, or anew where it is wanted (`places`). A
-value that is wanted elsewhere crosses on one `Edge` for each port and destination, whatever the number of its
+`Partition` follows what is wanted back from its ends: an op is done at its home, or anew where it is wanted (`places`).
+A value that is wanted elsewhere crosses on one `Edge` for each port and destination, whatever the number of its
 consumers. A receive inside of a loop begins once for each iteration, when the counter's Merge there fires, live or
 dead; a send fires once for each iteration, too. So every message meets who wants it. Pure.
 """
@@ -88,7 +88,7 @@ def uncut(flow: Flow, ends: Sequence[End]) -> Part:
     return Part(Place(0), flow, dict(enumerate(ends)), feeds, (), (), ())
 
 
-class Cut:
+class Partition:
     """What each place does of a flow, and what crosses; deterministic, so that each place can cut for itself.
 
     ends: what is wanted of the step. homes: of each op. done: by place the ops that are done there, and of what is fed
@@ -97,24 +97,24 @@ class Cut:
 
     def __init__(self, flow: Flow, ends: Sequence[End], homes: Sequence[Home]) -> None:
         self.flow, self.ends, self.homes = flow, ends, homes
-        self.default = min((home.place for home in homes if home.place is not None), default=Place(0))
-        self.counters = {
+        self._default = min((home.place for home in homes if home.place is not None), default=Place(0))
+        self._counters = {
             op.frame: Port(n) for n, op in enumerate(flow.ops)
             if op.kind == frames.MERGE and op.part == frames.COUNTER
         }  # fmt: skip
         self.done: dict[Place, dict[int, Kind]] = {}
-        self.crossing: dict[Place, dict[Port, Kind]] = {}  # what each place receives
-        self.todo: list[tuple[Place, Port, Kind]] = []
-        self.of_end = [self._place(end) for end in ends]
+        self._crossing: dict[Place, dict[Port, Kind]] = {}  # what each place receives
+        self._todo: list[tuple[Place, Port, Kind]] = []
+        self._of_end = [self._place(end) for end in ends]
         self.effects = self._effects()
-        for place, end in zip(self.of_end, ends, strict=True):
+        for place, end in zip(self._of_end, ends, strict=True):
             self.done.setdefault(place, {})
-            self.todo += [(place, end.port, Kind.VALUE)] if end.port is not None else []
-            self.todo += [(place, port, Kind.DONE) for port in end.after]
-        self.todo += [(self._home(Port(number)), Port(number), Kind.VALUE) for number in self.effects]
-        while self.todo:
-            self._want(*self.todo.pop())
-        crossing = [(place, port, kind) for place, ports in self.crossing.items() for port, kind in ports.items()]
+            self._todo += [(place, end.port, Kind.VALUE)] if end.port is not None else []
+            self._todo += [(place, port, Kind.DONE) for port in end.after]
+        self._todo += [(self._home(Port(number)), Port(number), Kind.VALUE) for number in self.effects]
+        while self._todo:
+            self._want(*self._todo.pop())
+        crossing = [(place, port, kind) for place, ports in self._crossing.items() for port, kind in ports.items()]
         self.edges = [
             Edge(number, port, self._home(port), place, kind)
             for number, (place, port, kind) in enumerate(sorted(crossing))
@@ -130,7 +130,7 @@ class Cut:
         return [op.node for op in ops if op.kind == frames.NODE and op.node is not None]
 
     def _home(self, port: Port) -> Place:
-        return self._only_home(port) or self.default
+        return self._only_home(port) or self._default
 
     def _only_home(self, port: Port) -> Place | None:
         op = self.flow.ops[port.op]
@@ -141,7 +141,7 @@ class Cut:
     def _place(self, end: End) -> Place:
         """Where an end is wanted."""
         ports = end.after if end.port is None else (end.port, *end.after)
-        return end.at or next((home for port in ports if (home := self._only_home(port)) is not None), self.default)
+        return end.at or next((home for port in ports if (home := self._only_home(port)) is not None), self._default)
 
     def _effects(self) -> list[int]:
         """Ops that are done for what they do: checks, and uses of queues."""
@@ -154,22 +154,22 @@ class Cut:
         if home is None or home == place or place in self.homes[port.op].also:
             self._do(place, port.op, kind)
             return
-        ports = self.crossing.setdefault(place, {})
+        ports = self._crossing.setdefault(place, {})
         before = ports.get(port)
         ports[port] = kind if before is None else max(before, kind)
         if before is None:
             self.done.setdefault(place, {})
-            self.todo.append((home, port, Kind.VALUE))
+            self._todo.append((home, port, Kind.VALUE))
             frame = self._frame(port)
             if frame:
-                self.todo.append((place, self.counters[frame], Kind.DONE))
+                self._todo.append((place, self._counters[frame], Kind.DONE))
 
     def _do(self, place: Place, number: int, kind: Kind) -> None:
         op, ops = self.flow.ops[number], self.done.setdefault(place, {})
         before = ops.get(number)
         ops[number] = kind if before is None else max(before, kind)
         if before is None:
-            self.todo += [(place, port, how) for port, how in _sources(op)]
+            self._todo += [(place, port, how) for port, how in _sources(op)]
 
     def _frame(self, port: Port) -> int:
         """The frame that the value of a port is in."""
@@ -189,7 +189,7 @@ class Cut:
         own += [self._crossing(RECV, edge, ()) for edge in receives]
         own += [self._crossing(SEND, edge, (edge.port,)) for edge in sends]
         ends = {
-            at: _moved_end(end, moved) for at, (end, of) in enumerate(zip(self.ends, self.of_end, strict=True))
+            at: _moved_end(end, moved) for at, (end, of) in enumerate(zip(self.ends, self._of_end, strict=True))
             if of == place
         }  # fmt: skip
         feeds = {number: kind for number, kind in here.items() if flow.ops[number].kind == frames.FEED}
@@ -199,7 +199,7 @@ class Cut:
     def _crossing(self, kind: str, edge: Edge, inputs: tuple[Port, ...]) -> Op:
         """A send or a receive, in the frame of the value."""
         frame = self._frame(edge.port)
-        after = (self.counters[frame],) if frame and kind == RECV else ()
+        after = (self._counters[frame],) if frame and kind == RECV else ()
         return Op(kind, inputs, frame, self.flow.ops[edge.port.op].scope, part=edge, after=after)
 
 

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from tfnb.graph import Graph, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes.flow import frames
-from tfnb.passes.flow.cut import Cut, End, Kind, Part, uncut
+from tfnb.passes.flow.cut import End, Kind, Part, Partition, uncut
 from tfnb.passes.flow.frames import Flow, Port
 from tfnb.passes.flow.places import Place, homes, is_split, requested
 from tfnb.passes.pipeline import optimized, with_fed
@@ -116,7 +116,7 @@ def _step_flow(
     if not wanted.has_writes:
         written = {}
     ends = (*_ends(step, flow, wanted.places), *(End(port) for port in written.values()))
-    parts = (uncut(flow, ends),) if sites is None else Cut(flow, ends, homes(flow, sites)).parts()
+    parts = (uncut(flow, ends),) if sites is None else Partition(flow, ends, homes(flow, sites)).parts()
     return StepFlow(step, graph, flow, tuple(flow.ports[v] for v in step.feeds), ends, tuple(written), parts)
 
 
