@@ -341,14 +341,16 @@ class _Cut:
         """The servers that do a node of the task anew if their writes need it, by its id.
 
         All do what is behind the border of the gradients; one does what depends on nothing but constants and Variables
-        that it holds, or goes on to the next value of one that it holds whole.
+        that it holds, or goes on to the next value of one that it holds whole. None does checks.
         """
-        everywhere = frozenset(map(server, self._targets))
+        everywhere, checks = frozenset(map(server, self._targets)), {node.id for node in self.checks}
         found: dict[int, frozenset[Place]] = {}
         for node in self.state.nodes.values():
             is_processed = node.id in self.gradient and "gradient" not in node.tags and _is_plain(node)
             if node.op == "tfnb.read":
                 found[node.id] = frozenset(server(p.shard) for p in self.homes[node.attrs["variable"].key])
+            elif node.id in checks:
+                found[node.id] = NOWHERE
             elif node.id in self.state.updated or is_processed:
                 found[node.id] = everywhere
             elif node.id in self.gradient or not _is_plain(node):
