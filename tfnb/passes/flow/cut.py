@@ -103,7 +103,7 @@ class Partition:
             if op.kind == frames.MERGE and op.part == frames.COUNTER
         }  # fmt: skip
         self.done: dict[Place, dict[int, Kind]] = {}
-        self._crossing: dict[Place, dict[Port, Kind]] = {}  # what each place receives
+        self._received: dict[Place, dict[Port, Kind]] = {}  # what each place receives
         self._todo: list[tuple[Place, Port, Kind]] = []
         self._of_end = [self._place(end) for end in ends]
         self.effects = self._effects()
@@ -114,7 +114,7 @@ class Partition:
         self._todo += [(self._home(Port(number)), Port(number), Kind.VALUE) for number in self.effects]
         while self._todo:
             self._want(*self._todo.pop())
-        crossing = [(place, port, kind) for place, ports in self._crossing.items() for port, kind in ports.items()]
+        crossing = [(place, port, kind) for place, ports in self._received.items() for port, kind in ports.items()]
         self.edges = [
             Edge(number, port, self._home(port), place, kind)
             for number, (place, port, kind) in enumerate(sorted(crossing))
@@ -154,7 +154,7 @@ class Partition:
         if home is None or home == place or place in self.homes[port.op].also:
             self._do(place, port.op, kind)
             return
-        ports = self._crossing.setdefault(place, {})
+        ports = self._received.setdefault(place, {})
         before = ports.get(port)
         ports[port] = kind if before is None else max(before, kind)
         if before is None:
