@@ -41,3 +41,26 @@ def test_a_watched_norm_of_gradients_trains_as_here(connect, mode):
         assert mine == pytest.approx(theirs, rel=1e-12)
     for p, value in zip(model.parameters(), expected, strict=True):
         assert torch.equal(p, value), "one task computes the step: bitwise"
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_what_is_done_with_values_behind_the_update_is_done_there(connect, tasks):
+    """A queue that takes the new weights, and a Variable whose new value needs them and the size of the batch."""
+    data, found = torch.arange(12.0).reshape(4, 3), []
+    for is_there in (False, True):
+        if is_there:
+            connect(tasks)
+        weight, total = tfnb.Variable(torch.ones(3), name="weight"), tfnb.Variable(torch.zeros(3), name="total")
+        queue = tfnb.FIFOQueue(5, [torch.float32], shapes=[(3,)])
+        with tfnb.record():
+            x = tfnb.placeholder(data[:3], name="x")
+            step = tfnb.train.SGD(0.1).minimize((x @ weight.read()).mean())
+            put = queue.enqueue((weight.read(),))
+            moved = total.assign(weight.read().expand(x.shape[0], 3).sum(0))
+            queued, sized = tfnb.group(step, put), tfnb.group(step, moved)
+            taken = queue.dequeue()
+        tfnb.run(queued, {x: data})
+        tfnb.run(sized, {x: data[:2]})
+        found.append([weight.value(), total.value(), *tfnb.run(taken)])
+    for here, there in zip(*found, strict=True):
+        assert torch.equal(here, there)

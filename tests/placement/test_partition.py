@@ -448,3 +448,18 @@ def test_what_is_added_may_be_made_of_the_value_that_was_read():
         x = tfnb.placeholder(torch.randn(5, 3), name="x")
         train = w.assign_add(0.1 * x.T @ (1 - x @ w.read()))
     assert compare(g, [train], [x], [torch.randn(5, 3)]).split.placement.raced == ()
+
+
+def test_a_check_of_a_value_behind_the_update_is_made_by_a_task_that_has_the_whole_step():
+    w, u = (tfnb.Variable(torch.ones(3), name=name) for name in "wu")
+    with tfnb.record() as g, pytest.warns(UserWarning, match="Python took the True branch"):
+        x = tfnb.placeholder(torch.randn(5, 3), name="x")
+        train = tfnb.train.SGD(0.1).minimize((x @ w.read()).mean())
+        if w.read().sum() < 100:
+            moved = u.assign(w.read() * 2)
+        both = tfnb.group(train, moved)
+    alone, of_two = (Parts(g, [both], [x], workers=workers).split for workers in (1, 2))
+    assert alone.why_whole is None and len(alone.checks) == 1
+    assert all(node.op != "tfnb.guard" for server in alone.servers for node in server.graph.nodes)
+    assert "guard is done with a value behind the update" in of_two.why_whole
+    compare(g, [both], [x], [torch.randn(5, 3)], rtol=0)

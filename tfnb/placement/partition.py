@@ -1,5 +1,8 @@
 """Cut a step into a compute graph and one server graph for each shard that it writes. Pure; imports graph and passes.
 
+Here it is decided where nodes are done, `tfnb.passes.flow.cut` follows what is wanted at each place. Every node has its
+home at the task; servers do anew what stands in `_Cut._also`.
+
 The compute graph holds everything but the writes and what depends on an optimizer update; it reads variables of any
 shard and gives border values. A server graph holds the update nodes and assigns of its shard, and what only they need
 from variables that live there (optimizer slots, a step counter, a learning rate).
@@ -28,9 +31,16 @@ from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import STRUCTURAL
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import StepGraph
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.cut import End, Partition
+from tfnb.passes.flow.cut import Kind as Amount
+from tfnb.passes.flow.places import TASK, Home, Place
+from tfnb.passes.flow.step_flow import symbols_of
 from tfnb.passes.resolve import State, resolve
-from tfnb.placement.placement import TASK, Homes, Kind, Piece, Placement, Rows, Transfer, server, shards_of
+from tfnb.placement.placement import Homes, Kind, Placement, Rows, Transfer, server
 from tfnb.placement.shards import BY_ROWS
+
+NOWHERE: frozenset[Place] = frozenset()
 
 
 class Undivided(Exception):
@@ -91,6 +101,11 @@ def split(step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ..
             f"{name} depends on averaged gradients, or on state both before and after the step: without it "
             "among the fetches and watched values tasks divide the rows"
         )
+    behind = next((node for node in cut.checks if node.id in cut.state.updated), None)
+    if behind is not None and parallel:
+        return cut.whole(
+            f"{behind.name} is done with a value behind the update, which no task has of averaged gradients"
+        )
     try:
         return cut.parts(late)
     except Undivided as error:
@@ -117,6 +132,11 @@ class _Cut:
             if above or "gradient" in node.tags:
                 self.gradient.add(node.id)
 
+    @cached_property
+    def checks(self) -> list[Node]:
+        """Nodes that are done for what they do."""
+        return [node for node in self.state.nodes.values() if node.op == "tfnb.guard" or uses_queues(node)]
+
     def is_late(self, value: Value, parallel: bool) -> bool:
         """Whether a fetch is to be had only from the averaged step."""
         value = self.state.resolved(value)
@@ -132,27 +152,41 @@ class _Cut:
         """One task computes everything."""
         fed = _Feeds(self.graph, self.feeds)
         compute = self._derived(fed, self.pruned.nodes)
-        devices = {node.id: (TASK,) for node in self.pruned.nodes}
-        placement = Placement(devices, self.homes, (), self._writes, self.tasks, self._changed)
+        devices = {node.id: (str(TASK),) for node in self.pruned.nodes}
+        placement = Placement(devices, self.homes, (), tuple(self._targets), self.tasks, self._changed)
         final = {variable: fed.of(value) for variable, value in self.state.final.items()}
         return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), placement, why_whole=reason, final=final)
 
     def parts(self, late: Sequence[Value]) -> Split:
         """Compute graph, server graphs, and what is to be seen afterwards."""
         fed = _Feeds(self.graph, self.feeds)
-        nodes = [node for node in self.state.nodes.values() if node.id not in self.state.updated]
-        targets = self._targets()
-        placement = self._placed(nodes, targets)
-        servers = [self._server(placement, shard, mine) for shard, mine in targets.items()]
+        fetches = [None if v in late or not self._gives(v) else self.state.resolved(v) for v in self.fetches]
+        cut = self._cut(filter(None, fetches))
+        servers = [self._server(cut, shard, mine) for shard, mine in self._targets.items()]
         return Split(
-            self._derived(fed, nodes),
+            self._derived(fed, cut.nodes(TASK)),
             fed.values,
-            tuple(None if v in late or not self._gives(v) else fed.of(self.state.resolved(v)) for v in self.fetches),
-            placement,
-            tuple(Value(node.id) for node in nodes if node.op == "tfnb.guard" or uses_queues(node)),
+            tuple(None if value is None else fed.of(value) for value in fetches),
+            self._placed(cut, servers),
+            tuple(Value(node.id) for node in self.checks),
             tuple(replace(s, borders=tuple(b._replace(value=fed.of(b.value)) for b in s.borders)) for s in servers),
             *self._after(late),
         )
+
+    def _cut(self, fetches: Iterable[Value]) -> Partition:
+        """The step by places: fetches and checks are wanted of the task, new values of the servers that hold them."""
+        symbols, native = symbols_of(self.graph, self.feeds), lambda node: True
+        flow = frames.lower(Contents(tuple(self.state.nodes.values())), self.feeds, symbols, native=native)
+        ends = [End(flow.ports[value], at=TASK) for value in fetches]
+        ends += [End(None, flow.done[node.id], TASK) for node in self.checks]
+        ends += [End(flow.ports[v], at=server(shard)) for shard, mine in self._targets.items() for v in mine.values()]
+        also = self._also()
+        homes = [
+            Home(None) if op.kind == frames.RUN
+            else Home(TASK, also=NOWHERE if op.node is None else also[op.node.id])
+            for op in flow.ops
+        ]  # fmt: skip
+        return Partition(flow, ends, homes)
 
     def _gives(self, value: Value) -> bool:
         """Whether the fetched node has outputs at all."""
@@ -164,6 +198,7 @@ class _Cut:
 
     # -- servers ------------------------------------------------------------------------------------------------
 
+    @cached_property
     def _targets(self) -> dict[int, dict[Variable, Value]]:
         """New values by shard and variable."""
         found: dict[int, dict[Variable, Value]] = {}
@@ -175,10 +210,6 @@ class _Cut:
     @property
     def _changed(self) -> tuple[str, ...]:
         return tuple(variable.key for variable in self.state.final)
-
-    @property
-    def _writes(self) -> tuple[int, ...]:
-        return shards_of(self.state.final, self.homes)
 
     def _apart(self, transfers: Iterable[Transfer]) -> Iterator[str]:
         """Variables, no buffers of modules, whose new value hangs on rows that are fed, and on no gradient.
@@ -194,9 +225,11 @@ class _Cut:
                 hangs.add(node.id)
         rows = {t.value for t in transfers if t.kind == "value" and (t.value in fed or t.value.node in hangs)}
         for variable, value in self.state.final.items():
-            own = value in fed or value.node in hangs - self.gradient
-            is_late = not rows.isdisjoint(self._made_of(variable, value, transfers)[1])
-            if (own or (is_late and value.node in self.state.updated)) and not _is_buffer(variable):
+            own = value in fed or (value.node in hangs and value.node not in self.gradient)
+            is_late = rows and value.node in self.state.updated
+            if is_late and not own:
+                own = not rows.isdisjoint(self._made_of(variable, value, transfers)[1])
+            if own and not _is_buffer(variable):
                 yield variable.name
 
     def _made_of(
@@ -219,7 +252,10 @@ class _Cut:
 
         Where the server adds what a task made of it to the value now, nothing is lost: so it is with gradients.
         """
+        loose = [t.value for t in transfers if t.value.node not in self.gradient]
         for variable, value in self.state.final.items():
+            if not any(self._hangs_on(v, variable) for v in loose):
+                continue
             there, sent = self._made_of(variable, value, transfers)
             own = {v for v in there if self.state.nodes[v.node].op == "tfnb.read"}
             is_added = any(self.state.nodes[v.node].attrs["variable"] is variable for v in own)
@@ -227,30 +263,32 @@ class _Cut:
             if made and not is_added and not _is_buffer(variable):
                 yield variable.name
 
-    def _placed(self, nodes: Iterable[Node], targets: Mapping[int, Mapping[Variable, Value]]) -> Placement:
-        """Where all of it is; ``nodes``: those of the task. Raises Undivided."""
-        devices: dict[int, tuple[str, ...]] = {node.id: (TASK,) for node in nodes}
-        transfers: list[Transfer] = []
-        for shard, mine in targets.items():
-            included, kinds = self._closure(shard, mine.values())
-            rows = self._rows(shard, mine, included, kinds)
-            for node_id in included:
-                devices[node_id] = (*devices.get(node_id, ()), server(shard))
-            for value, kind in kinds.items():
-                changed = _changed_by(value, self.pruned.contents)
-                transfers.append(Transfer(value, shard, kind, rows.get(value), changed))
+    def _placed(self, cut: Partition, servers: Iterable[Server]) -> Placement:
+        """Where all of it is."""
+        devices: dict[int, tuple[str, ...]] = {}
+        for place in sorted(cut.done):
+            for node in cut.nodes(place):
+                devices[node.id] = (*devices.get(node.id, ()), str(place))
+        transfers = tuple(border for server in servers for border in server.borders)
         return Placement(
-            devices, self.homes, tuple(transfers), self._writes, self.tasks, self._changed,
+            devices, self.homes, transfers, tuple(self._targets), self.tasks, self._changed,
             tuple(self._apart(transfers)), tuple(self._raced(transfers)),
         )  # fmt: skip
 
-    def _server(self, placement: Placement, shard: int, targets: Mapping[Variable, Value]) -> Server:
-        """The graph that computes and assigns the new values of one shard."""
-        borders = tuple(transfer for transfer in placement.transfers if transfer.shard == shard)
-        here = server(shard)
-        fed = _Feeds(self.graph, [transfer.value for transfer in borders])
-        mine = [node for node in self.state.nodes.values() if here in placement.devices.get(node.id, ())]
-        nodes = [fed.rewired(replace(node, control=())) for node in mine]
+    def _server(self, cut: Partition, shard: int, targets: Mapping[Variable, Value]) -> Server:
+        """The graph that computes and assigns the new values of one shard, of what tasks send. Raises Undivided."""
+        place = server(shard)
+        mine, edges = cut.nodes(place), [edge for edge in cut.edges if edge.to == place]
+        sized = next((node for edge in edges if edge.kind == Amount.SIZE for node in mine if node.symbols), None)
+        if sized is not None:
+            raise Undivided(f"{sized.name} depends on the update, and on the size of a value that tasks have")
+        gradients = {node.inputs[at] for node in mine if (at := _gradient_of(node)) is not None}
+        sent = [cut.flow.value(edge.port) for edge in edges if edge.kind == Amount.VALUE]
+        kinds = {value: self._kind(value, value in gradients) for value in sent if value is not None}
+        rows, contents = self._rows(shard, targets, mine, kinds), self.pruned.contents
+        borders = tuple(Transfer(v, shard, kind, rows.get(v), _changed_by(v, contents)) for v, kind in kinds.items())
+        fed = _Feeds(self.graph, tuple(kinds))
+        nodes = [fed.rewired(replace(node, control=()) if node.control else node) for node in mine]
         last = {node.attrs["variable"]: node for node in self.pruned.nodes if node.op == "tfnb.assign"}
         assigns = [replace(last[variable], inputs=(fed.of(value),), control=()) for variable, value in targets.items()]
         done = tuple(Value(node.id) for node in assigns)
@@ -260,15 +298,13 @@ class _Cut:
         return Server(shard, graph, fed.values, borders, Value(group.id))
 
     def _rows(
-        self, shard: int, targets: Mapping[Variable, Value], included: set[int], kinds: Mapping[Value, Kind]
+        self, shard: int, targets: Mapping[Variable, Value], nodes: Iterable[Node], kinds: Mapping[Value, Kind]
     ) -> dict[Value, Rows]:
         """Which rows of the values that are sent to a shard its pieces need; raises Undivided where that is not all."""
         pieces = {v: p.rows for v in self.pruned.variables for p in self.homes[v.key] if p.shard == shard}
         held: dict[Value, Rows] = {}  # what is there in part
         sent: dict[Value, Rows | None] = {}
-        for node in self.state.nodes.values():
-            if node.id not in included:
-                continue
+        for node in nodes:
             if node.op == "tfnb.read":
                 rows = pieces[node.attrs["variable"]]
                 if rows is not None:
@@ -291,28 +327,6 @@ class _Cut:
                 raise Undivided(f"{variable.name} lies in parts on several servers, and its new value does not")
         return {value: rows for value, rows in sent.items() if rows is not None}
 
-    def _closure(self, shard: int, targets: Iterable[Value]) -> tuple[set[int], dict[Value, Kind]]:
-        """Ids of the nodes that run on the shard, and the values that must be sent to it."""
-        local = self._local(shard)
-        local |= self._onward(shard, local)
-        included: set[int] = set()
-        kinds: dict[Value, Kind] = {}
-        stack: list[tuple[Value, bool]] = [(value, False) for value in targets]
-        while stack:
-            value, is_gradient = stack.pop()
-            node = self.state.nodes.get(value.node)
-            here = node is not None and value not in self.feeds and self._runs_here(node, local)
-            if here and node is not None:
-                if node.id not in included:
-                    included.add(node.id)
-                    at = _gradient_of(node)
-                    stack.extend((v, i == at) for i, v in enumerate(node.inputs))
-                continue
-            kind = self._kind(value, is_gradient)
-            if kind != "value" or value not in kinds:
-                kinds[value] = kind
-        return included, kinds
-
     def _kind(self, value: Value, is_gradient: bool) -> Kind:
         """How the workers' values of a border become one."""
         derived = value.node in self.gradient and value not in self.feeds
@@ -323,48 +337,54 @@ class _Cut:
             return "value" if isinstance(spec.shape[0], int) else "entries"  # divided with the batch that was fed
         return "grad" if (is_gradient or derived) and spec.dtype.is_floating_point else "value"
 
-    def _runs_here(self, node: Node, local: set[int]) -> bool:
-        """Whether a node that a shard's writes need runs on that shard: after the border of the gradients, or local."""
-        if node.id in self.state.updated:
-            return True
-        processed = node.id in self.gradient and "gradient" not in node.tags
-        return node.id in local or (processed and _is_plain(node))
+    def _also(self) -> dict[int, frozenset[Place]]:
+        """The servers that do a node of the task anew if their writes need it, by its id.
 
-    def _local(self, shard: int) -> set[int]:
-        """Nodes that depend on nothing but constants and variables of the shard."""
-        local: set[int] = set()
-        for node in self.state.nodes.values():
-            if node.op == "tfnb.read":
-                is_local = any(piece.shard == shard for piece in self.homes[node.attrs["variable"].key])
-            else:
-                late = node.id in self.gradient or node.id in self.state.updated
-                inside = all(v.node in local and v not in self.feeds for v in node.inputs)
-                is_local = inside and not late and _is_plain(node)
-            if is_local:
-                local.add(node.id)
-        return local
-
-    def _onward(self, shard: int, local: set[int]) -> set[int]:
-        """Nodes on the way from a Variable that lies whole on the shard to its next value, number by number.
-
-        No derivative: tasks' parts of it are averaged. None that takes all of what the shard has in part.
+        All do what is behind the border of the gradients; one does what depends on nothing but constants and Variables
+        that it holds, or goes on to the next value of one that it holds whole. None does checks.
         """
-        found: set[int] = set()
+        everywhere, checks = frozenset(map(server, self._targets)), {node.id for node in self.checks}
+        found: dict[int, frozenset[Place]] = {}
+        for node in self.state.nodes.values():
+            is_processed = node.id in self.gradient and "gradient" not in node.tags and _is_plain(node)
+            if node.op == "tfnb.read":
+                found[node.id] = frozenset(server(p.shard) for p in self.homes[node.attrs["variable"].key])
+            elif node.id in checks:
+                found[node.id] = NOWHERE
+            elif node.id in self.state.updated or is_processed:
+                found[node.id] = everywhere
+            elif node.id in self.gradient or not _is_plain(node):
+                found[node.id] = NOWHERE
+            else:
+                above = (NOWHERE if v in self.feeds else found[v.node] for v in node.inputs)
+                found[node.id] = everywhere.intersection(*above)
+        for node_id, place in tuple(self._onward(found)):
+            found[node_id] |= {place}
+        return found
+
+    def _onward(self, local: Mapping[int, frozenset[Place]]) -> Iterator[tuple[int, Place]]:
+        """Nodes on the way from a Variable that lies whole on a server to its next value, number by number.
+
+        No derivative: tasks' parts of it are averaged. None that takes all of what the server has in part.
+        """
         parts = sum(self._bits[v] for v in self._bits if self.homes[v.key][0].rows is not None)
+        seen: set[tuple[int, Place]] = set()
         for variable, value in self.state.final.items():
-            if value.node in self.state.updated or Piece(shard, variable.key) not in self.homes[variable.key]:
-                continue
-            stack = [value]
+            first, *others = self.homes[variable.key]
+            place = server(first.shard)
+            stack = [] if value.node in self.state.updated or others or first.rows is not None else [value]
             while stack:
                 value = stack.pop()
                 node = None if value in self.feeds else self.state.nodes.get(value.node)
-                if node is None or node.id in found or node.id in self.gradient or not _is_safe(node):
+                if node is None or (node.id, place) in seen or node.id in self.gradient or not _is_safe(node):
                     continue
-                in_part = any(v.node in local and self._reads.get(v.node, 0) & parts for v in node.inputs)
+                in_part = any(
+                    place in local.get(v.node, ()) and self._reads.get(v.node, 0) & parts for v in node.inputs
+                )
                 if self._hangs_on(value, variable) and not in_part:
-                    found.add(node.id)
+                    seen.add((node.id, place))
+                    yield node.id, place
                     stack.extend(node.inputs)
-        return found
 
     def _hangs_on(self, value: Value, variable: Variable) -> bool:
         """Whether a value is computed from that of a Variable before the step."""

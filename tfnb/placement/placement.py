@@ -5,28 +5,26 @@ It is decided once, in `tfnb.placement.partition` and `tfnb.placement.shards`; p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
-from tfnb.graph import Value, Variable
+from tfnb.graph import Value
+from tfnb.passes.flow.places import Place
 
 Kind = Literal["grad", "rows", "entries", "value"]
 Rows = tuple[int, int]
 
 
-TASK = "task"
-
-
-def server(shard: int) -> str:
+def server(shard: int) -> Place:
     """The server of a shard, as a place where nodes run.
 
-    >>> server(1)
+    >>> str(server(1))
     'ps:1'
     """
-    return f"ps:{shard}"
+    return Place(shard, "ps")
 
 
 class Piece(NamedTuple):
@@ -60,11 +58,6 @@ def joined(pieces: tuple[Piece, ...], values: Mapping[str, torch.Tensor]) -> tor
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def shards_of(variables: Iterable[Variable], homes: Homes) -> tuple[int, ...]:
-    """The shards that hold something of these."""
-    return tuple(sorted({piece.shard for variable in variables for piece in homes[variable.key]}))
-
-
 class Transfer(NamedTuple):
     """A value that goes to a server at the end of a step. ``rows``: of it, those of the server's piece; None: all.
 
@@ -82,8 +75,8 @@ class Transfer(NamedTuple):
 class Placement:
     """Of one step.
 
-    ``devices``: of each node's id the places where it runs: TASK, and servers by `server`. ``writes``: shards that the
-    step writes, ``changed``: keys of the Variables that it writes. ``tasks``: numbers of those that the graph asks for,
+    ``devices``: of each node's id the names of the places where it runs. ``writes``: shards that the step writes,
+    ``changed``: keys of the Variables that it writes. ``tasks``: numbers of those that the graph asks for,
     none where any will do. ``apart``: names of Variables that it writes by what is fed, along no gradient;
     ``raced``: of those that a task computes from the value that it read, which another may have changed since.
     """

@@ -1,7 +1,7 @@
 """One dataflow form cut into parts, one for each place (white paper §3.2.2, EuroSys'18 §4.4, S-150, S-152).
 
-`cut` follows what is wanted back from its ends: an op is done at its home, or anew where it is wanted (`places`). A
-value that is wanted elsewhere crosses on one `Edge` for each port and destination, whatever the number of its
+`Partition` follows what is wanted back from its ends: an op is done at its home, or anew where it is wanted (`places`).
+A value that is wanted elsewhere crosses on one `Edge` for each port and destination, whatever the number of its
 consumers. A receive inside of a loop begins once for each iteration, when the counter's Merge there fires, live or
 dead; a send fires once for each iteration, too. So every message meets who wants it. Pure.
 """
@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
+from tfnb.graph import Node
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.frames import Flow, Op, Port
-from tfnb.passes.flow.places import Place, homes
+from tfnb.passes.flow.places import Home, Place
 
 SEND, RECV, ELSEWHERE = "send", "recv", "elsewhere"
 
@@ -87,53 +88,55 @@ def uncut(flow: Flow, ends: Sequence[End]) -> Part:
     return Part(Place(0), flow, dict(enumerate(ends)), feeds, (), (), ())
 
 
-def cut(flow: Flow, ends: Sequence[End], sites: Mapping[int, Place]) -> tuple[Part, ...]:
-    """The parts of a flow, by place; deterministic, so that each place can cut for itself.
+class Partition:
+    """What each place does of a flow, and what crosses; deterministic, so that each place can cut for itself.
 
-    ends: what is wanted of the step. sites: places that nodes ask for, by id.
+    ends: what is wanted of the step. homes: of each op. done: by place the ops that are done there, and of what is fed
+    how much is wanted.
     """
-    return _Cut(flow, ends, sites).parts()
 
-
-class _Cut:
-    def __init__(self, flow: Flow, ends: Sequence[End], sites: Mapping[int, Place]) -> None:
-        self.flow, self.ends = flow, ends
-        self.homes = [home.place for home in homes(flow, sites)]
-        self.default = min((place for place in self.homes if place is not None), default=Place(0))
-        self.counters = {
+    def __init__(self, flow: Flow, ends: Sequence[End], homes: Sequence[Home]) -> None:
+        self.flow, self.ends, self.homes = flow, ends, homes
+        self._default = min((home.place for home in homes if home.place is not None), default=Place(0))
+        self._counters = {
             op.frame: Port(n) for n, op in enumerate(flow.ops)
             if op.kind == frames.MERGE and op.part == frames.COUNTER
         }  # fmt: skip
-        self.done: dict[Place, dict[int, Kind]] = {}  # ops at each place; of what is fed, how much
-        self.crossing: dict[Place, dict[Port, Kind]] = {}  # what each place receives
-        self.todo: list[tuple[Place, Port, Kind]] = []
-        self.of_end = [self._by_place(end) for end in ends]
+        self.done: dict[Place, dict[int, Kind]] = {}
+        self._received: dict[Place, dict[Port, Kind]] = {}  # what each place receives
+        self._todo: list[tuple[Place, Port, Kind]] = []
+        self._of_end = [self._by_place(end) for end in ends]
         self.effects = self._effects()
-
-    def parts(self) -> tuple[Part, ...]:
-        """Follow all ends, and make the parts."""
-        for place, end in ((place, end) for ends in self.of_end for place, end in ends.items()):
+        for place, end in ((place, end) for ends in self._of_end for place, end in ends.items()):
             self.done.setdefault(place, {})
-            self.todo += [(place, end.port, Kind.VALUE)] if end.port is not None else []
-            self.todo += [(place, port, Kind.DONE) for port in end.after]
-        self.todo += [(self._home(Port(number)), Port(number), Kind.VALUE) for number in self.effects]
-        while self.todo:
-            self._want(*self.todo.pop())
-        crossing = [(place, port, kind) for place, ports in self.crossing.items() for port, kind in ports.items()]
-        edges = [
+            self._todo += [(place, end.port, Kind.VALUE)] if end.port is not None else []
+            self._todo += [(place, port, Kind.DONE) for port in end.after]
+        self._todo += [(self._home(Port(number)), Port(number), Kind.VALUE) for number in self.effects]
+        while self._todo:
+            self._want(*self._todo.pop())
+        crossing = [(place, port, kind) for place, ports in self._received.items() for port, kind in ports.items()]
+        self.edges = [
             Edge(number, port, self._home(port), place, kind)
             for number, (place, port, kind) in enumerate(sorted(crossing))
         ]
-        return tuple(self._part(place, edges) for place in sorted(self.done))
+
+    def parts(self) -> tuple[Part, ...]:
+        """The parts, by place."""
+        return tuple(self._part(place) for place in sorted(self.done))
+
+    def nodes(self, place: Place) -> list[Node]:
+        """The nodes that a place does, in program order; of loops and branches in ops, each op's."""
+        ops = (self.flow.ops[number] for number in sorted(self.done.get(place, ())))
+        return [op.node for op in ops if op.kind == frames.NODE and op.node is not None]
 
     def _home(self, port: Port) -> Place:
-        return self._only_home(port) or self.default
+        return self._only_home(port) or self._default
 
     def _only_home(self, port: Port) -> Place | None:
         op = self.flow.ops[port.op]
         if op.kind == frames.ROWS and port.index == 0:
             return None  # what gives a row by its number, of a stack
-        return self.homes[port.op]
+        return self.homes[port.op].place
 
     def _by_place(self, end: End) -> dict[Place, End]:
         """An end, by the place where it is wanted; what only has to be done is done where it is."""
@@ -146,7 +149,7 @@ class _Cut:
 
     def _place(self, end: End) -> Place:
         ports = end.after if end.port is None else (end.port, *end.after)
-        return end.at or next((home for port in ports if (home := self._only_home(port)) is not None), self.default)
+        return end.at or next((home for port in ports if (home := self._only_home(port)) is not None), self._default)
 
     def _effects(self) -> list[int]:
         """Ops that are done for what they do: checks, and uses of queues."""
@@ -156,33 +159,33 @@ class _Cut:
     def _want(self, place: Place, port: Port, kind: Kind) -> None:
         """Have a port at a place: its op is done there, or it crosses."""
         home = self._only_home(port)
-        if home is None or home == place:
+        if home is None or home == place or place in self.homes[port.op].also:
             self._do(place, port.op, kind)
             return
-        ports = self.crossing.setdefault(place, {})
+        ports = self._received.setdefault(place, {})
         before = ports.get(port)
         ports[port] = kind if before is None else max(before, kind)
         if before is None:
             self.done.setdefault(place, {})
-            self.todo.append((home, port, Kind.VALUE))
+            self._todo.append((home, port, Kind.VALUE))
             frame = self._frame(port)
             if frame:
-                self.todo.append((place, self.counters[frame], Kind.DONE))
+                self._todo.append((place, self._counters[frame], Kind.DONE))
 
     def _do(self, place: Place, number: int, kind: Kind) -> None:
         op, ops = self.flow.ops[number], self.done.setdefault(place, {})
         before = ops.get(number)
         ops[number] = kind if before is None else max(before, kind)
         if before is None:
-            self.todo += [(place, port, how) for port, how in _sources(op)]
+            self._todo += [(place, port, how) for port, how in _sources(op)]
 
     def _frame(self, port: Port) -> int:
         """The frame that the value of a port is in."""
         op = self.flow.ops[port.op]
         return self.flow.frames[op.frame].parent if op.kind == frames.EXIT else op.frame
 
-    def _part(self, place: Place, edges: Sequence[Edge]) -> Part:
-        flow, here = self.flow, self.done[place]
+    def _part(self, place: Place) -> Part:
+        flow, here, edges = self.flow, self.done[place], self.edges
         sends = tuple(edge for edge in edges if edge.source == place)
         receives = tuple(edge for edge in edges if edge.to == place)
         moved = {edge.port: Port(len(flow.ops) + at) for at, edge in enumerate(receives)}
@@ -194,7 +197,7 @@ class _Cut:
         own += [self._crossing(RECV, edge, ()) for edge in receives]
         own += [self._crossing(SEND, edge, (edge.port,)) for edge in sends]
         ends = {
-            at: _moved_end(ends[place], moved) for at, ends in enumerate(self.of_end) if place in ends
+            at: _moved_end(ends[place], moved) for at, ends in enumerate(self._of_end) if place in ends
         }  # fmt: skip
         feeds = {number: kind for number, kind in here.items() if flow.ops[number].kind == frames.FEED}
         effects = tuple(n for n in self.effects if self._home(Port(n)) == place)
@@ -203,7 +206,7 @@ class _Cut:
     def _crossing(self, kind: str, edge: Edge, inputs: tuple[Port, ...]) -> Op:
         """A send or a receive, in the frame of the value."""
         frame = self._frame(edge.port)
-        after = (self.counters[frame],) if frame and kind == RECV else ()
+        after = (self._counters[frame],) if frame and kind == RECV else ()
         return Op(kind, inputs, frame, self.flow.ops[edge.port.op].scope, part=edge, after=after)
 
 

@@ -94,6 +94,12 @@ class Flow:
     ports: Mapping[Value, Port]
     done: Mapping[int, tuple[Port, ...]]  # of the root's nodes, by id
 
+    def value(self, port: Port) -> Value | None:
+        """The value that a port of a node is, or of what is fed; None for others."""
+        op = self.ops[port.op]
+        fed: Value | None = op.part if op.kind == FEED else None
+        return Value(op.node.id, port.index) if op.kind == NODE and op.node is not None else fed
+
 
 @dataclass(slots=True)
 class _Place:
@@ -151,13 +157,12 @@ class _Lowering:
         """Add an op of a scope; one that would run where the scope does not waits for the pivot."""
         op = Op(kind, tuple(inputs), place.frame if frame is None else frame, place.number, **more)
         number = len(self.ops)
-        follows = kind == MERGE or any(port in place.bound for port in op.sources)
-        if place.pivot is not None and frame is None and not follows:
-            op = replace(op, after=(*op.after, place.pivot))
+        if place.pivot is not None and frame is None:  # in the root all is live
+            if kind != MERGE and not any(port in place.bound for port in op.sources):
+                op = replace(op, after=(*op.after, place.pivot))
+            count = 0 if op.node is None else len(op.node.outputs)
+            place.bound.update(Port(number, index) for index in range(count + 2))
         self.ops.append(op)
-        count = 0 if op.node is None else len(op.node.outputs)
-        if frame is None:
-            place.bound.update(Port(number, index) for index in range(max(2, count + 2)))
         return number
 
     def node(self, place: _Place, node: Node) -> None:

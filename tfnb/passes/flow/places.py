@@ -22,17 +22,21 @@ from tfnb.passes.flow.frames import Flow, Op, Port
 
 
 class Place(NamedTuple):
-    """A process that computes: a task of a cluster, or one of several parts of a step in this process.
+    """A process that computes: a task of a cluster, a parameter server, or one of several parts of a step here.
 
-    >>> str(Place(1))
-    'task:1'
+    >>> str(Place(1)), str(Place(0, "ps")), str(TASK)
+    ('task:1', 'ps:0', 'task')
     """
 
     number: int
     job: str = "task"
 
     def __str__(self) -> str:
-        return f"{self.job}:{self.number}"
+        return self.job if self.number < 0 else f"{self.job}:{self.number}"
+
+
+TASK = Place(-1)
+"""Whichever task computes a step, or each data-parallel replica on its rows."""
 
 
 class Rule(Enum):
@@ -44,11 +48,15 @@ class Rule(Enum):
 
 
 class Home(NamedTuple):
-    """Where an op is done; None: anew wherever it is wanted. By which rule, and beside which other op."""
+    """Where an op is done; None: anew wherever it is wanted. By which rule, and beside which other op.
+
+    also: places that do it anew instead of receiving its value from there.
+    """
 
     place: Place | None
     rule: Rule = Rule.ANYWHERE
     beside: int | None = None
+    also: frozenset[Place] = frozenset()
 
 
 ANYWHERE = frozenset({

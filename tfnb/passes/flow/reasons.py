@@ -89,7 +89,7 @@ class StepParts:
     @cached_property
     def _ops(self) -> dict[int, int]:
         """The op of each node that is one, by the node's id; of what is fed, too."""
-        values = ((self._of_node(Port(n)), n) for n in range(len(self._step.flow.ops)))
+        values = ((self._step.flow.value(Port(n)), n) for n in range(len(self._step.flow.ops)))
         return {value.node: n for value, n in values if value is not None}
 
     @cached_property
@@ -136,14 +136,7 @@ class StepParts:
 
     def value(self, port: Port) -> Value | None:
         """The value of a graph that a port stands for, if it does."""
-        return self._of_node(port) or self._values.get(port)
-
-    def _of_node(self, port: Port) -> Value | None:
-        op = self._step.flow.ops[port.op]
-        if op.kind == frames.FEED:
-            fed: Value = op.part
-            return fed
-        return Value(op.node.id, port.index) if op.kind == frames.NODE and op.node is not None else None
+        return self._step.flow.value(port) or self._values.get(port)
 
     def spec(self, port: Port) -> Spec | None:
         """The spec of a port; of what loops and branches pass on that of what they take."""

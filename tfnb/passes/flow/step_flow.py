@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
-from tfnb.graph import Graph, Node, Variable
+from tfnb.graph import Graph, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes.flow import frames
-from tfnb.passes.flow.cut import End, Kind, Part, cut, uncut
+from tfnb.passes.flow.cut import End, Kind, Part, Partition, uncut
 from tfnb.passes.flow.frames import Flow, Port
-from tfnb.passes.flow.places import Place, is_split, requested
+from tfnb.passes.flow.places import Place, homes, is_split, requested
 from tfnb.passes.in_place_commit import absorb, in_place_updates
 from tfnb.passes.pipeline import optimized, with_fed
 from tfnb.passes.prune import StepGraph, feed_symbols
@@ -113,19 +113,22 @@ def optimized_step(step: StepGraph) -> StepGraph:
 def _step_flow(
     step: StepGraph, graph: Graph, native: Callable[[Node], bool], sites: Mapping[int, Place] | None, wanted: Wanted
 ) -> StepFlow:
-    by_id = step.whole.contents.by_id
-    symbols = {
-        s: (value, by_id[value.node].outputs[value.index])
-        for s, (value, _) in feed_symbols(step.whole.contents, step.feeds).items()
-    }
-    flow, written = frames.resolved(frames.lower(graph.contents, step.feeds, symbols, native=native))
+    flow, written = frames.resolved(
+        frames.lower(graph.contents, step.feeds, symbols_of(step.whole, step.feeds), native=native)
+    )
     if not wanted.has_writes:
         written = {}
     ends = (*_ends(step, flow, wanted.places), *(End(port) for port in written.values()))
-    parts = (uncut(flow, ends),) if sites is None else cut(flow, ends, sites)
+    parts = (uncut(flow, ends),) if sites is None else Partition(flow, ends, homes(flow, sites)).parts()
     fused = in_place_updates(graph, step.fetches, step.feeds) if written else {}
     updates = frozenset(flow.ports[node.value()].op for node in fused.values())
     return StepFlow(step, graph, flow, tuple(flow.ports[v] for v in step.feeds), ends, tuple(written), parts, updates)
+
+
+def symbols_of(graph: Graph, feeds: Sequence[Value]) -> dict[str, tuple[Value, Spec]]:
+    """For each symbol that the feeds show a fed value with an axis of that size, and its spec."""
+    by_id, shown = graph.contents.by_id, feed_symbols(graph.contents, feeds)
+    return {s: (value, by_id[value.node].outputs[value.index]) for s, (value, _) in shown.items()}
 
 
 def _ends(step: StepGraph, flow: Flow, places: Sequence[Place | None]) -> Iterator[End]:
