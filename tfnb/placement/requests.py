@@ -63,7 +63,7 @@ def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,), servers: in
     nothing. Raises InvalidArgument for another that none of them meets.
     """
     chosen: set[int] = set()
-    there = ", ".join([*tasks, *map(server, range(servers))])
+    there = ", ".join([*tasks, *(str(server(shard)) for shard in range(servers))])
     for each in found:
         node, request = each
         if request.job == "ps":
@@ -92,7 +92,7 @@ def ensure_on_servers(found: Sequence[Asked], devices: Mapping[int, Sequence[str
         if request.job != "ps" or request.soft:
             continue
         places = [place for place in devices.get(node.id, ()) if place.startswith("ps:")]
-        if places and (request.task is None or server(request.task) in places):
+        if places and (request.task is None or str(server(request.task)) in places):
             continue
         if node.id not in devices or [*subgraphs(node)]:
             why = "loops and branches, and what is inside of them, are done by tasks"
@@ -135,7 +135,7 @@ def shards_asked(
         if request.job != "ps" or request.task is None or (request.soft and request.task >= servers):
             continue
         if request.task >= servers:
-            there = ", ".join(map(server, range(servers)))
+            there = ", ".join(str(server(shard)) for shard in range(servers))
             raise InvalidArgument(
                 f"variable {variable.name} cannot lie on {server(request.task)}: {who}, and there are {there}; connect "
                 f"with ps={request.task + 1}, or ask with soft=True"
