@@ -46,7 +46,7 @@ from tfnb.state.queue_contents import Held, held_by, labelled
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import machine_of
 from tfnb.state.step_groups import StepGroup
-from tfnb.state.steps_taken import AppliedSteps
+from tfnb.state.steps_taken import AppliedSteps, SeenSteps
 from tfnb.state.waits import check_timeout
 
 SHOWN = 5  # lines of the status that tell who came and who left
@@ -147,13 +147,13 @@ class Cluster:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether everything waits for a server that does not answer."""
-        return bool(self._engine.peers.silent)
+        """Whether everything waits for a server that does not answer, or that another one takes the place of."""
+        return bool(self._engine.peers.silent) or self._recovering.locked()
 
     @property
     def step(self) -> int:
-        """Steps (in asynchronous mode: batches) applied since it was connected."""
-        return self._engine.step
+        """Steps (in asynchronous mode: batches) applied since it was connected; of a lost one, those that were pulled."""
+        return self._engine.step if self._engine.lost is None else self.pulled_step
 
     @property
     def pulled_step(self) -> int:
@@ -267,12 +267,13 @@ class Cluster:
             mode = mode if new is None else new
             return new
 
-        while True:
+        seen, failure = SeenSteps(), None
+        while failure is None:
             left = None if end is None else end - time.monotonic()
             about = {"mode": mode, "timeout": left, "changes": changed, "applied": replay.applied, **options}
-            engine, began, recovery = self._engine, self.step, None
+            engine, began, recovery = self._engine, self._engine.step, None
             try:
-                with closing(self._steps.train(step, replay.rest(), **about)) as groups:
+                with closing(self._steps.train(step, replay.rest(), seen=seen, **about)) as groups:
                     for group in groups:
                         if group.kept is not None:
                             replay.keep(group.kept)
@@ -283,11 +284,16 @@ class Cluster:
                         yield group
                 return
             except ParameterServerLost as error:
-                if self._engine is engine:  # else it was recovered beside this
-                    applied = len(about["applied"]) + self.step - began
-                    recovery = self.recover(error, budget, max(applied, len(replay.applied)), len(replay.applied), end)
+                known = len(about["applied"]) + engine.step - began
+                replay.keep(seen.now())
+                try:
+                    if self._engine is engine:  # else it was recovered beside this
+                        recovery = self.recover(error, budget, known, len(replay.applied), end)
+                except (ParameterServerLost, KeyboardInterrupt) as stopped:
+                    failure = stopped
             options["exact"] = False  # it was looked at
-            yield StepGroup(0, (), kept=replay.applied, lost=recovery)
+            yield StepGroup(0, (), kept=replay.applied, lost=recovery or failure or "beside")
+        raise failure
 
     def recover(
         self, error: ParameterServerLost, budget: Budget, step: int, kept: int, end: float | None = None
@@ -324,6 +330,10 @@ class Cluster:
     def _leave_lost(self) -> None:
         """Nothing of the tasks and servers of the epoch that is over is used any more."""
         engine = self._engine
+        stuck = [m.peer.addr for m in engine.servers if not m.alive and m.reported and m.info.get("nanny")]
+        if stuck:  # Dask lists these workers, and another task there would wait for the same process
+            with suppress(Exception):  # of whatever kind: others take its place
+                self.client.restart_workers(stuck, timeout=REPLACED_WITHIN, raise_for_error=False)
         self._link.wait(self._link.start(engine.settle, ENDED_WITHIN), ENDED_WITHIN + 1, "ending what was in progress")
         self._queues.end()
         self._link.post(self._supervisor.cancel)

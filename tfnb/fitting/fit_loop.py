@@ -465,7 +465,7 @@ class _Run:
         counted.step += len(told.epochs)
         counted.samples += sum(told.rows)
         counted.metrics.add(counted.step, told)
-        if self.cluster is not None and self.budget.restarts.most:
+        if self.cluster is not None:
             counted.numbers.add(told.numbers)
             self._since.append(told)
 
@@ -482,7 +482,8 @@ class _Run:
         if group.lost is not None:
             self._go_back(group.kept, place)
             self.steps.back_to(group.kept)
-            self._say_recovered(group.lost)
+            if isinstance(group.lost, Recovery):
+                self._say_recovered(group.lost)
 
     def _go_back(self, kept: AppliedSteps, place: Callable[[int], tuple[int, int]]) -> None:
         """Only these steps count: those of later ones are taken again, and of untold ones nobody knows the values."""

@@ -56,6 +56,13 @@ class AppliedSteps:
         return self.whole + len(self.beyond)
 
 
+@dataclass
+class SeenSteps:
+    """Which steps of a training the copies of the values here have seen: ``now()``, at whatever instant."""
+
+    now: Callable[[], AppliedSteps] = AppliedSteps
+
+
 class Taken(NamedTuple):
     """So many steps count. Behind them the source stands there, and the next step draws the random numbers of ``run``.
 
@@ -144,7 +151,7 @@ class StepsThere:
         self._before, self._first_run, self._drawn = step(), runs.next, 0
         self._start = None if source is None else source.position
         self._positions: dict[int, Position | None] = {}  # behind each batch, by number
-        self._known, self._first = AppliedSteps(), 0
+        self._known, self._first, self._is_lost = AppliedSteps(), 0, False
 
     def numbered_from(self, first: int) -> None:
         """The first step that is taken has this number."""
@@ -179,7 +186,11 @@ class StepsThere:
 
     def back_to(self, applied: AppliedSteps) -> None:
         """Only these steps are applied: later ones were lost, and are taken again."""
-        self._known = applied.copy()
+        self._known, self._is_lost = applied.copy(), False
+
+    def lose(self) -> None:
+        """Nobody knows which steps the values have seen, unless `back_to` says so."""
+        self._is_lost = True
 
     @property
     def applied(self) -> Taken:
@@ -192,5 +203,5 @@ class StepsThere:
         last = (max(steps, self._known.whole) if self._in_order else self._known.whole) - 1
         is_ours = self._drawn > 0 and self._runs.next == self._first_run + self._drawn
         run = self._first_run + steps if is_ours and self._in_order else self._runs.next
-        is_whole = self._in_order or self._known.whole - self._first == steps
+        is_whole = not self._is_lost and (self._in_order or self._known.whole - self._first == steps)
         return Taken(self._begin + steps, self._positions.get(last, self._start), run, is_whole)

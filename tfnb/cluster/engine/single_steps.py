@@ -101,12 +101,13 @@ class SingleSteps:
 
     async def run(
         self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = (),
-        see: See | None = None,
+        see: See | None = None, counted: Callable[[int], object] = int,
     ) -> tuple[list[list[Any]], list[int], list[Any]]:  # fmt: skip
         """One step. Values of each worker, their rows, and the values seen after the commit.
 
         One at a time, but for steps that use ``queues`` (shard and key of each): they wait for others, and take their
-        turn when they commit. see: gets the values of each worker before that, and may raise; nothing is written then.
+        turn when they commit. counted: gets the cluster's count of steps with this one. see: gets the values of each
+        worker before that, and may raise; nothing is written then.
         """
         since = self.engine.interrupts
         if self.engine.is_closing:
@@ -139,6 +140,7 @@ class SingleSteps:
                 raise self.engine.error(cause, seconds, waits)
             if placed.writes:
                 self.engine.step += 1
+                counted(self.engine.step)
                 self.wrote(placed.written)
             after: list[Any] = []
             if placed.after is not None:

@@ -7,9 +7,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from tfnb.placement.requests import asked, ensure_on_servers, numbers_of, tasks_
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
 from tfnb.state.step_groups import StepGroup, of_one
-from tfnb.state.steps_taken import AppliedSteps
+from tfnb.state.steps_taken import AppliedSteps, SeenSteps
 
 See = Callable[[Sequence[Any]], None]
 
@@ -120,6 +121,7 @@ class Steps:
         what: str,
         queues: Sequence[tuple[int, str]] = (),
         see: See | None = None,
+        counted: Callable[[int], object] = int,
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
         patience = None if timeout is None else timeout + 5
         before = self._engine.step
@@ -131,7 +133,8 @@ class Steps:
 
         looked = None if see is None else seen
         try:
-            return self._waiting.do(what, patience, self._engine.single.run, placed, batch, timeout, queues, looked)
+            given = placed, batch, timeout, queues, looked, counted
+            return self._waiting.do(what, patience, self._engine.single.run, *given)
         finally:
             if self._engine.step != before:
                 self._variables.outdated(step)
@@ -153,22 +156,21 @@ class Steps:
         """Batches that are made here, but of steps that were applied before."""
         rows = Rows([read(self._client, array) for array in data.arrays], data.order)
 
-        def numbers() -> Iterator[int]:
-            return itertools.chain.from_iterable(applied.missing(range(data.total)))
+        missing, begin = applied.missing(range(data.total)), applied.whole
 
         def each() -> Iterator[tuple[Sequence[torch.Tensor], int] | None]:
-            for at in numbers():
-                if data.ends_pass(at) and at != applied.whole:
+            for at in itertools.chain.from_iterable(missing):
+                if data.ends_pass(at) and at != begin:
                     yield None
                 yield rows.batch(at), data.run(at)
 
-        return batches(step, each(), numbers())
+        return batches(step, each(), itertools.chain.from_iterable(missing))
 
     def train(
         self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, mode: Mode | str = "sync",
         timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
         check: bool = False, see: See | None = None, compile: Compile = "off", exact: bool | None = False,
-        applied: AppliedSteps = NONE,
+        applied: AppliedSteps = NONE, seen: SeenSteps | None = None,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
 
@@ -186,9 +188,11 @@ class Steps:
 
         Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
         before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
-        for. An empty group with ``kept`` tells which steps local storages show. ``applied``: steps of arrays that are
-        left out, as they were applied before.
+        for. An empty group with ``kept`` tells which steps local storages show, and so does ``seen``, also after an
+        error. ``applied``: steps of arrays that are left out, as they were applied before.
         """
+        seen = SeenSteps() if seen is None else seen
+        seen.now = applied.copy
         self._waiting.ensure_open()
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
@@ -215,20 +219,19 @@ class Steps:
         if any(variable.key in self._variables.held.stale for variable in step.variables):
             self._show()  # should a server be lost, training goes on from what is here
         steps = (
-            self._stepwise(step, placed, source, end, see, applied)
+            self._stepwise(step, placed, source, end, see, applied, seen)
             if is_stepwise
-            else self._looping(step, placed, source, how, changes, end, timeout, applied)
+            else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
         )
         is_shown, interrupts = False, self._engine.interrupts
         try:
             try:
-                kept: AppliedSteps | None = None
+                pulled = self._variables.pulled_step
                 for group in steps:
-                    if group.kept is None:
-                        yield group
-                    elif group.kept is not kept:
-                        kept = group.kept
-                        yield group
+                    if self._variables.pulled_step != pulled:
+                        pulled = self._variables.pulled_step
+                        yield StepGroup(0, (), kept=seen.now())
+                    yield group
                     if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
                         self._variables.send_leading(step.variables)  # a callback set a rate: for the next steps
                         self._variables.refresh()
@@ -297,35 +300,37 @@ class Steps:
 
     def _stepwise(
         self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], end: float | None,
-        see: See | None, applied: AppliedSteps,
+        see: See | None, applied: AppliedSteps, seen: SeenSteps,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Every step driven from here, for what no loop of a task can do by itself."""
-        applied, pulled = applied.copy(), self._variables.pulled_step
+        copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
+
+        def now() -> AppliedSteps:
+            while later and later[0][0] <= self._variables.pulled_step:
+                copied.add([later.popleft()[1]])
+            return copied.copy()
+
+        seen.now = now
         ways = joins(step)
         self._variables.send_for_step(step.variables)
         if isinstance(source, Ahead):
             source = self._drawn(step, source, applied)
         for batch in source:
-            if self._variables.pulled_step != pulled:
-                pulled = self._variables.pulled_step
-                yield StepGroup(0, (), kept=applied.copy())
             if batch is None:
                 self._show()
-                pulled = self._variables.pulled_step
-                yield StepGroup(0, (), kept=applied.copy())
                 yield STANDS
                 self._variables.send_for_step(step.variables)
                 continue
             left = self._left(end)
             self._variables.send_for_step(step.variables, thorough=False)
             taken = batch if see is None else replace(batch, rows=None)
-            values, rows_of, after = self._step(step, placed, taken, left, "a training step", see=see)
+            counted = partial(_append, later, batch.number)
+            values, rows_of, after = self._step(step, placed, taken, left, "a training step", (), see, counted)
             parts = [_picked(placed.fetched, part) for part in values]
             joined = [join(way, [part[i] for part in parts], rows_of) for i, way in enumerate(ways)]
             for i, at in enumerate(placed.after_fetched):
                 if at is not None:
                     joined[i] = after[at]
-            applied.add([batch.number])
             yield of_one(joined, batch.number)
 
     def _left(self, end: float | None) -> float | None:
@@ -340,6 +345,7 @@ class Steps:
     def _looping(
         self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], mode: Mode,
         changes: Callable[[], Mode | None], end: float | None, timeout: float | None, applied: AppliedSteps,
+        seen: SeenSteps,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine, held, left = self._engine, self._variables.held, self._left(end)
@@ -349,6 +355,7 @@ class Steps:
         training: Training = self._waiting.do(
             "starting to train", None, engine.train, placed, mode, joins(step), data, left, applied
         )
+        seen.now = lambda: training.kept
 
         def results(offers: list[Offer], drain: bool = False) -> Iterator[StepGroup]:
             patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
@@ -356,7 +363,6 @@ class Steps:
             how = None if new is None else self._possible(new)
             for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
                 yield group._replace(values=_picked(placed.fetched, group.values))
-            yield StepGroup(0, (), kept=training.kept)
 
         try:
             while training.end is None:
@@ -375,7 +381,6 @@ class Steps:
                     if pieces.stands and training.end is None:
                         pieces.stands = False
                         self._show()
-                        yield StepGroup(0, (), kept=training.kept)
                         yield STANDS
                         self._variables.send_for_step(step.variables)
                         continue
@@ -423,6 +428,10 @@ class Steps:
         self._waiting.ensure_open()
         self._variables.drop_gone()
         self._variables.pull(self._variables.sent_but_behind())
+
+
+def _append(later: deque[tuple[int, int]], number: int, step: int) -> None:
+    later.append((step, number))
 
 
 def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
