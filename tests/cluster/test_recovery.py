@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,6 +19,7 @@ from tests.cluster.chaos import FAULTS, chaos
 from tests.cluster.conftest import WORKERS, workers
 from tests.cluster.test_cuts import Counters
 from tfnb.errors import ParameterServerLost
+from tfnb.session import default_session
 
 STEPS = 400
 
@@ -172,3 +174,71 @@ def test_a_stopped_training_goes_on_there_or_here(connect: Any, there: bool) -> 
 def test_each_step_counts_once_under_a_killer() -> None:
     found = chaos(60, seed=int(time.time()) // 86400, pause=6.0)
     assert found["trainings"] > 0 and sum(found[fault] for fault in FAULTS) > 0
+
+
+def test_steps_that_the_notebook_takes_one_by_one_count_once(connect: Any) -> None:
+    counters = Counters()
+    cluster = connect(2)
+    killer = Killer(cluster, 30, 60)
+    result = tfnb.fit(
+        [counters.train, *counters.variables], {counters.x: torch.ones(400)}, batch_size=4, watch=(), callbacks=[killer]
+    )  # fmt: skip
+    assert result.steps == 100 and counters.counts() == [100, 100]
+    assert sorted({step for step, _ in killer.heard}) == list(range(1, 101))
+
+
+def test_a_stopped_server_is_replaced(connect: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tfnb.cluster.engine.peers.GIVEN_UP", 4.0)
+    counters = Counters(pause=2)
+    cluster = connect(2)
+    stopped = []
+
+    def strike(progress: Any) -> None:
+        if progress.step >= 20 and not stopped:
+            stopped.append(cluster._engine.servers[-1].info["pid"])
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    result = tfnb.fit(
+        counters.train, {counters.x: torch.ones(800)}, batch_size=4, callbacks=[Each(strike)], timeout=120
+    )
+    assert result.steps == 200 and counters.counts() == [200, 200]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_all_workers_are_restarted_in_mid_training(connect: Any, dask: Any, mode: str) -> None:
+    counters = Counters(pause=2, shards=1)
+    connect(3)
+    restart = threading.Thread(target=lambda: dask.restart(wait_for_workers=False))
+
+    def strike(progress: Any) -> None:
+        if progress.step >= 30 and not restart.ident:
+            restart.start()
+
+    result = tfnb.fit(
+        counters.train, {counters.x: torch.ones(800)}, batch_size=4, mode=mode, callbacks=[Each(strike)], timeout=200
+    )
+    assert result.steps == 200 and counters.counts() == [200]
+    restart.join(60)
+
+
+class Each:
+    """A callback of each step."""
+
+    def __init__(self, on_step: Any) -> None:
+        self.on_step = on_step
+
+
+def test_after_an_error_a_training_goes_on_from_the_values_that_are_here(connect: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tfnb.cluster.notebook.variables_there.REFRESH", 0.01)
+    monkeypatch.setattr("tfnb.cluster.notebook.variables_there.STILL", 0.9)
+    monkeypatch.setattr("tfnb.cluster.notebook.variables_there.BUSY", 0.9)
+    whole, net = Net(), Net()
+    cluster = connect(1)
+    fitted(whole, "arrays")
+    with pytest.raises(ParameterServerLost):
+        fitted(net, "arrays", callbacks=[Killer(cluster, 50)], restarts=0)
+    seen = default_session(net.graph).state.trained
+    with pytest.warns(UserWarning, match="runs are here now"):
+        result = fitted(net, "arrays", resume=seen > 0)
+    assert seen > 0 and result.steps == 60 - seen
+    torch.testing.assert_close(net.state(), whole.state(), rtol=1e-5, atol=1e-8)

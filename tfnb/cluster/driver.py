@@ -152,7 +152,7 @@ class Cluster:
 
     @property
     def step(self) -> int:
-        """Steps (in asynchronous mode: batches) applied since it was connected; of a lost one, those that were pulled."""
+        """Steps (asynchronous: batches) applied since it was connected; of a lost one, those that were pulled."""
         return self._engine.step if self._engine.lost is None else self.pulled_step
 
     @property

@@ -442,6 +442,7 @@ async def started(
 
 async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer, dict[str, Any]]:
     """The identity of a task, and what it says of itself; raises VersionMismatch with a table."""
+    link.confirm(addr)  # Dask says that the actor stands there, whoever was there before
     answer = await link.persist(Peer(addr, key, 0), "hello", epoch=0, deadline=end)
     meta = _ok(answer, f"the task at {addr}").meta
     ours, theirs = versions(), dict(meta["versions"])
