@@ -304,7 +304,8 @@ class Cluster:
         """
         begin = time.monotonic()
         with self._recovering:
-            if self._engine.lost is None or self._engine.is_closed:
+            lost = self._engine
+            if lost.lost is None or lost.is_closed:
                 raise error
             if names := ", ".join(self._queues.emptied):
                 error.message += f"\n  Training does not go on by itself: what queues {names} held is lost, too."
@@ -318,7 +319,7 @@ class Cluster:
             except TfnbError as failure:
                 error.message += f"\n  No other could be started in its place: {failure}"
                 raise error from failure
-        first = error.message.partition("\n")[0]
+        first = error.message.partition("\n")[0].removesuffix(f" at step {lost.step}.")
         spent, left = time.monotonic() - begin, budget.restarts.left(time.monotonic())
         return recovered(
             Recovery(

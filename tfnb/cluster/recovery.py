@@ -56,7 +56,7 @@ class Recovery:
     def __str__(self) -> str:
         steps = f"{self.redone} step{'' if self.redone == 1 else 's'}"
         return (
-            f"{self.lost}\n"
+            f"{self.lost} at step {self.step} of the training.\n"
             f"  Restored from the notebook's copy of step {self.kept} ({self.age:.1f} s old): {steps} will be redone, "
             "none is counted twice.\n"
             f"  Recovered in {self.seconds:.1f} s: {self.tasks} compute tasks, {self.servers} parameter servers. "
