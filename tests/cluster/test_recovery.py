@@ -237,7 +237,7 @@ def test_after_an_error_a_training_goes_on_from_the_values_that_are_here(connect
     fitted(whole, "arrays")
     with pytest.raises(ParameterServerLost):
         fitted(net, "arrays", callbacks=[Killer(cluster, 50)], restarts=0)
-    seen = default_session(net.graph).state.trained
+    seen = default_session(net.graph).state.resumed
     with pytest.warns(UserWarning, match="runs are here now"):
         result = fitted(net, "arrays", resume=seen > 0)
     assert seen > 0 and result.steps == 60 - seen

@@ -305,7 +305,7 @@ class Cluster:
         begin = time.monotonic()
         with self._recovering:
             lost = self._engine
-            if lost.lost is None or lost.is_closed:
+            if lost.lost is None or lost.is_closing or lost.is_closed:
                 raise error
             if names := ", ".join(self._queues.emptied):
                 error.message += f"\n  Training does not go on by itself: what queues {names} held is lost, too."

@@ -108,11 +108,12 @@ def begin(session: Session, resume: Any) -> int:
         if not isinstance(resume, str | PathLike):
             raise InvalidArgument(f"resume is True or the path of a file of Session.save, or a folder, not {resume!r}")
         resume = newest(resume)
-        steps = checkpoint.load(resume)[1].get("training", {}).get("steps", 0)
+        training = checkpoint.load(resume)[1].get("training", {})
+        steps = 0 if training.get("gaps") else training.get("steps", 0)
     else:
         if session.state.inputs.training is not None:  # an interrupt came before it was put away
             session.state.settle(session.state.inputs.training)
-        steps = session.state.trained
+        steps = session.state.resumed
     if not steps:
         where = "in this session" if resume is True else f"in {resume}"
         raise FailedPrecondition(

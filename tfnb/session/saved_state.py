@@ -69,6 +69,7 @@ class Inputs:
     schedulers: list[Any] = field(default_factory=list)
     states: dict[str, Any] = field(default_factory=dict)
     trained: int = 0
+    has_gaps: bool = False  # other steps than the first ones are among those
     training: StepsTaken | None = None
 
 
@@ -245,13 +246,14 @@ class SavedState:
         marks = [one.marks for one in held.values()]
         inputs, training = self.inputs, self.inputs.training
         sources = inputs.positions | {name: position_behind(one, marks) for name, one in inputs.sources.items()}
-        trained, position, run, is_whole = taken or Taken(inputs.trained, None, self._steps.runs.next)
+        kept = Taken(inputs.trained, None, self._steps.runs.next, not inputs.has_gaps)
+        trained, position, run, is_whole = taken or kept
         is_read = training is not None and not isinstance(training.source, QueueElements | None)
         if position is not None and is_read:
             sources[training.source.name] = position  # type: ignore[union-attr]
         return {
             "streams": {"seed": self._graph.seed, "runs": run}, "sources": sources,
-            "training": {"steps": trained if is_whole else 0},
+            "training": {"steps": trained} if is_whole else {"steps": trained, "gaps": True},
             **self._of_optimizers(),
         }  # fmt: skip
 
@@ -266,7 +268,8 @@ class SavedState:
         """Go on from where `positions` of this session, or of a file, says."""
         if streams := positions.get("streams"):
             self._graph.seed, self._steps.runs.next = streams["seed"], streams["runs"]
-        self.inputs.trained = positions.get("training", {}).get("steps", 0)
+        training = positions.get("training", {})
+        self.inputs.trained, self.inputs.has_gaps = training.get("steps", 0), bool(training.get("gaps"))
         self.inputs.positions |= positions.get("sources", {})
         for source in self.inputs.sources.values():
             self.reads(source)
@@ -334,13 +337,18 @@ class SavedState:
     def trained(self) -> int:
         """Steps of a training of `fit` that is not at its end."""
         training = self.inputs.training
-        return self.inputs.trained if training is None else training.applied.steps * training.applied.is_whole
+        return self.inputs.trained if training is None else training.applied.steps
+
+    @property
+    def resumed(self) -> int:
+        """The step behind which a training that was stopped goes on; 0 where steps before it are missing."""
+        return 0 if self.inputs.has_gaps else self.trained
 
     def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
         """A training stands still: its data and the random numbers go on behind the last step that counts."""
         with no_interrupt():
             steps, position, self._steps.runs.next, is_whole = training.applied
-            self.inputs.trained = 0 if is_over or not is_whole else steps
+            self.inputs.trained, self.inputs.has_gaps = 0 if is_over else steps, not (is_over or is_whole)
             if training.source is not None and position is not None and not is_over:
                 training.source.back_to(position)
             if self.inputs.training is training:
