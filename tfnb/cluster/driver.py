@@ -37,7 +37,7 @@ from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, ensure_no_look
 from tfnb.cluster.recovery import KEPT, Budget, Recovery, Replay, recovered
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
-from tfnb.errors import DeadlineExceeded, ParameterServerLost, TfnbError, Unavailable, Unimplemented
+from tfnb.errors import Aborted, Cancelled, DeadlineExceeded, ParameterServerLost, TfnbError, Unavailable, Unimplemented
 from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
@@ -283,11 +283,14 @@ class Cluster:
                             self._variables.hurry()
                         yield group
                 return
-            except ParameterServerLost as error:
+            except (ParameterServerLost, Cancelled, Aborted) as error:
+                is_beside = self._engine is not engine and engine.lost is not None  # another thread recovered it
+                if not (is_beside or isinstance(error, ParameterServerLost)):
+                    raise
                 known = len(about["applied"]) + engine.step - began
                 replay.keep(seen.now())
                 try:
-                    if self._engine is engine:  # else it was recovered beside this
+                    if not is_beside and isinstance(error, ParameterServerLost):
                         recovery = self.recover(error, budget, known, len(replay.applied), end)
                 except (ParameterServerLost, KeyboardInterrupt) as stopped:
                     failure = stopped

@@ -78,6 +78,10 @@ class Near:
     >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run=int), ["b", "a"])
     >>> [pieces.take(2, task=task) for task in (0, 1, 0, 1)], pieces.left
     ([range(2, 4), range(0, 2), range(4, 5), range(5, 7)], 0)
+    >>> applied = AppliedSteps(1, {2, 5, 6})
+    >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run=int), ["b"], applied)
+    >>> [pieces.take(9, task=0) for _ in range(3)], pieces.left
+    ([range(3, 5), range(1, 2), range(0, 0)], 0)
     """
 
     held_back = False
@@ -102,6 +106,8 @@ class Near:
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
         """The next steps for a task, so many at most; a pass begins when the one before it is taken."""
+        if not self.left:
+            return range(0)
         while not self._runs:
             self._runs = self._next_pass()
         home = None if task is None else self._homes[task]
