@@ -170,3 +170,9 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     ran = python("-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert ran.stdout.split()[:2] == ["12.0", "True"], ran.stderr
     assert str(tmp_path) in ran.stdout
+
+
+def test_the_outer_folders_are_mapped_and_not_linked() -> None:
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    links = [line.rpartition("\t")[2] for line in listed.splitlines() if line.startswith("120000")]
+    assert not links, "a wheel would have these folders twice"

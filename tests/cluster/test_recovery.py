@@ -18,6 +18,7 @@ import tfnb
 from tests.cluster.chaos import FAULTS, chaos
 from tests.cluster.conftest import WORKERS, workers
 from tests.cluster.test_cuts import Counters
+from tfnb.cluster.members.deploy import start
 from tfnb.errors import ParameterServerLost
 from tfnb.session import default_session
 
@@ -242,3 +243,77 @@ def test_after_an_error_a_training_goes_on_from_the_values_that_are_here(connect
         result = fitted(net, "arrays", resume=seen > 0)
     assert seen > 0 and result.steps == 60 - seen
     torch.testing.assert_close(net.state(), whole.state(), rtol=1e-5, atol=1e-8)
+
+
+def test_steps_of_run_before_a_training_are_in_the_copy_from_which_it_goes_on(connect: Any) -> None:
+    counters = Counters(pause=2)
+    cluster = connect(2)
+    for _ in range(5):
+        tfnb.run(counters.train, {counters.x: torch.ones(4)})
+    tfnb.fit(counters.train, counters.rows(60), callbacks=[Killer(cluster, 20)])
+    assert counters.counts() == [65, 65]
+
+
+def test_steps_of_run_beside_a_training_that_no_copy_has_seen_are_told(connect: Any, capsys: Any) -> None:
+    counters, other = Counters(pause=2), Counters(shards=1)
+    cluster = connect(2)
+
+    def beside(progress: Any) -> None:
+        if progress.step == 30 and not progress.again:
+            tfnb.run(other.train, {other.x: torch.ones(4)})
+            kill_server(cluster)
+
+    tfnb.fit(counters.train, counters.rows(60), callbacks=[Each(beside)])
+    assert counters.counts() == [60, 60]
+    gone = tfnb.recovery_log()[-1].gone
+    assert gone == 1 - other.counts()[0]
+    assert ("1 step of tfnb.run" in capsys.readouterr().out) == bool(gone)
+
+
+@pytest.mark.parametrize("which", ["rate", "weight"])
+def test_what_a_callback_assigns_outlives_a_server(connect: Any, which: str) -> None:
+    rate = tfnb.Variable(torch.tensor(1.0, dtype=torch.float64), name="rate", trainable=False)
+    weight = tfnb.Variable(torch.zeros(2, dtype=torch.float64), name="weight")
+    with tfnb.record("assigned"):
+        x = tfnb.placeholder(torch.ones(4), name="x")
+        train = weight.assign_add(rate * x.mean().double() * torch.ones(2, dtype=torch.float64))
+    cluster = connect(1)
+    seen: list[float] = []
+
+    def told(progress: Any) -> None:
+        if progress.epoch == 1:
+            (rate if which == "rate" else weight).assign(
+                torch.full_like((rate if which == "rate" else weight).value(), 3.0)
+            )
+            seen.append(float(weight.value()[0]))
+            kill_server(cluster)
+
+    tfnb.fit(train, {x: torch.ones(80)}, epochs=2, batch_size=4, callbacks=[told])
+    expected = seen[0] + 20 * (3.0 if which == "rate" else 1.0)
+    assert weight.value().tolist() == [expected] * 2 and len(seen) == 1
+
+
+def test_queues_on_a_lost_server_end_a_training(connect: Any) -> None:
+    counters = Counters(pause=2)
+    cluster = connect(2)
+    queue = tfnb.FIFOQueue(4, [torch.float32], [()], name="held")
+    queue.enqueue(torch.tensor(1.0))
+    with pytest.raises(ParameterServerLost, match="what queues held held is lost, too"):
+        tfnb.fit(counters.train, counters.rows(STEPS), callbacks=[Killer(cluster, 20, at=0), Killer(cluster, 20, at=1)])
+
+
+def test_an_interrupt_ends_a_recovery_at_once(connect: Any, monkeypatch: Any) -> None:
+    counters = Counters(pause=2)
+    cluster = connect(2)
+    began: list[float] = []
+
+    def slow(*args: Any) -> Any:
+        began.append(time.monotonic())
+        signal.raise_signal(signal.SIGINT)
+        return start(*args)
+
+    monkeypatch.setattr("tfnb.cluster.driver.start", slow)
+    with pytest.raises(KeyboardInterrupt):
+        tfnb.fit(counters.train, counters.rows(STEPS), callbacks=[Killer(cluster, 20)])
+    assert time.monotonic() - began[0] < 20
+    assert len({*counters.counts()}) == 1, "all copies are of one step"

@@ -35,7 +35,7 @@ from tfnb.cluster.notebook.restoring import brought
 from tfnb.cluster.notebook.steps_there import Steps, batches
 from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, ensure_no_look
-from tfnb.cluster.recovery import KEPT, Budget, Recovery, Replay, recovered
+from tfnb.cluster.recovery import KEPT, Budget, Recovery, Replay, logged
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import Aborted, Cancelled, DeadlineExceeded, ParameterServerLost, TfnbError, Unavailable, Unimplemented
 from tfnb.graph import Variable
@@ -147,7 +147,7 @@ class Cluster:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether everything waits for a server that does not answer, or that another one takes the place of."""
+        """Whether everything waits for a server that does not answer, or for the recovery from the loss of one."""
         return bool(self._engine.peers.silent) or self._recovering.locked()
 
     @property
@@ -271,7 +271,7 @@ class Cluster:
         while failure is None:
             left = None if end is None else end - time.monotonic()
             about = {"mode": mode, "timeout": left, "changes": changed, "applied": replay.applied, **options}
-            engine, began, recovery = self._engine, self._engine.step, None
+            engine, recovery = self._engine, None
             try:
                 with closing(self._steps.train(step, replay.rest(), seen=seen, **about)) as groups:
                     for group in groups:
@@ -285,13 +285,12 @@ class Cluster:
                 return
             except (ParameterServerLost, Cancelled, Aborted) as error:
                 is_beside = self._engine is not engine and engine.lost is not None  # another thread recovered it
-                if not (is_beside or isinstance(error, ParameterServerLost)):
+                if seen.now is None or not (is_beside or isinstance(error, ParameterServerLost)):
                     raise
-                known = len(about["applied"]) + engine.step - began
                 replay.keep(seen.now())
                 try:
                     if not is_beside and isinstance(error, ParameterServerLost):
-                        recovery = self.recover(error, budget, known, len(replay.applied), end)
+                        recovery = self.recover(error, budget, len(replay.applied), end)
                 except (ParameterServerLost, KeyboardInterrupt) as stopped:
                     failure = stopped
             options["exact"] = False  # it was looked at
@@ -299,11 +298,12 @@ class Cluster:
         raise failure
 
     def recover(
-        self, error: ParameterServerLost, budget: Budget, step: int, kept: int, end: float | None = None
+        self, error: ParameterServerLost, budget: Budget, kept: int, end: float | None = None
     ) -> Recovery:  # fmt: skip
         """Start tasks and servers anew where a server was lost; the values are then those of the last pull.
 
-        Where it was lost with the queues of a graph, ``error`` is raised: what they held is gone.
+        kept: steps of the training that these have seen. Where a server was lost with the queues of a graph, ``error``
+        is raised: what they held is gone.
         """
         begin = time.monotonic()
         with self._recovering:
@@ -313,8 +313,9 @@ class Cluster:
             if names := ", ".join(self._queues.emptied):
                 error.message += f"\n  Training does not go on by itself: what queues {names} held is lost, too."
                 raise error
+            age, gone = begin - self._variables.pulled_at, len(self._variables.unseen)
+            step = kept + lost.step - self.pulled_step - gone
             budget.spend(error, step)
-            age = begin - self._variables.pulled_at
             self._leave_lost()
             seconds = RECOVERED_WITHIN if end is None else max(1.0, min(RECOVERED_WITHIN, end - time.monotonic()))
             try:
@@ -324,10 +325,10 @@ class Cluster:
                 raise error from failure
         first = error.message.partition("\n")[0].removesuffix(f" at step {lost.step}.")
         spent, left = time.monotonic() - begin, budget.restarts.left(time.monotonic())
-        return recovered(
+        return logged(
             Recovery(
-                time.time(), f"{type(error).__name__}: {first}", step, kept, age, spent, left, budget.restarts.most,
-                budget.restarts.within, len(self.tasks), len(self.servers),
+                time.time(), f"{type(error).__name__}: {first}", step, kept, gone, age, spent, left,
+                budget.restarts.most, budget.restarts.within, len(self.tasks), len(self.servers),
             )
         )  # fmt: skip
 

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from tfnb.cluster.engine.members import Ahead, Batch
 from tfnb.cluster.engine.restarts import Restarts
@@ -31,15 +30,17 @@ class Recovery:
     """One recovery: what was lost, where training went on from, and what it cost.
 
     ``at``: when, in seconds since the epoch. ``lost``: the error in a line. ``step``: steps that were applied, of the
-    training, as far as the notebook knew; ``kept``: those that the copy had seen; ``age``: of the copy, in seconds.
-    ``seconds``: until tasks and servers stood again, the start of the values on them not included. ``left``: restarts
-    that are left of ``most`` within ``within`` seconds.
+    training, as far as the notebook knew; ``kept``: those that the copy had seen; ``gone``: steps of `tfnb.run` that
+    it had not, which nobody takes again; ``age``: of the copy, in seconds. ``seconds``: until tasks and servers stood
+    again, the start of the values on them not included. ``left``: restarts that are left of ``most`` within ``within``
+    seconds.
     """
 
     at: float
     lost: str
     step: int
     kept: int
+    gone: int
     age: float
     seconds: float
     left: int
@@ -59,9 +60,15 @@ class Recovery:
             f"{self.lost} at step {self.step} of the training.\n"
             f"  Restored from the notebook's copy of step {self.kept} ({self.age:.1f} s old): {steps} will be redone, "
             "none is counted twice.\n"
+            f"{self._gone}"
             f"  Recovered in {self.seconds:.1f} s: {self.tasks} compute tasks, {self.servers} parameter servers. "
             f"Training goes on ({self.left} of {self.most} restarts left). tfnb.recovery_log() has details."
         )
+
+    @property
+    def _gone(self) -> str:
+        runs = f"{self.gone} step{'s' if self.gone > 1 else ''} of tfnb.run"
+        return f"  What {runs} wrote since then is gone: run again what matters.\n" if self.gone else ""
 
 
 def recovery_log() -> tuple[Recovery, ...]:
@@ -97,8 +104,8 @@ class Budget:
             raise error
 
 
-def recovered(recovery: Recovery) -> Recovery:
-    """The same, in the log."""
+def logged(recovery: Recovery) -> Recovery:
+    """Put a recovery into the log, and return it."""
     _log.append(recovery)
     return recovery
 
@@ -127,7 +134,7 @@ class Replay:
     def __post_init__(self) -> None:
         self._more = iter(()) if isinstance(self.source, Ahead) else iter(self.source)
 
-    def rest(self) -> Any:
+    def rest(self) -> Ahead | Iterator[Batch | None]:
         """Arrays, or the batches that were drawn and are not applied, and then the others."""
         return self.source if isinstance(self.source, Ahead) else self._rest(list(self._drawn))
 

@@ -152,9 +152,10 @@ def fit(
     restarts: how often within ten minutes training on a cluster goes on by itself after a parameter server was lost; 0
     raises ParameterServerLost at once. The notebook has a copy of all values, which is renewed every two seconds, less
     often where that would take more than two percent of the time: tasks and servers begin anew from it on the workers
-    that are there, and all later steps are taken again. Each step counts once, in the values, in ``history`` and for
-    callbacks but for those of steps, which hear ``progress.again``. `tfnb.recovery_log` tells what happened. What a
-    queue on the lost server held is gone: training stops then.
+    that are there, and all later steps are taken again. Each step counts once, in the values and in ``history``; a
+    callback of steps hears of one that is taken again with ``progress.again``. What steps of `tfnb.run` wrote since the
+    copy is gone; the block that is printed, and `tfnb.recovery_log`, say how many. What a queue on the lost server held
+    is gone, too: training stops then.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
@@ -516,7 +517,7 @@ class _Run:
         except ParameterServerLost as error:  # tasks stand still, and the copy here has seen all steps
             if self.cluster is None:
                 raise
-            self._say_recovered(self.cluster.recover(error, self.budget, self.step, self.step))
+            self._say_recovered(self.cluster.recover(error, self.budget, self.step))
             found = self._validate(self)
         if found:
             self._validated[epoch] = found

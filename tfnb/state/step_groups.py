@@ -28,7 +28,7 @@ class StepGroup(NamedTuple):
     values: Any  # from a session in the structure of the fetches
     numbers: Sequence[int] | None = None
     kept: AppliedSteps | None = None
-    lost: Any = None
+    lost: object = None
 
     def each(self) -> Iterator[list[torch.Tensor | None]]:
         """The values of each step."""

@@ -58,9 +58,12 @@ class AppliedSteps:
 
 @dataclass
 class SeenSteps:
-    """Which steps of a training the copies of the values here have seen: ``now()``, at whatever instant."""
+    """Which steps of a training the copies of the values here have seen: ``now()``, at whatever instant.
 
-    now: Callable[[], AppliedSteps] = AppliedSteps
+    None while the copies lack what was done before the training, so that nobody can go on from them.
+    """
+
+    now: Callable[[], AppliedSteps] | None = None
 
 
 class Taken(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ class There(VariablesThere):
     """Variables of which a pull takes ``still`` seconds, and ``busy`` of a processor."""
 
     def __init__(self, clock: Clock, still: float, busy: float) -> None:
-        super().__init__(None, self._done)  # type: ignore[arg-type]  # nothing is asked
+        super().__init__(SimpleNamespace(lost=None), self._done)  # type: ignore[arg-type]  # nothing is asked
         self.clock, self.still, self.busy, self.pulls = clock, still, busy, 0
 
     def _done(self, what: str, timeout: float | None, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:

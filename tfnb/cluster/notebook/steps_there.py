@@ -106,7 +106,8 @@ class Steps:
         self._variables.send_for_step(step.variables)
         queues = self._queues.used(placed.queues)
         try:
-            values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues, see)
+            batch, counted = Batch(tuple(tensors), run), self._variables.unseen.append
+            values, _, _ = self._step(step, placed, batch, timeout, "run", queues, see, counted)
         except OutOfRange as error:
             error.__cause__ = self._queues.cause(placed.queues)
             raise
@@ -192,7 +193,8 @@ class Steps:
         error. ``applied``: steps of arrays that are left out, as they were applied before.
         """
         seen = SeenSteps() if seen is None else seen
-        seen.now = applied.copy
+        if not self._variables.held.stale:
+            seen.now = applied.copy
         self._waiting.ensure_open()
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
@@ -216,14 +218,16 @@ class Steps:
             source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
             for note in notes:
                 warnings.warn(note, stacklevel=user_level(None))
-        if any(variable.key in self._variables.held.stale for variable in step.variables):
+        if self._variables.held.stale:
             self._show()  # should a server be lost, training goes on from what is here
+        seen.now = applied.copy
         steps = (
             self._stepwise(step, placed, source, end, see, applied, seen)
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
         )
-        is_shown, interrupts = False, self._engine.interrupts
+        is_shown, interrupts, written = False, self._engine.interrupts, frozenset(step.writes)
+        self._variables.training.append(written)
         try:
             try:
                 pulled = self._variables.pulled_step
@@ -240,6 +244,7 @@ class Steps:
             self._show()
             is_shown = True
         finally:
+            self._variables.training.remove(written)
             if not is_shown and self._engine.lost is None:  # an error, or Ctrl-C at whatever instant, also in `_show`
                 is_unwanted = self._engine.interrupts != interrupts or (end is not None and time.monotonic() >= end)
                 if is_unwanted and (silent := self._engine.peers.silent):

@@ -40,6 +40,8 @@ class VariablesThere:
         self.engine, self.do, self.held, self.hooks = engine, do, Holdings(), Hooks()
         self.pulled_step = 0  # the step that the storages here show
         self.pulled_at = time.monotonic()
+        self.unseen: list[int] = []  # steps of `run`, by the cluster's count, that the storages here may not show
+        self.training: list[frozenset[Variable]] = []  # what each training in progress writes
         self._due = time.monotonic() + REFRESH  # when they are to be pulled again
 
     def outdated(self, step: StepGraph) -> None:
@@ -141,10 +143,11 @@ class VariablesThere:
                 if variable in self.held:  # else the cluster was closed meanwhile: its value is here
                     lazy_memory.assign(variable.kept, values[variable.key])
                     self.held.same(variable)
-            if pulled.applied and self.engine.lost is None:
+            if self.engine.lost is None:  # else none of the values is here
                 for training, applied in pulled.applied.items():
                     training.kept = applied
-            self.pulled_step, self.pulled_at = pulled.step, begin
+                self.pulled_step, self.pulled_at = pulled.step, begin
+                self.unseen[:] = [step for step in self.unseen if step > pulled.step]
         still, busy = time.monotonic() - begin, time.process_time() - busy
         self._due = time.monotonic() + max(REFRESH, still / STILL, busy / BUSY)
         return pulled.step
@@ -176,6 +179,20 @@ class VariablesThere:
         if any(variable.held is not None and id(variable.held.tensor()) in tensors for variable in newer):
             self.pull(self.held.written(self.held.variables, thorough=True))
 
+    def assigned(self, variable: Variable, value: torch.Tensor) -> None:
+        """A value was written on the servers, by no step: should one be lost while training, it stays.
+
+        What no step in training writes, such as a learning rate, is written here, too. Of what one does the copies
+        here have to be of one step, so all are renewed.
+        """
+        self.held.superseded(variable)
+        if any(variable in written for written in self.training):
+            self.renew()
+        elif self.training:
+            with torch.no_grad(), self.held.showing:
+                lazy_memory.assign(variable.kept, value.to(variable.kept.device))
+                self.held.same(variable)
+
     def hurry(self) -> None:
         """The next `refresh` pulls at once."""
         self._due = 0.0
@@ -186,10 +203,14 @@ class VariablesThere:
         What was written here stays: it is sent later, or refused.
         """
         if time.monotonic() > self._due:
-            try:
-                self.pull(self.held.written(self.held.variables, thorough=False))
-            except Aborted:  # steps went on: the next time
-                self._due = time.monotonic() + REFRESH
+            self.renew()
+
+    def renew(self) -> None:
+        """A pull while training, unless steps go on: then it is due soon."""
+        try:
+            self.pull(self.held.written(self.held.variables, thorough=False))
+        except Aborted:
+            self._due = time.monotonic() + REFRESH
 
     def release(self) -> None:
         """Variables live here again."""
@@ -229,7 +250,7 @@ class Home:
         for piece in there.held.homes[variable.key]:
             new.setdefault(piece.shard, {})[piece.key] = piece.of(value.cpu())
         there.do("assigning a variable", None, there.engine.assign, new, [variable.key])
-        there.held.superseded(variable)
+        there.assigned(variable, value)
 
     def __str__(self) -> str:
         engine = self.there.engine
