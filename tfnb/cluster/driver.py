@@ -50,7 +50,7 @@ from tfnb.state.steps_taken import AppliedSteps, SeenSteps
 from tfnb.state.waits import check_timeout
 
 SHOWN = 5  # lines of the status that tell who came and who left
-ENDED_WITHIN = 2.0  # seconds that a training has to end where a server was lost
+ENDED_WITHIN = 5.0  # seconds that a training has to end where a server was lost
 REPLACED_WITHIN = 20.0  # seconds that a recovery waits for as many workers as there were, if a nanny starts them
 RECOVERED_WITHIN = 60.0  # seconds that a recovery may take
 
@@ -339,7 +339,7 @@ class Cluster:
         if stuck:  # Dask lists these workers, and another task there would wait for the same process
             with suppress(Exception):  # of whatever kind: others take its place
                 self.client.restart_workers(stuck, timeout=REPLACED_WITHIN, raise_for_error=False)
-        self._link.wait(self._link.start(engine.settle, ENDED_WITHIN), ENDED_WITHIN + 1, "ending what was in progress")
+        self._link.wait(self._link.start(engine.abandon, ENDED_WITHIN), ENDED_WITHIN + 1, "ending what was in progress")
         self._queues.end()
         self._link.post(self._supervisor.cancel)
         self._adapting.release()

@@ -124,6 +124,14 @@ class Engine:
         while others and not self.peers.silent and time.monotonic() < end:
             others = list((await asyncio.wait(others, timeout=LOOK))[1])
 
+    async def abandon(self, seconds: float) -> None:
+        """A server is lost, and others will take the place of all members: `settle`, then nobody is told anything."""
+        await self.settle(seconds)
+        for work in (*self._told, *self._stopping.values()):
+            work.cancel()
+        for member in (*self.tasks, *self.servers):
+            member.lose()
+
     async def create(self, shard: int, values: Mapping[str, torch.Tensor]) -> None:
         """Make variables on a shard."""
         facts, tensors = sparse_values.written(values)
