@@ -26,7 +26,7 @@ from tfnb.magics.complete import VERBS
 from tfnb.magics.export_files import exported
 from tfnb.magics.graph_names import is_graph
 from tfnb.magics.live import Lives
-from tfnb.magics.options import device, existing, magic, near, parsed, size
+from tfnb.magics.options import device, existing, magic, near, parsed
 from tfnb.magics.rerun import Cells, Change, RecordedCell, change
 from tfnb.magics.run_magics import RunMagics
 from tfnb.magics.sticky import Sticky
@@ -445,8 +445,8 @@ class TfnbMagics(RunMagics):
         session = tfnb.session.default_session(graph)
         if options.size or options.off:
             try:
-                session = tfnb.session.limit(graph, size(options.size) if options.size else None)
-            except (ValueError, tfnb.errors.InvalidArgument) as error:
+                session = tfnb.session.limit(graph, options.size)
+            except tfnb.errors.InvalidArgument as error:
                 raise UsageError(str(error)) from None
         budget = session.memory_budget
         rows: list[tuple[Any, ...]] = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -57,21 +56,6 @@ def _with_usage_errors(method: Any) -> Any:
             raise UsageError(str(error)) from error
 
     return called
-
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def size(text: str) -> int:
-    """Bytes of ``512MB``, ``1.5GiB`` or ``4096``; raises ValueError.
-
-    >>> size("512MB"), size("1.5 KiB"), size("12")
-    (512000000, 1536, 12)
-    """
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+) *([kmgt]?i?)b?", text.strip(), re.IGNORECASE)
-    if found is None or found[2].lower() not in _UNITS:
-        raise ValueError(f"{text!r} is no size: 512MB, 1.5GiB or a number of bytes was expected")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def device(text: str) -> str:

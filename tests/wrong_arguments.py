@@ -220,7 +220,7 @@ class World:
             "checkpoint.load": Call(checkpoint.load, {"path": self.folder / "saved"}),
             "fit": Call(tfnb.fit, {"fetch": self.train, "data": [ones], "feeds": [x], "epochs": 1, "steps": 1,
                                    "batch_size": None,
-                                   "shuffle": False, "seed": 0, "callbacks": (), "mode": "sync", "resume": False}),
+                                   "shuffle": False, "seed": 0, "callbacks": (), "mode": "sync", "resume": False, "memory_budget": "1GB"}),
             "compare": Call(tfnb.compare, {"fetch": self.train, "data": [ones], "modes": {"a": {}},
                                            "watch": self.loss, "seeds": 1, "feeds": [x]}),
             "races": Call(tfnb.races, {"*steps": self.train}),
@@ -430,8 +430,8 @@ ABSENT = {
     "torch's own arguments": "Tensor.dim_order Tensor.is_contiguous Tensor.numpy",
     "other rooms of tfnb call them": """
         Cluster.ahead Cluster.cut Cluster.in_chunks Cluster.news Cluster.recover Cluster.restoring Cluster.run
-        Cluster.show Cluster.train IndexedSlices.called IndexedSlices.eval Queue.puts QueueHandle.drop Session.looked_at
-        Session.train Source.back_to Source.ensure_position Spec.fits Spec.is_on Tensor.apply_ Tensor.as_subclass
+        Cluster.show Cluster.train IndexedSlices.called IndexedSlices.eval Queue.puts QueueHandle.drop Session.limited
+        Session.looked_at Session.train Source.back_to Source.ensure_position Spec.fits Spec.is_on Tensor.apply_ Tensor.as_subclass
         Tensor.look_as
         Tensor.map_ Tensor.renew Tensor.taken_outside Variable.declared Variable.drop Variable.ensure_fits
         Variable.looked_up Variable.of Variable.store Watch.followed Watch.step batches""",

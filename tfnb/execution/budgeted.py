@@ -25,6 +25,7 @@ Sizes = tuple[torch.Size, ...]
 class Planned:
     """One choice of feed sizes: what runs, its plan, and what the last run did with the rows of loops."""
 
+    shapes: Sizes
     program: Program
     plan: MemoryPlan
     spill: SpillFile
@@ -79,12 +80,12 @@ class Budget:
         bound = feed_symbols(first.whole.contents, first.feeds)
         sizes = {name: shapes[first.feeds.index(value)][axis] for name, (value, axis) in bound.items()}
         for program in dict.fromkeys((first, *(found.program for found in self._found.values()))):
-            found = self._measured(program, sizes)
+            found = self._measured(program, shapes, sizes)
             if found.plan.left >= working(program.graph, program.fetches, sizes):
                 return found
         last = step_passes(self.once, within(self.budget, sizes))
-        return self._measured(lower(first.whole, first.fetches, first.feeds, last), sizes)
+        return self._measured(lower(first.whole, first.fetches, first.feeds, last), shapes, sizes)
 
-    def _measured(self, program: Program, sizes: Mapping[str, int]) -> Planned:
+    def _measured(self, program: Program, shapes: Sizes, sizes: Mapping[str, int]) -> Planned:
         plan = memory_plan(program.graph, program.fetches, program.feeds, sizes, self.budget, program.whole)
-        return Planned(program, plan, self._spill)
+        return Planned(shapes, program, plan, self._spill)

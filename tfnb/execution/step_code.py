@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfnb.execution.budgeted import Budget
+from tfnb.execution.budgeted import Budget, Planned
 from tfnb.execution.dataflow.executor import lowered, needs_dataflow
 from tfnb.execution.tiers.tiered import Mode, Tiers
 from tfnb.memory import step_passes
@@ -58,7 +58,23 @@ class StepCode:
         if self.budget is None:
             return self.program, self.tiers.forward(shapes)
         found = self.budget.planned(shapes)
-        return found.program, found.forward
+        return found.program, self.tiers.forward(shapes) if self._fits(found) else found.forward
+
+    def _fits(self, found: Planned) -> bool:
+        """Whether the step keeps its memory budget as it is, without a value that is computed again or moves out."""
+        return found.program is self.program and not found.plan.decisions
+
+    def code(self, shapes: tuple[torch.Size, ...] | None = None) -> str:
+        """Which code runs the step, and why, for feeds of these shapes or of the first ones."""
+        plans = [] if self.budget is None else [found for _, found in self.budget.plans()]
+        is_planned = any(not self._fits(found) for found in plans if shapes in (None, found.shapes))
+        return "generated code" if is_planned else self.tiers.code(shapes)
+
+    def status(self) -> list[str]:
+        """`code` for each choice of feed sizes, with the memory plan where there is a budget."""
+        if self.budget is None:
+            return self.tiers.status()
+        return [f"{at}: {self.code(found.shapes)}; {found}" for at, found in self.budget.plans()]
 
     def close(self) -> None:
         """Nobody waits for it any more."""

@@ -101,7 +101,7 @@ def fit(
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
     resume: bool | str | PathLike[str] = False, check: str | None = None, exact: bool | None = None,
     checkpoint: Any = None, checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
-    progress_after: float = 2.0,
+    progress_after: float = 2.0, memory_budget: int | str | None = None,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -147,7 +147,8 @@ def fit(
     as they were before it. On a cluster the task whose rows these are says so; where asynchronous tasks write
     Variables on several servers, another server may have written its part of that step already.
 
-    timeout, progress_after: seconds; the second says when progress begins to be shown.
+    timeout, progress_after: seconds; the second says when progress begins to be shown. memory_budget: of the steps of
+    this training, as `Session` takes it; not on a cluster.
 
     restarts: how often within ten minutes training on a cluster goes on by itself after a parameter server was lost; 0
     raises ParameterServerLost at once. The notebook has a copy of all values, which is renewed every two seconds, less
@@ -191,6 +192,7 @@ def fit(
     if isinstance(progress_after, bool) or not isinstance(progress_after, int | float) or not progress_after >= 0:
         raise InvalidArgument(f"progress_after is in seconds, 0 or more, not {progress_after!r}")
     session = default_session(graph_of(fetch))
+    limited = session.limited(memory_budget)
     user_code_ran()
     names, watched = watched_by(watch, fetch, session)
     if session.cluster is not None:
@@ -223,7 +225,7 @@ def fit(
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
         taken = there(watched) if looks is None else looks.followed(watched, there)
     try:
-        with _interrupts(run), closing(_by_epoch(taken, run)) as taken:
+        with limited, _interrupts(run), closing(_by_epoch(taken, run)) as taken:
             for told in taken:
                 run.stepped(told)
                 if run.why_over is not None:

@@ -2,14 +2,16 @@
 
 `memory_plan`: the plan (`MemoryPlan`), one `Decision` for each value or loop that does not stay. `rematerialize`: the
 search in straight code. `loop_rows`: what loops keep of each iteration. `prices`: what computing and moving cost, in
-one unit. The plan knows predicted bytes only; `tfnb.kernels.memory_budget` and the files beside it carry it out.
+one unit. `byte_counts`: budgets as text. The plan knows predicted bytes only; `tfnb.kernels.memory_budget` and the
+files beside it carry it out.
 """
 
+from tfnb.memory.byte_counts import byte_count
 from tfnb.memory.loop_rows import LoopRows, of_rows, working
 from tfnb.memory.memory_plan import LAST, Decision, MemoryPlan, memory_plan, step_passes, within
 from tfnb.memory.rematerialize import least_budgets, spare
 
 __all__ = [
-    "LAST", "Decision", "LoopRows", "MemoryPlan", "least_budgets", "memory_plan", "of_rows", "spare", "step_passes",
-    "within", "working",
+    "LAST", "Decision", "LoopRows", "MemoryPlan", "byte_count", "least_budgets", "memory_plan", "of_rows", "spare",
+    "step_passes", "within", "working",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.memory.loop_rows import kept_by_loops
 from tfnb.memory.prices import cost, repeats
+from tfnb.passes.donate import donate
 from tfnb.passes.liveness import Memory
 from tfnb.passes.rewrite import with_nodes
 
@@ -126,7 +127,7 @@ class _Dropping:
     def tried(self, dropped: dict[Value, int]) -> _Tried:
         """What comes of dropping these pieces."""
         nodes, places = _Copying(self, dropped).program()
-        graph = self.graph if not dropped else with_nodes(self.graph, nodes)
+        graph = donate(self.graph if not dropped else with_nodes(self.graph, nodes), self.fetches, self.feeds)
         curve = Memory(graph, self.fetches, self.feeds, self.sizes, self.aside).curve()
         peak = max(curve, default=0)
         at = next((i for i, held in enumerate(curve) if held == peak), 0)
@@ -191,17 +192,17 @@ class _Dropping:
         kept = owner in self.memory.kept or owner in dropped or owner in self._banned
         return not kept and repeats(self.graph.contents.by_id[owner.node])
 
-    def _chain(self, owner: Value, at: int, dropped: Mapping[Value, int]) -> tuple[set[int], set[Value]]:
+    def _chain(self, owner: Value, at: int, dropped: Mapping[Value, int]) -> tuple[list[int], set[Value]]:
         """Nodes to run again for a piece that is dropped at a place, and pieces that they keep alive across it."""
         again = next(place for place in self.uses[owner] if place > at)
-        chain: set[int] = set()
+        chain: dict[int, None] = {}  # in an order that no id decides: costs are summed along it
         kept: set[Value] = set()
         stack = [owner.node]
         while stack:
             number = stack.pop()
             if number in chain:
                 continue
-            chain.add(number)
+            chain[number] = None
             for value in self.graph.contents.by_id[number].inputs:
                 piece = self.memory.owner.get(value)
                 if piece in dropped:
@@ -210,7 +211,7 @@ class _Dropping:
                     stack.append(value.node)
                 elif piece in self.memory.size and self.last[piece] <= at and piece not in self.memory.kept:
                     kept.add(piece)
-        return chain, kept
+        return list(chain), kept
 
     def runs_again(self, value: Value, place: int, size: int) -> bool:
         """Whether a copy that runs at a place, for a piece of so many bytes, takes a copy of this value too."""
@@ -240,7 +241,7 @@ class _Copying:
     def program(self) -> tuple[list[Node], list[int]]:
         """The nodes, and their places as they were."""
         for place, node in enumerate(self.of.graph.nodes):
-            gone = {value for value in node.inputs if self._is_gone(value, place)}
+            gone = tuple(value for value in dict.fromkeys(node.inputs) if self._is_gone(value, place))
             for value in gone:
                 self._copy(value, place)
             self._put(node, place, gone)
@@ -266,7 +267,7 @@ class _Copying:
             if node.id in self.copies:
                 stack.pop()
                 continue
-            again = {v for v in node.inputs if self._is_gone(v, place) or self.of.runs_again(v, place, size)}
+            again = [v for v in node.inputs if self._is_gone(v, place) or self.of.runs_again(v, place, size)]
             missing = [v.node for v in again if v.node not in self.copies]
             if missing:
                 stack.extend(missing)

@@ -24,8 +24,9 @@ _BORROWED = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.read"})
 class Memory:
     """Pieces of memory, each named by the value that first lies in it: its ``owner``.
 
-    size: bytes of each piece that the step makes. touched: the pieces that each node (by place) takes or makes. made:
-    those that it makes. kept: pieces that live to the end. aside: values that do not count.
+    size: bytes of each piece that the step makes. touched: the pieces that each node (by place) takes or makes, in an
+    order that no id decides. made: those that it makes. kept: pieces that live to the end. aside: values
+    that do not count.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Memory:
         self._aside = aside
         self.owner: dict[Value, Value] = {value: value for value in feeds}
         self.size: dict[Value, int] = {}
-        self.touched: list[set[Value]] = []
+        self.touched: list[tuple[Value, ...]] = []
         self.made: list[list[Value]] = []
         self.kept: set[Value] = set()
         self._sizes = sizes or {}
@@ -56,8 +57,8 @@ class Memory:
                 if node.op not in _BORROWED:
                     self.size[value] = 0 if value in self._aside else self._bytes(spec)
                     made.append(value)
-        taken = {self.owner.get(value, value) for value in node.inputs}
-        self.touched.append({owner for owner in (*taken, *made) if owner in self.size})
+        taken = [self.owner.get(value, value) for value in node.inputs]
+        self.touched.append(tuple(owner for owner in dict.fromkeys((*taken, *made)) if owner in self.size))
         self.made.append(made)
         if node.op == "tfnb.assign" or node.op in FUSED:
             self.kept.update(taken)

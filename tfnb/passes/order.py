@@ -34,7 +34,7 @@ def split(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
             node = replace(node, inputs=tuple(later.get(value, value) for value in node.inputs))
         mask: Sequence[bool] = node.attrs.get("output_mask") or ()
         wanted = [i for i, asked in enumerate(mask) if asked]
-        taken = sum(memory.size[owner] for owner in memory.touched[place].difference(memory.made[place]))
+        taken = sum(memory.size[owner] for owner in memory.touched[place] if owner not in memory.made[place])
         heavy = sum(memory.size.get(node.value(i), 0) for i in wanted[1:])
         if node.id in fixed or wanted[:1] != [0] or heavy <= taken or not is_pure(node):
             nodes.append(node)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tfnb.graph import Contents, Graph, Value
+from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.graph.difference import Difference
 from tfnb.passes.conditional_updates import conditional_updates
 from tfnb.passes.fold import fold
@@ -130,7 +130,14 @@ def stages(step: StepGraph, last: Sequence[Pass] = ONCE) -> Iterator[tuple[str, 
 
 
 def with_fed(graph: Graph, whole: Graph, feeds: Collection[Value]) -> Graph:
-    """The graph with the nodes of the fed values in front: their specs are facts that passes may use."""
+    """The graph with a placeholder in front for each fed node that it lacks: passes know its spec, not its operands."""
     fed = dict.fromkeys(value.node for value in feeds)
-    nodes = tuple(whole.contents.by_id[i] for i in fed if i not in graph.contents.by_id)
+    missing = (whole.contents.by_id[i] for i in fed if i not in graph.contents.by_id)
+    nodes = tuple(node if node.op == "tfnb.placeholder" else _opaque(node) for node in missing)
     return graph.derive(Contents((*nodes, *graph.nodes), graph.contents.guards))
+
+
+def _opaque(fed: Node) -> Node:
+    return replace(
+        fed, op="tfnb.placeholder", inputs=(), attrs={}, control=(), effects=(), stream=None, forward=None
+    )  # fmt: skip

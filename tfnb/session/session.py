@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -33,7 +33,7 @@ from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.resources import reset
 from tfnb.graph.variable_locks import LOCKS, Cut
-from tfnb.memory import least_budgets, step_passes
+from tfnb.memory import byte_count, least_budgets, step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
 from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
@@ -95,9 +95,10 @@ class Session:
     ``"channels_last"`` lets convolutions of images on the CPU run with channels last where that is faster, with other
     last digits (a deep net with batch norm in training mode makes them 2e-3 of its outputs). None: the environment's
     TFNB_LAYOUT, else "torch". On a cluster and by dataflow it is torch's.
-    memory_budget: the most bytes that a step may hold at once beside feeds, constants and Variables, as predicted from
-    shapes; values are computed again to keep it, with the same bits, in generated code. A run that cannot keep it
-    raises ResourceExhausted with the smallest budget that it could; `status` tells what is planned. What loops keep for
+    memory_budget: the most bytes, as a number or as text such as ``"2GB"``, that a step may hold at once beside feeds,
+    constants and Variables, as predicted from shapes. A step that fits runs as it does without a budget; of one that
+    does not, values are computed again, with the same bits, in generated code. A run that cannot keep the budget raises
+    ResourceExhausted with the smallest budget that it could; `status` tells what is planned. What loops keep for
     their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
     costs less as predicted (see ``swap_memory`` of `while_loop`).
 
@@ -112,15 +113,13 @@ class Session:
 
     def __init__(
         self, graph: Graph | str | None = None, *, cluster: Any = None, compile: str = "auto",
-        executor: str = "auto", layout: str | None = None, memory_budget: int | None = None,
+        executor: str = "auto", layout: str | None = None, memory_budget: int | str | None = None,
     ) -> None:  # fmt: skip
         self._mode, self._once = tiers.mode(compile), LAYOUTS[chosen_layout(layout)]
         if executor not in EXECUTORS:
             raise InvalidArgument(f"executor is one of {', '.join(map(repr, EXECUTORS))}, not {executor!r}")
         self._executor = executor
-        if memory_budget is not None and not (type(memory_budget) is int and memory_budget > 0):
-            raise InvalidArgument(f"memory_budget is a number of bytes, not {memory_budget!r}")
-        self.memory_budget = memory_budget
+        self.memory_budget = None if memory_budget is None else byte_count(memory_budget)
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
         self._cluster = cluster
         self._prepared: dict[Any, Prepared] = {}
@@ -262,9 +261,9 @@ class Session:
     def _generated(self) -> Session:
         """The same session in generated code, for runs with further fetches and feeds, which are no runs of users."""
         if self._twin is None:
-            self._twin = Session(self.graph, cluster=self._cluster, compile="off", executor=self._executor,
-                                 memory_budget=self.memory_budget)  # fmt: skip
+            self._twin = Session(self.graph, cluster=self._cluster, compile="off", executor=self._executor)
             self._twin._once, self._twin._is_twin, self._twin._steps.runs = self._once, True, self.runs
+        self._twin.memory_budget = self.memory_budget
         return self._twin
 
     def passes(self, fetches: Any, feeds: Iterable[Any] = (), *, sizes: Mapping[str, int] | None = None) -> Passes:
@@ -430,7 +429,7 @@ class Session:
             tracer = TRACERS[how](program)
             results = self._steps.step(prepared, program, tensors, timeout, tracer.forward, tracer.commit, cut)
         tracer.end(results, profile.found)
-        tracer.untraced = "" if prepared.code.budget else prepared.code.tiers.code(shapes)
+        tracer.untraced = prepared.code.code(shapes)
         self._keep(tracer)
         return results
 
@@ -488,7 +487,7 @@ class Session:
     def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> Prepared:
         __tracebackhide__ = True
         self._steps.ensure_open()
-        key = (key_of(fetches), tuple(map(key_of, feed_keys)))
+        key = (key_of(fetches), tuple(map(key_of, feed_keys)), self.memory_budget)
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
             self._forget()
@@ -572,9 +571,7 @@ class Session:
 
     def status(self) -> list[str]:
         """For each signature run here and each choice of feed sizes, which code runs and why."""
-        if plans := self.plans():
-            return [f"{at}: generated code; {plan}" for at, plan in plans]
-        return [line for code in self._codes() for line in code.tiers.status()]
+        return [line for code in self._codes() for line in code.status()]
 
     def code(self, fetches: Any, feeds: Sequence[Any] = ()) -> str:
         """Which code runs a signature here, and why, for the sizes that it ran with first; empty if it did not run.
@@ -588,11 +585,24 @@ class Session:
         (tensor([[1., 1., 1.]]), 'generated code')
         """
         code = self._prepare(fetches, tuple(feeds)).code
-        return code.tiers.code() if code.is_lowered and code.budget is None else ""
+        return code.code() if code.is_lowered else ""
+
+    def limited(self, memory_budget: int | str | None) -> AbstractContextManager[None]:
+        """Within it runs and callables have this memory budget; None keeps the session's. Raises InvalidArgument."""
+        return self._limited(self.memory_budget if memory_budget is None else byte_count(memory_budget))
+
+    @contextmanager
+    def _limited(self, budget: int | None) -> Iterator[None]:
+        kept, self.memory_budget = self.memory_budget, budget
+        try:
+            yield
+        finally:
+            self.memory_budget = kept
 
     def plans(self) -> list[tuple[str, Planned]]:
         """With a memory budget: names and sizes of the feeds of each signature run here, and what was planned."""
-        return [row for code in self._codes() if code.budget for row in code.budget.plans()]
+        budgets = (code.budget for code in self._codes())
+        return [row for found in budgets if found and found.budget == self.memory_budget for row in found.plans()]
 
     def _codes(self) -> list[StepCode]:
         return [prepared.code for prepared in self._prepared.values() if prepared.code.is_lowered]
@@ -636,18 +646,20 @@ def default_session(graph: Graph) -> Session:
     return graph.attached["session"]
 
 
-def limit(graph: Graph, memory_budget: int | None) -> Session:
-    """Give a graph a new default session with this memory budget; calls of the old one stay what they are.
+def limit(graph: Graph, memory_budget: int | str | None) -> Session:
+    """Give the default session of a graph this memory budget; callables that were made before keep theirs.
 
     Raises InvalidArgument for a budget that holds the inputs and outputs of no node of the graph.
     """
+    budget = None if memory_budget is None else byte_count(memory_budget)
     smallest, largest = least_budgets(graph)
-    if memory_budget is not None and 0 < memory_budget < smallest:
+    if budget is not None and budget < smallest:
         raise InvalidArgument(
-            f"a memory budget of {memory_budget:,} bytes holds no value of graph {graph.name}; the least sensible "
+            f"a memory budget of {budget:,} bytes holds no value of graph {graph.name}; the least sensible "
             f"one is {largest:,} bytes, what its largest node needs for feeds of one row"
         )
-    graph.attached["session"] = session = Session(graph, memory_budget=memory_budget)
+    session = default_session(graph)
+    session.memory_budget = budget
     return session
 
 
