@@ -16,6 +16,7 @@ from typing import Any
 from tfnb.execution.dataflow.flow_calls import CALLS, SENDS, ended, guarding, left_to_commit, node_of, nothing, sizes_of
 from tfnb.execution.dataflow.machine import (
     CALL,
+    COUNT,
     EMPTY,
     ENTER,
     EXIT,
@@ -50,6 +51,7 @@ _CONTROL = {
     frames.SWITCH: SWITCH, frames.MERGE: MERGE, frames.ENTER: ENTER, frames.EXIT: EXIT, frames.NEXT: NEXT,
     frames.TRUTH: TRUTH, frames.LOOPCOND: TRUTH,
 }  # fmt: skip
+_COUNTING = frozenset({frames.COUNT, frames.BELOW})  # calls that take less time than to queue them
 _APART = frozenset({"tfnb.read", "tfnb.assign", "tfnb.constant", "tfnb.group", "tfnb.placeholder", "tfnb.guard"})
 _UNSTACKED = tuple(run for run in ONCE if run is not stack)  # of parts, whose products were stacked before the cut
 
@@ -334,7 +336,9 @@ class Planner:
         else:
             sizes = [port for _, port in op.sizes]
             call = CALLS[op.kind](op, sizes_of([spec for spec, _ in op.sizes]))
-            step, outs = self._step(CALL, op.frame, call, [*inputs, *sizes], after), 2
+            kind, outs = (COUNT, 1) if op.kind in _COUNTING else (CALL, 2)
+            step = self._step(kind, op.frame, call, [*inputs, *sizes], after)
+            step.outs = [[] for _ in range(outs)]
         step.op = op
         for index in range(outs):
             self.makers[Port(number, index)] = step, index
