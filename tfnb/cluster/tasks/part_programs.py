@@ -28,13 +28,14 @@ from tfnb.cluster.tasks.programs import (
     piece_of,
     plan_of,
 )
-from tfnb.errors import NonFinite, VersionMismatch
+from tfnb.errors import NonFinite, TfnbError, VersionMismatch
 from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tracing.health import is_finite
-from tfnb.graph import Graph, Value
-from tfnb.graph.subgraph import queues_of
+from tfnb.graph import Graph, Node, Value
+from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import StepGraph, step_graph
+from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import Kind, Part
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.step_flow import StepFlow, Wanted, in_parts, optimized_step
@@ -117,6 +118,19 @@ def _push(
         "at": [at[each.value, place] for each in mine], "rows": [each.rows for each in mine],
         "grads": [each.gradient for each in mine], "keys": [each.key for each in mine if each.key is not None],
     }  # fmt: skip
+
+
+def task_of(step: StepGraph, tasks: Sequence[int], error: TfnbError) -> int | None:
+    """The number of the task that does the node which an error of a step over several tasks names; None: of none."""
+    for part in in_parts(optimized_step(step), Wanted(tasks, is_optimized=True, has_writes=False)).parts:
+        for node in (op.node for op in part.flow.ops if op.kind == frames.NODE and op.node is not None):
+            if any(_is_named(error, each) for each in (node, *nested(node))):
+                return part.place.number
+    return None
+
+
+def _is_named(error: TfnbError, node: Node) -> bool:
+    return error.node == node.name and all(getattr(error, what) == found for what, found in node.where.items())
 
 
 def digest(parts: Iterable[Part]) -> str:
