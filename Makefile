@@ -8,9 +8,10 @@ BENCH ?=
 WORKERS ?= 2
 # Tests of `make coverage-lines`.
 LINES ?= tests
-# What `make fuzz` runs more of, and how many it tries of each kind; 1000 wrong arguments of each 1000 are all.
+# What `make fuzz` runs more of, and how many it tries of each kind; 1000 wrong arguments of each 1000 are all. Of random
+# programs in parts it tries a thousand.
 FUZZ := tests/graph/test_mutated_files.py tests/graph/test_costly_files.py tests/test_wrong_arguments.py \
-  tests/test_escaping.py tests/cluster/alone/test_port_attacks.py
+  tests/test_escaping.py tests/cluster/alone/test_port_attacks.py tests/execution/test_thousand_cuts.py
 TRIES ?= 1000
 # How long `make chaos` runs, and the seed of its killer.
 SECONDS ?= 600

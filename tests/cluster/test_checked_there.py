@@ -105,6 +105,48 @@ def test_a_checked_step_that_runs_whole_on_one_task(connect):
     assert torch.equal(layer.weight.detach(), torch.ones(1, 2, dtype=torch.float64))
 
 
+def over_tasks():
+    """A step whose second task computes the loss, of what the first one does in a loop to the rows."""
+    layer = nn.Linear(2, 2, bias=False).double()
+    nn.init.eye_(layer.weight)
+    with tfnb.record("over_tasks"):
+        x = tfnb.placeholder(torch.rand(4, 2, dtype=torch.float64), name="x")
+        with tfnb.device("task:0"):
+            masked = torch.where(x > 0, x.log(), torch.zeros(()))
+            _, deep = tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, (h - 1).sqrt()), (torch.tensor(0), x))
+        with tfnb.device("task:1"):
+            loss = layer(deep).square().mean()
+            fine = layer(masked).sum()
+        train = tfnb.train.SGD(0.01).minimize(loss)
+    return layer, x, loss, fine, train
+
+
+def test_a_checked_step_over_tasks_names_the_op_its_line_and_the_task_where_nan_began(connect):
+    layer, x, loss, fine, train = over_tasks()
+    cluster = connect(2)
+    good, bad = torch.full((4, 2), 30.0, dtype=torch.float64), torch.full((4, 2), 1.5, dtype=torch.float64)
+    assert tfnb.run([loss, train], {x: good}, check="nan")[0].isfinite()
+    assert tfnb.run(fine, {x: -good}, check="nan").isfinite(), "numbers that nothing bad comes of do not count"
+    cluster.pull()
+    before = layer.weight.detach().clone()
+    text = r"(?s)aten\.sqrt\.default made nan of finite numbers.*while_loop/sqrt.*deep = tfnb.*in iteration 2 of its"
+    for way in (
+        lambda: tfnb.run([loss, train], {x: bad}, check="nan"),
+        lambda: tfnb.run(train, {x: bad}, check="nan"),
+        lambda: tfnb.fit(train, {x: torch.cat([good, bad])}, batch_size=4, shuffle=False, check="nan", timeout=120),
+    ):
+        with pytest.raises(NonFinite, match=text) as caught:
+            way()
+        assert caught.value.task == "task:0" and caught.value.op == "aten.sqrt.default" and caught.value.line
+    cluster.pull()
+    assert cluster.step == 2 and layer.weight.isfinite().all() and not torch.equal(layer.weight, before)
+    with pytest.raises(NonFinite, match=r"the gradient of .*dropped on every server(?s:.*)aten\.sqrt") as caught:
+        tfnb.run(train, {x: bad})
+    assert caught.value.task == "task:0" and caught.value.line and cluster.step == 2
+    with pytest.raises(NonFinite, match="x held nan before the step"):
+        tfnb.run(loss, {x: bad * float("nan")}, check="nan")
+
+
 def test_a_breakpoint_stops_a_run_before_anything_is_written(connect, problem):
     p = problem()
     states, _ = p.local(2)

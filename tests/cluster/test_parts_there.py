@@ -15,6 +15,7 @@ import torch
 import tfnb
 from tests.cluster.conftest import stop, until
 from tests.over_tasks import MODELS, Model, batch, on, trained
+from tfnb.cluster.wire import envelope
 from tfnb.errors import Cancelled, DeadlineExceeded, InvalidArgument, TfnbError, WorkerLost
 
 
@@ -91,6 +92,28 @@ def test_a_step_is_one_call_for_each_of_its_tasks(connect, dask) -> None:
     cluster._engine.peers.link.call = call
     assert counts["run"] == 5 * 2
     assert_nothing_left(dask)
+
+
+def test_a_part_is_sent_the_constants_that_it_computes_with(connect) -> None:
+    """Each task computes with a table of its own, in a branch or a loop; of the other one it has the sizes."""
+    tables = [torch.randn(1000 + task, 64) for task in range(2)]
+    shared = torch.randn(1, 64)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3, 64), shape=("B", 64), name="x")
+        with on(0):
+            y = x + tables[0].sum(0) * shared
+            y = tfnb.cond(y.sum() > 0, lambda: y * tables[0].mean(0), lambda: y)
+        with on(1):
+            _, z = tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h.tanh() + tables[1][i]), (0, y + shared))
+    fed = {x: torch.randn(3, 64)}
+    wanted = tfnb.Session(g, compile="off").run(z, fed)
+    cluster = connect(2)
+    torch.testing.assert_close(tfnb.run(z, fed), wanted, rtol=0, atol=0)
+    ((_, placed),) = cluster._steps._placed.values()
+    for part in placed.parts:
+        sent = {tensor.shape: tensor for tensor in part.plan.tensors}
+        assert [sent[table.shape].is_meta for table in tables] == [part.task == 1, part.task == 0]
+        assert envelope.size(part.plan.tensors) < 0.6 * envelope.size(tables)
 
 
 def test_fetches_behind_an_update_and_fetched_variables(connect) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+_DEEPEST = 3  # levels of loops and branches
 Loop = Callable[..., Any]
 Branch = Callable[..., Any]
 Block = Callable[[list[torch.Tensor], Loop, Branch], list[torch.Tensor]]
@@ -37,12 +38,22 @@ def program(seed: int, width: int = 3) -> Block:
     return _block(rng, width, depth=0)
 
 
+def small_program(seed: int, width: int = 3) -> Block:
+    """A function of ``width`` vectors to as many, that ends in a loop or branch with two assignments at most."""
+    rng = random.Random(seed)
+    kinds = rng.choice(["assign", "loop", "branch"]), rng.choice(["loop", "branch"])
+    return _in_turn([_STEPS[kind](rng, width, _DEEPEST - 1) for kind in kinds])
+
+
 def _block(rng: random.Random, width: int, depth: int) -> Block:
-    kinds = ["assign"] * 3 + (["loop", "branch"] if depth < 3 else [])
+    kinds = ["assign"] * 3 + (["loop", "branch"] if depth < _DEEPEST else [])
     steps = [_STEPS[rng.choice(kinds)](rng, width, depth) for _ in range(rng.randint(1, 2 if depth else 3))]
     if depth == 0:
         steps.append(_STEPS[rng.choice(["loop", "branch"])](rng, width, depth))
+    return _in_turn(steps)
 
+
+def _in_turn(steps: list[Block]) -> Block:
     def run(xs: list[torch.Tensor], loop: Loop, branch: Branch) -> list[torch.Tensor]:
         for step in steps:
             xs = step(xs, loop, branch)

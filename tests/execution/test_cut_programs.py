@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import tfnb
-from tests.control_flow.random_programs import program
+from tests.control_flow.random_programs import Block, program
 from tests.control_flow.test_random_states import FEEDS, Pair
 from tests.execution.shuffled import assert_cut, cut_anew, program_in_parts, random_requests, shuffled
 
@@ -57,10 +57,10 @@ def assert_equal(found: Any, expected: Any, what: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
 
-def check_random_program(seed: int, order: int, cuts: int = 1) -> int:
+def check_random_program(seed: int, order: int, cuts: int = 1, kind: Callable[[int], Block] = program) -> int:
     """A random nested program, its gradients and those of these; how many messages there were."""
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
-    block = program(seed)
+    block = kind(seed)
     with tfnb.record() as g, tfnb.device(random_requests(seed, rng.randint(1, 5), rng.choice(SHARES))):
         xs = [tfnb.placeholder(torch.rand(2, dtype=F64, generator=gen) - 0.5, shape=(2,)) for _ in range(3)]
         outs = found = block(list(xs), tfnb.while_loop, tfnb.cond)

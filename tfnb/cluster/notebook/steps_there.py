@@ -27,11 +27,19 @@ from tfnb.cluster.notebook.collections import head, read
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, begin_look
-from tfnb.cluster.tasks.part_programs import part_plans
+from tfnb.cluster.tasks.part_programs import part_plans, task_of
 from tfnb.cluster.tasks.programs import Placed, place
 from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.messages import GIVEN_UP
-from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange, Unimplemented
+from tfnb.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NonFinite,
+    NonFiniteGradient,
+    OutOfRange,
+    TfnbError,
+    Unimplemented,
+)
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
@@ -84,7 +92,9 @@ class Steps:
     ) -> None:
         self._client, self._engine, self._waiting = client, engine, waiting
         self._variables, self._queues = variables, queues
-        self._placed: OrderedDict[tuple[int, bool, bool, str], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
+        self._placed: OrderedDict[tuple[int, bool, bool, str, bool], tuple[weakref.ref[StepGraph], Placed]] = (
+            OrderedDict()
+        )
         self.placing = threading.RLock()  # while it is held Variables stay where they are
 
     def forget(self) -> None:
@@ -136,9 +146,46 @@ class Steps:
         try:
             given = placed, batch, timeout, queues, looked, counted
             return self._waiting.do(what, patience, self._engine.single.run, *given)
+        except NonFinite as error:
+            if not placed.parts:
+                raise
+            raise self._located(error, step, batch, timeout) from None
         finally:
             if self._engine.step != before:
                 self._variables.outdated(step)
+
+    def _located(self, error: NonFinite, step: StepGraph, batch: Batch, timeout: float | None) -> NonFinite:
+        """The error of a step in parts, with the op, line and task where the numbers that are not finite began.
+
+        A task sees its own part only, so one task computes the whole step again, with probes; nothing is written. Where
+        it cannot, or finds nothing, the error stays as it is.
+        """
+        is_finite = False
+
+        def stop(values: Sequence[Any]) -> None:
+            nonlocal is_finite
+            is_finite = True
+            begin_look()
+            raise error
+
+        what, patience = "looking for where NaN began", None if timeout is None else timeout + 5
+        try:
+            placed = self.place(step, parallel=False, check=True, is_cut=False)
+            whole = replace(batch, rows=None)
+            self._waiting.do(what, patience, self._engine.single.run, placed, whole, timeout, (), stop)
+        except TfnbError as found:
+            if is_finite or not isinstance(found, NonFinite):
+                return error
+            names = [member.name for member in self._engine.tasks]
+            number = task_of(step, numbers_of(names), found)
+            found.task = error.task if number is None else f"task:{number}"
+            if not isinstance(error, NonFiniteGradient):
+                return found
+            error.message += f"\nComputed again on one task: {found.message}"
+            error.task, error.node, error.op, error.cell, error.line = (
+                found.task, error.node, found.op, found.cell, found.line
+            )  # fmt: skip
+        return error
 
     def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[Batch | None]:
         """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large.
@@ -401,17 +448,17 @@ class Steps:
             raise self._waiting.explained(error)
 
     def place(
-        self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off"
+        self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off", is_cut: bool = True
     ) -> Placed:  # fmt: skip
-        """The plans of a step, with its variables on the servers."""
+        """The plans of a step, with its variables on the servers. is_cut: whether requests for tasks are met."""
         with self.placing:
             self._variables.drop_gone()
-            key, strays = (id(step), parallel, check, compile), self._variables.strays(step)
+            key, strays = (id(step), parallel, check, compile, is_cut), self._variables.strays(step)
             known = self._placed.get(key)
             if known is None or known[0]() is not step or strays:
                 names = list(dict.fromkeys(member.name for member in self._engine.tasks))
                 found = asked(step.graph.nodes)
-                tasks = tasks_of(found, names, len(self._engine.shards))
+                tasks = tasks_of(found, names, len(self._engine.shards)) if is_cut else ()
                 homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
                 cut = split(step, homes, parallel=parallel and len(tasks) < 2, tasks=tasks)
                 ensure_on_servers(found, cut.placement.devices, cut.why_whole)

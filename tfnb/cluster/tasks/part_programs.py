@@ -28,14 +28,16 @@ from tfnb.cluster.tasks.programs import (
     piece_of,
     plan_of,
 )
-from tfnb.errors import NonFinite, VersionMismatch
+from tfnb.errors import NonFinite, TfnbError, VersionMismatch
 from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tracing.health import is_finite
-from tfnb.graph import Graph, Value
-from tfnb.graph.subgraph import queues_of
+from tfnb.graph import Graph, Node, Value
+from tfnb.graph.node import leaves
+from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import StepGraph, step_graph
-from tfnb.passes.flow.cut import Kind, Part
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.cut import ELSEWHERE, Kind, Part
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.step_flow import StepFlow, Wanted, in_parts, optimized_step
 from tfnb.placement.partition import Split
@@ -73,10 +75,12 @@ def part_plans(
         "homes": homes_of(step.graph, split.placement.homes), "count": len(wanted), "check": check, "tasks": [*tasks],
         "places": [None if place is None else place.number for place in places], "edges": digest(found.parts),
     }  # fmt: skip
+    constants = {id(node.attrs["value"]) for node in step.graph.nodes if node.op == "tfnb.constant"}
     plans = []
     for part in found.parts:
         pushes = [_push(shard, sent, servers, at, part.place) for shard, place in sender.items() if place == part.place]
-        plan = plan_of(step.graph, outputs, split.feeds, {**facts, "part": part.place.number, "pushes": pushes})
+        mine = {**facts, "part": part.place.number, "pushes": pushes}
+        plan = plan_of(step.graph, outputs, split.feeds, mine, constants - _tensors_in(part))
         kinds = tuple(None if kind is None else int(kind) for kind in found.kinds(part))
         plans.append(PartPlan(part.place.number, plan, kinds))
     position = {part.place: at for at, part in enumerate(found.parts)}
@@ -117,6 +121,29 @@ def _push(
         "at": [at[each.value, place] for each in mine], "rows": [each.rows for each in mine],
         "grads": [each.gradient for each in mine], "keys": [each.key for each in mine if each.key is not None],
     }  # fmt: skip
+
+
+def _tensors_in(part: Part) -> set[int]:
+    """Ids of the constants that a part computes with."""
+    found: set[int] = set()
+    for op in part.flow.ops:
+        if op.node is not None and op.kind != ELSEWHERE:
+            inside = nested(op.node) if op.kind == frames.NODE else ()  # what a split loop has inside are ops
+            found.update(id(leaf) for node in (op.node, *inside) for leaf in leaves(node.attrs))
+    return found
+
+
+def task_of(step: StepGraph, tasks: Sequence[int], error: TfnbError) -> int | None:
+    """The number of the task that does the node which an error of a step over several tasks names; None: of none."""
+    for part in in_parts(optimized_step(step), Wanted(tasks, is_optimized=True, has_writes=False)).parts:
+        for node in (op.node for op in part.flow.ops if op.kind == frames.NODE and op.node is not None):
+            if any(_is_named(error, each) for each in (node, *nested(node))):
+                return part.place.number
+    return None
+
+
+def _is_named(error: TfnbError, node: Node) -> bool:
+    return error.node == node.name and all(getattr(error, what) == found for what, found in node.where.items())
 
 
 def digest(parts: Iterable[Part]) -> str:

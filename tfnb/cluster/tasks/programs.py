@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -181,15 +181,22 @@ def server_plan(server: Server, homes: Homes, check: bool) -> Plan:
     return plan_of(server.graph, (server.target,), server.feeds, facts)
 
 
-def plan_of(graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], facts: Meta) -> Plan:
+def plan_of(
+    graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], facts: Meta, unused: Collection[int] = ()
+) -> Plan:  # fmt: skip
+    """The plan of a graph. unused: ids of constants that it holds and that nobody there computes with.
+
+    Of these dtype and sizes are sent, and not the values.
+    """
     text, constants = dumps(graph.name, graph.seed, graph.contents)
+    constants = {key: each.to("meta") if id(each) in unused else each for key, each in constants.items()}
     meta = {
         **facts, "constants": list(constants),
         "fetches": [name_of(graph, value) for value in fetches], "feeds": [name_of(graph, value) for value in feeds],
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps([meta, text], sort_keys=True).encode())
     for tensor in constants.values():
-        digest.update(sha256(tensor).encode())
+        digest.update(b"unused" if tensor.is_meta else sha256(tensor).encode())
     raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return Plan(digest.hexdigest(), {"plan": digest.hexdigest(), **meta}, (raw, *constants.values()))
 

@@ -101,6 +101,8 @@ def _numbers(shape: Any, symbols: Mapping[str, int]) -> Any:
 CALLS: dict[str, Callable[[Op, Sizes], Callable[..., Any]]] = {
     frames.START: _start,
     frames.COUNT: lambda op, sizes: lambda iterations: (iterations + 1,),
+    frames.TRUTH: lambda op, sizes: lambda value: (bool(value),),
+    frames.LOOPCOND: lambda op, sizes: lambda value: (bool(value),),
     frames.ITERATIONS: lambda op, sizes: lambda iterations: (torch.tensor(iterations),),
     frames.MIX: _mix,
     frames.PUSH: lambda op, sizes: lambda before, value: ((before, value),),

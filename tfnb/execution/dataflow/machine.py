@@ -17,8 +17,8 @@ from typing import Any, Protocol
 WINDOW, WINDOW_BYTES = 256, 64 << 20  # iterations, and bytes, that a loop may be ahead of another part
 EACH, EACH_BYTES = 64, 16 << 20  # iterations, or bytes, after which a part says how far it is
 ACKNOWLEDGE = -1  # the edge of these messages
-CALL, SWITCH, MERGE, ENTER, EXIT, NEXT, TRUTH, SINK, WORK, WAIT, SEND, RECV = range(12)
-_PASSING = frozenset({SWITCH, MERGE, NEXT, TRUTH})
+CALL, SWITCH, MERGE, ENTER, EXIT, NEXT, SHORT, SINK, WORK, WAIT, SEND, RECV = range(12)
+_PASSING = frozenset({SWITCH, MERGE, NEXT, SHORT})
 _ENDS = frozenset({EXIT, NEXT})  # a dead value stops there
 
 
@@ -387,7 +387,7 @@ class Machine:
     # -- values -----------------------------------------------------------------------------------------------
 
     def _send(self, edges: list[tuple[Step, int]], value: Any, iteration: Iteration) -> None:
-        """Deliver a value. What just passes it on (Merge, Switch, NextIteration, LoopCond) does so at once."""
+        """Deliver a value. What just passes it on (Merge, Switch, NextIteration), or is short, does so at once."""
         more: list[tuple[list[tuple[Step, int]], Any, Iteration]] = []
         while True:
             pending, slots = iteration.pending, iteration.slots
@@ -405,8 +405,9 @@ class Machine:
                     iteration.busy += 1
                 elif kind == SWITCH:
                     more.append(self._switch(step, iteration))
-                elif kind == TRUTH:
-                    more.append((step.outs[0], bool(slots[step.base]), iteration))
+                elif kind == SHORT:
+                    (found,) = step.call(*slots[step.base : step.stop])  # type: ignore[misc]
+                    more.append((step.outs[0], found, iteration))
                 elif kind == NEXT:
                     base = step.base
                     passed, slots[base] = slots[base], None

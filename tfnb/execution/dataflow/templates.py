@@ -23,9 +23,9 @@ from tfnb.execution.dataflow.machine import (
     NEXT,
     RECV,
     SEND,
+    SHORT,
     SINK,
     SWITCH,
-    TRUTH,
     WAIT,
     WORK,
     Step,
@@ -47,9 +47,9 @@ LONG = 2**21  # multiplications that are worth a thread of their own
 _NOMINAL = 32  # taken for a size that only a run knows
 _OURS = frozenset({"aten", "prims", "tfnb", "tfnb_pure"})  # what other libraries' ops take, nobody knows
 _CONTROL = {
-    frames.SWITCH: SWITCH, frames.MERGE: MERGE, frames.ENTER: ENTER, frames.EXIT: EXIT, frames.NEXT: NEXT,
-    frames.TRUTH: TRUTH, frames.LOOPCOND: TRUTH,
+    frames.SWITCH: SWITCH, frames.MERGE: MERGE, frames.ENTER: ENTER, frames.EXIT: EXIT, frames.NEXT: NEXT
 }  # fmt: skip
+_SHORT = frozenset({frames.COUNT, frames.BELOW, frames.TRUTH, frames.LOOPCOND})  # less work than to queue them
 _APART = frozenset({"tfnb.read", "tfnb.assign", "tfnb.constant", "tfnb.group", "tfnb.placeholder", "tfnb.guard"})
 _UNSTACKED = tuple(run for run in ONCE if run is not stack)  # of parts, whose products were stacked before the cut
 
@@ -334,7 +334,9 @@ class Planner:
         else:
             sizes = [port for _, port in op.sizes]
             call = CALLS[op.kind](op, sizes_of([spec for spec, _ in op.sizes]))
-            step, outs = self._step(CALL, op.frame, call, [*inputs, *sizes], after), 2
+            kind, outs = (SHORT, 1) if op.kind in _SHORT else (CALL, 2)
+            step = self._step(kind, op.frame, call, [*inputs, *sizes], after)
+            step.outs = [[] for _ in range(outs)]
         step.op = op
         for index in range(outs):
             self.makers[Port(number, index)] = step, index
