@@ -282,15 +282,26 @@ def small_disk() -> Iterator[Path]:
 
 
 class Run:
-    """Trainings under faults for so many seconds; the first ones, one of each mode, are undisturbed in long runs."""
+    """Trainings under faults for so many seconds; in long runs the first ones, one of each mode, are undisturbed."""
 
     def __init__(
         self, seconds: float, seed: int, pause: float, recorded: Recorded, say: Callable[[str], object]
     ) -> None:
         self.rng, self.pause, self.recorded, self.say = random.Random(seed), pause, recorded, say
-        self.end, self.last = time.monotonic() + seconds, time.monotonic() + seconds + AFTER
+        self.seconds = seconds
         self.quiet = len(MODES) if seconds >= LONG else 0
         self.deck: list[str] = []
+
+    @property
+    def end(self) -> float:
+        """When the last fault comes; a busy machine may take long before the first training begins."""
+        first = next((event["at"] for event in self.recorded.events if event["event"] == "begin"), time.monotonic())
+        return float(first + self.seconds)
+
+    @property
+    def last(self) -> float:
+        """When all has to be at its end."""
+        return self.end + AFTER
 
     @property
     def is_over(self) -> bool:
