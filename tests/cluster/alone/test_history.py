@@ -56,8 +56,8 @@ def test_a_history_in_which_all_is_right() -> None:
     assert verdict.checked == {"steps told": 26, "attempts": 2, "values": 2, "trainings": 1, "items of queues": 4}
 
 
-def test_each_kind_of_fault_has_the_seconds_until_a_new_step_was_told() -> None:
-    found = {kind.kind: kind.seconds for kind in kinds(history())}
+def test_each_kind_of_fault_has_the_longest_pause_after_it() -> None:
+    found = {kind.kind: kind.pauses for kind in kinds(history())}
     assert found == {"kill a server": (4.0,), "kill the notebook": (3.0,)}
 
 

@@ -9,6 +9,7 @@ undisturbed rate was kept.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import resource
@@ -180,11 +181,10 @@ class Faults:
 
     rng: random.Random
     dask: DaskProcesses
+    notebook: Notebook
     folder: Path
     link: Link | None
-    recorded: Recorded
     deck: list[str]
-    notebook: Notebook | None = None
 
     @property
     def kinds(self) -> dict[str, Callable[[], object]]:
@@ -197,7 +197,7 @@ class Faults:
             "drop connections of a task": lambda: self._drop(self._one("tasks")),
             "drop connections of a server": lambda: self._drop(self._one("servers")),
             "fill the disk": self._fill,
-            "kill the notebook": lambda: self._kill([self._pid]),
+            "kill the notebook": lambda: self._kill([self.notebook.process.pid]),
             "kill the scheduler": lambda: self._kill([self.dask.scheduler.pid]),
         }
         return found if self.link is None else {**found, "cut a link": self._cut}
@@ -209,16 +209,15 @@ class Faults:
             self.rng.shuffle(self.deck)
         recorded, mode = self.recorded, mode_of(self.recorded.training)
         at = next((at for at, kind in enumerate(self.deck) if (kind, mode) != ("kill a server", "queue")), None)
-        if at is not None and recorded.is_in_attempt:
+        if at is not None and recorded.is_in_attempt and self.notebook.process.poll() is None:
             kind = self.deck.pop(at)
             recorded.tell("fault", kind=kind)
             self.kinds[kind]()
 
     @property
-    def _pid(self) -> int:
-        """Of the notebook."""
-        assert self.notebook is not None
-        return self.notebook.process.pid
+    def recorded(self) -> Recorded:
+        """The history."""
+        return self.notebook.recorded
 
     def _one(self, group: str) -> list[Any]:
         return self.rng.choice(self.recorded.members[group] or [[0, ""]])
@@ -243,7 +242,7 @@ class Faults:
         """No room for checkpoints for a while: no bytes on their file system, or no longer files of the notebook."""
         seconds = self.rng.uniform(1.0, 3.0)
         if not os.path.ismount(self.folder):
-            pid = self._pid
+            pid = self.notebook.process.pid
             with suppress(ProcessLookupError):
                 before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
                 time.sleep(seconds)
@@ -322,17 +321,17 @@ class Run:
             while not self.is_over:
                 with DaskProcesses(link, Path(work)) as dask:
                     while dask.scheduler.poll() is None and not self.is_over:
-                        self._notebook(Faults(self.rng, dask, folder, link, self.recorded, self.deck))
+                        notebook = Notebook(dask.address, folder, self.recorded)
+                        self._train(Faults(self.rng, dask, notebook, folder, link, self.deck))
 
-    def _notebook(self, faults: Faults) -> None:
+    def _train(self, faults: Faults) -> None:
         """The life of one notebook process."""
-        faults.notebook = notebook = Notebook(faults.dask.address, faults.folder, self.recorded)
-        begun, said = time.monotonic(), len(self.recorded.events)
+        notebook, begun, said = faults.notebook, time.monotonic(), len(self.recorded.events)
         try:
             while notebook.process.poll() is None and faults.dask.scheduler.poll() is None:
-                time.sleep(
-                    min(self.rng.expovariate(1 / self.pause), 3 * self.pause) if time.monotonic() < self.end else 0.5
-                )
+                is_time = time.monotonic() < self.end
+                with suppress(subprocess.TimeoutExpired):
+                    notebook.process.wait(min(self.rng.expovariate(1 / self.pause), 3 * self.pause) if is_time else 0.5)
                 if time.monotonic() > self.end:
                     (faults.folder / "stop").touch()
                 elif self.recorded.training >= self.quiet:
@@ -372,7 +371,7 @@ def chaos(seconds: float, seed: int, path: Path, pause: float = PAUSE, say: Call
     recorded = Recorded(path)
     run = Run(seconds, seed, pause, recorded, say)
     run.go()
-    say(f"{'fault':32} {'n':>4} {'median s':>8} {'worst s':>8}   until a new step was told")
+    say(f"{'fault':32} {'n':>4} {'median s':>8} {'worst s':>8}   longest pause without a new step")
     for kind in kinds(recorded.events):
         say(str(kind))
     for line in rates(recorded.events, run.quiet):
@@ -387,6 +386,7 @@ def chaos(seconds: float, seed: int, path: Path, pause: float = PAUSE, say: Call
 
 
 if __name__ == "__main__":
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # it is at a loss about what is killed
     seconds, seed = [*map(int, sys.argv[1:3]), *(600, 1)[len(sys.argv[1:3]) :]]
     history = Path(sys.argv[3] if len(sys.argv) > 3 else "build/chaos.jsonl")
     history.parent.mkdir(parents=True, exist_ok=True)

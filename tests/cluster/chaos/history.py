@@ -220,31 +220,33 @@ def _check_queues(events: Sequence[Event], verdict: Verdict) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kind of fault cost: how often it was, seconds until a new step was told, steps that were redone."""
+    """What one kind of fault cost: how often it was, and after each the longest pause before the next, in seconds."""
 
     kind: str
-    seconds: tuple[float, ...]
+    pauses: tuple[float, ...]
     injected: int
 
     def __str__(self) -> str:
-        if not self.seconds:
-            return f"{self.kind:32} {self.injected:4}        -        -"
-        return f"{self.kind:32} {self.injected:4} {median(self.seconds):8.1f} {max(self.seconds):8.1f}"
+        seconds = f"{median(self.pauses):8.1f} {max(self.pauses):8.1f}" if self.pauses else f"{'-':>8} {'-':>8}"
+        return f"{self.kind:32} {self.injected:4} {seconds}"
 
 
 def kinds(events: Iterable[Event]) -> list[Kind]:
-    """For each kind of fault the seconds until training went on: until a step was told that was not told before.
-
-    Tasks tell steps in groups, up to half a second late, and another fault may have come in between.
-    """
-    events = list(events)
-    found = defaultdict[str, list[float | None]](list)
-    for at, event in enumerate(events):
+    """For each kind of fault the longest time without a step that was not told before, from it to the next fault."""
+    found = defaultdict[str, list[list[float]]](list)
+    waiting: list[list[float]] = []
+    last = "end"
+    for event in events:
+        is_new = event["event"] in ("told", "end") and not event.get("again")
+        if is_new or (event["event"] == "begin" and last == "end"):
+            for times in waiting:
+                times.append(event["at"])
+            waiting = waiting[-1:]  # of the last fault later pauses count, too
         if event["event"] == "fault":
-            later = (
-                each
-                for each in events[at:]
-                if each["event"] == "end" or (each["event"], each.get("again")) == ("told", False)
-            )
-            found[event["kind"]].append(next((each["at"] - event["at"] for each in later), None))
-    return [Kind(kind, tuple(t for t in times if t is not None), len(times)) for kind, times in sorted(found.items())]
+            found[event["kind"]].append([event["at"]])
+            waiting = [*(times for times in waiting if len(times) == 1), found[event["kind"]][-1]]
+        last = event["event"] if event["event"] in ("begin", "end", "error", "killed") else last
+    return [
+        Kind(kind, tuple(max(b - a for a, b in pairwise(times)) for times in each if len(times) > 1), len(each))
+        for kind, each in sorted(found.items())
+    ]

@@ -19,7 +19,7 @@ import torch
 
 import tfnb
 from tests.cluster.chaos.history import amount, runs
-from tfnb.errors import NotFound, TfnbError
+from tfnb.errors import NotFound
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
 
@@ -132,7 +132,7 @@ class Elements(threading.Thread):
     def __init__(self, tell: Tell, name: str) -> None:
         super().__init__()
         self._tell, self.name = tell, name
-        self.queue = tfnb.FIFOQueue(16, [torch.int64], [()], name=name)
+        self.queue = tfnb.FIFOQueue(16, torch.int64, (), name=name)
         self.is_over = threading.Event()
         self.error: BaseException | None = None
 
@@ -145,7 +145,7 @@ class Elements(threading.Thread):
                 self._tell("put", queue=self.name, item=item)
                 if item > 3:
                     self._tell("taken", queue=self.name, item=int(self.queue.dequeue(timeout=90)))
-        except TfnbError as error:
+        except BaseException as error:  # the training tells it
             self.error = error
 
     def end(self) -> None:
