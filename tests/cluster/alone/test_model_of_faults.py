@@ -81,6 +81,7 @@ class Faults(RuleBasedStateMachine):
         self.recoveries = 0
         self.later = deque[Any]()  # events that are due
         self.stopping: set[int] = set()  # tasks that were told to end their loops
+        self.gone: set[int] = set()  # tasks whose loops were lost
         self.asked: Any = None  # operations that servers are to tell of
 
     @initialize(shards=st.integers(1, 3), tasks=st.integers(1, 3), patience=st.sampled_from([0.0, 5.0]))
@@ -219,7 +220,7 @@ class Faults(RuleBasedStateMachine):
         mark = torch.zeros(TOTAL)
         mark[push.step] = 1.0
         core = self.cores[push.shard]
-        meta = {"plan": "add", "training": push.training}
+        meta = {"plan": "add", "training": push.training, "loop": f"{push.loop.task}"}
         request = Request("push", push.op, push.epoch, push.incarnation, meta, [mark])
         (reply,) = (effect for effect in core.on(Arrived(1, request), self.now) if isinstance(effect, Reply))
         if push.epoch != self.epoch:
@@ -275,6 +276,7 @@ class Faults(RuleBasedStateMachine):
         if loop is None:
             return
         loop.is_wanted, loop.is_dead = False, not is_silent
+        self.gone.add(loop.task)
         loop.is_standing = False
         self.stopping.discard(loop.task)
         reached["silent" if is_silent else "dead"] += 1
@@ -317,6 +319,8 @@ class Faults(RuleBasedStateMachine):
         """The servers say which steps they applied."""
         operations, self.asked = self.asked or (), None
         found: dict[tuple[int, int], list[int]] = {}
+        for shard, task in itertools.product(self.shards, self.gone):
+            self.ask(shard, "depart", training=self.training, loop=f"{task}", gone=True)
         for stream, seq in operations:
             for shard in self.shards:
                 about = {"client": self.client(stream), "seqs": [seq]}
@@ -342,6 +346,7 @@ class Faults(RuleBasedStateMachine):
         self.end, self.recoveries = None, self.recoveries + 1
         self.later.clear()
         self.stopping.clear()
+        self.gone.clear()
         for loop in self.loops.values():
             loop.is_dead, loop.is_wanted = True, False
         reached["recovery"] += 1
@@ -398,6 +403,31 @@ class Faults(RuleBasedStateMachine):
         if self.end.cause is None:
             assert len(self.applied) == TOTAL
         reached[type(self.end.cause).__name__] += 1
+
+
+def test_a_late_push_of_a_lost_task_is_not_taken_once_servers_were_asked_what_they_applied() -> None:
+    """While a step that some servers lack is completed, another one, which none had, arrives."""
+    faults = Faults()
+    faults.begin(shards=2, tasks=3, patience=0.0)
+    for _ in range(3):
+        faults.offer(1)
+    faults.send(0, {0})
+    faults.send(1, {0, 1})
+    faults.arrive(faults.bag.pop(0))
+    for which in (0, 0):
+        faults.lose(which, is_silent=True)
+    faults.send(2, {0, 1})
+    faults.interrupt()
+    for push in [push for push in faults.bag if push.loop.task == 2]:
+        faults.bag.remove(push)
+        faults.arrive(push)
+    faults.hear(0)
+    faults.answer()
+    assert faults.end is None and faults.loops[2].pieces, "the first step is completed"
+    for push in faults.bag:
+        faults.arrive(push)
+    faults.teardown()
+    assert [*sorted(faults.applied.beyond), *range(faults.applied.whole)] == [2, 0] and not faults.end.torn
 
 
 TestFaults = Faults.TestCase

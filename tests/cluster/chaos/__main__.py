@@ -21,18 +21,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from distributed import Client
 
+from tests.cluster.chaos import in_notebook
 from tests.cluster.chaos.history import DEADLINE, Verdict, check, kinds
 from tests.cluster.chaos.in_notebook import MODES, mode_of
+from tests.cluster.chaos.workers import scheduler
 from tests.cluster.far_worker import Link, has_networks
 from tests.cluster.test_lost_scheduler import free_port
 
@@ -45,20 +48,21 @@ LONG, AFTER = 240, 240.0  # seconds: of a run with undisturbed trainings; until 
 # -- what is run ------------------------------------------------------------------------------------------------------
 
 
+FORKED = get_context("forkserver")  # from one that has imported everything
+FORKED.set_forkserver_preload(["tests.cluster.chaos.in_notebook", "tests.cluster.chaos.workers", "tfnb.cluster.driver"])
+
+
 @contextmanager
-def process(words: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A process that is ended with its block."""
-    started = subprocess.Popen(words, **options)
-    try:
-        yield started
-    finally:
-        if started.poll() is None:
-            started.terminate()
+def command(*words: str) -> Iterator[None]:
+    """A command of this Python that runs while its block does."""
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as started:
         try:
-            started.wait(20)
-        except subprocess.TimeoutExpired:
+            yield
+        finally:
+            started.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                started.wait(20)
             started.kill()
-            started.wait(20)
 
 
 class DaskProcesses(ExitStack):
@@ -68,16 +72,15 @@ class DaskProcesses(ExitStack):
         super().__init__()
         host, port = LOCAL if link is None else link.here, free_port()
         self.address = f"tcp://{host}:{port}"
-        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        scheduler = ["-m", "distributed.cli.dask_scheduler", "--host", host, "--port", str(port), "--no-dashboard"]
-        self.scheduler = self.enter_context(process([sys.executable, *scheduler], **quiet))
+        self.scheduler = FORKED.Process(target=scheduler, args=(host, port))
+        self.scheduler.start()
+        self.callback(self.scheduler.kill)
         workers = [sys.executable, "-m", "tests.cluster.chaos.workers", self.address]
-        self.enter_context(process([*workers, host, str(NEAR), str(folder)], **quiet))
+        self.enter_context(command(*workers, host, str(NEAR), str(folder)))
         if link is not None:
-            there = ["ip", "netns", "exec", link.space, *workers, link.there, "1", str(folder)]
-            self.enter_context(process(there, **quiet))
-        self.client = self.enter_context(Client(self.address, set_as_default=False, timeout=60))
-        self.client.wait_for_workers(NEAR + (link is not None), 120)
+            self.enter_context(command("ip", "netns", "exec", link.space, *workers, link.there, "1", str(folder)))
+        self.client = self.enter_context(Client(self.address, set_as_default=False, timeout=120))
+        self.client.wait_for_workers(NEAR + (link is not None), 400)
 
 
 def drop_connections(dask_worker: Any) -> int:
@@ -140,34 +143,28 @@ class Notebook:
     """The process that trains: its events go into the history."""
 
     def __init__(self, address: str, folder: Path, recorded: Recorded) -> None:
+        self._told, to = FORKED.Pipe(duplex=False)
+        self.recorded = recorded
         number = recorded.training + recorded.is_done
-        words = [sys.executable, "-m", "tests.cluster.chaos.in_notebook", address, str(folder), str(number)]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.recorded, self.said = recorded, deque[str](maxlen=60)
-        self._threads = [threading.Thread(target=read) for read in (self._read, self._hear)]
-        for thread in self._threads:
-            thread.start()
+        self.process = FORKED.Process(target=in_notebook.main, args=(to, address, folder, number))
+        self.process.start()
+        to.close()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.endswith("\n"):  # else it was killed while it wrote
-                self.recorded.add(json.loads(line))
-
-    def _hear(self) -> None:
-        assert self.process.stderr is not None
-        self.said.extend(self.process.stderr)
+        with suppress(EOFError, OSError):  # it has ended, or was killed while it wrote
+            while True:
+                self.recorded.add(self._told.recv())
 
     def ended(self) -> None:
         """It has ended, or is ended now, if it is late."""
-        try:
-            self.process.wait(DEADLINE)
-        except subprocess.TimeoutExpired:
+        self.process.join(DEADLINE)
+        if self.process.is_alive():
             self.recorded.tell("late", message="the notebook did not end")
             self.process.kill()
-            self.process.wait(20)
-        for thread in self._threads:
-            thread.join(20)
+            self.process.join(20)
+        self._thread.join(20)
         if self.recorded.is_in_attempt:
             self.recorded.tell("killed")
 
@@ -204,12 +201,14 @@ class Faults:
 
     def inject(self) -> None:
         """The next fault; servers whose queues a training uses are not killed: that ends it in a typed error."""
+        if not self.notebook.process.is_alive():
+            return
         if not self.deck:
             self.deck += [*self.kinds, "kill a task", "kill a server"]
             self.rng.shuffle(self.deck)
         recorded, mode = self.recorded, mode_of(self.recorded.training)
         at = next((at for at, kind in enumerate(self.deck) if (kind, mode) != ("kill a server", "queue")), None)
-        if at is not None and recorded.is_in_attempt and self.notebook.process.poll() is None:
+        if at is not None and recorded.is_in_attempt:
             kind = self.deck.pop(at)
             recorded.tell("fault", kind=kind)
             self.kinds[kind]()
@@ -320,18 +319,17 @@ class Run:
             work = stack.enter_context(tempfile.TemporaryDirectory())
             while not self.is_over:
                 with DaskProcesses(link, Path(work)) as dask:
-                    while dask.scheduler.poll() is None and not self.is_over:
+                    while dask.scheduler.is_alive() and not self.is_over:
                         notebook = Notebook(dask.address, folder, self.recorded)
                         self._train(Faults(self.rng, dask, notebook, folder, link, self.deck))
 
     def _train(self, faults: Faults) -> None:
         """The life of one notebook process."""
-        notebook, begun, said = faults.notebook, time.monotonic(), len(self.recorded.events)
+        notebook = faults.notebook
         try:
-            while notebook.process.poll() is None and faults.dask.scheduler.poll() is None:
+            while notebook.process.is_alive() and faults.dask.scheduler.is_alive():
                 is_time = time.monotonic() < self.end
-                with suppress(subprocess.TimeoutExpired):
-                    notebook.process.wait(min(self.rng.expovariate(1 / self.pause), 3 * self.pause) if is_time else 0.5)
+                notebook.process.join(min(self.rng.expovariate(1 / self.pause), 3 * self.pause) if is_time else 0.5)
                 if time.monotonic() > self.end:
                     (faults.folder / "stop").touch()
                 elif self.recorded.training >= self.quiet:
@@ -340,9 +338,6 @@ class Run:
                     break
         finally:
             notebook.ended()
-        events = self.recorded.events[said:]
-        if not any(event["event"] in ("begin", "fault") for event in events):
-            self.recorded.tell("failed", message="".join(notebook.said), seconds=time.monotonic() - begun)
 
 
 def rates(events: list[dict[str, Any]], quiet: int) -> list[str]:

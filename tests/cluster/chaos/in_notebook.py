@@ -1,17 +1,17 @@
-"""A notebook process that trains, one training after the other, and tells each step as a line of JSON.
+"""A notebook process that trains, one training after the other, and tells each step through a pipe.
 
-``python -m tests.cluster.chaos.in_notebook ADDRESS FOLDER NUMBER``: begins with training NUMBER, from the newest
-checkpoint in its folder if there is one, and ends after the training in which a file ``stop`` lies in FOLDER.
+It begins with a training of this number, from the newest checkpoint in its folder if there is one, and ends after the
+training in which a file ``stop`` is made beside these folders.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import sys
 import threading
 import time
+import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,15 @@ def mode_of(number: int) -> str:
 
 
 class Tell:
-    """Writes events, each a line, which whoever started this process reads; whatever else is printed goes elsewhere."""
+    """Sends events to whoever started this process."""
 
-    def __init__(self) -> None:
-        self._file = os.fdopen(os.dup(1), "w", buffering=1)
-        self._lock = threading.Lock()
-        os.dup2(2, 1)
+    def __init__(self, to: Connection) -> None:
+        self._to, self._lock, self.is_training = to, threading.Lock(), False
 
     def __call__(self, event: str, **facts: Any) -> None:
         with self._lock:
-            self._file.write(json.dumps({"event": event, "at": time.monotonic(), **facts}) + "\n")
+            self.is_training = self.is_training or event == "begin"
+            self._to.send({"event": event, "at": time.monotonic(), **facts})
 
 
 class Marked:
@@ -204,17 +203,21 @@ def trained(tell: Tell, cluster: Any, folder: Path, number: int) -> None:
             elements.is_over.set()
 
 
-def main(address: str, folder: Path, first: int) -> None:
-    """One training after the other."""
-    tell = Tell()
-    with tfnb.connect(address, ps=2, timeout=120, insecure=True, workers=4) as cluster:
-        for number in itertools.count(first):
-            mine = folder / f"{number}"
-            mine.mkdir(exist_ok=True)
-            trained(tell, cluster, mine, number)
-            if (folder / "stop").exists():
-                return
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+def main(to: Connection, address: str, folder: Path, first: int) -> None:
+    """One training after the other. What is printed meanwhile is not shown."""
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    tell = Tell(to)
+    try:
+        with tfnb.connect(address, ps=2, timeout=120, insecure=True, workers=4) as cluster:
+            for number in itertools.count(first):
+                mine = folder / f"{number}"
+                mine.mkdir(exist_ok=True)
+                trained(tell, cluster, mine, number)
+                if (folder / "stop").exists():
+                    return
+    except BaseException:
+        if not tell.is_training:
+            tell("failed", message=traceback.format_exc())
+        raise
