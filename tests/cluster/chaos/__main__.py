@@ -35,7 +35,6 @@ from distributed import Client
 from tests.cluster.chaos import in_notebook
 from tests.cluster.chaos.history import DEADLINE, Verdict, check, kinds
 from tests.cluster.chaos.in_notebook import MODES, mode_of
-from tests.cluster.chaos.workers import scheduler
 from tests.cluster.far_worker import Link, has_networks
 from tests.cluster.test_lost_scheduler import free_port
 
@@ -49,15 +48,15 @@ LONG, AFTER = 240, 240.0  # seconds: of a run with undisturbed trainings; until 
 
 
 FORKED = get_context("forkserver")  # from one that has imported everything
-FORKED.set_forkserver_preload(["tests.cluster.chaos.in_notebook", "tests.cluster.chaos.workers", "tfnb.cluster.driver"])
+FORKED.set_forkserver_preload(["tests.cluster.chaos.in_notebook", "tfnb.cluster.driver"])
 
 
 @contextmanager
-def command(*words: str) -> Iterator[None]:
+def command(*words: str) -> Iterator[subprocess.Popen[bytes]]:
     """A command of this Python that runs while its block does."""
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as started:
         try:
-            yield
+            yield started
         finally:
             started.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -72,9 +71,8 @@ class DaskProcesses(ExitStack):
         super().__init__()
         host, port = LOCAL if link is None else link.here, free_port()
         self.address = f"tcp://{host}:{port}"
-        self.scheduler = FORKED.Process(target=scheduler, args=(host, port))
-        self.scheduler.start()
-        self.callback(self.scheduler.kill)
+        words = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", host, "--port", str(port)]
+        self.scheduler = self.enter_context(command(*words, "--no-dashboard"))
         workers = [sys.executable, "-m", "tests.cluster.chaos.workers", self.address]
         self.enter_context(command(*workers, host, str(NEAR), str(folder)))
         if link is not None:
@@ -195,7 +193,7 @@ class Faults:
             "drop connections of a server": lambda: self._drop(self._one("servers")),
             "fill the disk": self._fill,
             "kill the notebook": lambda: self._kill([self.notebook.process.pid]),
-            "kill the scheduler": lambda: self._kill([self.dask.scheduler.pid]),
+            "kill the scheduler": self._kill_scheduler,
         }
         return found if self.link is None else {**found, "cut a link": self._cut}
 
@@ -225,6 +223,10 @@ class Faults:
         if member[0]:
             with suppress(ProcessLookupError):
                 os.kill(member[0], signal.SIGKILL)
+
+    def _kill_scheduler(self) -> None:
+        self.dask.scheduler.kill()
+        self.dask.scheduler.wait(20)
 
     def _stop(self, member: list[Any]) -> None:
         if member[0]:
@@ -319,7 +321,7 @@ class Run:
             work = stack.enter_context(tempfile.TemporaryDirectory())
             while not self.is_over:
                 with DaskProcesses(link, Path(work)) as dask:
-                    while dask.scheduler.is_alive() and not self.is_over:
+                    while dask.scheduler.poll() is None and not self.is_over:
                         notebook = Notebook(dask.address, folder, self.recorded)
                         self._train(Faults(self.rng, dask, notebook, folder, link, self.deck))
 
@@ -327,7 +329,7 @@ class Run:
         """The life of one notebook process."""
         notebook = faults.notebook
         try:
-            while notebook.process.is_alive() and faults.dask.scheduler.is_alive():
+            while notebook.process.is_alive() and faults.dask.scheduler.poll() is None:
                 is_time = time.monotonic() < self.end
                 notebook.process.join(min(self.rng.expovariate(1 / self.pause), 3 * self.pause) if is_time else 0.5)
                 if time.monotonic() > self.end:

@@ -1,25 +1,18 @@
-"""A scheduler; and workers under nannies, forked from one process that has imported what they need: up in seconds.
+"""Workers under nannies, forked from one process that has imported what they need: up in seconds.
 
-``python -m tests.cluster.chaos.workers SCHEDULER HOST COUNT FOLDER``: these workers; ends with the scheduler.
+``python -m tests.cluster.chaos.workers SCHEDULER HOST COUNT FOLDER``; ends with the scheduler.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 
 from dask import config
-from distributed import Nanny, Scheduler
+from distributed import Nanny
 from distributed.utils import get_mp_context
 
 MODULES = ["distributed", "tfnb.cluster.tasks.task", "tests.cluster.settled"]
-
-
-async def schedule(host: str, port: int) -> None:
-    """A scheduler, until it is killed."""
-    async with Scheduler(host=host, port=port, dashboard=False) as scheduler:
-        await scheduler.finished()
 
 
 async def serve(scheduler: str, host: str, count: int, folder: str) -> None:
@@ -27,12 +20,6 @@ async def serve(scheduler: str, host: str, count: int, folder: str) -> None:
     options = {"nthreads": 1, "host": host, "local_directory": folder, "preload": ["tfnb.cluster.tasks.task"]}
     nannies = [await Nanny(scheduler, dashboard=False, **options) for _ in range(count)]
     await asyncio.gather(*(nanny.finished() for nanny in nannies))
-
-
-def scheduler(host: str, port: int) -> None:
-    """The process of a scheduler."""
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
-    asyncio.run(schedule(host, port))
 
 
 if __name__ == "__main__":
