@@ -383,6 +383,7 @@ def chaos(seconds: float, seed: int, path: Path, pause: float = PAUSE, say: Call
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # it is at a loss about what is killed
     seconds, seed = [*map(int, sys.argv[1:3]), *(600, 1)[len(sys.argv[1:3]) :]]
     history = Path(sys.argv[3] if len(sys.argv) > 3 else "build/chaos.jsonl")
