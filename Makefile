@@ -11,9 +11,10 @@ LINES ?= tests
 # What `make fuzz` runs more of, and how many it tries of each kind; 1000 wrong arguments of each 1000 are all. Of random
 # programs in parts it tries a thousand.
 FUZZ := tests/graph/test_mutated_files.py tests/graph/test_costly_files.py tests/test_wrong_arguments.py \
-  tests/test_escaping.py tests/cluster/alone/test_port_attacks.py tests/execution/test_thousand_cuts.py
+  tests/test_escaping.py tests/cluster/alone/test_port_attacks.py tests/cluster/alone/test_model_of_faults.py \
+  tests/execution/test_thousand_cuts.py
 TRIES ?= 1000
-# How long `make chaos` runs, and the seed of its killer.
+# How long `make chaos` runs, and the seed of its faults.
 SECONDS ?= 600
 SEED ?= 1
 # Address of one more wheel index, for example one with CPU-only builds of torch. Empty: pip's own configuration.
@@ -52,7 +53,7 @@ test-slow: $(INSTALLED) ## only the slow tests, with the other notebooks and the
 test-all: $(INSTALLED) ## both, without a choice or a limit of time
 	$(PYTEST) -m "not sweep" tests $(NOTEBOOKS)
 
-chaos: $(INSTALLED) ## trainings under a killer for SECONDS, each step counted once; SECONDS=600 SEED=1
+chaos: $(INSTALLED) ## trainings under faults of all kinds, each step counted once by a history; SECONDS=600 SEED=1
 	$(BIN)/python -m tests.cluster.chaos $(SECONDS) $(SEED)
 
 fuzz: $(INSTALLED) ## what strangers may do, many times: files, names, wrong arguments, attacks on a port; TRIES=100

@@ -29,8 +29,14 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 9000
 _NUMBERS = itertools.count(1)
 
+
+def has_networks() -> bool:
+    """Whether namespaces and TUN devices can be made."""
+    return sys.platform == "linux" and os.geteuid() == 0 and os.access("/dev/net/tun", os.W_OK)
+
+
 needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or not os.access("/dev/net/tun", os.W_OK),
+    not has_networks(),
     reason="network namespaces and TUN devices need root on Linux",
 )
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import tfnb
-from tests.cluster.chaos import FAULTS, chaos
 from tests.cluster.conftest import WORKERS, workers
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster.members.deploy import start
@@ -169,12 +168,6 @@ def test_a_stopped_training_goes_on_there_or_here(connect: Any, there: bool) -> 
             cluster.close()
         assert result.steps == 30
     torch.testing.assert_close(net.state(), whole.state(), rtol=1e-5, atol=1e-8)  # here and there sums differ
-
-
-@pytest.mark.slow
-def test_each_step_counts_once_under_a_killer() -> None:
-    found = chaos(60, seed=int(time.time()) // 86400, pause=6.0)
-    assert found["trainings"] > 0 and sum(found[fault] for fault in FAULTS) > 0
 
 
 def test_steps_that_the_notebook_takes_one_by_one_count_once(connect: Any) -> None:

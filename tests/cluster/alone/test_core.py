@@ -588,6 +588,17 @@ def test_what_is_sent_for_a_training_that_is_over_changes_nothing():
     assert server.w.tolist() == [1, 1, 1] and not server.core.ledger.clients.get("t-1")
 
 
+def test_nothing_is_taken_of_a_loop_that_was_given_up():
+    server = Server()
+    server("open_training", training="t")
+    for loop in ("a", "b"):
+        assert isinstance(server.push(1, op=OpId(loop, 0), training="t", loop=loop), Ok), "it need not enter"
+    server("depart", training="t", loop="a", gone=True)
+    assert server.push(1, op=OpId("a", 1), training="t", loop="a").reason == "given-up"
+    assert isinstance(server.push(1, op=OpId("a", 1), training="t", loop="b"), Ok), "another loop completes the step"
+    assert server.w.tolist() == [3, 3, 3]
+
+
 def test_a_push_answers_with_the_values_after_it_also_when_repeated():
     server = Server()
     first = server.push(1, op=OpId("a", 1), reads=["w"], since=[-1])

@@ -94,6 +94,7 @@ class Training:
         self._ways = [way for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
         self._name = self._new_name()
         self._loops: dict[int, _Listening] = {}  # task -> its loop
+        self._gone: list[str] = []  # loops of tasks that were lost: some of what they sent may be on its way
         self._numbers = itertools.count()
         self._steps_of: dict[int, Sequence[int]] = {}  # of each piece the numbers of its steps
         self._heard: dict[tuple[int, int], list[_Heard]] = {}  # piece and task
@@ -262,8 +263,8 @@ class Training:
             self._missed.append(event)
         if isinstance(event, e.Lost | e.MissedPing):
             self._give_up(event.task)
-        if isinstance(event, e.Lost):
-            self._loops.pop(event.task, None)
+        if isinstance(event, e.Lost) and (loop := self._loops.pop(event.task, None)) is not None:
+            self._gone.append(loop.name)
         for instruction in self.machine.on(event, time.monotonic()):
             match instruction:
                 case a.Held():
@@ -303,6 +304,7 @@ class Training:
         await engine.insist_on(self._to_all("end_training", clients=self._clients))
         self._name, mode, self._wanted = self._new_name(), self._wanted, None
         self._streams.clear()
+        self._gone.clear()
         await engine.insist_on(self._to_all("open_training"))
         assert mode is not None
         self._take(mode, engine.free(self.placed.tasks))
@@ -609,7 +611,9 @@ class Training:
         self.feed(s.CutAt(latest))
 
     async def _count(self, operations: Sequence[tuple[int, int]]) -> None:
-        """Ask the servers which steps they applied."""
+        """Ask the servers which steps they applied, and let them take no others of tasks that were lost."""
+        farewells = [ask for name in self._gone for ask in self._to_all("depart", loop=name, gone=True)]
+        await self.engine.peers.settled_on(farewells)
         asks, streams = [], sorted({stream for stream, _ in operations})
         for shard in self.placed.writes:
             for stream in streams:

@@ -49,8 +49,9 @@ class Trainings:
         if training is not None and training not in self.courses:
             return Refused("stale", f"training {training} is over")
         if "loop" in request.meta and request.method in ("push", "pull"):
-            loop = request.meta["loop"]
-            if loop not in self._course(request.meta).clocks:
+            loop, course = request.meta["loop"], self._course(request.meta)
+            has_clock = "clock" in request.meta or "staleness" in request.meta
+            if loop in course.gone or (has_clock and loop not in course.clocks):
                 return Refused("given-up", f"loop {loop} was given up")
         return None
 

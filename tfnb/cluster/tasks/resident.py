@@ -349,13 +349,15 @@ class Loop:
         about: dict[str, Any] = {"training": self._training, "rows": done.share.rows, "run_index": done.share.run}
         op: OpId | None = OpId(given.stream, given.first + index)
         method = "push"
-        if given.part is not None:
+        if given.part is None:
+            about["loop"] = self._name  # servers take nothing of one that was given up
+        else:
             method, op = "contribute", None
             about |= self._of_round(given.part, given.first + index)
             about |= {"place": done.share.place, "places": given.part.places, "parts": done.share.parts}
         if self._staleness is not None:
             self._clock += 1
-            about |= {"loop": self._name, "clock": self._clock}
+            about["clock"] = self._clock
         asks = self._numbered(self._asks(method, about, {push.shard: push for push in done.pushes}, op))
         return _Sent(done, asks, self._host.stream(asks))
 
