@@ -13,8 +13,10 @@ import torch
 import tfnb
 from tests.cluster.test_recovery import Each, _all_workers  # noqa: F401  # used by pytest
 from tests.state.test_queues import in_thread
+from tfnb.errors import ParameterServerLost
 
 COUNT = 120
+pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
 
 
 def kill_home(cluster: Any, queue: Any) -> None:
@@ -97,11 +99,16 @@ def test_what_this_process_puts_and_takes_beside_a_training_stays_done(connect: 
     assert other.size() == 50 and float(other.dequeue()) == 1001.0 + COUNT - 50
 
 
-def test_what_steps_of_run_took_since_the_copy_comes_again_and_is_told(connect: Any, capsys: Any) -> None:
-    problem, queue = Summing(), KINDS["fifo"]()
+def jobs_and_take() -> tuple[Any, Any]:
+    """A queue, and a step that takes an element of it."""
     jobs = tfnb.FIFOQueue(100, torch.float64, (), name="jobs")
     with tfnb.record("beside"):
         taken = jobs.dequeue(sample=torch.tensor(0.0, dtype=torch.float64)) * 1
+    return jobs, taken
+
+
+def test_what_steps_of_run_took_since_the_copy_comes_again_and_is_told(connect: Any, capsys: Any) -> None:
+    problem, queue, (jobs, taken) = Summing(), KINDS["fifo"](), jobs_and_take()
     cluster = connect(2)
     queue.enqueue_many(torch.arange(COUNT, dtype=torch.float64))
     queue.close()
@@ -118,3 +125,20 @@ def test_what_steps_of_run_took_since_the_copy_comes_again_and_is_told(connect: 
     undone = dict(tfnb.recovery_log()[-1].undone).get("jobs", 0)
     assert jobs.size() == 4 + undone
     assert ("queue jobs" in capsys.readouterr().out.lower()) == bool(undone)
+
+
+def test_a_queue_of_which_nobody_knows_what_it_held_ends_the_training(connect: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tfnb.cluster.notebook.variables_there.REFRESH", 600.0)
+    problem, queue, (jobs, taken) = Summing(), KINDS["fifo"](), jobs_and_take()
+    cluster = connect(2)
+    queue.enqueue_many(torch.arange(COUNT, dtype=torch.float64))
+    jobs.enqueue_many(torch.arange(5, dtype=torch.float64))
+
+    def told(progress: Any) -> None:
+        if progress.step == 10:
+            tfnb.run(taken)
+            assert jobs.dequeue_many(2).tolist() == [1, 2]  # which two, the step that came before decided
+            kill_home(cluster, jobs)
+
+    with pytest.raises(ParameterServerLost, match="nobody knows what queues jobs held"):
+        problem.fit(queue, told)

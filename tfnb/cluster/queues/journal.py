@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,6 +77,13 @@ class Done:
         return replace(self, elements=self.elements[first - self.first :], first=first)
 
 
+class Known(NamedTuple):
+    """What a queue holds, and how many elements more attempts have put that are not over, by the number of the act."""
+
+    held: Held
+    put: Mapping[int, int]
+
+
 @dataclass
 class Journal:
     """A copy of a queue, once there is one, and what ended since."""
@@ -111,39 +118,58 @@ class Journal:
         self.era += 1
         self.held, self.seen, self.done, self.nbytes = None, Seen(), [], 0
 
-    def now(self, queue: Queue) -> Held | None:
-        """What the queue holds, without what others did since the copy; None where nobody can say."""
+    def now(self, queue: Queue, begun: Mapping[int, Attempt]) -> Known | None:
+        """What the queue holds, without what others did since the copy; None where nobody can say.
+
+        begun: attempts that are not over, by the number of their act.
+        """
         if self.held is None:
             return None
+        puts = {
+            number: attempt.elements[attempt.enqueued + self.seen.put.get(number, 0) :]
+            for number, attempt in begun.items()
+            if attempt.kind == "enqueue" and number not in self.seen.over
+        }
         try:
-            return self._again(queue, self.held) or self._exchanged(queue, self.held)
+            return self._again(queue, self.held, puts) or self._exchanged(queue, self.held, puts)
         except TfnbError:
             return None
 
-    def _again(self, queue: Queue, held: Held) -> Held | None:
+    def _again(self, queue: Queue, held: Held, puts: Mapping[int, Sequence[Element]]) -> Known | None:
         """Everything done again in its order; None where it has another outcome than it had."""
         twin, machine = _twin(queue, held)
+        acts: dict[int, Done | None] = {**dict.fromkeys(puts), **{done.number: done for done in self.done}}
+        tried: dict[int, Attempt] = {}
+        for number, done in sorted(acts.items()):
+            if done is None:
+                tried[number] = Attempt(machine, "enqueue", _nobody, elements=puts[number])
+            elif done.attempt.kind == "enqueue":
+                tried[number] = Attempt(machine, "enqueue", _nobody, elements=done.elements, mark=done.attempt.mark)
+            else:
+                tried[number] = attempt_on(twin, done.attempt.kind, _nobody, *done.attempt.call)
+            machine.submit(tried[number])
         for done in self.done:
-            before, attempt = done.attempt, _attempt(twin, done)
-            machine.submit(attempt)
+            attempt, (attrs, _) = tried[done.number], done.attempt.call
             if not attempt.is_over or attempt.error is not None:
                 return None
-            if before.error is None and not _same(outcome(twin, attempt, before.call[0]), done.outputs):
+            if done.attempt.error is None and not _same(outcome(twin, attempt, attrs), done.outputs):
                 return None
-            machine.keep([attempt])
         facts, tensors, _ = machine.leave()
-        return Held(facts, tensors)
+        return Known(Held(facts, tensors), {number: tried[number].enqueued for number in puts})
 
-    def _exchanged(self, queue: Queue, held: Held) -> Held | None:
-        """All that was there and was put, without what was taken, which others may have put since."""
+    def _exchanged(self, queue: Queue, held: Held, puts: Mapping[int, Sequence[Element]]) -> Known | None:
+        """All that was there and was put, and what waits for room, without what was taken.
+
+        That may have been put by others since the copy.
+        """
         kinds = {done.attempt.kind for done in self.done}
         whole = all(done.attempt.call[0].get("count") is None for done in self.done)
         if queue.kind not in EXCHANGEABLE or not kinds <= {"enqueue", "dequeue"} or not whole:
             return None
         _, machine = _twin(queue, held)
         left = machine.first(machine.size)
-        for done in self.done:
-            left += done.elements
+        for elements in (*(done.elements for done in self.done), *puts.values()):
+            left += elements
         for done in self.done:
             if done.attempt.kind == "dequeue":
                 at = next((at for at, element in enumerate(left) if _same(element, done.outputs)), None)
@@ -152,25 +178,15 @@ class Journal:
         facts, tensors = packed(left)
         order = {**held.found["facts"], **facts}
         found = {**held.found, "marks": {**held.found["marks"], **marks}, "size": len(left), "facts": order}
-        return Held(found, tensors)
+        return Known(Held(found, tensors), {number: len(elements) for number, elements in puts.items()})
 
 
 def _twin(queue: Queue, held: Held) -> tuple[Queue, QueueMachine]:
     """A queue of the same kind that holds copies of this."""
     twin = read_queue(write_queue(queue))
     machine = twin.machine = made(twin)
-    machine.capacity = float("inf")  # others may have taken something before there was room
     machine.fill(held.found, [tensor.clone() for tensor in held.tensors])
     return twin, machine
-
-
-def _attempt(twin: Queue, done: Done) -> Attempt:
-    """The same once more."""
-    before = done.attempt
-    attrs, tensors = before.call
-    if before.kind == "enqueue":
-        return Attempt(twin.machine, "enqueue", _nobody, elements=done.elements, call=before.call, mark=before.mark)
-    return attempt_on(twin, before.kind, _nobody, attrs, tensors)
 
 
 def _same(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:

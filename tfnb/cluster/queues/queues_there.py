@@ -249,7 +249,8 @@ class RemoteQueue:
     earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
     journal: Journal = field(default_factory=Journal)  # of this process, while a training may need it
     _coming: list[tuple[Attempt, Attempt | None]] | None = None  # what waits until it has gone home
-    _known: Held | None = None  # what it holds though its server is lost
+    _known: tuple[Held | None, Sequence[tuple[Attempt, int, bool]]] = None, ()
+    """What it holds though its server is lost; of each attempt how many elements it has put, and whether it is over."""
     _back: list[tuple[Sequence[Element], threading.Event]] = field(default_factory=list)  # what comes next there
 
     @property
@@ -437,30 +438,30 @@ class RemoteQueue:
 
     def stay(self, queue: Queue) -> bool:
         """Whether its contents are known here though its server is lost; who waits for them does so here then."""
-        self._known = self.journal.now(queue)
-        if self._known is None:
-            return False
         with self.channel.lock:
             works = [act for act in self.channel.open.values() if act.queue is self]
-            self._coming = [] if self._coming is None else self._coming
-            there = {attempt for attempt, _ in self._coming}
-            for act in works:
-                if (attempt := act.attempt) is not None and attempt not in there:
-                    self._coming.append((attempt, None))
-                if attempt is not None and not attempt.is_over:
-                    attempt.enqueued += self.journal.seen.put.get(act.number, 0)
-                    attempt.is_over = act.number in self.journal.seen.over
-                    if attempt.is_over:
-                        attempt.outputs = ()
-                        attempt.tell()
+            begun = {act.number: act.attempt for act in works if act.attempt is not None and not act.attempt.is_over}
+            known = self.journal.now(queue, begun)
+            if known is None:
+                return False
+            self._coming = self._coming or []
+            there, seen = {attempt for attempt, _ in self._coming}, self.journal.seen
+            self._coming += [(attempt, None) for attempt in begun.values() if attempt not in there]
+            put = {n: attempt.enqueued + seen.put.get(n, 0) + known.put.get(n, 0) for n, attempt in begun.items()}
+            self._known = known.held, [(attempt, put[n], n in seen.over) for n, attempt in begun.items()]
         return True
 
     def lose(self, queue: Queue) -> None:
-        """Its server is gone: it is here, and empty unless its contents are known."""
-        if self.heir is None:
-            known, self._known = self._known, None
-            self.is_lost = known is None
-            self._settle(queue, None if known is None else known.found, () if known is None else known.tensors)
+        """Its server is gone, and its channel closed: it is here, and empty unless its contents are known."""
+        if self.heir is not None:
+            return
+        held, begun = self._known
+        for attempt, attempt.enqueued, attempt.is_over in begun:
+            if attempt.is_over:
+                attempt.outputs = ()
+                attempt.tell()
+        self.is_lost = held is None
+        self._settle(queue, *((None, ()) if held is None else (held.found, held.tensors)))
 
     def _settle(self, queue: Queue, holds: Mapping[str, Any] | None, tensors: Sequence[torch.Tensor]) -> None:
         """It is here from now on."""
