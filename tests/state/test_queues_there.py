@@ -17,7 +17,7 @@ import tfnb
 from tests.state.distance import Distance, queues_there
 from tests.state.test_queues import in_thread, until
 from tfnb.cluster.queues.contents_there import Contents
-from tfnb.cluster.queues.journal import Seen
+from tfnb.cluster.queues.journal import ChannelMark
 from tfnb.cluster.queues.queues_there import in_round
 from tfnb.cluster.wire.messages import Refused
 from tfnb.errors import OutOfRange, ParameterServerLost, QueueClosed, ResourceExhausted, StepAborted
@@ -237,7 +237,7 @@ def test_a_lost_queue_holds_what_this_process_put_and_did_not_take(seed: int, ki
             async with contents.held({0: [home.key]}, unheard=True) as held:
                 found = await contents.fetched(held)
             empty = {"ended": 0, "heard": 0, "put": []}
-            journal.copied(era, Held(*found[home.key]), Seen.of(held.seen.get(home.channel.id, empty)))
+            journal.copied(era, Held(*found[home.key]), ChannelMark.of(held.seen.get(home.channel.id, empty)))
 
         async def lose() -> None:
             assert home.stay(queue)

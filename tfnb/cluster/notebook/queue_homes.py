@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tfnb.cluster.engine.engine import Engine, Pulled
-from tfnb.cluster.queues.journal import Seen
+from tfnb.cluster.queues.journal import ChannelMark
 from tfnb.cluster.queues.queues_there import CONFIRM, Ask, Channels, RemoteQueue
 from tfnb.cluster.wire.messages import Failed, Ok, raised
 from tfnb.cluster.wire.transport import ClientLink
@@ -123,7 +123,7 @@ class QueueHomes:
         for queue, era in eras.items():
             home = queue.machine
             if isinstance(home, RemoteQueue) and (told := pulled.held.get(home.key)) is not None:
-                seen = Seen.of(pulled.seen.get(home.channel.id, {"ended": 0, "heard": 0, "put": []}))
+                seen = ChannelMark.of(pulled.seen.get(home.channel.id, {"ended": 0, "heard": 0, "put": []}))
                 home.journal.copied(era, Held(*told), seen)
         if eras:
             self._engine.single.used.subtract(pulled.used)

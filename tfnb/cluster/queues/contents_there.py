@@ -27,7 +27,7 @@ Copies = dict[str, tuple[Mapping[str, Any], Sequence[torch.Tensor]]]  # by key: 
 class Frozen:
     """A moment. ``counts``: of each shard and key the facts of a copy, and how many tensors it has.
 
-    ``seen``: what the copies have seen of each channel, see `tfnb.cluster.queues.journal.Seen`.
+    ``seen``: what the copies have seen of each channel, see `tfnb.cluster.queues.journal.ChannelMark`.
     """
 
     id: str

@@ -27,7 +27,7 @@ EXCHANGEABLE = ("fifo", "padding", "shuffle", "priority")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ChannelMark:
     """What a copy has seen of one channel.
 
     ``ended``: the last end on the server; ``heard``: the last one of which the server knew that the channel had heard:
@@ -41,7 +41,7 @@ class Seen:
     over: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Seen:
+    def of(cls, told: Mapping[str, Any]) -> ChannelMark:
         """As a server tells it."""
         put = {int(number): int(count) for number, count, _ in told["put"]}
         over = frozenset(int(number) for number, _, is_over in told["put"] if is_over)
@@ -53,7 +53,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class JournalEntry:
     """An attempt that ended: its end's serial, its act's number, the elements that it put, and what it gave.
 
     first: so many elements of the act, before these, are in the copy.
@@ -71,13 +71,13 @@ class Done:
         """Bytes of all tensors."""
         return size(self.outputs) + sum(map(size, self.elements))
 
-    def behind(self, seen: Seen) -> Done:
+    def behind(self, seen: ChannelMark) -> JournalEntry:
         """The same, without the elements that a copy has."""
         first = max(self.first, seen.put.get(self.number, 0))
         return replace(self, elements=self.elements[first - self.first :], first=first)
 
 
-class Known(NamedTuple):
+class Restoration(NamedTuple):
     """What a queue holds, and how many elements more attempts have put that are not over, by the number of the act."""
 
     held: Held
@@ -89,8 +89,8 @@ class Journal:
     """A copy of a queue, once there is one, and what ended since."""
 
     held: Held | None = None
-    seen: Seen = Seen()
-    done: list[Done] = field(default_factory=list)
+    seen: ChannelMark = ChannelMark()
+    done: list[JournalEntry] = field(default_factory=list)
     nbytes: int = 0  # of what ended since
     era: int = 0  # copies of an earlier one are of other contents
 
@@ -99,13 +99,13 @@ class Journal:
         if self.held is None or attempt.kind == "size" or self.seen.has(serial, attempt.kind):
             return
         elements = attempt.elements[begun : attempt.enqueued]
-        done = Done(serial, number, attempt, elements, [tensor.clone() for tensor in outputs]).behind(self.seen)
+        done = JournalEntry(serial, number, attempt, elements, [tensor.clone() for tensor in outputs]).behind(self.seen)
         if attempt.error is not None and not done.elements:
             return
         self.done.append(done)
         self.nbytes += done.nbytes
 
-    def copied(self, era: int, held: Held, seen: Seen) -> None:
+    def copied(self, era: int, held: Held, seen: ChannelMark) -> None:
         """Go on from a newer copy, that was asked for in this era."""
         if era != self.era:
             return
@@ -116,9 +116,9 @@ class Journal:
     def forget(self) -> None:
         """The queue was given other contents: there is no copy of these."""
         self.era += 1
-        self.held, self.seen, self.done, self.nbytes = None, Seen(), [], 0
+        self.held, self.seen, self.done, self.nbytes = None, ChannelMark(), [], 0
 
-    def now(self, queue: Queue, begun: Mapping[int, Attempt]) -> Known | None:
+    def now(self, queue: Queue, begun: Mapping[int, Attempt]) -> Restoration | None:
         """What the queue holds, without what others did since the copy; None where nobody can say.
 
         begun: attempts that are not over, by the number of their act.
@@ -135,10 +135,10 @@ class Journal:
         except TfnbError:
             return None
 
-    def _again(self, queue: Queue, held: Held, puts: Mapping[int, Sequence[Element]]) -> Known | None:
+    def _again(self, queue: Queue, held: Held, puts: Mapping[int, Sequence[Element]]) -> Restoration | None:
         """Everything done again in its order; None where it has another outcome than it had."""
         twin, machine = _twin(queue, held)
-        acts: dict[int, Done | None] = {**dict.fromkeys(puts), **{done.number: done for done in self.done}}
+        acts: dict[int, JournalEntry | None] = {**dict.fromkeys(puts), **{done.number: done for done in self.done}}
         tried: dict[int, Attempt] = {}
         for number, done in sorted(acts.items()):
             if done is None:
@@ -155,9 +155,9 @@ class Journal:
             if done.attempt.error is None and not _same(outcome(twin, attempt, attrs), done.outputs):
                 return None
         facts, tensors, _ = machine.leave()
-        return Known(Held(facts, tensors), {number: tried[number].enqueued for number in puts})
+        return Restoration(Held(facts, tensors), {number: tried[number].enqueued for number in puts})
 
-    def _exchanged(self, queue: Queue, held: Held, puts: Mapping[int, Sequence[Element]]) -> Known | None:
+    def _exchanged(self, queue: Queue, held: Held, puts: Mapping[int, Sequence[Element]]) -> Restoration | None:
         """All that was there and was put, and what waits for room, without what was taken.
 
         That may have been put by others since the copy.
@@ -178,7 +178,7 @@ class Journal:
         facts, tensors = packed(left)
         order = {**held.found["facts"], **facts}
         found = {**held.found, "marks": {**held.found["marks"], **marks}, "size": len(left), "facts": order}
-        return Known(Held(found, tensors), {number: len(elements) for number, elements in puts.items()})
+        return Restoration(Held(found, tensors), {number: len(elements) for number, elements in puts.items()})
 
 
 def _twin(queue: Queue, held: Held) -> tuple[Queue, QueueMachine]:

@@ -94,7 +94,7 @@ class Channel:
         return [work for work in works if work is not None and work.round is None]
 
     def seen(self) -> dict[str, Any]:
-        """What a copy of this instant has seen of it: see `tfnb.cluster.queues.journal.Seen`."""
+        """What a copy of this instant has seen of it: see `tfnb.cluster.queues.journal.ChannelMark`."""
         works = [(work, number in self.open) for number, work in self.open.items()]
         works += [(work, False) for work in self.unheard]
         put = [
