@@ -286,15 +286,6 @@ def test_what_a_callback_assigns_outlives_a_server(connect: Any, which: str) -> 
     assert weight.value().tolist() == [expected] * 2 and len(seen) == 1
 
 
-def test_queues_on_a_lost_server_end_a_training(connect: Any) -> None:
-    counters = Counters(pause=2)
-    cluster = connect(2)
-    queue = tfnb.FIFOQueue(4, [torch.float32], [()], name="held")
-    queue.enqueue(torch.tensor(1.0))
-    with pytest.raises(ParameterServerLost, match="what queues held held is lost, too"):
-        tfnb.fit(counters.train, counters.rows(STEPS), callbacks=[Killer(cluster, 20, at=0), Killer(cluster, 20, at=1)])
-
-
 def test_an_interrupt_ends_a_recovery_at_once(connect: Any, monkeypatch: Any) -> None:
     counters = Counters(pause=2)
     cluster = connect(2)

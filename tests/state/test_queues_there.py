@@ -17,9 +17,12 @@ import tfnb
 from tests.state.distance import Distance, queues_there
 from tests.state.test_queues import in_thread, until
 from tfnb.cluster.queues.contents_there import Contents
+from tfnb.cluster.queues.journal import ChannelMark
 from tfnb.cluster.queues.queues_there import in_round
 from tfnb.cluster.wire.messages import Refused
-from tfnb.errors import OutOfRange, QueueClosed, ResourceExhausted, StepAborted
+from tfnb.errors import OutOfRange, ParameterServerLost, QueueClosed, ResourceExhausted, StepAborted
+from tfnb.state.queue_contents import Held
+from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import HOMES, move
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:an accumulator at step")
@@ -209,3 +212,60 @@ def test_what_queues_hold_is_copied_and_changed_over_a_bad_connection(seed: int,
                 case 3:
                     lines.append((do(copies())[key], [*line]))
         assert queue.size() == len(line) and time.monotonic() - begin < 8
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.4])
+@pytest.mark.parametrize("kind", ["fifo", "shuffle"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_lost_queue_holds_what_this_process_put_and_did_not_take(seed: int, kind: str, loss: float) -> None:
+    """Whenever it was copied, and whoever waits then: each element is taken once, of a FIFO queue in order."""
+    rng, count = random.Random(seed), 60
+    make = {
+        "fifo": lambda: tfnb.FIFOQueue(5, torch.int64, (), name="lost"),
+        "shuffle": lambda: tfnb.RandomShuffleQueue(5, 0, torch.int64, (), seed=seed, name="lost"),
+    }
+    with queues_there(loss=loss, seed=seed) as distance:
+        queue, got = make[kind](), list[int]()
+        queue.size()
+        home, journal = queue.machine, queue.machine.journal
+
+        async def ask(asks: Any) -> Any:
+            return [await distance.asking(0)(one.method, one.meta, one.tensors) for one in asks]
+
+        async def copy() -> None:
+            era, contents = journal.era, Contents(ask, ask)
+            async with contents.held({0: [home.key]}, unheard=True) as held:
+                found = await contents.fetched(held)
+            empty = {"ended": 0, "heard": 0, "put": []}
+            journal.copied(era, Held(*found[home.key]), ChannelMark.of(held.seen.get(home.channel.id, empty)))
+
+        async def lose() -> None:
+            assert home.stay(queue)
+            home.channel.close(ParameterServerLost("gone"))
+            home.lose(queue)
+
+        def do(work: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(work, distance.loop).result(30)
+
+        def put() -> None:
+            number = 0
+            while number < count:
+                some = [*range(number, min(count, number + rng.randrange(1, 9)))]
+                queue.enqueue_many(torch.tensor(some), timeout=60)
+                number += len(some)
+
+        def take() -> None:
+            while len(got) < count:
+                got.append(int(queue.dequeue(timeout=60)))
+
+        threads = [in_thread(put), in_thread(take)]
+        for part in (0.1, 0.4):
+            until(lambda part=part: len(got) >= part * count)
+            do(copy())
+        until(lambda: len(got) >= count * 0.7)
+        do(lose())
+        for thread, failed in threads:
+            thread.join(60)
+            assert not failed or not isinstance(failed[0], BaseException), failed
+        assert isinstance(queue.machine, QueueMachine) and queue.size() == 0
+        assert got == [*range(count)] if kind == "fifo" else sorted(got) == [*range(count)]

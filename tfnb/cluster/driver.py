@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -129,8 +129,8 @@ class Cluster:
         self._overview = Overview(self._engine, self.client)
         self._waiting = Waiting(self._engine)
         self._do = self._waiting.do
-        self._variables = VariablesThere(self._engine, self._do)
         self._queues = QueueHomes(self._engine, self._link)
+        self._variables = VariablesThere(self._engine, self._do, self._queues)
         self._steps = Steps(self.client, self._engine, self._waiting, self._variables, self._queues)
 
     # -- what is there --------------------------------------------------------------------------------------
@@ -273,13 +273,16 @@ class Cluster:
             about = {"mode": mode, "timeout": left, "changes": changed, "applied": replay.applied, **options}
             engine, recovery = self._engine, None
             try:
-                with closing(self._steps.train(step, replay.rest(), seen=seen, **about)) as groups:
+                with ExitStack() as stack:
+                    if budget.restarts.most:
+                        stack.enter_context(self._queues.journaled())
+                    groups = stack.enter_context(closing(self._steps.train(step, replay.rest(), seen=seen, **about)))
                     for group in groups:
                         if group.kept is not None:
                             replay.keep(group.kept)
                         elif not group.steps:
                             replay.stood()
-                        elif replay.nbytes > KEPT and budget.restarts.most:
+                        elif replay.nbytes + self._queues.nbytes > KEPT and budget.restarts.most:
                             self._variables.hurry()
                         yield group
                 return
@@ -302,8 +305,8 @@ class Cluster:
     ) -> Recovery:  # fmt: skip
         """Start tasks and servers anew where a server was lost; the values are then those of the last pull.
 
-        kept: steps of the training that these have seen. Where a server was lost with the queues of a graph, ``error``
-        is raised: what they held is gone.
+        kept: steps of the training that these have seen. Where a server was lost with a queue of which nobody knows
+        what it held, ``error`` is raised.
         """
         begin = time.monotonic()
         with self._recovering:
@@ -311,9 +314,10 @@ class Cluster:
             if lost.lost is None or lost.is_closing or lost.is_closed:
                 raise error
             if names := ", ".join(self._queues.emptied):
-                error.message += f"\n  Training does not go on by itself: what queues {names} held is lost, too."
+                error.message += f"\n  Training does not go on by itself: nobody knows what queues {names} held."
                 raise error
             age, gone = begin - self._variables.pulled_at, len(self._variables.unseen)
+            undone = self._queues.undone
             step = kept + lost.step - self.pulled_step - gone
             budget.spend(error, step)
             self._leave_lost()
@@ -327,7 +331,7 @@ class Cluster:
         spent, left = time.monotonic() - begin, budget.restarts.left(time.monotonic())
         return logged(
             Recovery(
-                time.time(), f"{type(error).__name__}: {first}", step, kept, gone, age, spent, left,
+                time.time(), f"{type(error).__name__}: {first}", step, kept, gone, undone, age, spent, left,
                 budget.restarts.most, budget.restarts.within, len(self.tasks), len(self.servers),
             )
         )  # fmt: skip

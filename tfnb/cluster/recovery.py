@@ -31,7 +31,8 @@ class Recovery:
 
     ``at``: when, in seconds since the epoch. ``lost``: the error in a line. ``step``: steps that were applied, of the
     training, as far as the notebook knew; ``kept``: those that the copy had seen; ``gone``: steps of `tfnb.run` that
-    it had not, which nobody takes again; ``age``: of the copy, in seconds. ``seconds``: until tasks and servers stood
+    it had not, which nobody takes again; ``undone``: names of queues on lost servers, and how many steps of `tfnb.run`
+    used each, of which the same is true. ``age``: of the copy, in seconds. ``seconds``: until tasks and servers stood
     again, the start of the values on them not included. ``left``: restarts that are left of ``most`` within ``within``
     seconds.
     """
@@ -41,6 +42,7 @@ class Recovery:
     step: int
     kept: int
     gone: int
+    undone: tuple[tuple[str, int], ...]
     age: float
     seconds: float
     left: int
@@ -60,15 +62,26 @@ class Recovery:
             f"{self.lost} at step {self.step} of the training.\n"
             f"  Restored from the notebook's copy of step {self.kept} ({self.age:.1f} s old): {steps} will be redone, "
             "none is counted twice.\n"
-            f"{self._gone}"
+            f"{self._gone}{self._undone}"
             f"  Recovered in {self.seconds:.1f} s: {self.tasks} compute tasks, {self.servers} parameter servers. "
             f"Training goes on ({self.left} of {self.most} restarts left). tfnb.recovery_log() has details."
         )
 
     @property
     def _gone(self) -> str:
-        runs = f"{self.gone} step{'s' if self.gone > 1 else ''} of tfnb.run"
-        return f"  What {runs} wrote since then is gone: run again what matters.\n" if self.gone else ""
+        return f"  What {_runs(self.gone)} wrote since then is gone: run again what matters.\n" if self.gone else ""
+
+    @property
+    def _undone(self) -> str:
+        said = (
+            f"  Queue {name} holds what {_runs(count)} took since then, and lacks what they put.\n"
+            for name, count in self.undone
+        )
+        return "".join(said)
+
+
+def _runs(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''} of tfnb.run"
 
 
 def recovery_log() -> tuple[Recovery, ...]:

@@ -12,7 +12,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol
@@ -403,8 +403,10 @@ class QueueMachine:
         facts, tensors = self.elements.contents()
         return {"closed": self.closed, "marks": dict(self.marks), "size": self.size, "facts": facts}, tensors
 
-    def _copied(self, steps: Iterable[StepQueues], empty: Order) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """What it would hold if these steps, and all that waits, gave back what they took: facts, copies of tensors.
+    def _copied(
+        self, steps: Iterable[StepQueues], empty: Order, back: Iterable[Attempt] = ()
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:  # fmt: skip
+        """What it would hold if these steps, all that waits, and ``back`` gave back what they took: facts, tensors.
 
         empty: an order as its own.
         """
@@ -413,6 +415,7 @@ class QueueMachine:
         empty.fill(found["facts"], [tensor.clone() for tensor in tensors])
         twin._front, twin._since = [*self._front], self._since
         taken = [attempt for step in steps for attempt in step.attempts if attempt.machine is self]
+        taken += [attempt for attempt in back if attempt.machine is self]
         twin._come_back(*_taken(dict.fromkeys([*self.lines["dequeue"], *taken])))
         facts, tensors = empty.contents()
         return {**found, "size": len(empty), "facts": facts}, tensors
@@ -591,15 +594,17 @@ _RESTORED = "a queue was restored to what it held at another time. Run this step
 
 
 def copied(
-    machines: Mapping[QueueMachine, Order], moves: Callable[[StepQueues], bool] = lambda step: step.has_put
-) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
+    machines: Mapping[QueueMachine, Order], moves: Callable[[StepQueues], bool] = lambda step: step.has_put,
+    back: Collection[Attempt] = (),
+) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:  # fmt: skip
     """Facts and tensors of what these hold at one moment, if all steps under way were stopped then.
 
-    Of each an empty order as its own. moves: whether what a step took stays taken.
+    Of each an empty order as its own. moves: whether what a step took stays taken. back: attempts that would give back
+    what they took.
     """
     with _locked(machines):
         stopped = [step for step in [*UNDER_WAY] if not moves(step)]
-        return [machine._copied(stopped, empty) for machine, empty in machines.items()]
+        return [machine._copied(stopped, empty, back) for machine, empty in machines.items()]
 
 
 def become(machines: Mapping[QueueMachine, QueueMachine]) -> None:

@@ -37,7 +37,7 @@ def test_a_step_that_kills_servers_stops_the_training() -> None:
 
 
 def test_the_block_has_all_facts() -> None:
-    text = str(Recovery(0.0, "ParameterServerLost: ps:0", 12, 10, 1, 0.5, 2.0, 4, 5, 600.0, 2, 1))
+    text = str(Recovery(0.0, "ParameterServerLost: ps:0", 12, 10, 1, (("jobs", 2),), 0.5, 2.0, 4, 5, 600.0, 2, 1))
     for fact in (
         "ps:0 at step 12",
         "step 10",

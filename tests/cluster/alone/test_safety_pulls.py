@@ -34,7 +34,7 @@ class There(VariablesThere):
     def _done(self, what: str, timeout: float | None, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
         return asyncio.run(work(*args))
 
-    async def copies(self, *_: Any) -> tuple[dict[str, Any], Pulled]:
+    async def copies(self, *_: Any, **__: Any) -> tuple[dict[str, Any], Pulled]:
         self.pulls += 1
         self.clock.spend(self.still, self.busy)
         return {}, Pulled({}, self.pulls, {}, {})

@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,8 @@ class Pulled(NamedTuple):
     step: int
     held: Copies
     applied: dict[Training, AppliedSteps]
+    seen: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by the copies of queues, of each channel
+    used: Mapping[str, int] = MappingProxyType({})  # steps of `run` that they have seen, by the name of a queue
 
 
 class Engine:
@@ -175,8 +178,10 @@ class Engine:
             )
             await asyncio.gather(*calls)
 
-    async def pull(self, wanted: dict[int, list[str]], queues: Mapping[int, list[str]] | None = None) -> Pulled:
-        """Values by key, all of one step. Of the ``queues`` by shard what they hold then.
+    async def pull(
+        self, wanted: dict[int, list[str]], queues: Mapping[int, list[str]] | None = None, *, unheard: bool = False
+    ) -> Pulled:  # fmt: skip
+        """Values by key, all of one step. Of the ``queues`` by shard what they hold then; unheard: see `Contents.held`.
 
         Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
         """
@@ -187,7 +192,8 @@ class Engine:
                     stand = [await holds.enter_async_context(training.held()) for training in list(self._trainings)]
                     step, applied = self.step, {each: each.applied_steps() for each in self._trainings}
                     answers = await self.insist_on(asks)
-                    held = await copies.enter_async_context(self.contents.held(queues or {}))
+                    held = await copies.enter_async_context(self.contents.held(queues or {}, unheard=unheard))
+                    used = dict(self.single.used)
                     is_one_step = all([await stands() for stands in stand])
                 if is_one_step:
                     break
@@ -201,7 +207,7 @@ class Engine:
             for answer in answers:
                 lazy_memory.ensure_room(size(answer.tensors), "what comes from a server")
                 values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
-            return Pulled(values, step, await self.contents.fetched(held), applied)
+            return Pulled(values, step, await self.contents.fetched(held), applied, held.seen, used)
 
     async def refill(self, brought: Brought, written: Iterable[str]) -> None:
         """Let queues and Variables hold what was brought; steps that used one of them raise Aborted.

@@ -74,6 +74,7 @@ class SingleSteps:
         self._rounds: set[int] = set()  # in progress
         self._void: set[int] = set()  # of those: queues that they used hold something else by now
         self._busy: Counter[str] = Counter()  # steps that use queues, by the name of their task
+        self.used: Counter[str] = Counter()  # steps that used each queue, by its name, that no copy of it has seen
         self._written: Counter[str] = Counter()  # steps that wrote each Variable, by its key
 
     def wrote(self, keys: Iterable[str]) -> None:
@@ -202,6 +203,7 @@ class SingleSteps:
                                     assert turn is not None
                                     await turn.enter_async_context(self.turn)
                                 await self._keep_round(machine.number, queues)
+                                self.used.update(queue.name for queue in placed.queues)
                             return end, waits
                         case p.Abort(number) if queues:
                             aborted.append(self._ended_round(number, list(machine.ranges)))

@@ -10,19 +10,22 @@ import asyncio
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.engine.engine import Engine, Pulled
+from tfnb.cluster.queues.journal import ChannelMark
 from tfnb.cluster.queues.queues_there import CONFIRM, Ask, Channels, RemoteQueue
 from tfnb.cluster.wire.messages import Failed, Ok, raised
 from tfnb.cluster.wire.transport import ClientLink
-from tfnb.errors import FailedPrecondition, InvalidArgument, TfnbError
+from tfnb.errors import Aborted, FailedPrecondition, InvalidArgument, TfnbError
 from tfnb.graph import resources
 from tfnb.graph.device_request import parse
 from tfnb.graph.queue import Queue
+from tfnb.state.queue_contents import Held
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import HOMES, QueueHandle, machine_of, move
 
@@ -35,7 +38,11 @@ class QueueHomes:
         self._channels = engine.deadlocks.channels = Channels(link.loop, self._asking)
         self._here: weakref.WeakKeyDictionary[Queue, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._count, self._lock = itertools.count(), threading.Lock()
-        self.emptied: list[str] = []  # names of those that were on a lost server
+        self._trainings = 0  # in progress, that go on where a server is lost
+        self._kept: list[str] = []  # names of those on a lost server that hold what they held
+        self.emptied: list[
+            str
+        ] = []  # names of those that were on a lost server, and of which nobody knows what they held
 
     def begin(self) -> None:
         """All queues that are in use go to the servers, and those that are used from now on.
@@ -69,6 +76,71 @@ class QueueHomes:
                 raise FailedPrecondition(f"queue {queue.name} lives on another cluster: close that one first")
             found[queue] = self._here[queue]
         return found
+
+    # -- what they hold, should a server be lost -------------------------------------------------------------------
+
+    @contextmanager
+    def journaled(self) -> Iterator[None]:
+        """A training, in which it is known what queues hold though a server is lost, from the first copy on."""
+        with self._lock:
+            self._trainings += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._trainings -= 1
+                if not self._trainings:
+                    for home in self._homes().values():
+                        home.journal.forget()
+
+    @property
+    def lacks_copies(self) -> bool:
+        """Whether there is a queue on a server that was not copied for the trainings in progress."""
+        return self._trainings > 0 and any(home.journal.held is None for home in self._homes().values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of elements that were put and taken here since the last copy."""
+        return sum(home.journal.nbytes for home in self._homes().values())
+
+    async def eras(self) -> dict[Queue, int]:
+        """The queues that are to be copied, of which the contents count that they have now. In the event loop."""
+        if not self._trainings:
+            return {}
+        eras = {queue: home.journal.era for queue, home in self._homes().items()}
+        try:
+            await self.there()
+        except TimeoutError as error:
+            raise Aborted("a server did not make its queues in time: pull again") from error
+        return eras
+
+    def at(self, queues: Iterable[Queue]) -> dict[Queue, tuple[int, str]]:
+        """Shard and key of each."""
+        return {queue: self._here[queue] for queue in queues}
+
+    def copied(self, eras: Mapping[Queue, int], pulled: Pulled) -> None:
+        """Queues were copied with the Variables."""
+        for queue, era in eras.items():
+            home = queue.machine
+            if isinstance(home, RemoteQueue) and (told := pulled.held.get(home.key)) is not None:
+                seen = ChannelMark.of(pulled.seen.get(home.channel.id, {"ended": 0, "heard": 0, "put": []}))
+                home.journal.copied(era, Held(*told), seen)
+        if eras:
+            self._engine.single.used.subtract(pulled.used)
+
+    @property
+    def undone(self) -> tuple[tuple[str, int], ...]:
+        """Steps of `run` that used queues on lost servers, by the name of the queue, which no copy had seen."""
+        used = self._engine.single.used
+        return tuple((name, used[name]) for name in dict.fromkeys(self._kept) if used[name] > 0)
+
+    def _homes(self) -> dict[Queue, RemoteQueue]:
+        """Those that are on servers."""
+        found = {queue: queue.machine for queue in list(self._here)}
+        return {
+            queue: home for queue, home in found.items()
+            if isinstance(home, RemoteQueue) and home.heir is None and not home.is_dropped
+        }  # fmt: skip
 
     async def there(self) -> None:
         """Wait until all that was asked for has begun on the servers. In the event loop."""
@@ -127,19 +199,22 @@ class QueueHomes:
         self._here.clear()
 
     def lost(self, error: TfnbError) -> None:
-        """A server is gone: its queues are empty, those of others come home. In the event loop."""
+        """A server is gone: its queues are here and empty, unless it is known what they held. Others come home.
+
+        In the event loop.
+        """
         if self._home in HOMES:
             HOMES.remove(self._home)
-        for queue, (shard, _) in list(self._here.items()):
-            machine = queue.machine
-            if not isinstance(machine, RemoteQueue):
-                continue
+        there = [(queue, home, self._here[queue][0]) for queue, home in self._homes().items()]
+        gone = [(queue, home) for queue, home, shard in there if not self._engine.shards[shard].alive]
+        for queue, home in gone:
+            (self._kept if home.stay(queue) else self.emptied).append(queue.name)
+        for queue, home in gone:
+            home.channel.close(error)  # of all queues on that server
+            home.lose(queue)
+        for queue, home, shard in there:
             if self._engine.shards[shard].alive:
-                self._engine.later(self._try_home(queue, machine))
-            else:
-                self.emptied.append(queue.name)
-                machine.channel.close(error)  # of all queues on that server
-                machine.lose(queue)
+                self._engine.later(self._try_home(queue, home))
         self._here.clear()
 
     async def _try_home(self, queue: Queue, machine: RemoteQueue) -> None:

@@ -265,7 +265,7 @@ class Steps:
             source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
             for note in notes:
                 warnings.warn(note, stacklevel=user_level(None))
-        if self._variables.held.stale:
+        if self._variables.held.stale or self._queues.lacks_copies:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
         steps = (

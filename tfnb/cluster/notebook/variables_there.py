@@ -15,6 +15,7 @@ import torch
 
 from tfnb.cluster.engine.engine import Engine, Pulled
 from tfnb.cluster.notebook.holdings import Holdings
+from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.state_dicts import Hooks
 from tfnb.cluster.queues.contents_there import Copies
 from tfnb.errors import Aborted, FailedPrecondition, TfnbError
@@ -36,8 +37,9 @@ class VariablesThere:
     Coroutines run in the event loop, and the rest waits for it.
     """
 
-    def __init__(self, engine: Engine, do: Callable[..., Any]) -> None:
+    def __init__(self, engine: Engine, do: Callable[..., Any], queues: QueueHomes | None = None) -> None:
         self.engine, self.do, self.held, self.hooks = engine, do, Holdings(), Hooks()
+        self._queues = queues
         self.pulled_step = 0  # the step that the storages here show
         self.pulled_at = time.monotonic()
         self.unseen: list[int] = []  # steps of `run`, by the cluster's count, that the storages here may not show
@@ -136,7 +138,9 @@ class VariablesThere:
         """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
         begin, busy = time.monotonic(), time.process_time()
         variables = [variable for variable in self.held.variables if variable not in kept]
-        homes, pulled = await self.copies(variables)
+        eras = {} if self._queues is None else await self._queues.eras()
+        at = {} if self._queues is None else self._queues.at(eras)
+        homes, pulled = await self.copies(variables, at, unheard=True)
         values = {variable.key: _joined(homes[variable.key], pulled.values) for variable in variables}
         with torch.no_grad(), self.held.showing:
             for variable in variables:
@@ -146,6 +150,8 @@ class VariablesThere:
             if self.engine.lost is None:  # else none of the values is here
                 for training, applied in pulled.applied.items():
                     training.kept = applied
+                if self._queues is not None:
+                    self._queues.copied(eras, pulled)
                 self.pulled_step, self.pulled_at = pulled.step, begin
                 self.unseen[:] = [step for step in self.unseen if step > pulled.step]
         still, busy = time.monotonic() - begin, time.process_time() - busy
@@ -161,9 +167,10 @@ class VariablesThere:
         return values, pulled.step, pulled.held
 
     async def copies(
-        self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
-    ) -> tuple[Homes, Pulled]:
-        """The pieces of Variables, and where these lie; what ``queues`` hold then."""
+        self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({}), *,
+        unheard: bool = False,
+    ) -> tuple[Homes, Pulled]:  # fmt: skip
+        """The pieces of Variables, and where these lie; what ``queues`` hold then, see `Engine.pull`."""
         homes, wanted = dict(self.held.homes), dict[int, list[str]]()
         for variable in variables:
             for piece in read_from(homes[variable.key]):
@@ -171,7 +178,7 @@ class VariablesThere:
         asked: dict[int, list[str]] = {}
         for shard, key in queues.values():
             asked.setdefault(shard, []).append(key)
-        return homes, await self.engine.pull(wanted, asked)
+        return homes, await self.engine.pull(wanted, asked, unheard=unheard)
 
     def show(self, tensors: Collection[int]) -> None:
         """A pull, where servers have newer values of one of these tensors (by id). What was written here stays."""

@@ -1,5 +1,5 @@
 """Queues on servers, as the processes see them that use them.
 
 `queues_there` is the other end of a queue, `contents_there` copies and changes what queues and Variables hold at one
-moment, `deadlocks` tells steps that wait for each other.
+moment, `journal` knows what a queue held whose server is lost, `deadlocks` tells steps that wait for each other.
 """

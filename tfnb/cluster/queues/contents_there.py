@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -25,10 +25,14 @@ Copies = dict[str, tuple[Mapping[str, Any], Sequence[torch.Tensor]]]  # by key: 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A moment. ``counts``: of each shard and key the facts of a copy, and how many tensors it has."""
+    """A moment. ``counts``: of each shard and key the facts of a copy, and how many tensors it has.
+
+    ``seen``: what the copies have seen of each channel, see `tfnb.cluster.queues.journal.ChannelMark`.
+    """
 
     id: str
     counts: Mapping[tuple[int, str], tuple[Mapping[str, Any], int]]
+    seen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -53,16 +57,19 @@ class Contents:
         self._ask, self._insist = ask, insist
 
     @asynccontextmanager
-    async def held(self, queues: Mapping[int, list[str]]) -> AsyncIterator[Frozen]:
-        """Copies, which the shards keep during the block, to be `fetched`."""
+    async def held(self, queues: Mapping[int, list[str]], *, unheard: bool = False) -> AsyncIterator[Frozen]:
+        """Copies, which the shards keep during the block, to be `fetched`.
+
+        unheard: with elements that were taken, of which the server does not know that anybody got them.
+        """
         async with self._frozen(queues) as (id, rounds):
             moved = [number for number, has_put, _ in rounds if has_put]
-            asks = [Ask(shard, "copy", {"id": id, "keys": keys, "moved": moved}) for shard, keys in queues.items()]
-            answers = await self._ask(asks)
-        found = zip(queues, answers, strict=True)
+            about = {"id": id, "moved": moved, "unheard": unheard}
+            answers = await self._ask([Ask(shard, "copy", {**about, "keys": keys}) for shard, keys in queues.items()])
+        found = list(zip(queues, answers, strict=True))
         counts = {(shard, key): tuple(one) for shard, answer in found for key, one in answer.meta["found"].items()}
         try:
-            yield Frozen(id, counts)
+            yield Frozen(id, counts, {name: one for _, answer in found for name, one in answer.meta["seen"].items()})
         finally:
             await self._thaw(id, queues)
 

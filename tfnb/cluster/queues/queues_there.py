@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 
+from tfnb.cluster.queues.journal import Journal
 from tfnb.cluster.server.objects import BYTES, ENTRIES, write_queue
 from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import Failed, Ok, raised
 from tfnb.errors import Cancelled, OutOfRange, ParameterServerLost, StepAborted, TfnbError, Unavailable
 from tfnb.graph.queue import Queue
 from tfnb.state.orders import Element, packed, unpacked
+from tfnb.state.queue_contents import Held
 from tfnb.state.queue_machine import Attempt, Home, Level, QueueMachine
 from tfnb.state.queue_operations import made
 
@@ -76,6 +78,7 @@ class Channel:
         self._outbox: deque[Act] = deque()
         self.open: dict[int, Act] = {}  # in the order of their numbers
         self._got = self._said = 0  # serials of ends: received, and told that they were
+        self.ending = -1  # the number of the act whose end was received last
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbered: dict[Attempt, int] = {}
         self._posting = self._listening = self._is_ack_due = False
@@ -104,6 +107,11 @@ class Channel:
         about = await asyncio.wait_for(ended, seconds)
         if "error" in about:
             raise _error(about["error"])
+
+    @property
+    def got(self) -> int:
+        """The serial of the end that was received last."""
+        return self._got
 
     def number_of(self, attempt: Attempt | None) -> int | None:
         """The number of an attempt that is not over."""
@@ -194,7 +202,7 @@ class Channel:
             tensors = [next(left) for _ in range(count)]
             if serial <= self._got:
                 continue
-            self._got = serial
+            self._got, self.ending = serial, number
             with self.lock:
                 act = self.open.pop(number, None)
                 if act is not None and act.attempt is not None:
@@ -239,7 +247,10 @@ class RemoteQueue:
     past: Mapping[str, set[str]] = field(default_factory=lambda: defaultdict(lambda: {OTHERS}))
     others: str = OTHERS
     earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
+    journal: Journal = field(default_factory=Journal)  # of this process, while a training may need it
     _coming: list[tuple[Attempt, Attempt | None]] | None = None  # what waits until it has gone home
+    _known: tuple[Held | None, Sequence[tuple[Attempt, int, bool]]] = None, ()
+    """What it holds though its server is lost; of each attempt how many elements it has put, and whether it is over."""
     _back: list[tuple[Sequence[Element], threading.Event]] = field(default_factory=list)  # what comes next there
 
     @property
@@ -254,6 +265,7 @@ class RemoteQueue:
 
     def holds(self, found: Mapping[str, Any]) -> None:
         """It was restored to this: who fills it may go on, before the server says more."""
+        self.journal.forget()
         self.cause, self.level = None, self.level._replace(size=found["size"], closed=found["closed"])
 
     def first(self, count: int = 1) -> list[Element]:
@@ -313,8 +325,10 @@ class RemoteQueue:
             return
         attempt.enqueued = base + int(about.get("enqueued", 0))
         if "error" in about:
-            if self._coming is not None and about["error"]["tag"] in ("Cancelled", "StepAborted"):
-                return  # it goes home with the queue, see `come_home`
+            if self._coming is not None and about["error"]["tag"] in _GOES_HOME:
+                if attempt.enqueued > base:
+                    self.journal.add(self.channel.got, self.channel.ending, attempt, base, ())
+                return  # with the queue, see `come_home` and `lose`
             attempt.error = _error(about["error"])
             if isinstance(attempt.error, ParameterServerLost):
                 held = f"{attempt.act}: its server is lost, and with it about {self.level.size} {self.level.noun}"
@@ -322,6 +336,7 @@ class RemoteQueue:
             attempt.error.enqueued = attempt.enqueued
             if isinstance(attempt.error, OutOfRange):
                 attempt.error.__cause__ = self.cause
+        self.journal.add(self.channel.got, self.channel.ending, attempt, base, tensors)
         attempt.outputs, attempt.is_over = tuple(tensors), True
         attempt.tell()
 
@@ -349,6 +364,7 @@ class RemoteQueue:
         ended, found = threading.Event(), dict[str, Any]()
 
         def then(about: Mapping[str, Any], _: Sequence[torch.Tensor]) -> None:
+            self.journal.forget()
             found.update(about)
             ended.set()
 
@@ -404,7 +420,7 @@ class RemoteQueue:
                 (act.attempt, None) for act in self.channel.open.values()
                 if act.queue is self and act.attempt is not None
             ]  # fmt: skip
-        found, tensors = None, list[torch.Tensor]()
+        found, tensors, complete = None, list[torch.Tensor](), False
         try:
             await self.channel.done("leave", self.key, {}, CONFIRM)
             while found is None or len(tensors) < found.meta["count"]:
@@ -412,15 +428,40 @@ class RemoteQueue:
                 found = await asyncio.wait_for(self.channel.ask("contents", about, ()), CONFIRM)
                 tensors += found.tensors
             self.channel.act("drop", self.key, {})
+            complete = True
         finally:
-            complete = found is not None and len(tensors) >= found.meta["count"]
-            self._settle(queue, found.meta["facts"] if complete and found is not None else None, tensors)
+            if complete and found is not None:
+                self._settle(queue, found.meta["facts"], tensors)
+            else:
+                self.stay(queue)
+                self.lose(queue)
+
+    def stay(self, queue: Queue) -> bool:
+        """Whether its contents are known here though its server is lost; who waits for them does so here then."""
+        with self.channel.lock:
+            works = [act for act in self.channel.open.values() if act.queue is self]
+            begun = {act.number: act.attempt for act in works if act.attempt is not None and not act.attempt.is_over}
+            known = self.journal.now(queue, begun)
+            if known is None:
+                return False
+            self._coming = self._coming or []
+            there, seen = {attempt for attempt, _ in self._coming}, self.journal.seen
+            self._coming += [(attempt, None) for attempt in begun.values() if attempt not in there]
+            put = {n: attempt.enqueued + seen.put.get(n, 0) + known.put.get(n, 0) for n, attempt in begun.items()}
+            self._known = known.held, [(attempt, put[n], n in seen.over) for n, attempt in begun.items()]
+        return True
 
     def lose(self, queue: Queue) -> None:
-        """Its server is gone: it is empty here."""
-        if self.heir is None:
-            self.is_lost = True
-            self._settle(queue, None, ())
+        """Its server is gone, and its channel closed: it is here, and empty unless its contents are known."""
+        if self.heir is not None:
+            return
+        held, begun = self._known
+        for attempt, attempt.enqueued, attempt.is_over in begun:
+            if attempt.is_over:
+                attempt.outputs = ()
+                attempt.tell()
+        self.is_lost = held is None
+        self._settle(queue, *((None, ()) if held is None else (held.found, held.tensors)))
 
     def _settle(self, queue: Queue, holds: Mapping[str, Any] | None, tensors: Sequence[torch.Tensor]) -> None:
         """It is here from now on."""
@@ -442,6 +483,10 @@ class RemoteQueue:
             if not attempt.is_over:
                 attempt.machine, attempt.is_placed = home, False
                 home.submit(attempt, after)
+
+
+_GOES_HOME = ("Cancelled", "StepAborted", "ParameterServerLost", "SchedulerLost")
+"""Ends of attempts on a queue that is on its way home."""
 
 
 def _error(told: Mapping[str, Any]) -> TfnbError:

@@ -87,6 +87,22 @@ class Channel:
     ends: OrderedDict[int, End] = field(default_factory=OrderedDict)  # that it has not heard of
     held: list[torch.Tensor] = field(default_factory=list)  # for the next act, which needs several messages
 
+    @property
+    def unheard(self) -> list[Work]:
+        """Operations of no round that ended, of which it has not heard."""
+        works = (end.work for end in self.ends.values())
+        return [work for work in works if work is not None and work.round is None]
+
+    def seen(self) -> dict[str, Any]:
+        """What a copy of this instant has seen of it: see `tfnb.cluster.queues.journal.ChannelMark`."""
+        works = [(work, number in self.open) for number, work in self.open.items()]
+        works += [(work, False) for work in self.unheard]
+        put = [
+            [work.number, work.attempt.enqueued, not is_open] for work, is_open in works
+            if work.attempt is not None and work.attempt.kind in ("enqueue", "close")
+        ]  # fmt: skip
+        return {"ended": self.serial, "heard": min(self.ends, default=self.serial + 1) - 1, "put": put}
+
     def end(self, end: End) -> None:
         """An act ended."""
         self.serial += 1
@@ -318,14 +334,23 @@ class Objects:
             raise Aborted(f"the queues were not held still for longer than {FROZEN:g} s: do it again")
 
     def _copy(self, request: Request, now: float) -> Ok:
-        """Copy what queues hold; nothing is frozen then. ``moved``: rounds whose elements stay taken."""
+        """Copy what queues hold; nothing is frozen then. ``moved``: rounds whose elements stay taken.
+
+        unheard: what was taken, and its channel has not heard of, is in the copy. ``seen`` tells of each channel what
+        else is.
+        """
         self._ensure_frozen(request, now)
         moved, keys = {int(number) for number in request.meta["moved"]}, list(map(str, request.meta["keys"]))
         machines = {self._held(key).machine: ordered(self._held(key).queue) for key in keys}
-        found = copied(machines, lambda step: step.number in moved)
+        unheard = [work.attempt for channel in self.channels.values() for work in channel.unheard]
+        back = [attempt for attempt in unheard if attempt is not None] if request.meta.get("unheard") else []
+        found = copied(machines, lambda step: step.number in moved, back)
         self._copies = dict(zip(keys, found, strict=True))
         self._until = 0.0
-        return Ok({"found": {key: [facts, len(tensors)] for key, (facts, tensors) in self._copies.items()}})
+        return Ok({
+            "found": {key: [facts, len(tensors)] for key, (facts, tensors) in self._copies.items()},
+            "seen": {name: channel.seen() for name, channel in self.channels.items()},
+        })  # fmt: skip
 
     def _page(self, request: Request, now: float) -> Ok:
         """Some tensors of a copy, from number ``start`` on."""
