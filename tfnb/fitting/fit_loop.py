@@ -68,7 +68,7 @@ class RunResult:
     curve: list[dict[str, Any]] = field(default_factory=list)
     code: str = ""
     stopped: str = ""
-    checkpoint: Path | None = None
+    checkpoint: Path | str | None = None
 
     @property
     def summary(self) -> str:
