@@ -128,8 +128,8 @@ def fit(
     is told, and the rate holds from the first step that begins after that. An error in one ends the training between
     two steps.
 
-    checkpoint: a folder, or a `tfnb.train.Saver`, which says what is kept (without one the newest five). Every
-    ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that `Session.save` writes
+    checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, which says what is kept (without one the newest
+    five). Every ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that `Session.save` writes
     is copied between two steps, and written by another thread. A file that cannot be written, as on a full disk, is a
     warning; it is tried again, less and less often. The end waits for the last file; Ctrl-C gives it up. What the
     folder holds must be of this training: ``resume=folder`` goes on from there.

@@ -34,10 +34,10 @@ class Saver:
     manifest, written last, of shards with their digests in the folder ``shards``; what did not change since the
     checkpoint before, such as a frozen embedding, is written once. keep: so many of the newest are kept; older ones are
     deleted once the new one is complete. keep_every_hours: of each so many hours one checkpoint is kept for ever, the
-    first one and then the next that is at least so much younger. best: a watched value of `fit`, or one over its validation
-    data (``"val_loss"``): the checkpoint with the best value so far is kept, too. best_mode: whether ``"min"`` or
-    ``"max"`` is better; by default more of what is named like an accuracy (``acc``, ``auc``, ``f1``, ``precision``,
-    ``recall``, ``score``), less of anything else. session: what `save` saves; `fit` gives it its own.
+    first one and then the next that is at least so much younger. best: a watched value of `fit`, or one over its
+    validation data (``"val_loss"``): the checkpoint with the best value so far is kept, too. best_mode: whether
+    ``"min"`` or ``"max"`` is better; by default more of what is named like an accuracy (``acc``, ``auc``, ``f1``,
+    ``precision``, ``recall``, ``score``), less of anything else. session: what `save` saves; `fit` gives it its own.
 
     Among the callbacks of `fit` it saves after each epoch; as ``fit(..., checkpoint=saver)`` every so many seconds, and
     after each epoch where it keeps the best. Files that are damaged, or that others wrote, are not counted, and stay
