@@ -53,11 +53,11 @@ class Net:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != "shards")
 
 
 def steps_of(saver: Saver) -> list[int]:
-    return [int(path.name[5 : -len(".safetensors")]) for path in saver.paths]
+    return [int(path.name[5 : -len(".json")]) for path in saver.paths]
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
@@ -103,8 +103,8 @@ def test_a_loop_of_ones_own_keeps_the_newest_by_number(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         saver.save(step)
     assert steps_of(saver) == [10, 100] and saver.latest == saver.paths[-1]
-    (tmp_path / "deep" / "run" / "ckpt-10.safetensors").rename(tmp_path / "deep" / "run" / "ckpt-000200.safetensors")
-    assert [path.name for path in saver.paths] == ["ckpt-100.safetensors", "ckpt-000200.safetensors"]
+    (tmp_path / "deep" / "run" / "ckpt-10.json").rename(tmp_path / "deep" / "run" / "ckpt-000200.json")
+    assert [path.name for path in saver.paths] == ["ckpt-100.json", "ckpt-000200.json"]
     assert saver.save(7).file.exists(), "the one that was just written stays, whatever its number"
     before = net.values()
     session.run(net.step, {"x": X, "y": Y})
@@ -118,34 +118,33 @@ def test_what_is_no_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) ->
     saver = Saver(tmp_path, keep=2, session=session)
     for step in (1, 2, 3, 4):
         saver.save(step)
-    flipped = bytearray((tmp_path / "ckpt-3.safetensors").read_bytes())
-    flipped[-1] ^= 1
-    (tmp_path / "ckpt-3.safetensors").write_bytes(flipped)
-    whole = (tmp_path / "ckpt-4.safetensors").read_bytes()
-    strange = {"ckpt-0.safetensors": b"", "ckpt-2.safetensors": whole[:-1], "ckpt-x.safetensors": whole, "notes": b"n"}
+    flipped = (tmp_path / "ckpt-3.json").read_text().replace('"runs": 0', '"runs": 1')
+    (tmp_path / "ckpt-3.json").write_text(flipped)
+    whole = (tmp_path / "ckpt-4.json").read_bytes()
+    strange = {"ckpt-0.json": b"", "ckpt-2.json": whole[:-1], "ckpt-x.json": whole, "notes": b"n"}
     for name, content in strange.items():
         (tmp_path / name).write_bytes(content)
     for again in (saver, Saver(tmp_path, keep=2, session=session)):
-        assert steps_of(again) == [4] and again.latest.name == "ckpt-4.safetensors"
+        assert steps_of(again) == [4] and again.latest.name == "ckpt-4.json"
         text = repr(again)
         assert "1 checkpoints" in text and text.count("not counted") == 3 and "sha256" in text
     for step in (5, 6, 7):
         saver.save(step)
     assert steps_of(saver) == [6, 7]
-    assert set(names(tmp_path)) == {*strange, "ckpt-3.safetensors", "ckpt-6.safetensors", "ckpt-7.safetensors"}
+    assert set(names(tmp_path)) == {*strange, "ckpt-3.json", "ckpt-6.json", "ckpt-7.json"}
     assert all((tmp_path / name).read_bytes() == content for name, content in strange.items())
 
 
 def test_drafts_of_dead_processes_are_swept_and_those_of_live_ones_stay(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
-    dead, other = tmp_path / f".ckpt-3.safetensors.{'0' * 12}.tmp", tmp_path / f".mine.{'0' * 12}.tmp"
-    alive = tmp_path / f".ckpt-4.safetensors.{'1' * 12}.tmp"
+    dead, other = tmp_path / f".ckpt-3.json.{'0' * 12}.tmp", tmp_path / f".mine.{'0' * 12}.tmp"
+    alive = tmp_path / f".ckpt-4.json.{'1' * 12}.tmp"
     for path in (dead, other, alive):
         path.write_bytes(b"half")
     with alive.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         Saver(tmp_path, session=tfnb.Session(Net().graph)).save(1)
-        assert names(tmp_path) == sorted([other.name, alive.name, "ckpt-1.safetensors"])
+        assert names(tmp_path) == sorted([other.name, alive.name, "ckpt-1.json"])
 
 
 def test_a_saver_that_was_told_nothing_says_so(tmp_path: Path) -> None:
@@ -179,8 +178,8 @@ def test_a_callback_saves_after_each_epoch_and_keeps_the_best(tmp_path: Path) ->
 
     result = net.fit(callbacks=[saver, worse])
     assert best[7] == min(best.values())
-    assert steps_of(saver) == [7, 21] and saver.best.name == "ckpt-7.safetensors"
-    assert result.checkpoint == saver.latest and "ckpt-7.safetensors: loss 0." in repr(saver)
+    assert steps_of(saver) == [7, 21] and saver.best.name == "ckpt-7.json"
+    assert result.checkpoint == saver.latest and "ckpt-7.json: loss 0." in repr(saver)
     again = Saver(tmp_path, keep=1, best="loss", session=tfnb.Session(net.graph))
     again.save(30)
     assert steps_of(again) == [7, 30], "the values stand in the files"
@@ -219,13 +218,13 @@ def test_one_folder_is_of_one_training_which_goes_on_there(tmp_path: Path) -> No
             if progress.step == 9:
                 progress.stop("enough")
 
-    assert first.fit(checkpoint=tmp_path / "run", callbacks=[Stop()]).checkpoint == tmp_path / "run/ckpt-9.safetensors"
+    assert first.fit(checkpoint=tmp_path / "run", callbacks=[Stop()]).checkpoint == tmp_path / "run/ckpt-9.json"
     second = Net()
-    with pytest.raises(FailedPrecondition, match=r"holds ckpt-9\.safetensors, and this training begins at step 0"):
+    with pytest.raises(FailedPrecondition, match=r"holds ckpt-9\.json, and this training begins at step 0"):
         second.fit(checkpoint=tmp_path / "run")
     assert second.fit(checkpoint=tmp_path / "run", resume=tmp_path / "run").steps == STEPS - 9
     torch.testing.assert_close(second.values(), whole.values(), rtol=0, atol=0)
-    assert names(tmp_path / "run") == ["ckpt-21.safetensors", "ckpt-9.safetensors"]
+    assert names(tmp_path / "run") == ["ckpt-21.json", "ckpt-9.json"]
     assert Net().fit(resume=Saver(tmp_path / "run"), checkpoint=tmp_path / "run").steps == 0, "it is at its end"
     with pytest.raises(NotFound, match="there is no checkpoint in"):
         Net().fit(resume=tmp_path)
@@ -234,11 +233,11 @@ def test_one_folder_is_of_one_training_which_goes_on_there(tmp_path: Path) -> No
 def test_a_damaged_newest_checkpoint_is_named_with_the_one_before(tmp_path: Path) -> None:
     saver, net = Saver(tmp_path), Net()
     net.fit(callbacks=[saver])
-    newest = tmp_path / "ckpt-21.safetensors"
+    newest = tmp_path / "ckpt-21.json"
     newest.write_bytes(newest.read_bytes()[:-3])
     again = Net()
     before = again.values()
-    with pytest.raises(CheckpointCorrupt, match=r"ckpt-21.*the one before is ckpt-14.*move ckpt-21\.saf.* away"):
+    with pytest.raises(CheckpointCorrupt, match=r"ckpt-21.*the one before is ckpt-14.*move ckpt-21\.json away"):
         again.fit(resume=tmp_path)
     torch.testing.assert_close(again.values(), before, rtol=0, atol=0)
     newest.rename(tmp_path / "damaged")
@@ -267,10 +266,10 @@ def test_steps_go_on_while_one_file_at_a_time_is_written(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(CheckpointFolder, "write", slow)
     result = net.fit(checkpoint=Saver(tmp_path, keep=100), checkpoint_every=1e-6, callbacks=[Far()])
-    assert result.steps == STEPS and result.checkpoint == tmp_path / "ckpt-21.safetensors"
+    assert result.steps == STEPS and result.checkpoint == tmp_path / "ckpt-21.json"
     assert set(most) == {1} and writing == []
     whole = Net()
-    values, about = checkpoint.load(tmp_path / "ckpt-1.safetensors")
+    values, about = checkpoint.load(tmp_path / "ckpt-1.json")
     assert about["training"]["steps"] == 1
     tfnb.fit(whole.step, whole.data, steps=1, batch_size=8)
     torch.testing.assert_close({k: values[k] for k in whole.values()}, whole.values(), rtol=0, atol=0)
@@ -335,7 +334,7 @@ for trial in range(int(sys.argv[2])):
     os.close(reads)
     acked = int.from_bytes(told[-8:], "little") if told else acked + 1
     saver = Saver(folder, keep=3, session=session)
-    found = [int(path.name[5:-12]) for path in saver.paths]
+    found = [int(path.name[5:-5]) for path in saver.paths]
     for path, step in zip(saver.paths, found):
         session.restore(path)
         assert torch.equal(w.value(), torch.full((20_000,), float(step))), path
@@ -399,7 +398,7 @@ def test_a_full_disk_is_one_warning_and_the_training_goes_on(tmp_path: Path) -> 
     (text,) = told
     assert "File too large" in text and "bytes free" in text and "bytes of tensors were to be written" in text
     assert str(tmp_path) in text and "the last one is ckpt-" in text and "tried again" in text
-    assert last == "ckpt-21.safetensors"
+    assert last == "ckpt-21.json"
     assert CheckpointFolder(tmp_path).others() == {}
 
 
@@ -450,7 +449,7 @@ print(json.dumps(found))
 
 def test_an_interrupt_writes_a_checkpoint_and_another_one_gives_it_up(tmp_path: Path) -> None:
     ((first, files, second, none),) = lines(INTERRUPTED, str(Path(__file__).parent.parent), str(tmp_path))
-    assert "stopped at step 10" in first and files == ["ckpt-10.safetensors"]
+    assert "stopped at step 10" in first and files == ["ckpt-10.json"]
     assert "stopped at step 21" in second and none == []
 
 

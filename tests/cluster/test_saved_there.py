@@ -54,7 +54,7 @@ class Saves:
 
     def on_step(self, progress: Any) -> None:
         if self.random.random() < self.often:
-            self.files.append(self.folder / f"{progress.step}.safetensors")
+            self.files.append(self.folder / f"{progress.step}.json")
             self.session.save(self.files[-1])
 
 
@@ -98,10 +98,10 @@ def test_checkpoints_of_fit_there_are_each_of_one_step(connect, tmp_path: Path, 
     saver = tfnb.train.Saver(tmp_path, keep=100)
     result = there.fit(kind, checkpoint=saver, checkpoint_every=1e-6)
     cluster.close()
-    assert result.checkpoint == tmp_path / f"ckpt-{STEPS}.safetensors" and len(saver.paths) > 2
+    assert result.checkpoint == tmp_path / f"ckpt-{STEPS}.json" and len(saver.paths) > 2
     for path in saver.paths[:: len(saver.paths) // 3]:
         taken = checkpoint.load(path)[1]["training"]["steps"]
-        assert path.name == f"ckpt-{taken}.safetensors"
+        assert path.name == f"ckpt-{taken}.json"
         again = Net()
         assert taken + again.fit(kind, resume=path).steps == STEPS
         for label, value in whole.values().items():

@@ -70,7 +70,7 @@ class Checkpoints:
             self._saver.settle()
 
     @property
-    def last(self) -> Path | None:
+    def last(self) -> Path | str | None:
         """The last file that is complete."""
         newest = self._newest()
         return None if newest is None else newest[2]
@@ -83,5 +83,7 @@ class Checkpoints:
         at, step, _ = newest
         return f"checkpoint {step}, {duration(time.perf_counter() - at)} ago"
 
-    def _newest(self) -> tuple[float, int, Path] | None:
-        return max((one.written for one in self._all if one.written is not None), default=None)
+    def _newest(self) -> tuple[float, int, Path | str] | None:
+        return max(
+            (one.written for one in self._all if one.written is not None), default=None, key=lambda written: written[:2]
+        )

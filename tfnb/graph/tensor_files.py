@@ -46,8 +46,28 @@ _ALIGNED = 64  # bytes
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:
-    """Write ``tensors`` and the JSON-able facts ``about`` them to ``path``; returns the digest.
+class Drafted(NamedTuple):
+    """A tensor file that is not written yet: its digest, its header, and its tensors in the order of their bytes."""
+
+    digest: str
+    header: bytes
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return 8 + len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+    def write(self, path: Path) -> None:
+        """Fill a file; other threads go on meanwhile."""
+        with path.open("wb") as file:
+            file.write(len(self.header).to_bytes(8, "little") + self.header)
+            for tensor in self.tensors:
+                file.write(raw(tensor))
+
+
+def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> Drafted:
+    """What `write_tensors` writes to ``path``: equal tensors and facts make equal bytes, and so equal digests.
 
     Raises CheckpointWriteError for facts and tensors that are more than `read_tensors` takes.
     """
@@ -65,15 +85,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mappin
             f"cannot write {path}: {len(stored)} tensors, and what is told of them, make a header of {len(header)} "
             f"bytes; at most {HEADER_CAP} can be read again. What was there before is unchanged"
         )
+    return Drafted(digest, header, tuple(ordered.values()))
 
-    def write(draft: Path) -> None:
-        with draft.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for tensor in ordered.values():
-                file.write(raw(tensor))  # other threads go on meanwhile
 
-    replace_file(path, write)
-    return digest
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:
+    """Write ``tensors`` and the JSON-able facts ``about`` them to ``path``; returns the digest. Raises as `drafted`."""
+    draft = drafted(path, tensors, about)
+    replace_file(path, draft.write)
+    return draft.digest
 
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -239,15 +258,15 @@ def _facts(path: Path, header: Header) -> dict[str, Any]:
     return about
 
 
-def verified_facts(path: Path) -> dict[str, Any]:
-    """The facts of a file of ours, all bytes of which have the right digests; its tensors are read piece by piece."""
+def verified_facts(path: Path) -> tuple[dict[str, Any], str]:
+    """Facts and digest of a file of ours, all bytes of which have the right digests; tensors are read in pieces."""
     with opened(path) as file:
         header = read_header(path, file)
         about = _facts(path, header)
         file.seek(header.begin)
         sums = {key: _hashed(path, file, key, entry) for key, entry in header.entries.items()}
     checked(path, header, about, sums)
-    return about
+    return about, header.metadata["digest"]
 
 
 def _hashed(path: Path, file: BinaryIO, key: str, entry: Entry) -> str:

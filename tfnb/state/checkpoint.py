@@ -1,6 +1,7 @@
 """Variable files: one safetensors file of tensors by label, with JSON metadata and digests. No pickle.
 
-A file is whole or absent, and a damaged one is never used: see `tfnb.graph.files`. What a restore would assign is
+What `load` reads may also be a manifest, whose tensors lie in several such files: see `tfnb.state.manifests`. A file is
+whole or absent, and a damaged one is never used: see `tfnb.graph.files`. What a restore would assign is
 worked out by the pure function `match` before anything is assigned.
 """
 
@@ -19,7 +20,9 @@ import torch
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound
 from tfnb.graph import Spec
 from tfnb.graph.tensor_files import read_tensors, verified_facts, write_tensors
-from tfnb.state import param_groups
+from tfnb.state import manifests, param_groups
+from tfnb.state.checkpoint_stores import Store, located
+from tfnb.state.manifests import Manifest
 
 FORMAT, VERSION = "tfnb-variables", 1
 _FEW = 12  # keys of a file that an error tells
@@ -47,8 +50,8 @@ class Unwritten(NamedTuple):
 class Checkpoint:
     """What was written: the file, and what it holds. Stands for the file's path where one is asked for."""
 
-    file: Path
-    bytes: int  # of the file
+    file: Path | str  # a URL, where it is in no local folder
+    bytes: int  # of the file, or of all shards that a manifest names
     specs: Mapping[str, Spec]
     meta: Mapping[str, Any]
 
@@ -86,20 +89,49 @@ def save(
     return Checkpoint(file, file.stat().st_size, specs, dict(meta))
 
 
+def save_shards(store: Store, name: str, unwritten: Unwritten, meta: Mapping[str, Any]) -> tuple[Checkpoint, Manifest]:
+    """Write shards, but for those that are there already, and then the manifest that names them.
+
+    Raises CheckpointWriteError, with every checkpoint that was there unchanged.
+    """
+    layout = manifests.write_shards(store, {**unwritten.variables, **unwritten.more})
+    manifest = Manifest({**meta, "variables": VERSION}, layout)
+    manifests.write(store, name, manifest)
+    specs = {label: _shown(tensor) for label, tensor in unwritten.variables.items()}
+    return Checkpoint(store.path_of(name), manifest.bytes, specs, manifest.meta), manifest
+
+
 def load(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors by label, and ``meta``, which is empty for a safetensors file of another library.
 
-    Raises CheckpointCorrupt naming file and key, or CheckpointIncompatible for a file of another kind or version.
+    path: a file of `save`, or a manifest; also an fsspec URL. Raises CheckpointCorrupt naming file and key, or
+    CheckpointIncompatible for a file of another kind or version.
     """
-    tensors, about, digest = read_tensors(Path(path), of_others=True)
-    if not digest:
-        return tensors, {}
-    return tensors, _meta(path, about)
+    store, name = located(path)
+    with store.got(name) as file:
+        if not file.is_file() or not manifests.is_manifest(file):
+            tensors, about, digest = read_tensors(file, of_others=True)
+            return tensors, _meta(path, about) if digest else {}
+    manifest = manifests.read(store, name)
+    meta = meta_of(path, manifest)
+    return manifests.load(store, manifest), meta
 
 
 def verified(path: str | PathLike[str]) -> dict[str, Any]:
-    """The ``meta`` of a file of ours, after all bytes were compared with their digests; raises as `load`."""
-    return _meta(path, verified_facts(Path(path)))
+    """The ``meta`` of a file of `save`, after all bytes were compared with their digests; raises as `load`."""
+    about, _ = verified_facts(Path(path))
+    return _meta(path, about)
+
+
+def meta_of(path: str | PathLike[str], manifest: Manifest) -> dict[str, Any]:
+    """The ``meta`` of a manifest, checked; raises as `load`."""
+    if manifest.meta.get("variables") != VERSION:
+        raise CheckpointIncompatible(
+            f"{path} holds variables of version {str(manifest.meta.get('variables'))[:40]}; expected {VERSION}"
+        )
+    meta = {name: fact for name, fact in manifest.meta.items() if name != "variables"}
+    ensure_told(meta)
+    return meta
 
 
 def _meta(path: str | PathLike[str], about: Mapping[str, Any]) -> dict[str, Any]:

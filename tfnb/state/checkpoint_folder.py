@@ -1,4 +1,7 @@
-"""A folder of checkpoints ``ckpt-<step>.safetensors``: which of them are whole, and which are kept.
+"""A folder of checkpoints ``ckpt-<step>.json``: which of them are whole, and which are kept.
+
+Each is a manifest of shards (`tfnb.state.manifests`), which checkpoints share as far as nothing changed; a file of
+`Session.save` that is named ``ckpt-<step>.safetensors`` is a checkpoint, too. The folder may be an fsspec URL.
 
 What is kept is the pure function `kept` of what the files say of themselves, so that it holds over processes. A file
 that is damaged, or that another program wrote, is neither counted nor deleted.
@@ -9,17 +12,21 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound
-from tfnb.graph.files import sweep
-from tfnb.state import checkpoint
+from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, NotFound
+from tfnb.state import checkpoint, manifests
+from tfnb.state.checkpoint_stores import LocalStore, Signature, located, store_of
+from tfnb.state.manifests import Manifest, Shard
 
-NAMES = re.compile(r"ckpt-(\d{1,18})\.safetensors", re.ASCII)
+NAMES = re.compile(r"ckpt-(\d{1,18})\.(json|safetensors)", re.ASCII)
+_DRAFTS = re.compile(f"{NAMES.pattern}|{manifests.SHARDS.pattern}", re.ASCII)
+T = TypeVar("T")
 _ABOUT = "saver"  # the key of a checkpoint's meta that says what `kept` has to know
 
 
@@ -28,9 +35,14 @@ class Kept:
     """One checkpoint of a folder: its step, when it was taken (seconds since the epoch), and the values then."""
 
     step: int
-    path: Path
+    path: Path | str
     taken: float
     values: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return name_of(self.path)
 
     def value(self, name: str | None) -> float | None:
         """The value of this name, if there is one that is a number."""
@@ -74,115 +86,180 @@ class Retention:
 
 
 class CheckpointFolder:
-    """The checkpoints of a folder, each of which is read whole once: then its size and time stand for its bytes."""
+    """The checkpoints of a folder, each file of which is read whole once: then its size and time stand for its bytes.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._known: dict[tuple[Path, int, int, int], Mapping[str, Any] | str] = {}  # meta, or what is wrong
+    It is of one training at a time: what no manifest names is deleted after the next one was written.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.store = store_of(path)
+        self._manifests: dict[tuple[str, Signature], Manifest | str] = {}  # or what is wrong
+        self._metas_of: dict[tuple[str, Signature], Mapping[str, Any] | str] = {}
+        self._shards: dict[tuple[str, Signature], str] = {}  # what is wrong
+
+    @property
+    def path(self) -> Path | str:
+        """The folder, or its URL."""
+        return self.store.path if isinstance(self.store, LocalStore) else str(self.store)
 
     def make(self) -> None:
         """Let there be the folder, without what killed processes left in it; raises OSError."""
-        if self.path.exists() and not self.path.is_dir():
-            raise InvalidArgument(f"{self.path} is a file; checkpoints are kept in a folder")
-        self.path.mkdir(parents=True, exist_ok=True)
-        sweep(self.path, NAMES)
+        self.store.make(_DRAFTS)
 
-    def path_of(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path | str:
         """Where the checkpoint of a step is written."""
-        return self.path / f"ckpt-{step}.safetensors"
+        return self.store.path_of(_name(step))
 
-    def named(self) -> list[tuple[int, Path]]:
+    def named(self) -> list[tuple[int, Path | str]]:
         """Files with the name of a checkpoint, in the order of their steps, whole or not."""
-        if not self.path.is_dir():
-            return []
-        found = [path for path in self.path.iterdir() if NAMES.fullmatch(path.name) and path.is_file()]
-        return sorted((_step(path), path) for path in found)
+        return [(_step(name), self.store.path_of(name)) for name in _ordered(self.store.listed())]
 
     def checkpoints(self) -> list[Kept]:
         """Those that are whole, in the order of their steps."""
-        return [one for _, path in self.named() if (one := self._read(path)) is not None]
+        metas = self._metas()
+        return [self._kept(name, meta) for name, meta in metas.items() if not isinstance(meta, str)]
 
-    def others(self) -> dict[Path, str]:
+    def others(self) -> dict[str, str]:
         """Files with such names that are no checkpoints, and what is wrong with them."""
-        return {path: wrong for _, path in self.named() if (wrong := self.fault(path))}
-
-    def fault(self, path: Path) -> str:
-        """What is wrong with a file; empty for a checkpoint that is whole."""
-        found = self._meta(path)
-        return found if isinstance(found, str) else ""
+        return {name: meta for name, meta in self._metas().items() if isinstance(meta, str)}
 
     def write(
         self, step: int, unwritten: checkpoint.Unwritten, values: Mapping[str, float], retention: Retention
     ) -> checkpoint.Checkpoint:
         """Write a checkpoint, then delete those that are not kept any more. Raises CheckpointWriteError."""
         about = {"taken": time.time(), "values": dict(values)}
-        path = self.path_of(step)
-        written = checkpoint.save(path, unwritten.variables, {**unwritten.meta, _ABOUT: about}, unwritten.more)
-        self._known[_signature(path)] = written.meta
+        name = _name(step)
+        try:
+            written, manifest = checkpoint.save_shards(self.store, name, unwritten, {**unwritten.meta, _ABOUT: about})
+        except BaseException:
+            with suppress(OSError):
+                self._collect()
+            raise
+        there = self._listed()
+        self._manifests[name, there[name]] = manifest
+        self._shards |= {(shard.name, there[shard.name]): "" for shard in manifest.shards if shard.name in there}
         found = self.checkpoints()
-        kept = {path, *(one.path for one in retention.kept(found))}  # the new one, whatever its number
+        kept = {name, *(one.name for one in retention.kept(found))}  # the new one, whatever its number
         for old in found:
-            if old.path not in kept:
-                old.path.unlink(missing_ok=True)
+            if old.name not in kept:
+                self.store.drop(old.name)
+        self._collect()
         return written
 
-    def _read(self, path: Path) -> Kept | None:
-        meta = self._meta(path)
-        if isinstance(meta, str):
-            return None
+    def _collect(self) -> None:
+        """Delete shards that no manifest names; none, where one cannot be read: it may name any of them."""
+        there = self.store.listed()
+        known = [self._manifest(name, there[name]) for name in _ordered(there) if name.endswith(".json")]
+        if all(isinstance(one, Manifest) for one in known):
+            manifests.collect(self.store, [one for one in known if isinstance(one, Manifest)])
+
+    def _listed(self) -> dict[str, Signature]:
+        """Signatures of the files of checkpoints, and of their shards."""
+        return {**self.store.listed(), **self.store.listed(manifests.FOLDER)}
+
+    def _metas(self) -> dict[str, Mapping[str, Any] | str]:
+        """What files say of themselves, or what is wrong with them, by name in the order of their steps."""
+        there = self._listed()
+        return {name: self._meta(name, there) for name in _ordered(there)}
+
+    def _kept(self, name: str, meta: Mapping[str, Any]) -> Kept:
         about = meta.get(_ABOUT)
         about = about if isinstance(about, dict) else {}
         taken, values = about.get("taken"), about.get("values")
+        path = self.store.path_of(name)
         if not isinstance(taken, float) or not math.isfinite(taken):  # one of `Session.save`
-            taken = path.stat().st_mtime
+            taken = path.stat().st_mtime if isinstance(path, Path) and path.exists() else 0.0
         numbers = (
             {name: value for name, value in values.items() if type(value) in (int, float)}
             if isinstance(values, dict)
             else {}
         )
-        return Kept(_step(path), path, taken, numbers)
+        return Kept(_step(name), path, taken, numbers)
 
-    def _meta(self, path: Path) -> Mapping[str, Any] | str:
-        """What a file says of itself, or what is wrong with it."""
-        try:
-            signature = _signature(path)
-            if (known := self._known.get(signature)) is None:
-                self._known[signature] = known = checkpoint.verified(path)
-        except FileNotFoundError:
-            return "it is gone"
-        except OSError as error:
-            return str(error)  # another time it may be read
-        except (CheckpointCorrupt, CheckpointIncompatible) as error:
-            self._known[signature] = known = str(error)
-        return known
+    def _meta(self, name: str, there: Mapping[str, Signature]) -> Mapping[str, Any] | str:
+        """What a file says of itself, or what is wrong with it or with a shard of it."""
+        path = self.store.path_of(name)
+        if not name.endswith(".json"):
+            if not isinstance(path, Path):
+                return "in a store that is no local folder, a checkpoint is a manifest"
+            return _once(self._metas_of, (name, there[name]), lambda: checkpoint.verified(path))
+        manifest = self._manifest(name, there[name])
+        if isinstance(manifest, str):
+            return manifest
+        for shard in manifest.shards:
+            if fault := self._fault(shard, there):
+                return fault
+        return _once(self._metas_of, (name, there[name]), lambda: checkpoint.meta_of(str(path), manifest))
+
+    def _manifest(self, name: str, signature: Signature) -> Manifest | str:
+        return _once(self._manifests, (name, signature), lambda: manifests.read(self.store, name))
+
+    def _fault(self, shard: Shard, there: Mapping[str, Signature]) -> str:
+        """What is wrong with a shard; empty for a whole one."""
+        if shard.name not in there:
+            return f"{self.store.path_of(shard.name)} is missing"
+
+        def verified() -> str:
+            manifests.verify(self.store, shard)
+            return ""
+
+        return _once(self._shards, (shard.name, there[shard.name]), verified)
 
 
-def newest(path: str | PathLike[str]) -> Path:
+def _once(known: dict[tuple[str, Signature], T | str], key: tuple[str, Signature], read: Callable[[], T]) -> T | str:
+    """What ``read`` returns, or what is wrong; known from then on, unless the system could not read it now."""
+    if (found := known.get(key)) is not None:
+        return found
+    try:
+        known[key] = found = read()
+    except FileNotFoundError:
+        return "it is gone"
+    except OSError as error:
+        return str(error)  # another time it may be read
+    except (CheckpointCorrupt, CheckpointIncompatible) as error:
+        known[key] = found = str(error)
+    return found
+
+
+def newest(path: str | PathLike[str]) -> Path | str:
     """The checkpoint with the highest step of a folder, or the file itself; raises for one that is not whole.
 
     A damaged one is never passed over in silence: CheckpointCorrupt or CheckpointIncompatible says which one is before
     it.
     """
-    folder = CheckpointFolder(Path(path))
-    if not folder.path.is_dir():
-        return folder.path
-    if not (named := folder.named()):
+    store, name = located(path)
+    if isinstance(store, LocalStore) and not (store.path / name).is_dir():
+        return store.path / name
+    if NAMES.fullmatch(name) and not isinstance(store, LocalStore):
+        return store.path_of(name)
+    folder = CheckpointFolder(path)
+    metas = folder._metas()
+    if not metas:
         raise NotFound(f"there is no checkpoint in {folder.path}: none was written, so leave out resume")
-    _, last = named[-1]
-    if not (fault := folder.fault(last)):
-        return last
-    before = [one.path for one in folder.checkpoints()]
-    how = f"the one before is {before[-1].name}" if before else "there is none before it"
+    last = [*metas][-1]
+    if not isinstance(fault := metas[last], str):
+        return folder.store.path_of(last)
+    before = [one.name for one in folder.checkpoints()]
+    how = f"the one before is {before[-1]}" if before else "there is none before it"
     raise CheckpointCorrupt(
-        f"the newest checkpoint of {folder.path} cannot be used: {fault}; {how}: move {last.name} away, and "
+        f"the newest checkpoint of {folder.path} cannot be used: {fault}; {how}: move {last} away, and "
         "the same call goes on from there"
     )
 
 
-def _step(path: Path) -> int:
-    return int(path.name.partition("-")[2].partition(".")[0])
+def name_of(path: Path | str) -> str:
+    """The name of a file at a path or URL."""
+    return path.name if isinstance(path, Path) else path.rpartition("/")[2]
 
 
-def _signature(path: Path) -> tuple[Path, int, int, int]:
-    found = path.stat()
-    return path, found.st_ino, found.st_size, found.st_mtime_ns
+def _name(step: int) -> str:
+    return f"ckpt-{step}.json"
+
+
+def _step(name: str) -> int:
+    return int(name.partition("-")[2].partition(".")[0])
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """Names of checkpoints among ``names``, in the order of their steps."""
+    return sorted((name for name in names if NAMES.fullmatch(name)), key=lambda name: (_step(name), name))

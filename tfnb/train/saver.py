@@ -19,7 +19,7 @@ from typing import Any, Literal
 from tfnb.errors import FailedPrecondition, InvalidArgument, InvalidType
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.checkpoint import Checkpoint, Unwritten
-from tfnb.state.checkpoint_folder import CheckpointFolder, Kept, Retention
+from tfnb.state.checkpoint_folder import CheckpointFolder, Kept, Retention, name_of
 from tfnb.train.callbacks import Progress
 
 _MORE_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score")
@@ -28,14 +28,16 @@ PASSING = (OSError, MemoryError)  # of a full disk or memory, or a server that d
 
 
 class Saver:
-    """A folder of checkpoints ``ckpt-<step>.safetensors``, each of which `Session.restore` and `fit` read.
+    """A folder of checkpoints ``ckpt-<step>.json``, each of which `Session.restore` and `fit` read.
 
-    path: the folder, which is made where it is missing. keep: so many of the newest are kept; older ones are deleted
-    once the new one is complete. keep_every_hours: of each so many hours one checkpoint is kept for ever, the first
-    one and then the next that is at least so much younger. best: a watched value of `fit`, or one over its validation
-    data (``"val_loss"``): the checkpoint with the best value so far is kept, too. best_mode: whether ``"min"`` or
-    ``"max"`` is better; by default more of what is named like an accuracy (``acc``, ``auc``, ``f1``, ``precision``,
-    ``recall``, ``score``), less of anything else. session: what `save` saves; `fit` gives it its own.
+    path: the folder, which is made where it is missing, or an fsspec URL such as ``s3://bucket/run``. A checkpoint is a
+    manifest, written last, of shards with their digests in the folder ``shards``; what did not change since the
+    checkpoint before, such as a frozen embedding, is written once. keep: so many of the newest are kept; older ones are
+    deleted once the new one is complete. keep_every_hours: of each so many hours one checkpoint is kept for ever, the
+    first one and then the next that is at least so much younger. best: a watched value of `fit`, or one over its
+    validation data (``"val_loss"``): the checkpoint with the best value so far is kept, too. best_mode: whether
+    ``"min"`` or ``"max"`` is better; by default more of what is named like an accuracy (``acc``, ``auc``, ``f1``,
+    ``precision``, ``recall``, ``score``), less of anything else. session: what `save` saves; `fit` gives it its own.
 
     Among the callbacks of `fit` it saves after each epoch; as ``fit(..., checkpoint=saver)`` every so many seconds, and
     after each epoch where it keeps the best. Files that are damaged, or that others wrote, are not counted, and stay
@@ -50,7 +52,7 @@ class Saver:
     >>> saver = Saver(folder.name, keep=2, best="loss")
     >>> _ = tfnb.fit(train, {x: torch.ones(8)}, epochs=4, batch_size=2, watch={"loss": loss}, callbacks=[saver])
     >>> [path.name for path in saver.paths], saver.latest.name, saver.best.name
-    (['ckpt-12.safetensors', 'ckpt-16.safetensors'], 'ckpt-16.safetensors', 'ckpt-16.safetensors')
+    (['ckpt-12.json', 'ckpt-16.json'], 'ckpt-16.json', 'ckpt-16.json')
     >>> folder.cleanup()
     """
 
@@ -77,8 +79,10 @@ class Saver:
         every = None if keep_every_hours is None else 3600 * keep_every_hours
         self.retention = Retention(keep, every, best, 1 if mode == "min" else -1)
         self.failures = 0  # in a row
-        self.written: tuple[float, int, Path] | None = None  # when, by `perf_counter`, which step, and the last file
-        self._folder = CheckpointFolder(Path(path))
+        self.written: tuple[float, int, Path | str] | None = (
+            None  # when, by `perf_counter`, which step, and the last file
+        )
+        self._folder = CheckpointFolder(path)
         self._session = session
         self._writing: Future[Checkpoint] | None = None
         self._begun = -1  # step of the last one that was begun
@@ -89,17 +93,17 @@ class Saver:
         return str(self._folder.path)
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[Path | str]:
         """The checkpoints that there are, in the order of their steps; damaged files are none."""
         return [one.path for one in self._folder.checkpoints()]
 
     @property
-    def latest(self) -> Path | None:
+    def latest(self) -> Path | str | None:
         """The whole checkpoint with the highest step."""
         return next(reversed(self.paths), None)
 
     @property
-    def best(self) -> Path | None:
+    def best(self) -> Path | str | None:
         """The checkpoint with the best value so far."""
         found = self.retention.best_of(self._folder.checkpoints())
         return None if found is None else found.path
@@ -107,8 +111,8 @@ class Saver:
     def __repr__(self) -> str:
         found = self._folder.checkpoints()
         best = self.retention.best_of(found)
-        lines = [f"  {one.path.name}{self._shown(one)}{'; the best' if one == best else ''}" for one in found]
-        lines += [f"  not counted: {path.name}: {why}" for path, why in self._folder.others().items()]
+        lines = [f"  {one.name}{self._shown(one)}{'; the best' if one == best else ''}" for one in found]
+        lines += [f"  not counted: {name}: {why}" for name, why in self._folder.others().items()]
         return "\n".join([f"<Saver of {self._folder.path}: {len(found)} checkpoints>", *lines])
 
     def _shown(self, one: Kept) -> str:
@@ -150,8 +154,8 @@ class Saver:
         self._folder.make()
         if ahead := {step: path for step, path in self._folder.named() if step > begin}:
             raise FailedPrecondition(
-                f"{self._folder.path} holds {ahead[max(ahead)].name}, and this training begins at step {begin}: go on "
-                f"from there, resume={str(self._folder.path)!r}, or give this training a folder of its own"
+                f"{self._folder.path} holds {name_of(ahead[max(ahead)])}, and this training begins at step {begin}: go "
+                f"on from there, resume={str(self._folder.path)!r}, or give this training a folder of its own"
             )
 
     @property
@@ -204,7 +208,7 @@ class Saver:
         self.failures += 1
         if self.failures > 1:
             return
-        last = "there is none before it" if self.written is None else f"the last one is {self.written[2].name}"
+        last = "there is none before it" if self.written is None else f"the last one is {name_of(self.written[2])}"
         notes = "; ".join(getattr(error, "__notes__", ()))
         warnings.warn(
             f"no checkpoint of step {step} in {self._folder.path}: {error}{'; ' if notes else ''}{notes}; {last}. The "

@@ -627,3 +627,21 @@ def test_a_restore_has_its_memory_before_it_is_decided(monkeypatch):
     assert isinstance(server("refill", id="z", brought="x", void=[]), Ok)
     monkeypatch.undo()
     assert server.w.tolist() == [5.0] * 3 and seen.tolist() == [0.0] * 3
+
+
+def test_a_pin_holds_the_values_of_one_instant_while_writes_go_on() -> None:
+    server = Server()
+    server("pin", pinned=7, keys=["w"])
+    server("assign", [torch.full((3,), 5.0)], keys=["w"])
+    server("assign", [torch.full((3,), 6.0)], keys=["w"])
+    before = server("pull", pinned=7).tensors[0]
+    assert before.tolist() != [6, 6, 6] and before.tolist() == server("pull", pinned=7).tensors[0].tolist()
+    assert server.w.tolist() == [6, 6, 6]
+    for number in range(20, 30):
+        server("pin", pinned=number, keys=["w"])
+    assert len(server.core.pins) == 4, "who forgets to let go keeps no generations"
+    assert "given up for later pins" in server("pull", pinned=7).message
+    server("unpin", pinned=29)
+    assert [number for _, number in server.core.pins] == [26, 27, 28]
+    server("gone", client="client")
+    assert not server.core.pins

@@ -88,6 +88,7 @@ class Engine:
         self.is_closed = False
         self._queues: set[asyncio.Queue[Any]] = set()  # of the machines in progress
         self._told: set[asyncio.Task[Any]] = set()
+        self._pins = itertools.count()
         self._stopping: dict[Member, asyncio.Task[Ok | None]] = {}  # tasks that were told to stop computing
         self._trainings: dict[Training, asyncio.Task[None]] = {}  # in progress, and who watches for each
         self.names = itertools.count()  # of trainings and their data
@@ -183,31 +184,37 @@ class Engine:
     ) -> Pulled:  # fmt: skip
         """Values by key, all of one step. Of the ``queues`` by shard what they hold then; unheard: see `Contents.held`.
 
+        Servers pin them while no step is applied; they are fetched while steps go on, and write another generation.
         Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
         """
-        asks = [Ask(shard, "pull", {"keys": keys, "tables": True}) for shard, keys in wanted.items()]
-        async with AsyncExitStack() as copies:
-            for _ in range(PULLS):
-                async with self.single.turn, AsyncExitStack() as holds:
-                    stand = [await holds.enter_async_context(training.held()) for training in list(self._trainings)]
-                    step, applied = self.step, {each: each.applied_steps() for each in self._trainings}
-                    answers = await self.insist_on(asks)
-                    held = await copies.enter_async_context(self.contents.held(queues or {}, unheard=unheard))
-                    used = dict(self.single.used)
-                    is_one_step = all([await stands() for stands in stand])
-                if is_one_step:
-                    break
-            else:
-                raise Aborted(
-                    f"steps went on during each of {PULLS} pulls: a hold ends by itself, and the notebook stood still "
-                    "or the values took long; pull again when it has less to do, or after the training",
-                    step=self.step,
-                )  # fmt: skip
-            values: dict[str, torch.Tensor] = {}
-            for answer in answers:
-                lazy_memory.ensure_room(size(answer.tensors), "what comes from a server")
-                values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
-            return Pulled(values, step, await self.contents.fetched(held), applied, held.seen, used)
+        number = next(self._pins)
+        pins = [Ask(shard, "pin", {"pinned": number, "keys": keys, "tables": True}) for shard, keys in wanted.items()]
+        try:
+            async with AsyncExitStack() as copies:
+                for _ in range(PULLS):
+                    async with self.single.turn, AsyncExitStack() as holds:
+                        stand = [await holds.enter_async_context(training.held()) for training in [*self._trainings]]
+                        step, applied = self.step, {each: each.applied_steps() for each in self._trainings}
+                        await self.insist_on(pins)
+                        held = await copies.enter_async_context(self.contents.held(queues or {}, unheard=unheard))
+                        used = dict(self.single.used)
+                        is_one_step = all([await stands() for stands in stand])
+                    if is_one_step:
+                        break
+                else:
+                    raise Aborted(
+                        f"steps went on during each of {PULLS} pulls: a hold ends by itself, and the notebook stood "
+                        "still or the values took long; pull again when it has less to do, or after the training",
+                        step=self.step,
+                    )
+                values: dict[str, torch.Tensor] = {}
+                for answer in await self.insist_on([Ask(shard, "pull", {"pinned": number}) for shard in wanted]):
+                    lazy_memory.ensure_room(size(answer.tensors), "what comes from a server")
+                    values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
+                return Pulled(values, step, await self.contents.fetched(held), applied, held.seen, used)
+        finally:
+            if self.lost is None and not self.is_closed:
+                self.later(self.peers.settled_on([Ask(shard, "unpin", {"pinned": number}) for shard in wanted]))
 
     async def refill(self, brought: Brought, written: Iterable[str]) -> None:
         """Let queues and Variables hold what was brought; steps that used one of them raise Aborted.

@@ -32,6 +32,7 @@ from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request, failed
 from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ShapeError
 
 PLANS = 64  # registered plans that are kept
+PINS = 4  # instants whose values one client may be pulling
 
 
 class Values(Protocol):
@@ -89,13 +90,14 @@ class Core:
         self.ledger = Ledger()
         self.plans: OrderedDict[str, ServerProgram] = OrderedDict()
         self.poisoned: str | None = None
+        self.pins: dict[tuple[str, int], Ok] = {}  # by client and number: values of one instant that it will pull
         self.lines = Lines()
         self.objects = Objects(self.afford, self._assigning)
         self.rounds, self.trainings = StagedRounds(self, self.objects), Trainings(self, self.ledger)
         self._methods: dict[str, Callable[[Request], Ok | Refused]] = {
             "create": self._create, "drop": self._drop, "assign": self._assign, "push": self._push,
             "register_shard": self._register, "pull": self._pull, "stat": self._stat, "applied": self._applied,
-            "gone": self._gone, **self.rounds.methods, **self.trainings.methods,
+            "pin": self._pin, "unpin": self._unpin, "gone": self._gone, **self.rounds.methods, **self.trainings.methods,
         }  # fmt: skip
         self._timed: dict[str, Callable[[Request, float], Ok | Refused | None]] = {
             **self.objects.methods, **self.trainings.timed,
@@ -105,7 +107,7 @@ class Core:
 
     MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit", "enter", "depart"})
     METHODS = MUTATIONS | Objects.METHODS | {
-        "register_shard", "pull", "stage", "prepare", "abort", "keep", "stat", "applied",
+        "register_shard", "pull", "pin", "unpin", "stage", "prepare", "abort", "keep", "stat", "applied",
         "contribute", "staged", "decided", "standing", "hold", "go", "cut", "open_training", "end_training", "gone",
     }  # fmt: skip
 
@@ -284,8 +286,12 @@ class Core:
 
         With ``step`` it waits until so many rounds are committed, with ``staleness`` until the loop that reads is at
         most so many steps ahead of the slowest one. ``rows_of``: keys of which only rows are wanted: the tensors.
-        ``tables``: of large tables the rows that are not zero will do.
+        ``tables``: of large tables the rows that are not zero will do. ``pinned``: what the client pinned before.
         """
+        if "pinned" in request.meta:
+            if (pinned := self.pins.get(_pin_of(request))) is None:
+                raise NotFound(f"what {request.op.client} pinned here was given up for later pins")
+            return pinned
         if "decided" in request.meta:
             self.trainings.decided(request)
         answer = self.with_values(Ok({"version": self.version, "step": self.step}), request, "keys")
@@ -296,6 +302,19 @@ class Core:
             answer = replace(answer, tensors=[*answer.tensors, *rows])
         return answer
 
+    def _pin(self, request: Request) -> Ok:
+        """Hold on to the current values of ``keys`` as ``pinned``: steps go on, and write another generation."""
+        self.pins.pop(pin := _pin_of(request), None)  # of a try before: its generation can be written
+        for oldest in [held for held in self.pins if held[0] == pin[0]][: 1 - PINS]:
+            del self.pins[oldest]
+        self.pins[pin] = self.with_values(self.ack(), request, "keys")
+        return self.ack()
+
+    def _unpin(self, request: Request) -> Ok:
+        """Its client has pulled what it pinned."""
+        self.pins.pop(_pin_of(request), None)
+        return self.ack()
+
     def _is_early(self, meta: Mapping[str, Any]) -> bool:
         """Whether a pull has to wait."""
         return self.trainings.is_ahead(meta) or int(meta.get("step", 0)) > self.step
@@ -305,6 +324,7 @@ class Core:
         client = str(request.meta["client"])
         lost = Refused("fenced", f"{client} is gone")
         self._effects += [Reply(ticket, lost) for ticket in self.lines.gone(client)]
+        self.pins = {pin: answer for pin, answer in self.pins.items() if pin[0] != client}
         return self.ack()
 
     def with_values(self, answer: Ok, request: Request, names: str = "reads") -> Ok:
@@ -479,6 +499,10 @@ def fence(request: Request, epoch: int, incarnation: int) -> Refused | None:
     if request.epoch != epoch:
         return Refused("fenced", f"the request is of epoch {request.epoch}, this task is at {epoch}")
     return None
+
+
+def _pin_of(request: Request) -> tuple[str, int]:
+    return request.op.client, int(request.meta["pinned"])
 
 
 def _keys(request: Request, names: str = "keys") -> list[str]:
