@@ -82,6 +82,26 @@ def test_a_run_has_the_default_dtype_of_the_recording() -> None:
         assert value is made[2] or torch.equal(got, want)  # that one is drawn
 
 
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_a_default_dtype_of_later_changes_no_run(executor: str) -> None:
+    """What was recorded with float32, run before and while the default is float64."""
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.arange(4))
+        values = [x / 3, x * 0.3, x.sqrt(), 0.5 - x, x / (x + 1), (x > 1) * 0.1, torch.atan2(x, x), x * 1j]
+        total, _ = tfnb.while_loop(lambda t, i: i < 3, lambda t, i: (t + (i / 7), i + 1), (x * 0.1, x[1]))
+        values = [*values, total, torch.where(x > 1, x, 0.3)]
+    session, feeds = tfnb.Session(graph, executor=executor), {x: torch.arange(4)}
+    wanted, call = session.run(values, feeds), session.make_callable(values, [x])
+    torch.set_default_dtype(torch.float64)
+    try:
+        called = call(feeds[x])
+        again, anew = session.run(values, feeds), tfnb.Session(graph, executor=executor).run(values, feeds)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for value, want, *found in zip(values, wanted, called, again, anew, strict=True):
+        assert all(got.dtype == value.dtype and torch.equal(got, want) for got in found)
+
+
 def test_a_view_is_not_taken_for_memory_of_its_own() -> None:
     data = torch.randn(4, 6)
     with tfnb.record():

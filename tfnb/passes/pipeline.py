@@ -9,6 +9,7 @@ from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.graph.difference import Difference
 from tfnb.passes.conditional_updates import conditional_updates
 from tfnb.passes.fold import fold
+from tfnb.passes.fractions import fractions
 from tfnb.passes.in_place_commit import absorb
 from tfnb.passes.liveness import Memory
 from tfnb.passes.memory_format import Layout, channels_last
@@ -20,7 +21,7 @@ from tfnb.passes.rewrite import Pass
 from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
-PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
+PIPELINE: tuple[Pass, ...] = (fractions, fold, simplify, merge)  # between two prunings
 ONCE: tuple[Pass, ...] = (conditional_updates, absorb, stack, narrow, split, order)
 """What a commit does in place, then kernels and order are chosen; memory is planned after that (`tfnb.memory`)."""
 LAYOUTS: Mapping[Layout, tuple[Pass, ...]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -51,6 +51,11 @@ class Prepared:
     direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
     guarded: tiers.Guarded | None = None  # what that is of
     python: Watched | None = None  # what the recordings read of Python, which no run may find changed
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)  # the code is for: `tfnb.passes.fractions`
+
+    def is_of(self, graph: Graph) -> bool:
+        """Whether it is of the graph's version and of torch's default dtype of now."""
+        return self.version == graph.version and self.default is torch.get_default_dtype()
 
     def ensure_fresh(self) -> None:
         """Raise StaleNode where Python state that was recorded has changed; warn of what is only to be said."""

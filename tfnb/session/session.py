@@ -233,7 +233,7 @@ class Session:
 
         def call(*values: Any) -> Any:
             nonlocal prepared
-            if prepared.version != self.graph.version:
+            if not prepared.is_of(self.graph):
                 prepared = self._prepare(fetches, feeds)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
@@ -487,7 +487,8 @@ class Session:
     def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> Prepared:
         __tracebackhide__ = True
         self._steps.ensure_open()
-        key = (key_of(fetches), tuple(map(key_of, feed_keys)), self.memory_budget)
+        about = self.memory_budget, torch.get_default_dtype()  # see `tfnb.passes.fractions`
+        key = (key_of(fetches), tuple(map(key_of, feed_keys)), *about)
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
             self._forget()
