@@ -26,14 +26,14 @@ def members(cluster: Any) -> list[Any]:
 def exchanges(dask: Any) -> list[dict[str, int]]:
     """What each task's exchange holds."""
 
-    def facts() -> list[dict[str, int]]:
-        from distributed import get_worker
-
+    def facts(dask_worker: Any) -> list[dict[str, int]]:
         from tfnb.cluster.tasks.task import TaskActor
 
-        return [a.task.exchange.facts for a in get_worker().state.actors.values() if isinstance(a, TaskActor)]
+        return [a.task.exchange.facts for a in dask_worker.state.actors.values() if isinstance(a, TaskActor)]
 
-    return [fact for found in dask.run(facts, on_error="ignore").values() if isinstance(found, list) for fact in found]
+    found = [fact for facts in dask.run(facts, on_error="ignore").values() if isinstance(facts, list) for fact in facts]
+    assert found, "no task was asked"
+    return found
 
 
 def assert_nothing_left(dask: Any) -> None:

@@ -17,7 +17,7 @@ from tests.view.browser import browser
 from tests.view.test_escape import NASTY, Page, graph
 from tfnb.errors import InvalidArgument
 from tfnb.execution import Trace
-from tfnb.execution.tracing.trace import Event
+from tfnb.execution.tracing.trace import Event, Transmission
 from tfnb.graph import Graph
 from tfnb.view import Drawing, graph_html, trace_html
 from tfnb.view.page import live
@@ -185,3 +185,31 @@ def test_a_legend_lists_the_colours_of_boxes_and_not_that_of_the_whole() -> None
         torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())(tfnb.placeholder(torch.ones(1, 2)))
     added = next(node.id for node in graph.nodes if "relu" in node.op)
     assert [words for words, _ in live(Drawing(graph, marks={added: "added"}))["legend"]] == ["added"]
+
+
+def over_places(graph: Graph, name: str) -> Trace:
+    """A trace of a cluster whose places and messages have this name."""
+    node = next(node for node in graph.nodes if node.op.startswith("aten"))
+    events = tuple(Event(of, 0.0, 0.2, 10, "cpu", place, call=name) for of, place in ((node, name), (None, "ps:0")))
+    sent = Transmission(name, "ps:0", 0.3, 0.5, 2048, None, name), Transmission("ps:0", name, 0.5, 0.6, 0, node)
+    clocks = {name: 1e-6, "ps:0": 0.0}
+    return Trace(graph, (node.value(),), events, (), 1.0, 0, transmissions=sent, clocks=clocks)
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_names_of_places_and_messages_are_text(text: str) -> None:
+    pages = [Page(trace_html(over_places(graph(name), name))) for name in ("plain", text)]
+    assert set(pages[1].tags) <= set(pages[0].tags) and pages[1].attributes <= pages[0].attributes
+    assert pages[1].tags.count("script") == 3
+
+
+def test_a_message_is_a_bar_on_its_link_and_an_arrow_between_places() -> None:
+    trace = over_places(graph("plain"), "task:0")
+    assert trace.lanes == (("task:0", "cpu"), ("ps:0", "cpu"))
+    assert trace.links == (("task:0 → ps:0", "link"), ("ps:0 → task:0", "link"))
+    html = trace_html(trace)
+    assert "task:0\ntask:0 → ps:0\n200.00 ms from 300.00 ms\n2.0 KB" in html
+    # 944 pixels a second from 8 on; the lanes' middles are at 27 and 67, the first link's bars at 94
+    assert 'd="M291.20,27L480.00,67m-3,-5l3,5l3,-5"' in html
+    assert 'x="291.20" y="94" width="188.80"' in html
+    assert "clocks are aligned within 1.0 us (task:0)" in html and "at once" not in html

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tfnb.cluster.connected import connected, notices
 from tfnb.cluster.engine.members import Ahead
 from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
-from tfnb.execution import TRACERS, Checked, Trace, Tracer, profiling
+from tfnb.execution import TRACERS, Checked, Trace, profiling
 from tfnb.execution.budgeted import Planned
 from tfnb.execution.dataflow.executor import EXECUTORS
 from tfnb.execution.step_code import StepCode
@@ -68,7 +68,13 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "looks"): "a step in parts fetches values one by one: look at those, take tfnb.print out of the cell, and "
     "remove breakpoints, tfnb.break_at(off=True)",
     ("step", "queues"): "a step in parts is generated code, without queues; run the fetches together",
-    ("trace", "cluster"): "a traced run runs here only: close the cluster, or run without trace=True",
+    ("kernels", "cluster"): "on a cluster trace=True tells the times of nodes, and not of kernels: close the cluster, "
+    "or use trace=True",
+    (
+        "health",
+        "cluster",
+    ): "on a cluster trace=True tells the times of nodes, and not their numbers: close the cluster, "
+    "or use check='nan', which finds the first bad number there",
     ("trace", "queues"): "a traced run is generated code, without queues: run without trace=True",
     ("check", "queues"): "a checked run is generated code, without queues: run without check='nan'",
     ("isolation", "cluster"): "isolation='snapshot' is of steps that run here: close the cluster",
@@ -420,22 +426,25 @@ class Session:
     ) -> list[Any]:
         """`_execute` with a tracer."""
         __tracebackhide__ = True
-        self._ensure_together("trace", prepared.code)
         if how not in TRACERS:
             raise InvalidArgument(f"trace is True, 'kernels' or 'health', not {how!r}")
+        for option in ("trace", str(how)):
+            self._ensure_together(option, prepared.code)
         tensors, shapes = fed
+        if self.cluster is not None:
+            return self._there(prepared, tensors, timeout, trace=self._keep)
         program, _ = prepared.code.at(shapes)
         with profiling(how == "kernels") as profile:
             tracer = TRACERS[how](program)
             results = self._steps.step(prepared, program, tensors, timeout, tracer.forward, tracer.commit, cut)
         tracer.end(results, profile.found)
         tracer.untraced = prepared.code.code(shapes)
-        self._keep(tracer)
+        self._keep(tracer.trace())
         return results
 
-    def _keep(self, tracer: Tracer) -> None:
+    def _keep(self, trace: Trace) -> None:
         """The last traced run."""
-        self.trace = self.graph.attached["trace"] = tracer.trace()  # live drawings of the graph look there
+        self.trace = self.graph.attached["trace"] = trace  # live drawings of the graph look there
 
     def _checked(
         self, prepared: Prepared, fed: Fed, timeout: float | None, check: str, cut: Cut | None = None
@@ -453,16 +462,17 @@ class Session:
             return self._steps.step(prepared, program, tensors, timeout, checked.forward, checked.commit, cut)
         finally:
             if checked.found is not None:
-                self._keep(checked.found)
+                self._keep(checked.found.trace())
 
     def _there(
-        self, prepared: Prepared, tensors: list[torch.Tensor], timeout: float | None, *, check: bool = False
+        self, prepared: Prepared, tensors: list[torch.Tensor], timeout: float | None, *, check: bool = False,
+        trace: Callable[[Trace], None] | None = None,
     ) -> list[Any]:  # fmt: skip
         """The step on the cluster."""
         __tracebackhide__ = True
 
         def run() -> list[Any]:
-            options = {"timeout": timeout, "run": self.runs.take(), "check": check, "see": prepared.see}
+            options = {"timeout": timeout, "run": self.runs.take(), "check": check, "see": prepared.see, "trace": trace}
             return list(self.cluster.run(self._sent(prepared), tensors, compile=self._mode, **options))
 
         return [*self._steps.stoppable(prepared.code.step, None, run), *prepared.after()]

@@ -19,6 +19,7 @@ import torch
 
 from tfnb.cluster.engine.members import Batch
 from tfnb.cluster.engine.peers import LOOK, Settled
+from tfnb.cluster.engine.step_record import PINGS, StepRecord
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
 from tfnb.cluster.queues.deadlocks import Use
@@ -26,7 +27,7 @@ from tfnb.cluster.tasks.pieces import RANK
 from tfnb.cluster.tasks.programs import Placed, Plan
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, failed
 from tfnb.cluster.wire.transport import read_outcome
-from tfnb.errors import TfnbError
+from tfnb.errors import TfnbError, Unavailable
 from tfnb.passes.flow.cut import Kind
 
 if TYPE_CHECKING:
@@ -102,13 +103,13 @@ class SingleSteps:
 
     async def run(
         self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = (),
-        see: See | None = None, counted: Callable[[int], object] = int,
+        see: See | None = None, counted: Callable[[int], object] = int, record: StepRecord | None = None,
     ) -> tuple[list[list[Any]], list[int], list[Any]]:  # fmt: skip
         """One step. Values of each worker, their rows, and the values seen after the commit.
 
         One at a time, but for steps that use ``queues`` (shard and key of each): they wait for others, and take their
         turn when they commit. counted: gets the cluster's count of steps with this one. see: gets the values of each
-        worker before that, and may raise; nothing is written then.
+        worker before that, and may raise; nothing is written then. record: of a traced step.
         """
         since = self.engine.interrupts
         if self.engine.is_closing:
@@ -126,7 +127,10 @@ class SingleSteps:
                 machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
                 machine.lost, machine.places = lost, {task: self.engine.first(task) for task in tasks}
                 machine.senders = placed.senders
-                end, waits = await self._drive(machine, placed, batch, since, use, turn, see)
+                if record is not None:
+                    await self._prepare_trace(placed, tasks[: len(placed.parts) or 1])
+                    record.start()
+                end, waits = await self._drive(machine, placed, batch, since, use, turn, see, record)
                 if not isinstance(end.cause, e.TasksLost):
                     break
                 is_undone = machine.once and end.cause.tasks and not end.cause.put  # what it took is back
@@ -139,6 +143,9 @@ class SingleSteps:
                 if placed.parts and isinstance(cause, e.TasksLost) and cause.is_none_left:
                     cause = e.TasksLost(self._left_alone(placed.tasks))
                 raise self.engine.error(cause, seconds, waits)
+            if record is not None:
+                record.end()
+                await self._ping(record)
             if placed.writes:
                 self.engine.step += 1
                 counted(self.engine.step)
@@ -147,6 +154,36 @@ class SingleSteps:
             if placed.after is not None:
                 after = await self._afterwards(placed, placed.after, batch, deadline, seconds)
             return _results(placed, end.values), list(end.rows)[: 1 if placed.parts else None], after
+
+    async def _prepare_trace(self, placed: Placed, tasks: Sequence[int]) -> None:
+        """Let tasks make ready what a traced step needs. Raises Unavailable."""
+        for member in (self._peers.tasks[task] for task in tasks):
+            answer: Outcome = NotSent()
+            for attempt in range(2):  # a task forgets plans that were not used for long
+                try:
+                    await self.engine.register(placed, member, again=attempt > 0)
+                    meta = {"plan": placed.plan(member.number).id}
+                    call = self._peers.link.call(member.peer, "trace", meta, epoch=self._peers.epoch)
+                    answer = await self._peers.unless_dead(member, call)
+                except NotDone as failure:
+                    answer = failure.outcome
+                if isinstance(answer, Ok):
+                    break
+            else:
+                text = f"{type(answer).__name__} {getattr(answer, 'message', '')}".strip()
+                raise Unavailable(f"{member.name} cannot trace this step: {text}. Nothing was run", task=member.name)
+
+    async def _ping(self, record: StepRecord) -> None:
+        """Compare clocks with those of the places of a step that is over, once more."""
+        places = {member.name: member for member in self._peers.tasks if member.name in record.tasks}
+        places |= {f"ps:{shard}": self._peers.shards[shard] for shard in record.shards}
+        for name, member in places.items():
+            for _ in range(PINGS):
+                sent = time.monotonic_ns()
+                ping = self._peers.link.call(member.peer, "ping", epoch=self._peers.epoch)
+                answer = await self._peers.unless_dead(member, ping)
+                if isinstance(answer, Ok) and not record.pinged(name, sent, answer):
+                    break
 
     def _left_alone(self, tasks: Sequence[int]) -> str:
         """Which tasks a graph asks for that are not there."""
@@ -169,14 +206,14 @@ class SingleSteps:
 
     async def _drive(
         self, machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use | None = None,
-        turn: AsyncExitStack | None = None, see: See | None = None,
+        turn: AsyncExitStack | None = None, see: See | None = None, record: StepRecord | None = None,
     ) -> tuple[e.Finish, list[str]]:  # fmt: skip
         async with self.engine.heard(since) as queue:
-            return await self._driven(queue, machine, placed, batch, since, use or Use(), turn, see)
+            return await self._driven(queue, machine, placed, batch, since, use or Use(), turn, see, record)
 
     async def _driven(
         self, queue: asyncio.Queue[p.Event], machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use,
-        turn: AsyncExitStack | None, see: See | None,
+        turn: AsyncExitStack | None, see: See | None, record: StepRecord | None,
     ) -> tuple[e.Finish, list[str]]:  # fmt: skip
         """Run a step machine to its end: that, and what the step waited for where it was stopped.
 
@@ -215,8 +252,9 @@ class SingleSteps:
                             use.round = number
                             self._busy[self._peers.tasks[task].name] += bool(queues)
                             parts = self._parts(placed, machine.ranges) if placed.parts else None
+                            looks = see is not None
                             begun.append(
-                                self._run_part(instruction, placed, batch, queue, queues, see is not None, parts)
+                                self._run_part(instruction, placed, batch, queue, queues, looks, parts, record)
                             )
                         case p.Prepare() | p.Commit():
                             there.append(instruction)
@@ -225,7 +263,7 @@ class SingleSteps:
                     await turn.enter_async_context(self.turn)
                     is_in_turn = True
                     there = self._unless_written(seen, there, queue, mine)
-                for coroutine in [*begun, *([self._write(there, queue)] if there else [])]:
+                for coroutine in [*begun, *([self._write(there, queue, record)] if there else [])]:
                     work = asyncio.create_task(coroutine)
                     carried.add(work)
                     work.add_done_callback(carried.discard)
@@ -270,7 +308,7 @@ class SingleSteps:
 
     async def _run_part(
         self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event],
-        queues: Sequence[tuple[int, str]], looks: bool, parts: dict[str, Any] | None = None,
+        queues: Sequence[tuple[int, str]], looks: bool, parts: dict[str, Any] | None, record: StepRecord | None,
     ) -> None:  # fmt: skip
         """Let a task run its part, and report the event it leads to. parts: peers of a graph over several tasks."""
         about: dict[str, Any] = {"worker": run.worker, "rows": run.stop - run.start or 1, "looks": looks}
@@ -284,18 +322,23 @@ class SingleSteps:
         if queues:
             about["queues"] = list(map(list, queues))
         try:
-            event = await self._run_on(run.number, run.task, placed, about, feeds, index)
+            event = await self._run_on(run.number, run.task, placed, about, feeds, index, record)
         finally:
             self._busy[self._peers.tasks[run.task].name] -= bool(queues)
         queue.put_nowait(event)
 
-    async def _write(self, there: Sequence[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event]) -> None:
+    async def _write(
+        self, there: Sequence[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event], record: StepRecord | None
+    ) -> None:
         """Let shards prepare or commit a round, and report the events it leads to."""
-        asks = []
+        asks, traced = [], {} if record is None else {"trace": True}
         for one in there:
             method = "prepare" if isinstance(one, p.Prepare) else "commit"
-            asks.append(Ask(one.shard, method, {**self._over(one.number), "workers": list(one.workers)}))
-        for one, answer in zip(there, await self._peers.settled_on(asks), strict=True):
+            asks.append(Ask(one.shard, method, {**self._over(one.number), "workers": list(one.workers), **traced}))
+        sent = time.monotonic_ns()
+        for one, ask, answer in zip(there, asks, await self._peers.settled_on(asks), strict=True):
+            if record is not None and isinstance(answer, Ok):
+                record.wrote(ask, sent, answer)
             done = p.Prepared if isinstance(one, p.Prepare) else p.Committed
             queue.put_nowait(_shard_event(done(one.number, one.shard), answer))
 
@@ -356,11 +399,13 @@ class SingleSteps:
         return {"round": number, "floor": min(min(others, default=number + 1) - 1, number)}
 
     async def _run_on(
-        self, number: int, task: int, placed: Placed, about: dict[str, Any], feeds: list[torch.Tensor], run_index: int
-    ) -> p.Event:
+        self, number: int, task: int, placed: Placed, about: dict[str, Any], feeds: list[torch.Tensor], run_index: int,
+        record: StepRecord | None,
+    ) -> p.Event:  # fmt: skip
         """Run a compute plan on a task, registering what it lacks; the event that came of it."""
         member, link = self._peers.tasks[task], self._peers.link
         meta = {"plan": placed.plan(member.number).id, "round": number, "run_index": run_index, **about}
+        meta |= {} if record is None else {"trace": True}
         answer: Outcome = NotSent()
         for attempt in range(3):
             try:
@@ -368,9 +413,12 @@ class SingleSteps:
                 deadline = link.deadline("run", sum(t.numel() * t.element_size() for t in feeds))
                 if "queues" in about:  # it waits for others, as long as those take
                     deadline = time.monotonic() + FOREVER
+                sent = time.monotonic_ns()
                 answer = await self._peers.link.call(
                     member.peer, "run", meta, feeds, epoch=self._peers.epoch, deadline=deadline
                 )
+                if record is not None and isinstance(answer, Ok):
+                    record.ran(member.name, number, sent, feeds, answer)
             except NotDone as failure:
                 answer = failure.outcome
             except TfnbError as error:  # what cannot be encoded

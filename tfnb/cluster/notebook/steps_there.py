@@ -19,6 +19,7 @@ from distributed import Client
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import MODES, Ahead, Batch, Mode
 from tfnb.cluster.engine.sources import NONE, drawn_from
+from tfnb.cluster.engine.step_record import StepRecord
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes.joins import join, joins
 from tfnb.cluster.modes.leases import Offer
@@ -41,6 +42,7 @@ from tfnb.errors import (
     Unimplemented,
 )
 from tfnb.execution.tiers.tiered import Mode as Compile
+from tfnb.execution.tracing.trace import Trace
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
 from tfnb.placement.requests import asked, ensure_on_servers, numbers_of, tasks_of
@@ -104,23 +106,28 @@ class Steps:
     def run(
         self, step: StepGraph, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0,
         check: bool = False, see: See | None = None, compile: Compile = "off",
+        trace: Callable[[Trace], object] | None = None,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """One step, on one task or in parts on those that its nodes ask for: the fetched values of ``step``.
 
         tensors: in the order of its feeds.
         check: raise NonFinite where the step would give, or write, numbers that are not finite. see: gets the fetched
-        values before anything is written; nothing is where it raises. compile: as of `Session`, on the task.
+        values before anything is written; nothing is where it raises. compile: as of `Session`, on the task. trace:
+        gets what all places did, and when.
         """
         self._waiting.ensure_open()
         placed = self.place(step, parallel=False, check=check, compile=compile)
         self._variables.send_for_step(step.variables)
         queues = self._queues.used(placed.queues)
+        record = None if trace is None else StepRecord(step)
         try:
             batch, counted = Batch(tuple(tensors), run), self._variables.unseen.append
-            values, _, _ = self._step(step, placed, batch, timeout, "run", queues, see, counted)
+            values, _, _ = self._step(step, placed, batch, timeout, "run", queues, see, counted, record)
         except OutOfRange as error:
             error.__cause__ = self._queues.cause(placed.queues)
             raise
+        if trace is not None and record is not None:
+            trace(record.trace())
         return _picked(placed.fetched, values[0])
 
     def _step(
@@ -133,6 +140,7 @@ class Steps:
         queues: Sequence[tuple[int, str]] = (),
         see: See | None = None,
         counted: Callable[[int], object] = int,
+        record: StepRecord | None = None,
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
         patience = None if timeout is None else timeout + 5
         before = self._engine.step
@@ -144,7 +152,7 @@ class Steps:
 
         looked = None if see is None else seen
         try:
-            given = placed, batch, timeout, queues, looked, counted
+            given = placed, batch, timeout, queues, looked, counted, record
             return self._waiting.do(what, patience, self._engine.single.run, *given)
         except NonFinite as error:
             if not placed.parts:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from distributed import Security
@@ -76,6 +77,7 @@ class Serving:
         self._ear.setblocking(False)
         self._selector.register(self._ear, selectors.EVENT_READ, None)
         self._is_over = False
+        self._began = 0  # when the cores began with what they do, in nanoseconds
         self._ticked = 0.0
         self._thread = threading.Thread(target=self._run, name="tfnb-server", daemon=True)
         self._thread.start()
@@ -194,6 +196,7 @@ class Serving:
         if request.method == "batch":
             self._ask_all(request, reply, methods)
         else:
+            self._began = time.monotonic_ns()
             self._carry_out(self._cores.on(self._arrived(request, reply, methods), time.monotonic()))
 
     def _ask_all(self, request: Request, reply: Callable[[Answer], None], methods: Set[str]) -> None:
@@ -208,7 +211,10 @@ class Serving:
             for place, part in enumerate(requests)
             for event in self._arrived(part, partial(answers.take, place), methods)
         ]  # fmt: skip
-        self._carry_out(self._cores.on(arrived, time.monotonic()))
+        is_traced = any("trace" in part.meta for part in requests)
+        for events in [[event] for event in arrived] if is_traced else [arrived]:  # each has its own times
+            self._began = time.monotonic_ns()
+            self._carry_out(self._cores.on(events, time.monotonic()))
         answers.begun()
 
     def _arrived(
@@ -224,8 +230,14 @@ class Serving:
             reply(Refused("protocol", f"{request.method!r} names shard {str(shard)[:40]}; here are {here}"))
             return []
         ticket = next(self._tickets)
-        self._replies[ticket] = reply
+        self._replies[ticket] = partial(self._timed, reply) if "trace" in request.meta else reply
         return [(shard, Arrived(ticket, request))]
+
+    def _timed(self, reply: Callable[[Answer], None], answer: Answer) -> None:
+        """Reply to a call of a traced step, which waits for nobody: with when that began, and ended."""
+        if isinstance(answer, Ok):
+            answer = replace(answer, meta={**answer.meta, "at": [self._began, time.monotonic_ns()]})
+        reply(answer)
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

@@ -4,5 +4,5 @@
 those of the parts of a step over several tasks. `rows_there` asks servers for the rows that a step needs. In `fit` a
 task runs `resident`, a loop of its own over `pieces` of the training, on the arrays of `data`, whose chunks `reading`
 gets from the workers that hold them. Parts of one step on several tasks send each other values by `exchange`, where
-they meet in `meeting`, a machine of its own.
+they meet in `meeting`, a machine of its own. `step_notes` is what a task tells of a traced step.
 """

@@ -27,6 +27,7 @@ from distributed import Security
 from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.tasks import meeting
 from tfnb.cluster.tasks.meeting import Effect, Event, Meeting
+from tfnb.cluster.tasks.step_notes import Arrivals
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.encryption import encryption
 from tfnb.cluster.wire.lending import ServerLoans
@@ -62,6 +63,7 @@ class Exchange:
         self._lanes: dict[Peer, _Lane] = {}
         self._receivers: dict[Receiver, int] = {}  # and the incarnation of who sends
         self._tasks: set[asyncio.Task[None]] = set()
+        self.arrivals: Arrivals | None = None  # round, edge, tag and time of values, while a step is traced
         self.serving: Serving | None = None  # that hosts its connections
         self._is_over = False
 
@@ -169,6 +171,9 @@ class Exchange:
 
     def _came(self, sender: int, posts: Sequence[Post]) -> None:
         """Posts of a task, in the thread that read them."""
+        if (arrivals := self.arrivals) is not None:
+            now = time.monotonic_ns()
+            arrivals.extend((post.round, post.edge, post.tag, now) for post in posts)
         self._on(*(meeting.Came(p.round, p.edge, p.tag, p.value, p.dead, sender, p.nbytes) for p in posts))
 
     def _lost(self, peer: int, other: str, error: Exception) -> None:

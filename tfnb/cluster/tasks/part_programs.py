@@ -32,6 +32,7 @@ from tfnb.errors import NonFinite, TfnbError, VersionMismatch
 from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tracing.health import is_finite
+from tfnb.execution.tracing.place_tracer import PlaceTracer
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.node import leaves
 from tfnb.graph.subgraph import nested, queues_of
@@ -173,6 +174,24 @@ class PartProgram(ComputeProgram):
         self.lookups, self.tensors, self.queues = [], (), queues_of(graph.nodes)
         self.homes = [tuple(map(piece_of, pieces)) for pieces in keys_of(self.part, meta["homes"])]
 
+    @property
+    def tracer(self) -> PlaceTracer:  # type: ignore[override]
+        """See `ComputeProgram.tracer`."""
+        tracer, _ = self.part.traced
+        tracer.prepare(program for plan in self.part.traced[1] for program in plan.programs)
+        return tracer
+
+    @property
+    def sent_nodes(self) -> Mapping[int, tuple[Node | None, str]]:
+        """See `ComputeProgram.sent_nodes`."""
+        ops = {edge.number: self.part.flow.ops[edge.port.op] for edge in self.part.parts[0].sends}
+        return {number: (op.node, op.kind if op.node is None else op.node.op) for number, op in ops.items()}
+
+    @property
+    def usual_code(self) -> str:
+        """See `ComputeProgram.usual_code`."""
+        return ""
+
     def fed(self, tensors: Sequence[torch.Tensor], meta: Meta) -> list[Any]:
         """All feeds: those that were sent, of others the sizes, or nothing."""
         values, sizes = iter(tensors), iter(meta["sizes"])
@@ -187,7 +206,7 @@ class PartProgram(ComputeProgram):
 
     def run(
         self, feeds: Sequence[Any], values: Mapping[str, torch.Tensor], run_index: int, task: str,
-        looked: Sequence[torch.Tensor] = (), meet: Meet | None = None,
+        looked: Sequence[torch.Tensor] = (), meet: Meet | None = None, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
         """The fetches that are made here, None for others, and what goes to shards; see `ComputeProgram.run`."""
         storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
@@ -195,7 +214,7 @@ class PartProgram(ComputeProgram):
             value if value is None or value.is_meta else self._fed(at, value)
             for at, value in zip(self.part.feeds, feeds, strict=True)
         ]
-        out = self._computed(given, storages, run_index, None, None, meet)[0]
+        out = self._computed(given, storages, run_index, None, None, meet, is_traced=is_traced)[0]
         if self.meta["check"]:
             self._ensure_finite(out, task)
         pushes = self._pushes(out)

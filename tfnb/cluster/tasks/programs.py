@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from tfnb.execution.tiers.tiered import Mode
 from tfnb.execution.tracing.checked_steps import Checked, ensure_finite, try_update
 from tfnb.execution.tracing.health import is_finite
 from tfnb.execution.tracing.origins import not_finite
+from tfnb.execution.tracing.place_tracer import PlaceTracer
 from tfnb.execution.tracing.value_health import ValueHealth
-from tfnb.graph import Graph, Spec, Value, Variable
+from tfnb.graph import Graph, Node, Spec, Value, Variable
 from tfnb.graph.files import sha256
 from tfnb.graph.forms.serial import dumps, loads
 from tfnb.graph.graph import new_id
@@ -326,6 +328,23 @@ class ComputeProgram:
                 found.setdefault(piece.shard, []).append(piece.key)
         return found
 
+    @cached_property
+    def tracer(self) -> PlaceTracer:
+        """The tracer of steps one by one, with the code that it needs."""
+        tracer = PlaceTracer()
+        tracer.prepare([self.program])
+        return tracer
+
+    @property
+    def sent_nodes(self) -> Mapping[int, tuple[Node | None, str]]:
+        """Of each edge to another part, by number, the node whose value crosses, and the op."""
+        return {}
+
+    @property
+    def usual_code(self) -> str:
+        """Which code runs it when nobody looks."""
+        return self.code.tiers.code()
+
     def fed(self, tensors: Sequence[torch.Tensor], meta: Meta) -> list[Any]:
         """All feeds of a request."""
         return [*tensors]
@@ -358,10 +377,10 @@ class ComputeProgram:
 
     def run(
         self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int, task: str,
-        looked: Sequence[torch.Tensor] = (), meet: Meet | None = None,
+        looked: Sequence[torch.Tensor] = (), meet: Meet | None = None, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
         """Fetched values, and what goes to the shards. ``values`` (by key) are not written. ``looked``: rows.
-        ``meet``: joins the other parts, of a step over several tasks.
+        ``meet``: joins the other parts, of a step over several tasks. ``is_traced``: `tracer` sees what runs.
 
         Raises NonFiniteGradient for gradients that are not finite: with the name of the ``task``, the op and line that
         made the first number of them, and the fetched values as details.
@@ -370,6 +389,8 @@ class ComputeProgram:
         feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, (*feeds, *looked), strict=True)]
         checked = Checked(self.program).forward if self.meta["check"] else None
         forward = checked or self.code.tiers.forward(tuple([feed.shape for feed in feeds]))
+        if is_traced:
+            forward = self.tracer.whole(self.program)
         try:
             out, pending = self._computed(feeds, storages, run_index, forward)
         except NonFinite as error:
@@ -391,11 +412,11 @@ class ComputeProgram:
             raise
         return out[: self.meta["count"]], pushes
 
-    def _computed(self, feeds: Sequence[Any], storages: list[torch.Tensor], *args: Any) -> Any:
+    def _computed(self, feeds: Sequence[Any], storages: list[torch.Tensor], *args: Any, **options: Any) -> Any:
         """What the program gives; its errors name the node and the line."""
         try:
             with whole_steps() if self.program.waits else nullcontext():
-                return self.program.compute(feeds, storages, *args)
+                return self.program.compute(feeds, storages, *args, **options)
         except TfnbError:
             raise
         except Exception as error:

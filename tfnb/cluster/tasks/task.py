@@ -48,6 +48,7 @@ from tfnb.cluster.tasks.part_programs import PartProgram
 from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.tasks.reading import Reader
 from tfnb.cluster.tasks.resident import Loops
+from tfnb.cluster.tasks.step_notes import ShardCall, StepNotes, arrivals
 from tfnb.cluster.wire import asking, envelope
 from tfnb.cluster.wire.messages import (
     Ask,
@@ -65,7 +66,9 @@ from tfnb.cluster.wire.streams import Streams
 from tfnb.cluster.wire.transport import outcome_header, read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, StepAborted, TfnbError, Unavailable
 from tfnb.execution import heap
+from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.tiers.tiered import limit_copies
+from tfnb.execution.tracing.clock_offsets import clock_name
 from tfnb.state.store import Store
 from tfnb.state.waits import WAITS
 
@@ -141,7 +144,7 @@ class Task:
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "reset": self._reset, "quit": self._quit, "stream": self._open_stream,
-            "waits": self._waits, "code": self._code, "deliver": self.exchange.deliver,
+            "waits": self._waits, "code": self._code, "trace": self._trace, "deliver": self.exchange.deliver,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 
@@ -177,7 +180,9 @@ class Task:
             case "hello":
                 return self._hello()
             case "ping":
-                return Ok({"incarnation": self.incarnation, "epoch": self.epoch})
+                at = time.monotonic_ns()
+                known = {"incarnation": self.incarnation, "epoch": self.epoch}
+                return Ok({**known, "at": [at, at], "clock": clock_name()})
             case "configure":
                 pass  # it sets the epoch
             case _:
@@ -273,6 +278,15 @@ class Task:
             while len(self.plans) > PLANS:
                 self.plans.popitem(last=False)
         return Ok({"plan": plan})
+
+    async def _trace(self, request: Request) -> Answer:
+        """Make ready what a traced step of a plan needs, which is the next one: it is not to be in its times."""
+        program = self.plans.get(str(request.meta["plan"]))
+        if program is None:
+            return Refused("unknown-plan", str(request.meta["plan"]))
+        await in_thread(self.computing.executor, lambda: program.tracer)
+        self.exchange.arrivals = arrivals()
+        return Ok()
 
     async def _run(self, request: Request) -> Answer:
         """Run a plan for a round; ends early when the round is cancelled."""
@@ -370,28 +384,40 @@ class Task:
             return Refused("unknown-plan", str(meta["plan"]))
         self.plans.move_to_end(str(meta["plan"]))
         begin = time.monotonic()
+        notes = None
+        if meta.get("trace"):
+            notes = StepNotes(program.tracer, program.program.whole, program.sent_nodes, lambda: program.usual_code)
+        else:
+            self.exchange.arrivals = None
         try:
-            values = await self._pull(program)
+            values = await self._pull(program, notes)
             feeds, run_index = program.fed(request.tensors, meta), int(meta["run_index"])
-            rows = await self._look_up(program, feeds, number)
+            rows = await self._look_up(program, feeds, number, notes)
             pulled = time.monotonic()
             for queue, (shard, key) in zip(program.queues, meta.get("queues", ()), strict=True):
                 queue.machine = self.queues.queue(queue, int(shard), str(key))
             threads = self.waiting if program.queues or "parts" in meta else self.computing
             with in_round(number):
                 context = contextvars.copy_context()
-            meet = partial(self.exchange.begin, number, _peers(meta)) if "parts" in meta else None
+            meet: Meet | None = None
+            if "parts" in meta:
+                meet = partial(self.exchange.begin, number, _peers(meta))
+            if notes is not None and meet is not None:
+                meet = notes.meeting(meet)
             failure: dict[str, Any] = {}
             try:
                 out, pushes = await threads.do(
-                    number, lambda: context.run(program.run, feeds, values, run_index, self.name, rows, meet)
+                    number,
+                    lambda: context.run(
+                        program.run, feeds, values, run_index, self.name, rows, meet, is_traced=notes is not None
+                    ),
                 )
             except NonFiniteGradient as error:
                 if not meta.get("looks"):
                     raise
                 out, pushes, failure = error.details, [], {"failure": outcome_header(failed(error, self.name))}
             computed = time.monotonic()
-            await self._stage(pushes, request, number)
+            await self._stage(pushes, request, number, notes)
         except NotDone as ended:
             return ended.outcome  # type: ignore[return-value]  # see `_passed_on`
         except Exception as error:
@@ -402,36 +428,42 @@ class Task:
                 self.exchange.end(number, sys.exception())
         kind = "wait" if program.queues else "compute"
         timings = {"pull": pulled - begin, kind: computed - pulled, "push": time.monotonic() - computed}
-        return Ok({"some": [value is not None for value in out], "timings": timings, **failure}, _tensors(out))
+        facts, tensors = {"some": [value is not None for value in out], "timings": timings, **failure}, _tensors(out)
+        if notes is not None:
+            facts["trace"], numbers = notes.answer(self.exchange.arrivals or (), number)
+            tensors, self.exchange.arrivals = [*tensors, *numbers], None
+        return Ok(facts, tensors)
 
-    async def _pull(self, program: ComputeProgram) -> dict[str, torch.Tensor]:
+    async def _pull(self, program: ComputeProgram, notes: StepNotes | None = None) -> dict[str, torch.Tensor]:
         """Values of everything the program reads: one call for each process, and bytes only for what changed."""
         asks, reads = [], program.reads
         for shard, keys in reads.items():
             held = [self.cache.get(key, (-1, None))[0] for key in keys]
             asks.append(Ask(shard, "pull", {"keys": keys, "since": held}))
-        for ask, answer in zip(asks, await self.ask(asks), strict=True):
+        for ask, answer in zip(asks, await self.ask(asks, notes), strict=True):
             fresh = iter(answer.tensors)
             for key, old, version in zip(ask.meta["keys"], ask.meta["since"], answer.meta["versions"], strict=True):
                 if old != version:
                     self.cache[key] = (version, next(fresh))
         return {key: self.cache[key][1] for keys in reads.values() for key in keys}
 
-    async def _look_up(self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    async def _look_up(
+        self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int, notes: StepNotes | None
+    ) -> list[torch.Tensor]:
         """The rows of large Variables that the step takes."""
         if not program.lookups:
             return []
         looked = await self.computing.do(number, lambda: program.looked_up(feeds))
-        return looked.rows(await self.ask(looked.asks))
+        return looked.rows(await self.ask(looked.asks, notes))
 
-    async def _stage(self, pushes: Sequence[Push], request: Request, number: int) -> None:
+    async def _stage(self, pushes: Sequence[Push], request: Request, number: int, notes: StepNotes | None) -> None:
         """Stage every shard's part for the round."""
         meta = request.meta
         about = {
             "round": number, "worker": meta["worker"], "rows": meta.get("rows", 1), "run_index": meta["run_index"],
         }  # fmt: skip
         parts = [(push, {**about, "plan": push.plan, "keys": list(push.keys)}) for push in pushes]
-        await self.ask([Ask(push.shard, "stage", meta, push.tensors) for push, meta in parts])
+        await self.ask([Ask(push.shard, "stage", meta, push.tensors) for push, meta in parts], notes)
 
     def _asking(self, shard: int) -> queues_there.Ask:
         """Calls to a server about queues, until it is lost."""
@@ -476,19 +508,28 @@ class Task:
             of.setdefault(self.shards[ask.shard], []).append(place)
         return of
 
-    async def ask(self, asks: Sequence[Ask]) -> list[Ok]:
-        """Calls to shards, one message to each process. What goes wrong there becomes this task's answer."""
+    async def ask(self, asks: Sequence[Ask], notes: StepNotes | None = None) -> list[Ok]:
+        """Calls to shards, one message to each process. What goes wrong there becomes this task's answer.
+
+        notes: of the traced step that they belong to.
+        """
         of = self._by_process(asks)
-        calls = [self._ask_one(peer, [asks[place] for place in places]) for peer, places in of.items()]
+        calls = [self._ask_one(peer, [asks[place] for place in places], notes) for peer, places in of.items()]
         ends = await asking.gathered(calls, may_leave=not any(ask.method in ("push", "stage") for ask in asks))
         found = dict(zip(itertools.chain(*of.values()), itertools.chain(*ends), strict=True))
         return [found[place] for place in range(len(asks))]
 
-    async def _ask_one(self, peer: Peer, asks: Sequence[Ask]) -> list[Ok]:
+    async def _ask_one(self, peer: Peer, asks: Sequence[Ask], notes: StepNotes | None) -> list[Ok]:
+        if notes is not None:
+            asks = [ask._replace(meta={**ask.meta, "trace": True}) for ask in asks]
+        sent = time.monotonic_ns()
         outcomes = await asking.persisted(self.link, peer, asks, epoch=self.epoch)
+        received = time.monotonic_ns()
         for ask, outcome in sorted(zip(asks, outcomes, strict=True), key=lambda end: asking.is_again(end[1])):
             if not isinstance(outcome, Ok):
                 raise NotDone(_passed_on(outcome, peer, ask.shard))
+            if notes is not None:
+                notes.calls.append(ShardCall.of(ask, sent, outcome, received))
         return [outcome for outcome in outcomes if isinstance(outcome, Ok)]
 
 

@@ -25,6 +25,7 @@ from tfnb.execution.dataflow.templates import Plan, Planner
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program, accesses, ensure_there
 from tfnb.execution.running import Stop, unstoppable
+from tfnb.execution.tracing.place_tracer import PlaceTracer
 from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.graph.variable_locks import LOCKS, Cut
@@ -321,7 +322,10 @@ class Dataflow:
             return by_id[value.node].outputs[value.index]
 
         self.parts: tuple[Part, ...] = tuple(part for part in found.parts if here in (None, part.place))
-        self.plans = [Planner(part, spec, graph.seed, found.updates).plan(found.feeds) for part in self.parts]
+        self._planned = lambda *function: [
+            Planner(part, spec, graph.seed, found.updates, *function).plan(found.feeds) for part in self.parts
+        ]
+        self.plans: list[Plan] = self._planned()
         self.writes: tuple[Variable, ...] = found.written
         read = (variable for plan in self.plans for variable in plan.storages)
         self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*read, *self.writes)))
@@ -332,26 +336,33 @@ class Dataflow:
         self.waits = any(map(uses_queues, self.graph.nodes))  # for what other steps do
         self.forward = None  # there is no one function
 
+    @cached_property
+    def traced(self) -> tuple[PlaceTracer, list[Plan]]:
+        """Plans whose regions tell a tracer what they run, for one step at a time."""
+        tracer = PlaceTracer()
+        return tracer, self._planned(tracer.watching)
+
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
-        cut: Cut | None = None, meet: Meet | None = None,
+        cut: Cut | None = None, meet: Meet | None = None, *, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; no Variable is written.
 
         meet: joins the other parts, if they are not here. Queues are used on the way, inside of a block of
-        `tfnb.state.queue_machine.whole_steps`.
+        `tfnb.state.queue_machine.whole_steps`. is_traced: by the tracer of `traced`.
         """
+        plans = self.traced[1] if is_traced else self.plans
         fed = list(feeds)
         live = dict(zip(self.variables, storages, strict=True))
         copies = {} if cut is None else cut.copies
         stored = live | {variable: copy for variable, copy in copies.items() if variable in live}
-        constants = [value for plan in self.plans for _, value in plan.given]
+        constants = [value for plan in plans for _, value in plan.given]
         kept = [*stored.values(), *constants]
-        here = Here() if len(self.plans) > 1 else None
+        here = Here() if len(plans) > 1 else None
         join = meet if here is None else lambda failed: here
         borrowed = Borrowed([*kept, *fed])  # elements outlive what is fed, too
-        driver = Driver(self.found, self.plans, borrowed, join)
-        found = driver.drive(*(self._start(plan, fed, stored, run) for plan in self.plans))
+        driver = Driver(self.found, plans, borrowed, join)
+        found = driver.drive(*(self._start(plan, fed, stored, run) for plan in plans))
         assert here is None or here.is_empty
         self._ensure_live(found)
         borrowed = Borrowed([*kept, *driver.put])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from tfnb.execution.dataflow.flow_calls import CALLS, SENDS, ended, guarding, left_to_commit, node_of, nothing, sizes_of
@@ -70,12 +71,17 @@ class Plan:
 
 
 class Planner:
-    """One plan under construction. spec: of the root's values, fed ones included. updates: what the commit does."""
+    """One plan under construction. spec: of the root's values, fed ones included. updates: what the commit does.
+
+    function: of a region's program, what computes it.
+    """
 
     def __init__(
-        self, part: Part, spec: Callable[[Value], Spec], seed: int, updates: frozenset[int] = frozenset()
-    ) -> None:
+        self, part: Part, spec: Callable[[Value], Spec], seed: int, updates: frozenset[int] = frozenset(),
+        function: Callable[[Program], Callable[..., Any]] = attrgetter("forward"),
+    ) -> None:  # fmt: skip
         self.part, self.flow, self.root_spec, self.seed, self.updates = part, part.flow, spec, seed, updates
+        self.function = function
         self.is_cut = bool(part.sends or part.receives)
         self.templates = [
             Template(frame.parallel, number, part.place.number) for number, frame in enumerate(self.flow.frames)
@@ -258,7 +264,8 @@ class Planner:
         self.programs.append(program)
         kind = WORK if len(members) == 1 and not self.is_cut and self._takes_long(first) else CALL
         run = next((op.run for op in found if op.run is not None), None)
-        forward = program.forward if not ends else ended(program.forward)
+        function = self.function(program)
+        forward = function if not ends else ended(function)
         step = self._step(kind, first.frame, forward, [*given, *([] if run is None else [run])], after)
         if run is None:
             self._preset(step, 0)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path as File
@@ -20,7 +22,8 @@ from tfnb.graph import Graph, Node, Value
 from tfnb.graph.files import replace_file
 from tfnb.graph.ops import REGIONS
 
-By = Literal["node", "op", "line", "scope"]
+By = Literal["node", "op", "line", "scope", "place"]
+Lane = tuple[str, str]  # a thread and a device, or a place and a device, or a link
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Event:
     depth: int = 0  # loops around it
     kernel: str = ""  # torch's name of what ran, where its profiler saw it
     iteration: Iteration | None = None  # of the innermost loop around it
+    call: str = "commit"  # what ran, where that is no node
 
     @property
     def seconds(self) -> float:
@@ -46,12 +50,12 @@ class Event:
     @property
     def name(self) -> str:
         """The node's name, as in a drawing, or torch's of the kernel."""
-        return self.kernel or self.node.name if self.node else "commit"
+        return self.kernel or self.node.name if self.node else self.call
 
     @property
     def op(self) -> str:
         """The op's qualified name."""
-        return self.node.op if self.node else "commit"
+        return self.node.op if self.node else self.call
 
     @property
     def line(self) -> str:
@@ -67,7 +71,43 @@ class Event:
     @property
     def scope(self) -> str:
         """The path of modules, name scopes and passes, without the torch function at its end."""
-        return "/".join(self.node.scope[:-1]) if self.node else "commit"
+        return "/".join(self.node.scope[:-1]) if self.node else self.call
+
+    @property
+    def lane(self) -> Lane:
+        """Where it ran."""
+        return self.thread, self.device
+
+
+@dataclass(frozen=True, slots=True)
+class Transmission:
+    """A message between two places of a step that ran on a cluster: a value of ``node``, or what ``call`` says.
+
+    ``start``: when it was sent, ``end``: when it was there, in seconds from the step's start.
+    """
+
+    source: str
+    to: str
+    start: float
+    end: float
+    bytes: int
+    node: Node | None = None
+    call: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it was on its way."""
+        return self.end - self.start
+
+    @property
+    def name(self) -> str:
+        """The node whose value it is, or what the message is for."""
+        return self.node.name if self.node else self.call
+
+    @property
+    def lane(self) -> Lane:
+        """The link that it took."""
+        return f"{self.source} → {self.to}", "link"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +133,11 @@ class Trace:
     no loop, and ``loops`` the iterations of each loop.
     With ``trace="kernels"`` ``profile`` is what ``torch.profiler`` wrote, and ``kernels`` are those of accelerators, or
     where there are none torch's calls.
+
+    Of a run on a cluster the threads of events are its places (``task:0``, ``ps:0``), ``transmissions`` are the
+    messages between them, and ``clocks`` has the error, in seconds, with which the clock of each place is known: all
+    times are those of the notebook's clock. A loop or branch of one task is one event then, and there are bytes alive
+    of a step on one task only.
 
     >>> import tfnb, torch
     >>> with tfnb.record() as g:
@@ -121,6 +166,8 @@ class Trace:
     untraced: str = ""
     health: Mapping[Path, Health] = field(default_factory=dict)
     origins: Mapping[Path, Origin] = field(default_factory=dict)
+    transmissions: tuple[Transmission, ...] = ()
+    clocks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fetched(self) -> frozenset[int]:
@@ -141,12 +188,17 @@ class Trace:
         return max((count for _, count in self.live), default=0)
 
     def table(self, top: int | None = None, *, by: By = "node") -> tuple[Row, ...]:
-        """The ``top`` rows that took longest: by node, op, line of a cell, or scope. Raises InvalidArgument."""
+        """The ``top`` rows that took longest: by node, op, line of a cell, scope, or place. Raises InvalidArgument.
+
+        The places are threads here, and tasks, servers and the links between them on a cluster.
+        """
         if by not in _GROUPS:
             raise InvalidArgument(f"a trace has tables by {', '.join(_GROUPS)}, not by {by!r}")
-        groups: dict[tuple[str, str], list[tuple[Event, int]]] = {}
-        for event, calls in self._amounts():
+        groups: dict[tuple[str, str], list[tuple[Event | Transmission, int]]] = {}
+        for event, calls in ((event, 1) for event in self.events) if by == "place" else self._amounts():
             groups.setdefault(_GROUPS[by](event), []).append((event, calls))
+        for sent in self.transmissions if by == "place" else ():
+            groups.setdefault(sent.lane, []).append((sent, 1))
         rows = [self._row(name, detail, found) for (name, detail), found in groups.items()]
         return tuple(sorted(rows, key=lambda row: -row.seconds)[:top])
 
@@ -164,7 +216,7 @@ class Trace:
             raise NotFound(f"{name} has no health in this trace: run what needs it with trace='health'")
         return self.origins.get(path)
 
-    def _row(self, name: str, detail: str, found: list[tuple[Event, int]]) -> Row:
+    def _row(self, name: str, detail: str, found: list[tuple[Event | Transmission, int]]) -> Row:
         seconds = sum(event.seconds for event, _ in found)
         size, calls = sum(event.bytes for event, _ in found), sum(calls for _, calls in found)
         return Row(name, detail, seconds, seconds / self.seconds if self.seconds else 0.0, size, calls)
@@ -212,10 +264,13 @@ class Trace:
     def _chrome(self, shift: float) -> Iterator[dict[str, Any]]:
         """Chrome's events; its unit is the microsecond."""
         pid = os.getpid()
-        lanes = {lane: place for place, lane in enumerate(self.lanes, 1)}
+        lanes = {lane: place for place, lane in enumerate((*self.lanes, *self.links), 1)}
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"tfnb {self.graph.name}"}}
-        for (thread, device), tid in lanes.items():
-            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": f"{thread}, {device}"}}
+        for lane, tid in lanes.items():
+            of_lane = {"ph": "M", "pid": pid, "tid": tid}
+            yield {**of_lane, "name": "thread_name", "args": {"name": lane_name(lane)}}
+            if self.clocks:  # viewers order threads by name
+                yield {**of_lane, "name": "thread_sort_index", "args": {"sort_index": tid}}
         for event in (span for span in self.spans if not span.kernel):
             args = {
                 "node": event.node.id if event.node else None, "op": event.op, "bytes": event.bytes,
@@ -233,31 +288,70 @@ class Trace:
                     "ph": "X", "pid": pid, "tid": tid, "name": f"iteration {one.number + 1}", "cat": "tfnb",
                     "ts": shift + 1e6 * one.start, "dur": 1e6 * (one.end - one.start), "args": {},
                 }  # fmt: skip
-        for number, (producer, consumer) in enumerate(self._flows()):
+        for sent in self.transmissions:
+            args = {"node": sent.node.id if sent.node else None, "bytes": sent.bytes}
+            yield {
+                "ph": "X", "pid": pid, "tid": lanes[sent.lane], "name": sent.name, "cat": "tfnb link",
+                "ts": shift + 1e6 * sent.start, "dur": 1e6 * sent.seconds, "args": args,
+            }  # fmt: skip
+        for number, (producer, consumer) in enumerate((*self._flows(), *self._arrows())):
             flow = {"pid": pid, "name": "dataflow", "cat": "tfnb", "id": number, "args": {}}
-            tids = [lanes[event.thread, event.device] for event in (producer, consumer)]
             middle = (producer.start + producer.end) / 2  # an arrow starts and ends inside of bars
             early = consumer.start + consumer.seconds / 8
-            yield {**flow, "ph": "s", "tid": tids[0], "ts": shift + 1e6 * middle}
-            yield {**flow, "ph": "f", "bp": "e", "tid": tids[1], "ts": shift + 1e6 * early}
+            yield {**flow, "ph": "s", "tid": lanes[producer.lane], "ts": shift + 1e6 * middle}
+            yield {**flow, "ph": "f", "bp": "e", "tid": lanes[consumer.lane], "ts": shift + 1e6 * early}
         for at, count in self.live:
             yield {
                 "ph": "C", "pid": pid, "tid": 0, "name": "live bytes", "ts": shift + 1e6 * at, "args": {"bytes": count}
             }  # fmt: skip
 
     def _flows(self) -> Iterator[tuple[Event, Event]]:
-        """Events of which the second takes a value of the first."""
-        made: dict[int, Event] = {}
+        """Events of which the second takes a value of the first; between places of a cluster a message does."""
+        made: dict[tuple[str, int], Event] = {}
         for event in self.events:
             if event.node is not None:
-                sources = dict.fromkeys(value.node for value in event.node.inputs)
+                place = event.thread if self.clocks else ""
+                sources = dict.fromkeys((place, value.node) for value in event.node.inputs)
                 yield from ((made[source], event) for source in sources if source in made)
-                made[event.node.id] = event
+                made[place, event.node.id] = event
+
+    def _arrows(self) -> Iterator[tuple[Event | Transmission, Event | Transmission]]:
+        """What ran at a place last before a message was sent, and the message; it, and what ran next where it went."""
+        starts: dict[str, list[Event]] = {}
+        for event in sorted(self.events, key=lambda event: event.start):
+            starts.setdefault(event.thread, []).append(event)
+        ends = {place: sorted(events, key=lambda event: event.end) for place, events in starts.items()}
+        for sent in self.transmissions:
+            before = bisect_right(ends.get(sent.source, ()), sent.start, key=lambda event: event.end)
+            after = bisect_left(starts.get(sent.to, ()), sent.end, key=lambda event: event.start)
+            if before:
+                yield ends[sent.source][before - 1], sent
+            if after < len(starts.get(sent.to, ())):
+                yield sent, starts[sent.to][after]
 
     @property
-    def lanes(self) -> tuple[tuple[str, str], ...]:
-        """Each thread and device that something ran on, in order of first use."""
-        return tuple(dict.fromkeys((event.thread, event.device) for event in (*self.events, *self.kernels)))
+    def lanes(self) -> tuple[Lane, ...]:
+        """Each thread and device that something ran on, in order of first use; of a cluster each place, by name."""
+        found = dict.fromkeys(event.lane for event in (*self.events, *self.kernels))
+        busy = {thread for thread, _ in found}
+        idle = {place for sent in self.transmissions for place in (sent.source, sent.to)} - busy
+        found |= dict.fromkeys((place, "") for place in idle)
+        return tuple(sorted(found, key=_place_order) if self.clocks else found)
+
+    @property
+    def links(self) -> tuple[Lane, ...]:
+        """Each link that a message took on a cluster, as a lane."""
+        return tuple(sorted({sent.lane for sent in self.transmissions}, key=_place_order))
+
+    @property
+    def clock_note(self) -> str:
+        """How well the clocks of a cluster's places agree, in words; else empty."""
+        if not self.clocks:
+            return ""
+        place = max(self.clocks, key=lambda place: self.clocks[place])
+        if not self.clocks[place]:
+            return "all places share one clock"
+        return f"clocks are aligned within {1e6 * self.clocks[place]:,.1f} us ({place})"
 
     @property
     def other_code(self) -> str:
@@ -272,11 +366,12 @@ class Trace:
             f"{row.name:{wide}}  {row.detail}"
             for row in rows
         ]
+        most = f", at most {self.peak:,} bytes" if self.live else ""
         head = (
             f"<Trace of {self.title} in graph {self.graph.name}: {len(self.events)} events in "
-            f"{1e3 * self.seconds:.3f} ms, at most {self.peak:,} bytes>"
+            f"{1e3 * self.seconds:.3f} ms{most}>"
         )
-        return "\n".join([head, *filter(None, [self.other_code]), *map(str.rstrip, lines)])
+        return "\n".join([head, *filter(None, [self.other_code, self.clock_note]), *map(str.rstrip, lines)])
 
     def _repr_html_(self) -> str:
         from tfnb.view import trace_html
@@ -289,4 +384,22 @@ _GROUPS: dict[str, Callable[[Event], tuple[str, str]]] = {
     "op": lambda event: (event.op, ""),
     "line": lambda event: (event.line or event.name, event.code),
     "scope": lambda event: (event.scope or "no scope", ""),
+    "place": lambda event: event.lane,
 }
+
+
+def lane_name(lane: Lane) -> str:
+    """The words for a lane: a link has no device, and neither has a place where nothing ran."""
+    place, device = lane
+    return place if device in ("", "link") else f"{place}, {device}"
+
+
+def _place_order(lane: Lane) -> list[tuple[int, int]]:
+    """Tasks before servers before the notebook, each by number."""
+    return [(_JOBS.get(job, len(_JOBS)), int(number or 0)) for job, number in _PLACE.findall(lane[0])]
+
+
+_JOBS = {"task": 0, "ps": 1}
+
+
+_PLACE = re.compile(r"([^\W\d]+):?(\d*)")
