@@ -13,7 +13,7 @@ from torch import nn
 
 import tfnb
 import tfnb.placement.shards as shards_module
-from tfnb.cluster.modes.plan import divide
+from tfnb.passes.microbatches import divide
 from tfnb.cluster.server.parts import mean
 from tfnb.execution import lower
 from tfnb.graph import Value

@@ -12,7 +12,7 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeErro
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Operation, Tensor
 from tfnb.session import Session
-from tfnb.session.structures import value_of
+from tfnb.session.structures import structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import name_of
@@ -136,6 +136,34 @@ def exact_of(exact: Any) -> bool | None:
     if exact is not None and exact is not False:
         raise InvalidArgument(f"exact is None or False, not {exact!r}")
     return exact
+
+
+def microbatches_of(microbatches: Any, session: Session, mode: Mode) -> int:
+    """How many microbatches a step has; raises InvalidArgument, or Unimplemented where there is a cluster."""
+    if microbatches is None or (type(microbatches) is int and microbatches == 1):
+        return 1
+    if type(microbatches) is not int or microbatches < 1:
+        raise InvalidArgument(f"microbatches is how many a step has, an int of at least 1, not {microbatches!r}")
+    if session.cluster is not None:
+        raise Unimplemented(
+            f"microbatches={microbatches} are of trainings in this process, and a cluster is connected, whose tasks "
+            "divide the rows of a step: leave out microbatches, or close the cluster"
+        )
+    if mode.name != "sync":
+        raise InvalidArgument(
+            f"microbatches={microbatches} belong to mode='sync', not to {mode.name!r}: a step waits for all of them"
+        )
+    if mode.backup:
+        raise InvalidArgument(f"microbatches={microbatches} are done by one process: there is no backup={mode.backup}")
+    return microbatches
+
+
+def operations_of(fetch: Any, session: Session) -> list[Any]:
+    """Of a structure of fetches those that do something: operations, and what writes a Variable."""
+    leaves: list[Any] = []
+    structure(fetch, leaves)
+    ops = [(leaf, _spec(leaf, session)) for leaf in leaves if not isinstance(leaf, Variable)]
+    return [leaf for leaf, (spec, op) in ops if spec is None or op == "tfnb.assign"]
 
 
 def mode_of(mode: Any, backup: Any, staleness: Any) -> Mode:

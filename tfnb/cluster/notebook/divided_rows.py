@@ -15,7 +15,6 @@ from functools import cached_property
 import torch
 
 from tfnb.cluster.engine.members import Batch
-from tfnb.cluster.modes.plan import divide
 from tfnb.cluster.server.parts import MERGES
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
 from tfnb.execution import Program, lower
@@ -25,6 +24,7 @@ from tfnb.graph.lazy_memory import ensure_room
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested
 from tfnb.passes import StepGraph, feed_symbols, peak
+from tfnb.passes.microbatches import divide
 from tfnb.placement.placement import Homes
 from tfnb.placement.row_means import Probe, Reason, probe
 
