@@ -28,7 +28,7 @@ from tfnb.escaping import xml
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import (
-    begin, exact_of, known_keys, microbatches_of, mode_of, operations_of, watched_by,
+    begin, exact_of, known_keys, look_at_means, microbatches_of, mode_of, operations_of, watched_by,
 )  # fmt: skip
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
 from tfnb.cluster.engine.members import MODES, Mode
+from tfnb.cluster.notebook.divided_rows import look_at_microbatches
+from tfnb.cluster.notebook.steps_there import batches as batches_of
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, Unimplemented
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Operation, Tensor
+from tfnb.recording.marks.notes import user_level
 from tfnb.session import Session
 from tfnb.session.structures import structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
-from tfnb.train.batches import name_of
+from tfnb.train.batches import Batch, name_of
 from tfnb.train.modes import SyncReplicas
 
 LATER = ("downpour", "sandblaster", "allreduce")
@@ -156,6 +160,20 @@ def microbatches_of(microbatches: Any, session: Session, mode: Mode) -> int:
     if mode.backup:
         raise InvalidArgument(f"microbatches={microbatches} are done by one process: there is no backup={mode.backup}")
     return microbatches
+
+
+def look_at_means(session: Session, fetches: Any, batch: Batch, microbatches: int) -> None:
+    """Warn, once for each step and number of microbatches, of a loss that is no mean over the rows of a batch."""
+    step, tensors = session.step_of(fetches, dict(zip(batch.keys, batch.values, strict=True)))
+    known: set[Any] = step.whole.attached.setdefault("divided", set())
+    key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), "microbatches", microbatches
+    first = next(iter(batches_of(step, [(tensors, 0)])), None)
+    if key not in known and first is not None:
+        seen = look_at_microbatches(step, microbatches, first)
+        for note in seen.notes:
+            warnings.warn(note, stacklevel=user_level(None))
+        if seen.is_settled:
+            known.add(key)
 
 
 def operations_of(fetch: Any, session: Session) -> list[Any]:

@@ -73,7 +73,6 @@ class _Loop:
     state: State = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
     varying: set[int] = field(default_factory=set)  # nodes whose values differ by microbatch
-    inside: list[Node] = field(default_factory=list)  # of the body, in reversed order of need
 
     def __post_init__(self) -> None:
         step = self.step
@@ -97,10 +96,9 @@ class _Loop:
             differs = draws(node) or "gradient" in node.tags or not symbols.isdisjoint(sizes)
             if differs or any(v in self.rows or v.node in self.varying for v in node.inputs):
                 self.varying.add(node.id)
-        moved = self._moved()
-        while (more := self._moved()) != (moved := more):  # noqa: F841  # a buffer that is read moves others
-            pass
-        self.moved = more
+        self.moved = self._moved()
+        while (more := self._moved()) != self.moved:  # a buffer that is read moves others
+            self.moved = more
 
     def _refuse(self, node: Node) -> None:
         if node.op == "tfnb.print" or uses_queues(node):
@@ -138,7 +136,7 @@ class _Loop:
         """Nodes behind the loop and before it, by id: what updates and fetches need that no microbatch does."""
         found: dict[int, Node] = {}
         stack = [v for variable, v in self.state.final.items() if variable not in self.moved]
-        stack += [self.state.resolved(v) for v in self.step.fetches if self.by_id[v.node].outputs]
+        stack += self._fetched
         while stack:
             value = stack.pop()
             node = None if value in self.fed else self.state.nodes[value.node]
@@ -169,7 +167,9 @@ class _Loop:
 
     @cached_property
     def _fetched(self) -> list[Value]:
-        return [self.state.resolved(v) for v in self.step.fetches if self.by_id[v.node].outputs]
+        """The values that are fetched, but for those that moved Variables have behind the loop."""
+        found = [self.state.resolved(v) for v in self.step.fetches if self.by_id[v.node].outputs]
+        return [value for value in found if value not in self.moved.values()]
 
     def _way(self, value: Value) -> str:
         """How the microbatches' values become one; raises Unimplemented for a value that has no such way."""
@@ -387,8 +387,10 @@ class _Build:
             rows.append((Spec(spec.dtype, (n,), spec.device), Spec(torch.int64, (k, len(spec.shape)))))
             outs += rows[-1]
         control = tuple(dict.fromkeys(i for n in inner.values() for i in n.control if i in before))
+        last = {n.attrs["variable"]: n for n in step.graph.nodes if n.op == "tfnb.assign"}
+        written = tuple(node.id for node in last.values())
         whole_loop = Node(id=new_id(), name="microbatches", op=WHILE, inputs=tuple(inputs), outputs=tuple(outs),
-                          attrs=attrs, control=control)  # fmt: skip
+                          attrs=attrs, control=control, effects=written)  # fmt: skip
         made.append(whole_loop)
         at = {v: i for i, v in enumerate(carried, len(variables))}
         same: dict[Value, Value] = {}
@@ -418,8 +420,7 @@ class _Build:
             ins = tuple(same.get(v, v) for v in node.inputs)
             lost = [i for i in node.control if i not in loop.behind and i not in before]
             kept = (*(i for i in node.control if i not in lost), *([whole_loop.id] if lost else []))
-            behind.append(replace(node, inputs=ins, control=kept, effects=()))
-        last = {n.attrs["variable"]: n for n in step.graph.nodes if n.op == "tfnb.assign"}
+            behind.append(replace(node, inputs=ins, control=kept, effects=written if node.effects else ()))
         new = {v: whole_loop.value(i) for i, v in enumerate(variables)}
         new |= {v: same.get(x, x) for v, x in state.final.items() if v not in new}
         assigns = [replace(last[v], inputs=(new[v],), control=(), effects=()) for v in state.final]
@@ -427,15 +428,17 @@ class _Build:
         group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=(*done, whole_loop.value(len(reads) + len(zeros))),
                      attrs={"values": tuple(map(Ref, range(len(done) + 1)))})  # fmt: skip
         early = [node for node in state.nodes.values() if node.id in before]
-        nodes = (*fed_nodes, *self.front, *(replace(n, effects=()) for n in early), *made, *behind, *assigns, group)
+        nodes = (*fed_nodes, *self.front, *(replace(n, effects=written if n.effects else ()) for n in early), *made, *behind, *assigns, group)
         graph = step.whole.derive(Contents(nodes, step.graph.contents.guards))
 
         def fetch(value: Value) -> Value:
             if not loop.by_id[value.node].outputs:
                 return group.value()
+            if value.node in written:
+                return value
             value = state.resolved(value)
-            written = next((v for v, x in state.final.items() if x == value and v in loop.moved), None)
-            return new[written] if written is not None else same.get(value, value)
+            moved = next((v for v, x in state.final.items() if x == value and v in loop.moved), None)
+            return same.get(value, value) if moved is None or value in same else new[moved]
 
         fetches = tuple(map(fetch, step.fetches))
         feeds = (*step.feeds, *(shapes[v] for v in step.feeds if v in loop.rows), shares)

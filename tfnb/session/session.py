@@ -255,6 +255,11 @@ class Session:
 
         return watched
 
+    def step_of(self, fetches: Any, feeds: Mapping[Any, Any]) -> tuple[StepGraph, list[torch.Tensor]]:
+        """The step that a run of ``fetches`` is, and its feeds as tensors."""
+        prepared = self._prepare(fetches, tuple(feeds))
+        return prepared.code.step, prepared.feeder.fed(feeds.values())[0]
+
     def looked_at(
         self, fetches: Any, feeds: Mapping[Any, Any], more: Mapping[str, Any], **options: Any
     ) -> tuple[Any, dict[str, torch.Tensor]]:
