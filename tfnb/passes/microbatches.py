@@ -23,7 +23,7 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.ops import WHILE
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import uses_queues
-from tfnb.passes.prune import StepGraph, feed_symbols, step_graph
+from tfnb.passes.prune import StepGraph, feed_symbols, prune
 from tfnb.passes.resolve import State, resolve
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
@@ -390,7 +390,7 @@ class _Build:
         last = {n.attrs["variable"]: n for n in step.graph.nodes if n.op == "tfnb.assign"}
         written = tuple(node.id for node in last.values())
         whole_loop = Node(id=new_id(), name="microbatches", op=WHILE, inputs=tuple(inputs), outputs=tuple(outs),
-                          attrs=attrs, control=control, effects=written)  # fmt: skip
+                          attrs=attrs, control=control)  # fmt: skip
         made.append(whole_loop)
         at = {v: i for i, v in enumerate(carried, len(variables))}
         same: dict[Value, Value] = {}
@@ -420,7 +420,7 @@ class _Build:
             ins = tuple(same.get(v, v) for v in node.inputs)
             lost = [i for i in node.control if i not in loop.behind and i not in before]
             kept = (*(i for i in node.control if i not in lost), *([whole_loop.id] if lost else []))
-            behind.append(replace(node, inputs=ins, control=kept, effects=written if node.effects else ()))
+            behind.append(replace(node, inputs=ins, control=kept, effects=()))
         new = {v: whole_loop.value(i) for i, v in enumerate(variables)}
         new |= {v: same.get(x, x) for v, x in state.final.items() if v not in new}
         assigns = [replace(last[v], inputs=(new[v],), control=(), effects=()) for v in state.final]
@@ -428,7 +428,7 @@ class _Build:
         group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=(*done, whole_loop.value(len(reads) + len(zeros))),
                      attrs={"values": tuple(map(Ref, range(len(done) + 1)))})  # fmt: skip
         early = [node for node in state.nodes.values() if node.id in before]
-        nodes = (*fed_nodes, *self.front, *(replace(n, effects=written if n.effects else ()) for n in early), *made, *behind, *assigns, group)
+        nodes = (*fed_nodes, *self.front, *(replace(n, effects=()) for n in early), *made, *behind, *assigns, group)
         graph = step.whole.derive(Contents(nodes, step.graph.contents.guards))
 
         def fetch(value: Value) -> Value:
@@ -443,7 +443,8 @@ class _Build:
         fetches = tuple(map(fetch, step.fetches))
         feeds = (*step.feeds, *(shapes[v] for v in step.feeds if v in loop.rows), shares)
         moved = tuple(v for v in variables if not _is_buffer(v))
-        return Microbatches(step_graph(graph, fetches, feeds), loop.divided, moved)
+        pruned = prune(graph, fetches, feeds, [group.id])  # whatever is fetched, all of it is written
+        return Microbatches(StepGraph(graph, pruned, fetches, feeds), loop.divided, moved)
 
 
 def _node(name: str, op: str, inputs: tuple[Value, ...], spec: Spec, **places: int) -> Node:
