@@ -9,4 +9,6 @@ memory: `memory_budget` counts the bytes of one run, `offload` keeps a loop's ro
 from tfnb.kernels import arrays, attention, borrowed, control, recurrent, spans, sparse_rows, strided, tables
 from tfnb.kernels.optim import FUSED
 
-__all__ = ["FUSED", "arrays", "attention", "borrowed", "recurrent", "spans", "sparse_rows", "strided", "tables"]
+__all__ = [
+    "FUSED", "arrays", "attention", "borrowed", "control", "recurrent", "spans", "sparse_rows", "strided", "tables",
+]  # fmt: skip

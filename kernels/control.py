@@ -31,9 +31,8 @@ def while_loop(
     """The carried values after the last iteration, the number of iterations (int64, on the CPU), and the rows, stacked
     or packed.
 
-    See `tfnb.graph.subgraph` for the meaning. draws: each iteration gets a random number of its own; replicas: that of a replica of a
-    step, by its place. rows: of each what
-    one is, or a column that takes them.
+    See `tfnb.graph.subgraph` for the meaning. draws: each iteration gets a random number of its own;
+    replicas: that of a replica of a step, by its place. rows: of each what one is, or a column that takes them.
     """
     lengths, sequences = zip(*(rows_of(x, reverse=reverse) for x in xs), strict=True) if xs else ((), ())
     limit = min([*lengths[:1], *([] if limit is None else [limit])], default=None)

@@ -87,7 +87,8 @@ class Net:
 @pytest.mark.parametrize("kind", ["plain", "dropout", "embedding", "float32", "bfloat16", "adam"])
 def test_equals_a_synchronous_round_of_as_many_workers_bitwise(kind, microbatches):
     options = {
-        "plain": {}, "dropout": {"dropout": True}, "embedding": {"embedding": True, "make": lambda: tfnb.train.SGD(0.3)},
+        "plain": {}, "dropout": {"dropout": True}, 
+        "embedding": {"embedding": True, "make": lambda: tfnb.train.SGD(0.3)},
         "float32": {"dtype": torch.float32}, "bfloat16": {"dtype": torch.bfloat16},
         "adam": {"make": lambda: tfnb.train.Adam(0.01)},
     }[kind]  # fmt: skip
@@ -191,7 +192,7 @@ def test_what_microbatches_cannot_do_is_refused_by_name():
         tfnb.print(x.sum())
         shown = (fixed * 2).sum()
     session = default_session(graph)
-    with pytest.raises(Unimplemented, match="rows.*fetch or watch numbers"):
+    with pytest.raises(Unimplemented, match=r"rows.*fetch or watch numbers"):
         session.make_callable(rows, [x], microbatches=2)
     with pytest.raises(InvalidArgument, match="varies on axis 0: fixed"):
         session.make_callable(shown, [fixed], microbatches=2)
@@ -200,3 +201,63 @@ def test_what_microbatches_cannot_do_is_refused_by_name():
         call(net.x[:0], net.y[:0])
     with pytest.raises(Unimplemented, match="memory_budget"):
         Session(net.graph, memory_budget=10**9).make_callable(net.train, net.feeds, microbatches=2)
+
+
+def test_fit_accumulates_and_says_which_loss_is_no_mean_over_rows():
+    many, one = Net(), Net()
+    told = tfnb.fit([many.train, many.loss], dict(zip(many.feeds, (many.x, many.y), strict=True)), batch_size=6,
+                    epochs=2, microbatches=4, watch={"loss": many.loss, "count": many.count})  # fmt: skip
+    whole = tfnb.fit(one.train, dict(zip(one.feeds, (one.x, one.y), strict=True)), batch_size=6, epochs=2,
+                     watch={"loss": one.loss, "count": one.count})  # fmt: skip
+    assert told.steps == whole.steps == 4
+    assert told.history == [pytest.approx(entry, rel=1e-12) for entry in whole.history]
+    for name, value in many.state.items():
+        assert torch.allclose(value, one.state[name], rtol=0, atol=1e-12), name
+    with tfnb.record():
+        w = nn.Parameter(torch.ones(3))
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        train = tfnb.train.SGD(0.01).minimize((x * w).square().sum())
+    with pytest.warns(UserWarning, match=r"sum over rows. 2 microbatches divide .* leave out microbatches"):
+        tfnb.fit(train, {x: torch.randn(8, 3)}, batch_size=8, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"microbatches": 0}, InvalidArgument, "an int of at least 1, not 0"),
+        ({"microbatches": True}, InvalidArgument, "an int of at least 1, not True"),
+        ({"microbatches": 2.0}, InvalidArgument, "an int of at least 1, not 2.0"),
+        ({"microbatches": 2, "mode": "async"}, InvalidArgument, "microbatches=2 belong to mode='sync', not to 'async'"),
+        ({"microbatches": 2, "backup": 1}, InvalidArgument, "there is no backup=1"),
+        ({"microbatches": 2, "mode": "pipeline"}, Unimplemented, "mode='pipeline' is not there yet"),
+    ],
+)
+def test_wrong_microbatches_are_refused(options, error, message):
+    net = Net()
+    with pytest.raises(error, match=message):
+        tfnb.fit(net.train, dict(zip(net.feeds, (net.x, net.y), strict=True)), **options)
+
+
+def test_stages_of_a_pipeline_give_the_bits_of_one_device():
+    """A loop over microbatches that is cut by the tasks which nodes ask for, in this process."""
+
+    def trained(executor, *, stages):
+        torch.manual_seed(5)
+        layers = [nn.Linear(4, 4).double() for _ in range(3)]
+        with tfnb.record() as graph:
+            x = h = tfnb.placeholder(torch.ones(2, 4, dtype=torch.float64), name="x")
+            for at, layer in enumerate(layers):
+                with tfnb.device(f"task:{at}" if stages else None):
+                    h = F.dropout(torch.tanh(layer(h)), 0.2)
+            loss = h.square().mean()
+            train = tfnb.train.Adam(0.01).minimize(loss)
+        data = torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(10, 4)
+        with Session(graph, executor=executor) as session:
+            call = session.make_callable((train, loss), [x], microbatches=4)
+            losses = [call(data)[1].item() for _ in range(2)]
+        return losses, [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
+
+    losses, weights = trained("parts", stages=True)
+    expected, others = trained("dataflow", stages=False)
+    assert losses == expected
+    assert all(map(torch.equal, weights, others))

@@ -28,7 +28,14 @@ from tfnb.escaping import xml
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import (
-    begin, exact_of, known_keys, look_at_means, microbatches_of, mode_of, operations_of, watched_by,
+    begin,
+    exact_of,
+    known_keys,
+    look_at_means,
+    microbatches_of,
+    mode_of,
+    operations_of,
+    watched_by,
 )  # fmt: skip
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
@@ -102,8 +109,8 @@ def fit(
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = None, validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
     resume: bool | str | PathLike[str] = False, check: str | None = None, exact: bool | None = None,
-    microbatches: int | None = None, checkpoint: Any = None, checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
-    progress_after: float = 2.0,
+    microbatches: int | None = None, checkpoint: Any = None, checkpoint_every: float = 30.0, restarts: int = 5,
+    timeout: float | None = None, progress_after: float = 2.0,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 

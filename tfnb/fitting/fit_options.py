@@ -22,7 +22,7 @@ from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import Batch, name_of
 from tfnb.train.modes import SyncReplicas
 
-LATER = ("downpour", "sandblaster", "allreduce")
+LATER = ("downpour", "sandblaster", "allreduce", "pipeline")
 
 
 def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:

@@ -9,7 +9,7 @@ batch along no gradient are carried from microbatch to microbatch. Pure; imports
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -116,9 +116,9 @@ class _Loop:
             and (_is_buffer(variable) or value in self.rows or value.node in self.varying)
         }  # fmt: skip
         for node in self.state.nodes.values():
-            if node.op == "tfnb.read" and node.attrs["variable"] in found:
-                self.varying.add(node.id)
-            elif any(v.node in self.varying and v not in self.fed for v in node.inputs):
+            if (node.op == "tfnb.read" and node.attrs["variable"] in found) or any(
+                v.node in self.varying and v not in self.fed for v in node.inputs
+            ):
                 self.varying.add(node.id)
         return found
 
@@ -180,9 +180,9 @@ class _Loop:
         is_static = not any(isinstance(size, Dim) for size in spec.shape)
         if is_static and flows(spec.dtype) and (derived or (is_fetched and not self._is_taken(value))):
             return "mean"
-        if is_static and is_fetched and not flows(spec.dtype) and spec.dtype is not torch.bool:
-            if not self._is_taken(value):
-                return "sum"
+        is_count = is_static and is_fetched and not flows(spec.dtype) and spec.dtype is not torch.bool
+        if is_count and not self._is_taken(value):
+            return "sum"
         where = f"  {node.source}" if node.source else ""
         raise Unimplemented(
             f"{node.name}, {spec}, depends on the rows of a microbatch and is no gradient, and "
@@ -205,7 +205,9 @@ class _Loop:
                 continue
             node = self.state.nodes[value.node]
             if node.id in self.state.updated:
-                raise Unimplemented(f"{node.name} is computed from an update, and the gradients of a microbatch from it")
+                raise Unimplemented(
+                    f"{node.name} is computed from an update, and the gradients of a microbatch from it"
+                )
             if node.op == "tfnb.read":
                 continue  # a Variable that moves
             found[node.id] = node
@@ -251,7 +253,9 @@ class _Loop:
         taken = [v for node in inner.values() for v in node.inputs]
         taken += [v for v in (*self.borders, *self.moved.values())]
         captured = dict.fromkeys(v for v in taken if v not in same and v.node not in inner)
-        sizes = {s for node in inner.values() for s in (*node.symbols, *(s for o in node.outputs for s in _symbols(o.shape)))}
+        sizes = {
+            s for node in inner.values() for s in (*node.symbols, *(s for o in node.outputs for s in _symbols(o.shape)))
+        }
         shown = feed_symbols(self.step.whole.contents, self.step.feeds)
         bound |= {s for v in captured for s in _symbols(self._spec(v).shape)}
         captured |= {shown[s][0]: None for s in sizes if s not in bound and s in shown and shown[s][0] not in same}
@@ -293,7 +297,8 @@ class _Build:
     """The graph around the loop."""
 
     loop: _Loop
-    front: list[Node] = field(default_factory=list)
+    front: list[Node] = field(default_factory=list)  # placeholders
+    inside: list[Node] = field(default_factory=list)  # between those that the loop takes and those behind it
 
     def fed_more(self) -> tuple[dict[Value, Value], Value]:
         """Placeholders of the shapes of microbatches, by feed, and of their shares."""
@@ -313,54 +318,11 @@ class _Build:
         self, body: Subgraph, variables: Sequence[Variable], carried: Sequence[Value], stacked: Sequence[Value],
         captured: Iterable[Value], shapes: dict[Value, Value], shares: Value, inner: dict[int, Node],
     ) -> Microbatches:  # fmt: skip
-        loop = self.loop
+        """The step around this body."""
+        loop, made = self.loop, self.inside
         step, state = loop.step, loop.state
-        fed_nodes = [loop.by_id[i] for i in dict.fromkeys(v.node for v in step.feeds)]
-        fed_nodes = [
-            node if node.op == "tfnb.placeholder"
-            else replace(node, op="tfnb.placeholder", inputs=(), attrs={}, control=(), effects=())
-            for node in fed_nodes
-        ]  # fmt: skip
-        # what the loop takes, then the loop, then the rest
-        before: dict[int, Node] = {}
-        for value in captured:
-            stack = [value]
-            while stack:
-                v = stack.pop()
-                if v in loop.fed or v.node in before:
-                    continue
-                node = state.nodes[v.node]
-                if loop._varies(v) or node.id in state.updated:
-                    raise Unimplemented(f"{node.name} is behind an update, and a microbatch takes it")
-                before[node.id] = node
-                stack.extend((*node.inputs, *map(Value, node.control)))
-        made: list[Node] = []
-        reads = []
-        for variable in variables:
-            read = next((n for n in step.graph.nodes if n.op == "tfnb.read" and n.attrs["variable"] is variable), None)
-            node = Node(id=new_id(), name=f"{variable.name} before", op="tfnb.read", outputs=(variable.spec,),
-                        attrs={"variable": variable}, device=None if read is None else read.device)  # fmt: skip
-            made.append(node)
-            reads.append(node.value())
-        zeros = []
-        for value in carried:
-            spec = _wide(loop._spec(value))
-            zero = -0.0 if flows(spec.dtype) else 0  # adding to -0.0 changes no bit
-            attrs = {"size": list(spec.shape), "fill_value": zero, "dtype": spec.dtype,
-                     "device": torch.device(spec.device), "pin_memory": False}  # fmt: skip
-            node = Node(id=new_id(), name="none", op="aten.full.default", outputs=(spec,), attrs=attrs)
-            made.append(node)
-            zeros.append(node.value())
-        flat = []
-        for value in step.feeds:
-            if value in loop.rows:
-                spec = loop._spec(value)
-                size = Dim(unique("E", {s for n in loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}))
-                whole = Spec(spec.dtype, (size,), spec.device)
-                node = _node("flat", "aten.reshape.default", (value,), whole, self_=0)
-                node = replace(node, attrs={**node.attrs, "shape": [-1]})
-                made.append(node)
-                flat.append((node.value(), shapes[value]))
+        before = self._before(captured)
+        reads, zeros, flat = self._reads(variables), self._zeros(carried), self._flat(shapes)
         inputs: list[Value] = []
 
         def ref(value: Value) -> Ref:
@@ -392,43 +354,18 @@ class _Build:
         whole_loop = Node(id=new_id(), name="microbatches", op=WHILE, inputs=tuple(inputs), outputs=tuple(outs),
                           attrs=attrs, control=control)  # fmt: skip
         made.append(whole_loop)
-        at = {v: i for i, v in enumerate(carried, len(variables))}
-        same: dict[Value, Value] = {}
-        for value, index in at.items():
-            found, spec = whole_loop.value(index), loop._spec(value)
-            if outs[index].dtype is not spec.dtype:
-                node = _node("narrow", "aten._to_copy.default", (found,), spec, self_=0)
-                node = replace(node, attrs={**node.attrs, "dtype": spec.dtype})
-                made.append(node)
-                found = node.value()
-            same[value] = found
-        first = len(variables) + len(carried) + 1
-        entries: Dim | None = None
-        for place, value in enumerate(stacked):
-            spec = loop._spec(value)
-            if any(isinstance(size, Dim) for size in spec.shape[1:]):
-                raise Unimplemented(f"{loop.by_id[value.node].name}, {spec}: rows whose size varies have no microbatches")
-            entries = entries or Dim(unique("R", known))
-            node = _node("entries", "aten.reshape.default", (whole_loop.value(first + 2 * place),),
-                         Spec(spec.dtype, (entries, *spec.shape[1:]), spec.device), self_=0)  # fmt: skip
-            node = replace(node, attrs={**node.attrs, "shape": [-1, *spec.shape[1:]]})
-            made.append(node)
-            same[value] = node.value()
-        rest = [node for node in state.nodes.values() if node.id in loop.behind and node.id not in before]
-        behind = []
-        for node in rest:
-            ins = tuple(same.get(v, v) for v in node.inputs)
-            lost = [i for i in node.control if i not in loop.behind and i not in before]
-            kept = (*(i for i in node.control if i not in lost), *([whole_loop.id] if lost else []))
-            behind.append(replace(node, inputs=ins, control=kept, effects=()))
+        same = self._means(whole_loop, carried, len(variables))
+        same |= self._entries(whole_loop, stacked, len(variables) + len(carried) + 1, known)
+        behind = self._behind(whole_loop, before, same)
         new = {v: whole_loop.value(i) for i, v in enumerate(variables)}
         new |= {v: same.get(x, x) for v, x in state.final.items() if v not in new}
         assigns = [replace(last[v], inputs=(new[v],), control=(), effects=()) for v in state.final]
         done = tuple(Value(node.id) for node in assigns)
-        group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=(*done, whole_loop.value(len(reads) + len(zeros))),
+        group = Node(id=new_id(), name="apply", op="tfnb.group",
+                     inputs=(*done, whole_loop.value(len(reads) + len(zeros))),
                      attrs={"values": tuple(map(Ref, range(len(done) + 1)))})  # fmt: skip
         early = [node for node in state.nodes.values() if node.id in before]
-        nodes = (*fed_nodes, *self.front, *(replace(n, effects=()) for n in early), *made, *behind, *assigns, group)
+        nodes = (*self._fed(), *self.front, *(replace(n, effects=()) for n in early), *made, *behind, *assigns, group)
         graph = step.whole.derive(Contents(nodes, step.graph.contents.guards))
 
         def fetch(value: Value) -> Value:
@@ -445,6 +382,97 @@ class _Build:
         moved = tuple(v for v in variables if not _is_buffer(v))
         pruned = prune(graph, fetches, feeds, [group.id])  # whatever is fetched, all of it is written
         return Microbatches(StepGraph(graph, pruned, fetches, feeds), loop.divided, moved)
+
+    def _fed(self) -> Iterator[Node]:
+        """Placeholders of what the step is fed."""
+        for node_id in dict.fromkeys(value.node for value in self.loop.step.feeds):
+            node = self.loop.by_id[node_id]
+            is_one = node.op == "tfnb.placeholder"
+            yield node if is_one else replace(node, op="tfnb.placeholder", inputs=(), attrs={}, control=(), effects=())
+
+    def _before(self, captured: Iterable[Value]) -> set[int]:
+        """Ids of the nodes that the captures of the loop are computed by."""
+        loop, found, stack = self.loop, set[int](), list(captured)
+        while stack:
+            value = stack.pop()
+            if value in loop.fed or value.node in found:
+                continue
+            node = loop.state.nodes[value.node]
+            if loop._varies(value) or node.id in loop.state.updated:
+                raise Unimplemented(f"{node.name} is behind an update, and a microbatch takes it")
+            found.add(node.id)
+            stack.extend((*node.inputs, *map(Value, node.control)))
+        return found
+
+    def _reads(self, variables: Iterable[Variable]) -> list[Value]:
+        """What the moved Variables are before the first microbatch."""
+        found, nodes = [], self.loop.step.graph.nodes
+        for variable in variables:
+            read = next((n for n in nodes if n.op == "tfnb.read" and n.attrs["variable"] is variable), None)
+            node = Node(id=new_id(), name=f"{variable.name} before", op="tfnb.read", outputs=(variable.spec,),
+                        attrs={"variable": variable}, device=None if read is None else read.device)  # fmt: skip
+            self.inside.append(node)
+            found.append(node.value())
+        return found
+
+    def _zeros(self, carried: Iterable[Value]) -> list[Value]:
+        """What sums start with: adding to -0.0 changes no bit."""
+        found = []
+        for value in carried:
+            spec = _wide(self.loop._spec(value))
+            attrs = {"size": list(spec.shape), "fill_value": -0.0 if flows(spec.dtype) else 0, "dtype": spec.dtype,
+                     "device": torch.device(spec.device), "pin_memory": False}  # fmt: skip
+            node = Node(id=new_id(), name="none", op="aten.full.default", outputs=(spec,), attrs=attrs)
+            self.inside.append(node)
+            found.append(node.value())
+        return found
+
+    def _flat(self, shapes: Mapping[Value, Value]) -> list[tuple[Value, Value]]:
+        """The elements of each divided feed, and the shapes of its microbatches."""
+        found = []
+        size = Dim(unique("E", {s for n in self.loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}))
+        for value, shape in shapes.items():
+            spec = self.loop._spec(value)
+            node = _node("flat", "aten.reshape.default", (value,), Spec(spec.dtype, (size,), spec.device), self_=0)
+            self.inside.append(replace(node, attrs={**node.attrs, "shape": [-1]}))
+            found.append((node.value(), shape))
+        return found
+
+    def _means(self, whole: Node, carried: Sequence[Value], first: int) -> dict[Value, Value]:
+        """Of each carried sum, in its own dtype, what it is behind the loop."""
+        same: dict[Value, Value] = {}
+        for index, value in enumerate(carried, first):
+            same[value], spec = whole.value(index), self.loop._spec(value)
+            if whole.outputs[index].dtype is not spec.dtype:
+                node = _node("narrow", "aten._to_copy.default", (same[value],), spec, self_=0)
+                self.inside.append(replace(node, attrs={**node.attrs, "dtype": spec.dtype}))
+                same[value] = node.value()
+        return same
+
+    def _entries(self, whole: Node, stacked: Sequence[Value], first: int, known: set[str]) -> dict[Value, Value]:
+        """The entries of row-sparse gradients, those of all microbatches behind each other."""
+        same: dict[Value, Value] = {}
+        counts: dict[int, Dim] = {}  # by node that gives both the rows and their numbers
+        for place, value in enumerate(stacked):
+            spec = self.loop._spec(value)
+            if any(isinstance(size, Dim) for size in spec.shape[1:]):
+                name = self.loop.by_id[value.node].name
+                raise Unimplemented(f"{name}, {spec}: rows whose size varies have no microbatches")
+            if value.node not in counts:
+                counts[value.node] = Dim(unique("R", known | {count.expr for count in counts.values()}))
+            entries = Spec(spec.dtype, (counts[value.node], *spec.shape[1:]), spec.device)
+            node = _node("entries", "aten.reshape.default", (whole.value(first + 2 * place),), entries, self_=0)
+            self.inside.append(replace(node, attrs={**node.attrs, "shape": [-1, *spec.shape[1:]]}))
+            same[value] = node.value()
+        return same
+
+    def _behind(self, whole: Node, before: set[int], same: Mapping[Value, Value]) -> Iterator[Node]:
+        """The nodes that are done once, of what the loop gives."""
+        for node in self.loop.state.nodes.values():
+            if node.id in self.loop.behind and node.id not in before:
+                there = [i for i in node.control if i in self.loop.behind or i in before]
+                control = (*there, *([whole.id] if len(there) < len(node.control) else []))
+                yield replace(node, inputs=tuple(same.get(v, v) for v in node.inputs), control=control, effects=())
 
 
 def _node(name: str, op: str, inputs: tuple[Value, ...], spec: Spec, **places: int) -> Node:

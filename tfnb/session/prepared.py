@@ -147,8 +147,8 @@ def prepare_divided(
     if made[0].moved:
         names = ", ".join(variable.name for variable in made[0].moved)
         _warn(
-            f"the step writes {names} itself, not along a gradient: with microbatches={microbatches} it is written once "
-            "for each of them, in their order, from the rows of that one"
+            f"the step writes {names} itself, not along a gradient: with microbatches={microbatches} it is written "
+            "once for each of them, in their order, from the rows of that one"
         )
     return replace(prepared, feeder=DividedFeeder(prepared.feeder, made[0].divided, microbatches))  # type: ignore[arg-type]
 

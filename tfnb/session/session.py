@@ -74,9 +74,15 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("isolation", "cluster"): "isolation='snapshot' is of steps that run here: close the cluster",
     ("memory_budget", "cluster"): "memory_budget holds for steps that run here: close the cluster",
     ("memory_budget", "queues"): "memory_budget needs generated code, without queues and executor='dataflow'",
-    ("microbatches", "cluster"): "microbatches are of trainings in this process: close the cluster, or leave them out, as "
+    (
+        "microbatches",
+        "cluster",
+    ): "microbatches are of trainings in this process: close the cluster, or leave them out, as "
     "its tasks divide the rows of a step",
-    ("microbatches", "memory_budget"): "microbatches hold what one of them needs, and a memory_budget plans whole steps: "
+    (
+        "microbatches",
+        "memory_budget",
+    ): "microbatches hold what one of them needs, and a memory_budget plans whole steps: "
     "use a session without memory_budget",
     ("microbatches", "watch"): "a watched step is looked at as a whole: take tfnb.watch off, or leave out microbatches",
     ("training", "queues"): (
