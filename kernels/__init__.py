@@ -6,7 +6,9 @@ memory: `memory_budget` counts the bytes of one run, `offload` keeps a loop's ro
 `spill_file` and back.
 """
 
-from tfnb.kernels import arrays, attention, borrowed, recurrent, spans, sparse_rows, strided, tables
+from tfnb.kernels import arrays, attention, borrowed, control, recurrent, spans, sparse_rows, strided, tables
 from tfnb.kernels.optim import FUSED
 
-__all__ = ["FUSED", "arrays", "attention", "borrowed", "recurrent", "spans", "sparse_rows", "strided", "tables"]
+__all__ = [
+    "FUSED", "arrays", "attention", "borrowed", "control", "recurrent", "spans", "sparse_rows", "strided", "tables",
+]  # fmt: skip

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tfnb.kernels.random import mix
+from tfnb.kernels.define import op
+from tfnb.kernels.random import REPLICA, mix
 from tfnb.kernels.rows import Column, rows_from, rows_of
 
 Function = Callable[..., Sequence[torch.Tensor]]  # of tensors and, last, the number that random draws depend on
@@ -25,13 +26,13 @@ Sequences = Sequence[Any]  # see `tfnb.kernels.rows.rows_of`
 def while_loop(
     cond: Function | None, body: Function, init: Sequence[torch.Tensor], xs: Sequences,
     captures: Sequence[torch.Tensor], *, limit: int | None, rows: Sequence[Row | Column], reverse: bool = False,
-    run: int = 0, draws: bool = False,
+    run: int = 0, draws: bool = False, replicas: bool = False,
 ) -> list[Any]:  # fmt: skip
     """The carried values after the last iteration, the number of iterations (int64, on the CPU), and the rows, stacked
     or packed.
 
-    See `tfnb.graph.subgraph` for the meaning. draws: each iteration gets a random number of its own. rows: of each what
-    one is, or a column that takes them.
+    See `tfnb.graph.subgraph` for the meaning. draws: each iteration gets a random number of its own;
+    replicas: that of a replica of a step, by its place. rows: of each what one is, or a column that takes them.
     """
     lengths, sequences = zip(*(rows_of(x, reverse=reverse) for x in xs), strict=True) if xs else ((), ())
     limit = min([*lengths[:1], *([] if limit is None else [limit])], default=None)
@@ -43,7 +44,7 @@ def while_loop(
     columns = [_Stacked(row) if isinstance(row, tuple) else row for row in rows]
     puts = [column.put for column in columns]
     while limit is None or iterations < limit:
-        number = _number(run, iterations, limit, reverse) if draws else run
+        number = _number(run, iterations, limit, reverse, replicas) if draws else run
         if cond is not None and not cond(*state, *captures, number)[0]:
             break
         out = body(*state, *next(given), *captures, number)
@@ -59,8 +60,10 @@ def _count(iterations: int) -> torch.Tensor:
     return torch.tensor(iterations, device="cpu")  # wherever factories make their tensors by default
 
 
-def _number(run: int, iteration: int, limit: int | None, reverse: bool) -> int:
+def _number(run: int, iteration: int, limit: int | None, reverse: bool, replicas: bool) -> int:
     """What the draws of an iteration depend on; those of a loop backwards repeat those of the one forwards."""
+    if replicas:
+        return run + iteration * REPLICA
     return mix(run, limit - 1 - iteration if reverse and limit is not None else iteration)
 
 
@@ -186,3 +189,17 @@ def _room(limit: int) -> Iterator[None]:
             before = _waiting.pop()
             if not _waiting:
                 sys.setrecursionlimit(before)
+
+
+def _fake_share(total: torch.Tensor, value: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(total)
+
+
+@op("(Tensor total, Tensor value, Tensor share) -> Tensor", _fake_share)
+def add_share(total: torch.Tensor, value: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """``total + share * value``, rounded as `Tensor.add_` with ``alpha`` does it; share: a number on the CPU.
+
+    >>> add_share(torch.tensor([-0.0]), torch.tensor([3.0]), torch.tensor(0.5, dtype=torch.float64))
+    tensor([1.5000])
+    """
+    return total.add(value.to(total.dtype), alpha=share.item())

@@ -13,6 +13,7 @@ import torch
 
 _borrow = threading.Lock()
 _MASK = (1 << 64) - 1
+REPLICA = 1 << 40  # between the random streams of the replicas of one step
 
 
 def mix(*parts: int) -> int:

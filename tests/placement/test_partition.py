@@ -13,11 +13,11 @@ from torch import nn
 
 import tfnb
 import tfnb.placement.shards as shards_module
-from tfnb.cluster.modes.plan import divide
 from tfnb.cluster.server.parts import mean
 from tfnb.execution import lower
 from tfnb.graph import Value
 from tfnb.passes import step_graph
+from tfnb.passes.microbatches import divide
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Piece
 from tfnb.placement.shards import BY_ROWS, pack, together

@@ -27,7 +27,16 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, 
 from tfnb.escaping import xml
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
-from tfnb.fitting.fit_options import begin, exact_of, known_keys, mode_of, watched_by
+from tfnb.fitting.fit_options import (
+    begin,
+    exact_of,
+    known_keys,
+    look_at_means,
+    microbatches_of,
+    mode_of,
+    operations_of,
+    watched_by,
+)  # fmt: skip
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
@@ -100,8 +109,8 @@ def fit(
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = None, validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
     resume: bool | str | PathLike[str] = False, check: str | None = None, exact: bool | None = None,
-    checkpoint: Any = None, checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
-    progress_after: float = 2.0, memory_budget: int | str | None = None,
+    microbatches: int | None = None, checkpoint: Any = None, checkpoint_every: float = 30.0, restarts: int = 5,
+    timeout: float | None = None, progress_after: float = 2.0, memory_budget: int | str | None = None,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -127,6 +136,13 @@ def fit(
     first step of the next epoch; in other modes, without validation data, an epoch is over when a step of the next one
     is told, and the rate holds from the first step that begins after that. An error in one ends the training between
     two steps.
+
+    microbatches: each step divides its rows into so many consecutive ranges of nearly equal length (fewer where there
+    are fewer rows), does one after the other, and updates once, so that it holds what one of them needs. Gradients are
+    added up weighted by rows, as the tasks of a cluster with as many of them do it in mode ``"sync"``, with the same
+    random numbers; a loss that is a mean over rows trains as with the whole batch, and ``exact`` says whether one that
+    is none is looked for. Watched numbers are means by rows; whole numbers are sums. Running statistics of batch norm
+    move once for each microbatch, in order. Not on a cluster.
 
     checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, which says what is kept (without one the newest
     five). Every ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that
@@ -197,6 +213,7 @@ def fit(
     limited = session.limited(memory_budget)
     user_code_ran()
     names, watched = watched_by(watch, fetch, session)
+    parts = microbatches_of(microbatches, session, how)
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
     checked = _validation(session, validation, feeds, names, watched)
@@ -217,7 +234,7 @@ def fit(
         progress_after, checkpoints, Budget(Restarts(most=restarts)),
     )  # fmt: skip
     if session.cluster is None:
-        taken = _here(session, fetch, watched, source, run, check)
+        taken = _here(session, fetch, watched, source, run, check, parts, exact=exact)
     else:
 
         def there(watched: tuple[Any, ...]) -> Taken:
@@ -248,9 +265,12 @@ def fit(
 
 
 def _here(
-    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None
+    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
+    microbatches: int, *, exact: bool | None,
 ) -> Taken:  # fmt: skip
     """Each step, taken in this process, which stands still after each epoch."""
+    if microbatches > 1:
+        fetch = operations_of(fetch, session)
     keys: tuple[Any, ...] = ()
     call: Callable[..., Any] | None = None
     epoch = 1
@@ -260,9 +280,12 @@ def _here(
             epoch = batch.epoch
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             known_keys(session, batch.keys, named=not source.is_ours)
-            keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys, check=check)
+            keys = batch.keys
+            call = session.make_callable((fetch, watched), keys, check=check, microbatches=microbatches)
+            if microbatches > 1 and exact is not False:
+                look_at_means(session, (fetch, watched), batch, microbatches)
             written = next(iter(session.written((fetch, watched), keys)), None)
-            run.code = partial(session.code, (fetch, watched), keys)
+            run.code = partial(session.code, (fetch, watched), keys, microbatches=microbatches)
         run.steps.begins(batch.position, written)
         yield Told((batch.epoch,), (batch.rows,), call(*batch.values)[1])
 

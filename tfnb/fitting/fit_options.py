@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
 from tfnb.cluster.engine.members import MODES, Mode
+from tfnb.cluster.notebook.divided_rows import look_at_microbatches
+from tfnb.cluster.notebook.steps_there import batches as batches_of
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, Unimplemented
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Operation, Tensor
+from tfnb.recording.marks.notes import user_level
 from tfnb.session import Session
-from tfnb.session.structures import value_of
+from tfnb.session.structures import structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
-from tfnb.train.batches import name_of
+from tfnb.train.batches import Batch, name_of
 from tfnb.train.modes import SyncReplicas
 
-LATER = ("downpour", "sandblaster", "allreduce")
+LATER = ("downpour", "sandblaster", "allreduce", "pipeline")
 
 
 def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -136,6 +140,48 @@ def exact_of(exact: Any) -> bool | None:
     if exact is not None and exact is not False:
         raise InvalidArgument(f"exact is None or False, not {exact!r}")
     return exact
+
+
+def microbatches_of(microbatches: Any, session: Session, mode: Mode) -> int:
+    """How many microbatches a step has; raises InvalidArgument, or Unimplemented where there is a cluster."""
+    if microbatches is None or (type(microbatches) is int and microbatches == 1):
+        return 1
+    if type(microbatches) is not int or microbatches < 1:
+        raise InvalidArgument(f"microbatches is how many a step has, an int of at least 1, not {microbatches!r}")
+    if session.cluster is not None:
+        raise Unimplemented(
+            f"microbatches={microbatches} are of trainings in this process, and a cluster is connected, whose tasks "
+            "divide the rows of a step: leave out microbatches, or close the cluster"
+        )
+    if mode.name != "sync":
+        raise InvalidArgument(
+            f"microbatches={microbatches} belong to mode='sync', not to {mode.name!r}: a step waits for all of them"
+        )
+    if mode.backup:
+        raise InvalidArgument(f"microbatches={microbatches} are done by one process: there is no backup={mode.backup}")
+    return microbatches
+
+
+def look_at_means(session: Session, fetches: Any, batch: Batch, microbatches: int) -> None:
+    """Warn, once for each step and number of microbatches, of a loss that is no mean over the rows of a batch."""
+    step, tensors = session.step_of(fetches, dict(zip(batch.keys, batch.values, strict=True)))
+    known: set[Any] = step.whole.attached.setdefault("divided", set())
+    key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), "microbatches", microbatches
+    first = next(iter(batches_of(step, [(tensors, 0)])), None)
+    if key not in known and first is not None:
+        seen = look_at_microbatches(step, microbatches, first)
+        for note in seen.notes:
+            warnings.warn(note, stacklevel=user_level(None))
+        if seen.is_settled:
+            known.add(key)
+
+
+def operations_of(fetch: Any, session: Session) -> list[Any]:
+    """Of a structure of fetches those that do something: operations, and what writes a Variable."""
+    leaves: list[Any] = []
+    structure(fetch, leaves)
+    ops = [(leaf, _spec(leaf, session)) for leaf in leaves if not isinstance(leaf, Variable)]
+    return [leaf for leaf, (spec, op) in ops if spec is None or op == "tfnb.assign"]
 
 
 def mode_of(mode: Any, backup: Any, staleness: Any) -> Mode:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 
+from tfnb.errors import Unimplemented
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.variable_locks import Cut
 from tfnb.passes import StepGraph, step_graph
+from tfnb.passes.microbatches import Microbatches, in_microbatches
 from tfnb.passes.printed import line, printing
 from tfnb.placement.requests import Asked, asked
 from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.python_state import Watched, watched
 from tfnb.session.breakpoints import stopping
+from tfnb.session.divided_feeds import DividedFeeder
 from tfnb.session.feeding import Feeder
 from tfnb.session.structures import fed_by, flat, places_of, structure, value_of, variable_of
 from tfnb.state.step_groups import StepGroup
@@ -131,6 +134,28 @@ def prepare(
         made, feeder, values, rebuild, structured, trailing, version, places, looks,
         python=watched(graph.attached, step.graph.nodes),
     )  # fmt: skip
+
+
+def prepare_divided(
+    graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode], microbatches: int
+) -> Prepared:  # fmt: skip
+    """`prepare` of a step over so many microbatches. Raises Unimplemented where it has breakpoints."""
+    made: list[Microbatches] = []
+
+    def divided(step: StepGraph) -> StepCode:
+        made.append(in_microbatches(step))
+        return code(made[0].step)
+
+    prepared = prepare(graph, fetches, feed_keys, divided)
+    if prepared.looks:
+        raise Unimplemented("a breakpoint looks at a step as a whole, and microbatches have none: remove it")
+    if made[0].moved:
+        names = ", ".join(variable.name for variable in made[0].moved)
+        _warn(
+            f"the step writes {names} itself, not along a gradient: with microbatches={microbatches} it is written "
+            "once for each of them, in their order, from the rows of that one"
+        )
+    return replace(prepared, feeder=DividedFeeder(prepared.feeder, made[0].divided, microbatches))  # type: ignore[arg-type]
 
 
 def _warn(note: str) -> None:

@@ -39,7 +39,7 @@ from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
 from tfnb.session.feeding import Fed
-from tfnb.session.prepared import Prepared, prepare, same_step
+from tfnb.session.prepared import Prepared, prepare, prepare_divided, same_step
 from tfnb.session.saved_state import SavedState
 from tfnb.session.step import Step
 from tfnb.session.step_runner import StepRunner
@@ -80,6 +80,17 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("isolation", "cluster"): "isolation='snapshot' is of steps that run here: close the cluster",
     ("memory_budget", "cluster"): "memory_budget holds for steps that run here: close the cluster",
     ("memory_budget", "queues"): "memory_budget needs generated code, without queues and executor='dataflow'",
+    (
+        "microbatches",
+        "cluster",
+    ): "microbatches are of trainings in this process: close the cluster, or leave them out, as "
+    "its tasks divide the rows of a step",
+    (
+        "microbatches",
+        "memory_budget",
+    ): "microbatches hold what one of them needs, and a memory_budget plans whole steps: "
+    "use a session without memory_budget",
+    ("microbatches", "watch"): "a watched step is looked at as a whole: take tfnb.watch off, or leave out microbatches",
     ("training", "queues"): (
         "fit divides the rows of a step over tasks and gives the part of a lost one to another, and an element of a "
         "queue can be taken once: let fit take the elements, fit(step, queue, feeds=x), or call run for each step"
@@ -218,17 +229,19 @@ class Session:
         return prepared.rebuild(results)
 
     def make_callable(
-        self, fetches: Any, feeds: Sequence[Any] = (), *, check: str | None = None
+        self, fetches: Any, feeds: Sequence[Any] = (), *, check: str | None = None, microbatches: int = 1
     ) -> Callable[..., Any]:  # fmt: skip
         """``f(*values)``: `run` with the signature resolved once; values stand in the order of ``feeds``.
 
-        The result has the structure of ``fetches``. check: as of `run`.
+        The result has the structure of ``fetches``. check: as of `run`. microbatches: so many consecutive ranges of the
+        rows of a batch are done one after the other, and update once (see `tfnb.fit`); fetches are then operations, and
+        numbers that are means over rows.
         """
         feeds = tuple(feeds)
         if IndexedSlices in map(type, feeds):
-            flat = self.make_callable(fetches, parts_of(feeds), check=check)
+            flat = self.make_callable(fetches, parts_of(feeds), check=check, microbatches=microbatches)
             return lambda *values: flat(*spread(zip(feeds, values, strict=True)).values())
-        prepared = self._prepare(fetches, feeds)
+        prepared = self._prepare(fetches, feeds, microbatches)
 
         def watched(*values: Any) -> Any:
             watch = None if self._is_twin else self.graph.attached.get("watch")
@@ -240,7 +253,7 @@ class Session:
         def call(*values: Any) -> Any:
             nonlocal prepared
             if not prepared.is_of(self.graph):
-                prepared = self._prepare(fetches, feeds)
+                prepared = self._prepare(fetches, feeds, microbatches)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
             prepared.ensure_fresh()
@@ -252,6 +265,11 @@ class Session:
             return prepared.rebuild(results)
 
         return watched
+
+    def step_of(self, fetches: Any, feeds: Mapping[Any, Any]) -> tuple[StepGraph, list[torch.Tensor]]:
+        """The step that a run of ``fetches`` is, and its feeds as tensors."""
+        prepared = self._prepare(fetches, tuple(feeds))
+        return prepared.code.step, prepared.feeder.fed(feeds.values())[0]
 
     def looked_at(
         self, fetches: Any, feeds: Mapping[Any, Any], more: Mapping[str, Any], **options: Any
@@ -483,28 +501,33 @@ class Session:
             self._ensure_together(option, prepared.code, prepared)
         return prepared.code.step
 
-    def _ensure_together(self, option: str, code: StepCode, prepared: Prepared | None = None) -> None:
+    def _ensure_together(self, option: str, code: StepCode | None, prepared: Prepared | None = None) -> None:
         """Raise Unimplemented where an option that is asked for does not go with how the step runs."""
-        asked = {"memory_budget": self.memory_budget is not None, "queues": code.is_dataflow}
+        asked = {"memory_budget": self.memory_budget is not None, "queues": code is not None and code.is_dataflow}
         if prepared is not None:
             asked["looks"] = bool(prepared.looks)
-        holds = asked | {"cluster": self.cluster is not None}
+        holds = asked | {"cluster": self.cluster is not None, "watch": "watch" in self.graph.attached}
         if asked.get(option, True):
             for (what, situation), text in _NOT_TOGETHER.items():
                 if what == option and holds[situation]:
                     raise Unimplemented(text)
 
-    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> Prepared:
+    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...], microbatches: int = 1) -> Prepared:
         __tracebackhide__ = True
         self._steps.ensure_open()
-        about = self.memory_budget, torch.get_default_dtype()  # see `tfnb.passes.fractions`
+        about = microbatches, self.memory_budget, torch.get_default_dtype()  # see `tfnb.passes.fractions`
         key = (key_of(fetches), tuple(map(key_of, feed_keys)), *about)
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
             self._forget()
             with uncollected():
                 old = None if prepared is None else prepared.code
-                prepared = prepare(self.graph, fetches, feed_keys, partial(self._code, old=old))
+                code = partial(self._code, old=old)
+                if microbatches > 1:
+                    self._ensure_together("microbatches", None)
+                    prepared = prepare_divided(self.graph, fetches, feed_keys, code, microbatches)
+                else:
+                    prepared = prepare(self.graph, fetches, feed_keys, code)
             self._prepared[key] = prepared
         return prepared
 
@@ -584,7 +607,7 @@ class Session:
         """For each signature run here and each choice of feed sizes, which code runs and why."""
         return [line for code in self._codes() for line in code.status()]
 
-    def code(self, fetches: Any, feeds: Sequence[Any] = ()) -> str:
+    def code(self, fetches: Any, feeds: Sequence[Any] = (), *, microbatches: int = 1) -> str:
         """Which code runs a signature here, and why, for the sizes that it ran with first; empty if it did not run.
 
         >>> import tfnb
@@ -595,7 +618,7 @@ class Session:
         >>> session.run(y, {x: torch.zeros(1, 3)}), session.code(y, [x])
         (tensor([[1., 1., 1.]]), 'generated code')
         """
-        code = self._prepare(fetches, tuple(feeds)).code
+        code = self._prepare(fetches, tuple(feeds), microbatches).code
         return code.code() if code.is_lowered else ""
 
     def limited(self, memory_budget: int | str | None) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.chaos.history import DEADLINE, amount, check, kinds, runs
+from tests.cluster.alone.history import DEADLINE, amount, check, kinds, runs
 
 STEPS = 20
 

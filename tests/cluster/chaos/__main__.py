@@ -32,8 +32,8 @@ from typing import Any
 
 from distributed import Client
 
+from tests.cluster.alone.history import DEADLINE, Verdict, check, kinds
 from tests.cluster.chaos import in_notebook
-from tests.cluster.chaos.history import DEADLINE, Verdict, check, kinds
 from tests.cluster.chaos.in_notebook import MODES, mode_of
 from tests.cluster.far_worker import Link, has_networks
 from tests.cluster.test_lost_scheduler import free_port

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import tfnb
-from tests.cluster.chaos.history import amount, runs
+from tests.cluster.alone.history import amount, runs
 from tfnb.errors import NotFound
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest

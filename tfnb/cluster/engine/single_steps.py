@@ -23,11 +23,11 @@ from tfnb.cluster.engine.step_record import PINGS, StepRecord
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
 from tfnb.cluster.queues.deadlocks import Use
-from tfnb.cluster.tasks.pieces import RANK
 from tfnb.cluster.tasks.programs import Placed, Plan
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, failed
 from tfnb.cluster.wire.transport import read_outcome
 from tfnb.errors import TfnbError, Unavailable
+from tfnb.kernels.random import REPLICA
 from tfnb.passes.flow.cut import Kind
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ class SingleSteps:
     ) -> None:  # fmt: skip
         """Let a task run its part, and report the event it leads to. parts: peers of a graph over several tasks."""
         about: dict[str, Any] = {"worker": run.worker, "rows": run.stop - run.start or 1, "looks": looks}
-        feeds, index = batch.part(run.start, run.stop), batch.run_index + run.worker * RANK
+        feeds, index = batch.part(run.start, run.stop), batch.run_index + run.worker * REPLICA
         if parts is not None:
             wanted = placed.parts[run.worker].feeds
             sized = [feed for feed, kind in zip(feeds, wanted, strict=True) if kind == Kind.SIZE]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.wire.messages import Failed
+from tfnb.passes.microbatches import divide
 
 RETRIES = 3  # of a step whose tasks live but whose calls failed
 POISON = 3  # attempts of one step that each lost a task
@@ -134,18 +135,6 @@ class Abort(NamedTuple):
 
 
 Instruction = Run | Prepare | Commit | Abort | e.Finish
-
-
-def divide(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Consecutive ranges of nearly equal length, none empty.
-
-    >>> divide(7, 3), divide(2, 3)
-    ([(0, 3), (3, 5), (5, 7)], [(0, 1), (1, 2)])
-    """
-    parts = max(1, min(parts, rows))
-    short, longer = divmod(rows, parts)
-    stops = [short * (i + 1) + min(i + 1, longer) for i in range(parts)]
-    return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 @dataclass

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from tfnb.cluster.engine.members import Batch
-from tfnb.cluster.modes.plan import divide
 from tfnb.cluster.server.parts import MERGES
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
 from tfnb.execution import Program, lower
@@ -25,7 +24,8 @@ from tfnb.graph.lazy_memory import ensure_room
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested
 from tfnb.passes import StepGraph, feed_symbols, peak
-from tfnb.placement.placement import Homes
+from tfnb.passes.microbatches import divide
+from tfnb.placement.placement import Homes, Piece
 from tfnb.placement.row_means import Probe, Reason, probe
 
 ROWS = 64  # of a batch, at most
@@ -49,6 +49,20 @@ class Seen:
     is_settled: bool = True
 
 
+def look_at_microbatches(step: StepGraph, count: int, batch: Batch) -> Seen:
+    """`look` at a step over so many microbatches in this process."""
+    homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
+    seen = look(step, homes, count, [batch])
+    return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
+
+
+def _of_microbatches(note: str) -> str:
+    """What is said of tasks, of microbatches."""
+    for of_tasks, of_microbatches in _WORDS.items():
+        note = note.replace(of_tasks, of_microbatches)
+    return note
+
+
 def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[Batch]) -> Seen:
     """Compare on ``batches``, more than one where that is quick. ``tasks``: so many divide the rows of a batch."""
     found = probe(step, homes)
@@ -69,6 +83,15 @@ def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[Batch]) ->
     return Seen((*notes, *seen.notes), seen.is_settled)
 
 
+_WORDS = {
+    "and the running statistics are those of the first task": "and the running statistics move once for each of them",
+    "as with DistributedDataParallel without SyncBatchNorm": "as where gradients are accumulated by hand",
+    "tfnb.run(step, feeds) in a loop gives whole steps to one task": "fit without microbatches takes whole steps",
+    "give each step to one task, tfnb.run(step, feeds) in a loop": "leave out microbatches",
+    "Give each step to one task, tfnb.run(step, feeds) in a loop": "Leave out microbatches",
+    "tasks": "microbatches",
+    "a task": "a microbatch",
+}
 _NOT_SEEN = "whether the loss is a mean over rows, so that tasks may divide them, was not looked at"
 
 

@@ -456,8 +456,9 @@ class RemoteQueue:
         if self.heir is not None:
             return
         held, begun = self._known
-        for attempt, attempt.enqueued, attempt.is_over in begun:
-            if attempt.is_over:
+        for attempt, enqueued, is_over in begun:
+            attempt.enqueued, attempt.is_over = enqueued, is_over
+            if is_over:
                 attempt.outputs = ()
                 attempt.tell()
         self.is_lost = held is None

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.cluster.modes.plan import divide
 from tfnb.cluster.tasks.data import Data, Needs
+from tfnb.kernels.random import REPLICA
+from tfnb.passes.microbatches import divide
 from tfnb.state.batch_order import Order, Rows
-
-RANK = 1 << 40  # between the random streams of the places of one step
 
 
 class Share(NamedTuple):
@@ -87,7 +86,7 @@ class Given:
             place %= len(parts)  # a short batch has fewer parts than places
         elif place >= len(parts):
             return Share((), 0, run, place, len(parts))
-        (first, last), run = parts[place], run + place * RANK
+        (first, last), run = parts[place], run + place * REPLICA
         if self.steps is not None:
             assert data is not None  # the notebook sends the data first
             feeds: Sequence[torch.Tensor] = data.part(self.steps + index, first, last)

@@ -13,7 +13,7 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.spec import Dim
 from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import gathered
-from tfnb.kernels.random import mix
+from tfnb.kernels.random import REPLICA, mix
 from tfnb.kernels.rows import row_at
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import Kind
@@ -45,6 +45,8 @@ def _below(op: Op, sizes: Sizes) -> Callable[..., Any]:
 
 
 def _mix(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    if op.part == frames.REPLICAS:
+        return lambda run, iteration: (run + iteration * REPLICA,)
     fixed = [] if op.part is None else [op.part]
 
     def number(run: int, iteration: int, *limits: Any) -> tuple[int]:

@@ -75,6 +75,7 @@ class Loop:
         self.id, found = node.id, self.apart
         self.changing = len(self.order) + found.sequences + len(found.ahead)  # inputs that iterations change
         self.draws = attrs["body"].draws or (attrs["cond"] is not None and attrs["cond"].draws)
+        self.replicas = attrs.get("replicas", False)
         self.__name__ = "loop"  # for the generated code
 
     def _body(self, lower: Lower, carried: int, wanted: Sequence[Value]) -> Lowered:
@@ -111,7 +112,7 @@ class Loop:
                 body = stack.watching(body)
             out = while_loop(
                 cond, body, state, sequences, captures, limit=limit, rows=columns, reverse=self.reverse, run=run,
-                draws=self.draws,
+                draws=self.draws, replicas=self.replicas,
             )  # fmt: skip
         return out if sums is None else self.united(out, len(init))
 

@@ -1,0 +1,263 @@
+"""Microbatches: torch by hand, and a synchronous round of as many workers, are the oracles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tfnb
+from tfnb.cluster.server.parts import MERGES
+from tfnb.errors import InvalidArgument, NonFinite, ShapeError, Unimplemented
+from tfnb.execution import lower
+from tfnb.kernels.random import REPLICA
+from tfnb.passes import step_graph
+from tfnb.passes.microbatches import divide, in_microbatches
+from tfnb.placement.partition import split
+from tfnb.placement.placement import Piece
+from tfnb.session import Session, default_session
+
+ROWS = 11  # 4 microbatches of 3, 3, 3, 2
+
+
+class Net:
+    """A recorded step, always from the same weights, and data for it."""
+
+    def __init__(self, *, dtype=torch.float64, dropout=False, norm=False, embedding=False, make=None, clip=False):
+        torch.manual_seed(3)
+        first = nn.Embedding(6, 5, sparse=True) if embedding else nn.Linear(4, 5)
+        more = [*([nn.BatchNorm1d(5)] if norm else []), nn.Tanh(), *([nn.Dropout(0.4)] if dropout else [])]
+        self.model = nn.Sequential(first, *more, nn.Linear(5, 3)).to(dtype)
+        self.x = torch.randint(0, 6, (ROWS,)) if embedding else torch.randn(ROWS, 4, dtype=dtype)
+        self.y = torch.randn(ROWS, 3, dtype=dtype)
+        with tfnb.record() as self.graph:
+            x, y = tfnb.placeholder(self.x[:2], name="x"), tfnb.placeholder(self.y[:2], name="y")
+            loss = F.mse_loss(self.model(x), y)
+            count = (y > 0).sum()
+            grads = tfnb.gradients(loss, list(self.model.parameters())) if clip else None
+            optimizer = (make or (lambda: tfnb.train.SGD(0.3, momentum=0.5)))()
+            if grads is None:
+                train = optimizer.minimize(loss)
+            else:
+                norm_ = torch.sqrt(sum((g * g).sum() for g in grads))
+                scaled = [g * (0.1 / norm_) for g in grads]
+                train = optimizer.apply_gradients(list(zip(scaled, self.model.parameters(), strict=True)))
+                self.norm = norm_
+        self.feeds, self.loss, self.count, self.train = (x, y), loss, count, train
+
+    @property
+    def state(self):
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def step(self, microbatches, steps=3, session=None, **options):
+        session = session or default_session(self.graph)
+        call = session.make_callable(
+            (self.train, (self.loss, self.count)), self.feeds, microbatches=microbatches, **options
+        )
+        return [call(self.x, self.y)[1] for _ in range(steps)]
+
+    def sync(self, workers, steps=3):
+        """The same steps by the parts of a synchronous round: what tasks compute, and the servers' mean of it."""
+        fetches = [self.train.value, self.loss.value]
+        step = step_graph(self.graph, fetches, [feed.value for feed in self.feeds])
+        cut = split(step, {v.key: (Piece(0, v.key),) for v in step.variables}, parallel=True)
+        assert cut.why_whole is None
+        (server,) = cut.servers
+        task = lower(cut.compute, [cut.fetches[1], *(b.value for b in server.borders)], cut.feeds)
+        update = lower(server.graph, [server.target], server.feeds)
+        told = []
+        for run in range(steps):
+            ranges, found = divide(ROWS, workers), []
+            for place, (start, stop) in enumerate(ranges):
+                storages = [variable.storage for variable in task.variables]
+                values, _ = task.compute([self.x[start:stop], self.y[start:stop]], storages, run + place * REPLICA)
+                found.append(values)
+            rows = [stop - start for start, stop in ranges]
+            merged = [
+                MERGES[border.kind]([values[at] for values in found], rows)
+                for at, border in enumerate(server.borders, 1)
+            ]
+            update.commit(update.compute(merged, [v.storage for v in update.variables], run)[1])
+            told.append(MERGES["grad"]([values[0] for values in found], rows))
+        return told
+
+
+@pytest.mark.parametrize("microbatches", [4, 50])
+@pytest.mark.parametrize("kind", ["plain", "dropout", "embedding", "float32", "bfloat16", "adam"])
+def test_equals_a_synchronous_round_of_as_many_workers_bitwise(kind, microbatches):
+    options = {
+        "plain": {}, "dropout": {"dropout": True}, 
+        "embedding": {"embedding": True, "make": lambda: tfnb.train.SGD(0.3)},
+        "float32": {"dtype": torch.float32}, "bfloat16": {"dtype": torch.bfloat16},
+        "adam": {"make": lambda: tfnb.train.Adam(0.01)},
+    }[kind]  # fmt: skip
+    here, there = Net(**options), Net(**options)
+    losses, expected = here.step(microbatches), there.sync(microbatches)
+    assert [a.item() for a, _ in losses] == [b.item() for b in expected]
+    for name, value in here.state.items():
+        assert torch.equal(value, there.state[name]), name
+
+
+def test_equals_the_whole_batch_where_the_loss_is_a_mean_over_rows():
+    many, one = Net(clip=True), Net(clip=True)
+    for (a, n), (b, m) in zip(many.step(4), one.step(1), strict=True):
+        assert abs(a - b) < 1e-12 and n == m == (many.y > 0).sum()
+    for name, value in many.state.items():
+        assert torch.allclose(value, one.state[name], rtol=0, atol=1e-12), name
+
+
+def test_what_is_computed_of_averaged_gradients_is_done_once():
+    net = Net(clip=True)
+    call = default_session(net.graph).make_callable((net.train, net.norm), net.feeds, microbatches=3)
+    loss = F.mse_loss(net.model(net.x), net.y)
+    grads = torch.autograd.grad(loss, list(net.model.parameters()))
+    assert torch.allclose(call(net.x, net.y)[1], torch.cat([g.flatten() for g in grads]).norm(), rtol=1e-12)
+
+
+def test_batch_norm_moves_once_for_each_microbatch_as_accumulated_by_hand():
+    net = Net(norm=True, make=lambda: tfnb.train.SGD(0.3))
+    twin = Net(norm=True).model
+    optimizer = torch.optim.SGD(twin.parameters(), 0.3)
+    for _ in range(3):
+        for start, stop in divide(ROWS, 4):
+            (F.mse_loss(twin(net.x[start:stop]), net.y[start:stop]) * ((stop - start) / ROWS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.step(4)
+    for name, value in net.state.items():
+        assert torch.allclose(value, twin.state_dict()[name], rtol=1e-12, atol=1e-14), name
+    assert net.state["1.num_batches_tracked"] == 12
+
+
+@pytest.mark.parametrize("executor", ["dataflow", "parts"])
+def test_values_do_not_depend_on_the_executor(executor):
+    here, there = Net(dropout=True), Net(dropout=True)
+    expected = here.step(4)
+    with Session(there.graph, executor=executor) as session:
+        found = there.step(4, session=session)
+    assert [a.item() for a, _ in expected] == [a.item() for a, _ in found]
+    for name, value in here.state.items():
+        assert torch.equal(value, there.state[name]), name
+
+
+def test_the_body_holds_no_more_than_a_microbatch():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(2, 64), name="x")
+        h = x
+        for _ in range(8):
+            h = torch.tanh(layer(h))
+        train = tfnb.train.SGD(0.1).minimize(h.square().mean())
+    step = in_microbatches(step_graph(graph, [train.value], [x.value])).step
+    outside = [node for node in step.graph.nodes if node.op != "tfnb.placeholder"]
+    batch = {size for node in outside for spec in node.outputs for size in spec.shape if not isinstance(size, int)}
+    assert all("B" not in str(size) for size in batch)
+    assert sum(node.op == "tfnb.while" for node in outside) == 1
+
+
+def test_a_variable_that_a_batch_writes_itself_is_written_by_each_microbatch():
+    seen = torch.zeros((), dtype=torch.float64)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(2, 3, dtype=torch.float64), name="x")
+        total = tfnb.Variable(seen, name="total", trainable=False)
+        add = total.assign_add(x.sum())
+        after = total.read() + 0.0
+    with pytest.warns(UserWarning, match=r"writes total itself.*microbatches=4"):
+        call = default_session(graph).make_callable(add, [x], microbatches=4)
+    call(torch.ones(9, 3, dtype=torch.float64))
+    assert total.value() == 27
+    with pytest.warns(UserWarning, match="writes total itself"):
+        fetched = default_session(graph).make_callable([add, after], [x], microbatches=2)
+    assert fetched(torch.ones(2, 3, dtype=torch.float64))[0] == 33 == total.value()
+
+
+def test_nothing_is_written_of_a_step_that_is_not_finite():
+    net = Net()
+    net.y[-1] = float("inf")
+    before = net.state
+    with pytest.raises(NonFinite):
+        net.step(4, steps=1, check="nan")
+    for name, value in before.items():
+        assert torch.equal(value, net.state[name])
+
+
+def test_what_microbatches_cannot_do_is_refused_by_name():
+    net = Net()
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        fixed = tfnb.placeholder(torch.ones(2, 3), shape=(2, 3), name="fixed")
+        rows = x.exp()
+        tfnb.print(x.sum())
+        shown = (fixed * 2).sum()
+    session = default_session(graph)
+    with pytest.raises(Unimplemented, match=r"rows.*fetch or watch numbers"):
+        session.make_callable(rows, [x], microbatches=2)
+    with pytest.raises(InvalidArgument, match="varies on axis 0: fixed"):
+        session.make_callable(shown, [fixed], microbatches=2)
+    call = default_session(net.graph).make_callable(net.train, net.feeds, microbatches=2)
+    with pytest.raises((InvalidArgument, ShapeError)):
+        call(net.x[:0], net.y[:0])
+    with pytest.raises(Unimplemented, match="memory_budget"):
+        Session(net.graph, memory_budget=10**9).make_callable(net.train, net.feeds, microbatches=2)
+
+
+def test_fit_accumulates_and_says_which_loss_is_no_mean_over_rows():
+    many, one = Net(), Net()
+    told = tfnb.fit([many.train, many.loss], dict(zip(many.feeds, (many.x, many.y), strict=True)), batch_size=6,
+                    epochs=2, microbatches=4, watch={"loss": many.loss, "count": many.count})  # fmt: skip
+    whole = tfnb.fit(one.train, dict(zip(one.feeds, (one.x, one.y), strict=True)), batch_size=6, epochs=2,
+                     watch={"loss": one.loss, "count": one.count})  # fmt: skip
+    assert told.steps == whole.steps == 4
+    assert told.history == [pytest.approx(entry, rel=1e-12) for entry in whole.history]
+    for name, value in many.state.items():
+        assert torch.allclose(value, one.state[name], rtol=0, atol=1e-12), name
+    with tfnb.record():
+        w = nn.Parameter(torch.ones(3))
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        train = tfnb.train.SGD(0.01).minimize((x * w).square().sum())
+    with pytest.warns(UserWarning, match=r"sum over rows. 2 microbatches divide .* leave out microbatches"):
+        tfnb.fit(train, {x: torch.randn(8, 3)}, batch_size=8, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"microbatches": 0}, InvalidArgument, "an int of at least 1, not 0"),
+        ({"microbatches": True}, InvalidArgument, "an int of at least 1, not True"),
+        ({"microbatches": 2.0}, InvalidArgument, "an int of at least 1, not 2.0"),
+        ({"microbatches": 2, "mode": "async"}, InvalidArgument, "microbatches=2 belong to mode='sync', not to 'async'"),
+        ({"microbatches": 2, "backup": 1}, InvalidArgument, "there is no backup=1"),
+        ({"microbatches": 2, "mode": "pipeline"}, Unimplemented, "mode='pipeline' is not there yet"),
+    ],
+)
+def test_wrong_microbatches_are_refused(options, error, message):
+    net = Net()
+    with pytest.raises(error, match=message):
+        tfnb.fit(net.train, dict(zip(net.feeds, (net.x, net.y), strict=True)), **options)
+
+
+def test_stages_of_a_pipeline_give_the_bits_of_one_device():
+    """A loop over microbatches that is cut by the tasks which nodes ask for, in this process."""
+
+    def trained(executor, *, stages):
+        torch.manual_seed(5)
+        layers = [nn.Linear(4, 4).double() for _ in range(3)]
+        with tfnb.record() as graph:
+            x = h = tfnb.placeholder(torch.ones(2, 4, dtype=torch.float64), name="x")
+            for at, layer in enumerate(layers):
+                with tfnb.device(f"task:{at}" if stages else None):
+                    h = F.dropout(torch.tanh(layer(h)), 0.2)
+            loss = h.square().mean()
+            train = tfnb.train.Adam(0.01).minimize(loss)
+        data = torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(10, 4)
+        with Session(graph, executor=executor) as session:
+            call = session.make_callable((train, loss), [x], microbatches=4)
+            losses = [call(data)[1].item() for _ in range(2)]
+        return losses, [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
+
+    losses, weights = trained("parts", stages=True)
+    expected, others = trained("dataflow", stages=False)
+    assert losses == expected
+    assert all(map(torch.equal, weights, others))

@@ -1,0 +1,497 @@
+"""A step over microbatches: consecutive ranges of a batch's rows are done one after the other, and update once.
+
+What a step does with rows becomes the body of one counted loop, whose rows are the microbatches. Gradients are carried
+as a sum weighted by rows, as the servers of a synchronous round make the mean of the tasks' gradients: a microbatch is
+a worker that comes later. What is computed from averaged gradients, and the updates, stand behind the loop and are done
+once. Buffers of modules, such as the running statistics of batch norm, and other Variables that are written from the
+batch along no gradient are carried from microbatch to microbatch. Pure; imports the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.graph import Contents, Dim, Node, Ref, Spec, Subgraph, Value, Variable
+from tfnb.graph.contents import unique
+from tfnb.graph.graph import new_id
+from tfnb.graph.ops import WHILE
+from tfnb.graph.spec import flows
+from tfnb.graph.subgraph import uses_queues
+from tfnb.passes.prune import StepGraph, feed_symbols, prune
+from tfnb.passes.resolve import State, resolve
+
+_NARROW = (torch.float16, torch.bfloat16)  # summed in float32
+_SHARE = Spec(torch.float64, ())
+
+
+def divide(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Consecutive ranges of nearly equal length, none empty.
+
+    >>> divide(7, 3), divide(2, 3)
+    ([(0, 3), (3, 5), (5, 7)], [(0, 1), (1, 2)])
+    """
+    parts = max(1, min(parts, rows))
+    short, longer = divmod(rows, parts)
+    stops = [short * (i + 1) + min(i + 1, longer) for i in range(parts)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """``step`` over microbatches.
+
+    Its feeds are those of the step that it was made of, then the shapes of the microbatches, [microbatches, rank], of
+    each feed that is divided, and the microbatches' shares of the rows. ``divided``: whether a feed is, for each feed.
+    ``moved``: Variables, no buffers of modules, that each microbatch writes.
+    """
+
+    step: StepGraph
+    divided: tuple[bool, ...]
+    moved: tuple[Variable, ...]
+
+
+def in_microbatches(step: StepGraph) -> Microbatches:
+    """The step with a loop over microbatches.
+
+    Fetches: operations, and real numbers, of which one that depends on rows is the mean over microbatches weighted by
+    rows. Raises InvalidArgument where no feed has rows, Unimplemented naming what microbatches cannot do.
+    """
+    return _Loop(step).made()
+
+
+@dataclass
+class _Loop:
+    """One loop over microbatches in the making."""
+
+    step: StepGraph
+    state: State = field(init=False)
+    gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
+    varying: set[int] = field(default_factory=set)  # nodes whose values differ by microbatch
+
+    def __post_init__(self) -> None:
+        step = self.step
+        self.by_id, self.fed = step.whole.contents.by_id, set(step.feeds)
+        shapes = [self._spec(value).shape for value in step.feeds]
+        self.divided = tuple(bool(shape) and isinstance(shape[0], Dim) for shape in shapes)
+        self.rows = {v for v, is_divided in zip(step.feeds, self.divided, strict=True) if is_divided}
+        if not self.rows:
+            raise InvalidArgument(
+                "microbatches divide the rows of a batch, and no placeholder that is fed has a size that varies on "
+                f"axis 0: {', '.join(self.by_id[v.node].name for v in step.feeds) or 'nothing is fed'}"
+            )
+        symbols = {s for v in self.rows for s in _symbols(self._spec(v).shape[:1])}
+        self.state = resolve(step.graph, self.fed)
+        for node in self.state.nodes.values():
+            self._refuse(node)
+            above = [v for v in node.inputs if v not in self.fed]
+            if "gradient" in node.tags or any(v.node in self.gradient for v in above):
+                self.gradient.add(node.id)
+            sizes = [*node.symbols, *(s for spec in node.outputs for s in _symbols(spec.shape))]
+            differs = draws(node) or "gradient" in node.tags or not symbols.isdisjoint(sizes)
+            if differs or any(v in self.rows or v.node in self.varying for v in node.inputs):
+                self.varying.add(node.id)
+        self.moved = self._moved()
+        while (more := self._moved()) != self.moved:  # a buffer that is read moves others
+            self.moved = more
+
+    def _refuse(self, node: Node) -> None:
+        if node.op == "tfnb.print" or uses_queues(node):
+            what = "prints" if node.op == "tfnb.print" else "uses a queue"
+            raise Unimplemented(f"{node.name} {what}, once in a step, which microbatches would do several times")
+
+    def _spec(self, value: Value) -> Spec:
+        return self.by_id[value.node].outputs[value.index]
+
+    def _moved(self) -> dict[Variable, Value]:
+        """Variables that each microbatch writes, with what it writes; what reads them varies from here on."""
+        found = {
+            variable: value for variable, value in self.state.final.items()
+            if value.node not in self.state.updated and value.node not in self.gradient
+            and (_is_buffer(variable) or value in self.rows or value.node in self.varying)
+        }  # fmt: skip
+        for node in self.state.nodes.values():
+            if (node.op == "tfnb.read" and node.attrs["variable"] in found) or any(
+                v.node in self.varying and v not in self.fed for v in node.inputs
+            ):
+                self.varying.add(node.id)
+        return found
+
+    # -- borders ------------------------------------------------------------------------------------------------
+
+    def _is_behind(self, node: Node) -> bool:
+        """Whether a node is done once, behind the loop: it updates, or takes averaged gradients."""
+        return node.id in self.state.updated or (node.id in self.gradient and "gradient" not in node.tags)
+
+    def _varies(self, value: Value) -> bool:
+        return value in self.rows or (value not in self.fed and value.node in self.varying)
+
+    @cached_property
+    def behind(self) -> dict[int, Node]:
+        """Nodes behind the loop and before it, by id: what updates and fetches need that no microbatch does."""
+        found: dict[int, Node] = {}
+        stack = [v for variable, v in self.state.final.items() if variable not in self.moved]
+        stack += self._fetched
+        while stack:
+            value = stack.pop()
+            node = None if value in self.fed else self.state.nodes[value.node]
+            if node is None or node.id in found or (self._varies(value) and not self._is_behind(node)):
+                continue
+            found[node.id] = node
+            stack.extend(node.inputs)
+            stack.extend(Value(i) for i in node.control if not self._varies(Value(i)))
+        return found
+
+    @cached_property
+    def borders(self) -> list[Value]:
+        """Values of microbatches that are taken behind the loop, each once."""
+        found: dict[Value, None] = {}
+        for node in self.behind.values():
+            found |= {v: None for v in node.inputs if v not in self.behind_values and self._varies(v)}
+        for variable, value in self.state.final.items():
+            if variable not in self.moved and value not in self.behind_values and self._varies(value):
+                found[value] = None
+        for value in self._fetched:
+            if self._varies(value) and value not in self.behind_values:
+                found[value] = None
+        return list(found)
+
+    @cached_property
+    def behind_values(self) -> set[Value]:
+        return {node.value(i) for node in self.behind.values() for i in range(len(node.outputs))}
+
+    @cached_property
+    def _fetched(self) -> list[Value]:
+        """The values that are fetched, but for those that moved Variables have behind the loop."""
+        found = [self.state.resolved(v) for v in self.step.fetches if self.by_id[v.node].outputs]
+        return [value for value in found if value not in self.moved.values()]
+
+    def _way(self, value: Value) -> str:
+        """How the microbatches' values become one; raises Unimplemented for a value that has no such way."""
+        node, spec, is_fetched = self.by_id[value.node], self._spec(value), value in self._fetched
+        derived = value not in self.fed and node.id in self.gradient
+        if node.op == "tfnb.slices.default" and derived and not is_fetched:
+            return "rows" if value.index == 0 else "entries"
+        is_static = not any(isinstance(size, Dim) for size in spec.shape)
+        if is_static and flows(spec.dtype) and (derived or (is_fetched and not self._is_taken(value))):
+            return "mean"
+        is_count = is_static and is_fetched and not flows(spec.dtype) and spec.dtype is not torch.bool
+        if is_count and not self._is_taken(value):
+            return "sum"
+        where = f"  {node.source}" if node.source else ""
+        raise Unimplemented(
+            f"{node.name}, {spec}, depends on the rows of a microbatch and is no gradient, and "
+            + ("is fetched: fetch or watch numbers" if is_fetched else "an update takes it")
+            + f"; microbatches give the mean of gradients and watched numbers only{where}"
+        )
+
+    def _is_taken(self, value: Value) -> bool:
+        return any(value in node.inputs for node in self.behind.values())
+
+    # -- the body -----------------------------------------------------------------------------------------------
+
+    def _needed(self, roots: Iterable[Value]) -> dict[int, Node]:
+        """Nodes that a microbatch does for these values, by id."""
+        found: dict[int, Node] = {}
+        stack = list(roots)
+        while stack:
+            value = stack.pop()
+            if value in self.fed or value.node in found or not self._varies(value):
+                continue
+            node = self.state.nodes[value.node]
+            if node.id in self.state.updated:
+                raise Unimplemented(
+                    f"{node.name} is computed from an update, and the gradients of a microbatch from it"
+                )
+            if node.op == "tfnb.read":
+                continue  # a Variable that moves
+            found[node.id] = node
+            stack.extend((*node.inputs, *map(Value, node.control)))
+        return {node.id: node for node in self.state.nodes.values() if node.id in found}
+
+    def made(self) -> Microbatches:
+        """All of it."""
+        ways = {value: self._way(value) for value in self.borders}
+        carried = [value for value, way in ways.items() if way in ("mean", "sum")]
+        stacked = [value for value, way in ways.items() if way in ("rows", "entries")]
+        guards = [Value(n.id) for n in self.state.nodes.values() if n.op == "tfnb.guard" and n.id in self.varying]
+        inner = self._needed([*self.borders, *self.moved.values(), *guards])
+        build = _Build(self)
+        shapes, shares = build.fed_more()
+        moved_reads = {
+            node.id: node.attrs["variable"] for node in self.state.nodes.values()
+            if node.op == "tfnb.read" and node.attrs["variable"] in self.moved
+        }  # fmt: skip
+
+        # inputs of the body: carried values, rows, captures
+        same: dict[Value, Value] = {}
+        body: list[Node] = []
+        inputs: list[Value] = []
+
+        def given(name: str, spec: Spec) -> Value:
+            node = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
+            body.append(node)
+            inputs.append(Value(node.id))
+            return inputs[-1]
+
+        variables = list(self.moved)
+        states = [given(variable.name, variable.spec) for variable in variables]
+        for node_id, variable in moved_reads.items():
+            same[Value(node_id)] = states[variables.index(variable)]
+        wide = [_wide(self._spec(value)) for value in carried]
+        totals = [given(f"total {self.by_id[v.node].name}", spec) for v, spec in zip(carried, wide, strict=True)]
+        for value in self.step.feeds:
+            if value in self.rows:
+                same[value] = given(self.by_id[value.node].name, self._spec(value))
+        share = given("share", _SHARE)
+        bound = {s for v in inputs for s in _symbols(body[inputs.index(v)].outputs[0].shape)}
+        taken = [v for node in inner.values() for v in node.inputs]
+        taken += [v for v in (*self.borders, *self.moved.values())]
+        captured = dict.fromkeys(v for v in taken if v not in same and v.node not in inner)
+        sizes = {
+            s for node in inner.values() for s in (*node.symbols, *(s for o in node.outputs for s in _symbols(o.shape)))
+        }
+        shown = feed_symbols(self.step.whole.contents, self.step.feeds)
+        bound |= {s for v in captured for s in _symbols(self._spec(v).shape)}
+        captured |= {shown[s][0]: None for s in sizes if s not in bound and s in shown and shown[s][0] not in same}
+        for value in captured:
+            same[value] = given(self.by_id[value.node].name, self._spec(value))
+
+        # nodes of the body; those that are done behind the loop as well get ids of their own
+        ids = {i: new_id() if i in self.behind else i for i in inner}
+        for node in inner.values():
+            control = tuple(ids[i] for i in node.control if i in ids)
+            ins = tuple(same.get(v) or Value(ids[v.node], v.index) for v in node.inputs)
+            body.append(replace(node, id=ids[node.id], inputs=ins, control=control, effects=()))
+
+        def of(value: Value) -> Value:
+            return same.get(value) or Value(ids[value.node], value.index)
+
+        outputs = [of(value) for value in self.moved.values()]
+        for value, total, spec in zip(carried, totals, wide, strict=True):
+            if ways[value] == "sum":
+                made = _node("add", "aten.add.Tensor", (total, of(value)), spec, self_=0, other=1)
+            else:
+                made = _node("add_share", "tfnb.add_share.default", (total, of(value), share), spec,
+                             total=0, value=1, share=2)  # fmt: skip
+            body.append(made)
+            outputs.append(made.value())
+        for value in stacked:
+            if ways[value] == "rows":
+                made = _node("weighted", "aten.mul.Tensor", (of(value), share), self._spec(value), self_=0, other=1)
+                body.append(made)
+                outputs.append(made.value())
+            else:
+                outputs.append(of(value))
+        part = Subgraph(Contents(tuple(body)), tuple(inputs), tuple(outputs))
+        return build.step_of(part, variables, carried, stacked, captured, shapes, shares, inner)
+
+
+@dataclass
+class _Build:
+    """The graph around the loop."""
+
+    loop: _Loop
+    front: list[Node] = field(default_factory=list)  # placeholders
+    inside: list[Node] = field(default_factory=list)  # between those that the loop takes and those behind it
+
+    def fed_more(self) -> tuple[dict[Value, Value], Value]:
+        """Placeholders of the shapes of microbatches, by feed, and of their shares."""
+        loop, shapes = self.loop, dict[Value, Value]()
+        count = Dim(unique("M", {s for n in loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}))
+        for value in loop.step.feeds:
+            if value in loop.rows:
+                spec = Spec(torch.int64, (count, len(loop._spec(value).shape)))
+                shapes[value] = self._placed(f"shapes of {loop.by_id[value.node].name}", spec)
+        return shapes, self._placed("shares", Spec(torch.float64, (count,)))
+
+    def _placed(self, name: str, spec: Spec) -> Value:
+        self.front.append(Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,)))
+        return Value(self.front[-1].id)
+
+    def step_of(
+        self, body: Subgraph, variables: Sequence[Variable], carried: Sequence[Value], stacked: Sequence[Value],
+        captured: Iterable[Value], shapes: dict[Value, Value], shares: Value, inner: dict[int, Node],
+    ) -> Microbatches:  # fmt: skip
+        """The step around this body."""
+        loop, made = self.loop, self.inside
+        step, state = loop.step, loop.state
+        before = self._before(captured)
+        reads, zeros, flat = self._reads(variables), self._zeros(carried), self._flat(shapes)
+        inputs: list[Value] = []
+
+        def ref(value: Value) -> Ref:
+            inputs.append(value)
+            return Ref(len(inputs) - 1)
+
+        attrs: dict[str, Any] = {
+            "init": tuple(map(ref, (*reads, *zeros))),
+            "xs": (*((ref(a), ref(b)) for a, b in flat), ref(shares)),
+            "captures": tuple(map(ref, captured)),
+            "limit": None, "cond": None, "body": body,
+            "rows": tuple(len(loop._spec(v).shape) for v in stacked),
+            "reverse": False, "back_prop": False, "parallel_iterations": 1, "recompute": False, "swap_memory": None,
+            "replicas": True,
+        }  # fmt: skip
+        wide = [_wide(loop._spec(v)) for v in carried]
+        outs = [*(v.spec for v in variables), *wide, Spec(torch.int64, ())]
+        known = {s for n in loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}
+        rows: list[tuple[Spec, Spec]] = []
+        for value in stacked:
+            spec = loop._spec(value)
+            n, k = Dim(unique("E", known)), Dim(unique("M", known))
+            known |= {n.expr, k.expr}
+            rows.append((Spec(spec.dtype, (n,), spec.device), Spec(torch.int64, (k, len(spec.shape)))))
+            outs += rows[-1]
+        control = tuple(dict.fromkeys(i for n in inner.values() for i in n.control if i in before))
+        last = {n.attrs["variable"]: n for n in step.graph.nodes if n.op == "tfnb.assign"}
+        written = tuple(node.id for node in last.values())
+        whole_loop = Node(id=new_id(), name="microbatches", op=WHILE, inputs=tuple(inputs), outputs=tuple(outs),
+                          attrs=attrs, control=control)  # fmt: skip
+        made.append(whole_loop)
+        same = self._means(whole_loop, carried, len(variables))
+        same |= self._entries(whole_loop, stacked, len(variables) + len(carried) + 1, known)
+        behind = self._behind(whole_loop, before, same)
+        new = {v: whole_loop.value(i) for i, v in enumerate(variables)}
+        new |= {v: same.get(x, x) for v, x in state.final.items() if v not in new}
+        assigns = [replace(last[v], inputs=(new[v],), control=(), effects=()) for v in state.final]
+        done = tuple(Value(node.id) for node in assigns)
+        group = Node(id=new_id(), name="apply", op="tfnb.group",
+                     inputs=(*done, whole_loop.value(len(reads) + len(zeros))),
+                     attrs={"values": tuple(map(Ref, range(len(done) + 1)))})  # fmt: skip
+        early = [node for node in state.nodes.values() if node.id in before]
+        nodes = (*self._fed(), *self.front, *(replace(n, effects=()) for n in early), *made, *behind, *assigns, group)
+        graph = step.whole.derive(Contents(nodes, step.graph.contents.guards))
+
+        def fetch(value: Value) -> Value:
+            if not loop.by_id[value.node].outputs:
+                return group.value()
+            if value.node in written:
+                return value
+            value = state.resolved(value)
+            moved = next((v for v, x in state.final.items() if x == value and v in loop.moved), None)
+            return same.get(value, value) if moved is None or value in same else new[moved]
+
+        fetches = tuple(map(fetch, step.fetches))
+        feeds = (*step.feeds, *(shapes[v] for v in step.feeds if v in loop.rows), shares)
+        moved = tuple(v for v in variables if not _is_buffer(v))
+        pruned = prune(graph, fetches, feeds, [group.id])  # whatever is fetched, all of it is written
+        return Microbatches(StepGraph(graph, pruned, fetches, feeds), loop.divided, moved)
+
+    def _fed(self) -> Iterator[Node]:
+        """Placeholders of what the step is fed."""
+        for node_id in dict.fromkeys(value.node for value in self.loop.step.feeds):
+            node = self.loop.by_id[node_id]
+            is_one = node.op == "tfnb.placeholder"
+            yield node if is_one else replace(node, op="tfnb.placeholder", inputs=(), attrs={}, control=(), effects=())
+
+    def _before(self, captured: Iterable[Value]) -> set[int]:
+        """Ids of the nodes that the captures of the loop are computed by."""
+        loop, found, stack = self.loop, set[int](), list(captured)
+        while stack:
+            value = stack.pop()
+            if value in loop.fed or value.node in found:
+                continue
+            node = loop.state.nodes[value.node]
+            if loop._varies(value) or node.id in loop.state.updated:
+                raise Unimplemented(f"{node.name} is behind an update, and a microbatch takes it")
+            found.add(node.id)
+            stack.extend((*node.inputs, *map(Value, node.control)))
+        return found
+
+    def _reads(self, variables: Iterable[Variable]) -> list[Value]:
+        """What the moved Variables are before the first microbatch."""
+        found, nodes = [], self.loop.step.graph.nodes
+        for variable in variables:
+            read = next((n for n in nodes if n.op == "tfnb.read" and n.attrs["variable"] is variable), None)
+            node = Node(id=new_id(), name=f"{variable.name} before", op="tfnb.read", outputs=(variable.spec,),
+                        attrs={"variable": variable}, device=None if read is None else read.device)  # fmt: skip
+            self.inside.append(node)
+            found.append(node.value())
+        return found
+
+    def _zeros(self, carried: Iterable[Value]) -> list[Value]:
+        """What sums start with: adding to -0.0 changes no bit."""
+        found = []
+        for value in carried:
+            spec = _wide(self.loop._spec(value))
+            attrs = {"size": list(spec.shape), "fill_value": -0.0 if flows(spec.dtype) else 0, "dtype": spec.dtype,
+                     "device": torch.device(spec.device), "pin_memory": False}  # fmt: skip
+            node = Node(id=new_id(), name="none", op="aten.full.default", outputs=(spec,), attrs=attrs)
+            self.inside.append(node)
+            found.append(node.value())
+        return found
+
+    def _flat(self, shapes: Mapping[Value, Value]) -> list[tuple[Value, Value]]:
+        """The elements of each divided feed, and the shapes of its microbatches."""
+        found = []
+        size = Dim(unique("E", {s for n in self.loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}))
+        for value, shape in shapes.items():
+            spec = self.loop._spec(value)
+            node = _node("flat", "aten.reshape.default", (value,), Spec(spec.dtype, (size,), spec.device), self_=0)
+            self.inside.append(replace(node, attrs={**node.attrs, "shape": [-1]}))
+            found.append((node.value(), shape))
+        return found
+
+    def _means(self, whole: Node, carried: Sequence[Value], first: int) -> dict[Value, Value]:
+        """Of each carried sum, in its own dtype, what it is behind the loop."""
+        same: dict[Value, Value] = {}
+        for index, value in enumerate(carried, first):
+            same[value], spec = whole.value(index), self.loop._spec(value)
+            if whole.outputs[index].dtype is not spec.dtype:
+                node = _node("narrow", "aten._to_copy.default", (same[value],), spec, self_=0)
+                self.inside.append(replace(node, attrs={**node.attrs, "dtype": spec.dtype}))
+                same[value] = node.value()
+        return same
+
+    def _entries(self, whole: Node, stacked: Sequence[Value], first: int, known: set[str]) -> dict[Value, Value]:
+        """The entries of row-sparse gradients, those of all microbatches behind each other."""
+        same: dict[Value, Value] = {}
+        counts: dict[int, Dim] = {}  # by node that gives both the rows and their numbers
+        for place, value in enumerate(stacked):
+            spec = self.loop._spec(value)
+            if any(isinstance(size, Dim) for size in spec.shape[1:]):
+                name = self.loop.by_id[value.node].name
+                raise Unimplemented(f"{name}, {spec}: rows whose size varies have no microbatches")
+            if value.node not in counts:
+                counts[value.node] = Dim(unique("R", known | {count.expr for count in counts.values()}))
+            entries = Spec(spec.dtype, (counts[value.node], *spec.shape[1:]), spec.device)
+            node = _node("entries", "aten.reshape.default", (whole.value(first + 2 * place),), entries, self_=0)
+            self.inside.append(replace(node, attrs={**node.attrs, "shape": [-1, *spec.shape[1:]]}))
+            same[value] = node.value()
+        return same
+
+    def _behind(self, whole: Node, before: set[int], same: Mapping[Value, Value]) -> Iterator[Node]:
+        """The nodes that are done once, of what the loop gives."""
+        for node in self.loop.state.nodes.values():
+            if node.id in self.loop.behind and node.id not in before:
+                there = [i for i in node.control if i in self.loop.behind or i in before]
+                control = (*there, *([whole.id] if len(there) < len(node.control) else []))
+                yield replace(node, inputs=tuple(same.get(v, v) for v in node.inputs), control=control, effects=())
+
+
+def _node(name: str, op: str, inputs: tuple[Value, ...], spec: Spec, **places: int) -> Node:
+    attrs = {key.rstrip("_"): Ref(place) for key, place in places.items()}
+    return Node(id=new_id(), name=name, op=op, inputs=inputs, outputs=(spec,), attrs=attrs)
+
+
+def _wide(spec: Spec) -> Spec:
+    return replace(spec, dtype=torch.float32) if spec.dtype in _NARROW else spec
+
+
+def _symbols(shape: Iterable[int | Dim]) -> list[str]:
+    return [symbol for size in shape if isinstance(size, Dim) for symbol in size.symbols]
+
+
+def draws(node: Node) -> bool:
+    """Whether a node, or one inside of it, draws random numbers."""
+    return node.stream is not None or any(isinstance(a, Subgraph) and a.draws for a in node.attrs.values())
+
+
+def _is_buffer(variable: Variable) -> bool:
+    return variable.held is not None and variable.held.is_buffer()

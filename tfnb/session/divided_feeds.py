@@ -1,0 +1,40 @@
+"""Feeds of a step over microbatches: those of the whole batch, and where its microbatches begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.passes.microbatches import divide
+from tfnb.session.feeding import Fed, Feeder
+
+
+class DividedFeeder:
+    """The feeder of a step over ``most`` microbatches, fewer where a batch has fewer rows.
+
+    divided: which of the values of ``whole``, the feeder of the batch, have its rows.
+    """
+
+    repeats = True  # no step is one call on what is fed
+
+    def __init__(self, whole: Feeder, divided: Sequence[bool], most: int) -> None:
+        self.whole, self.divided, self.most = whole, divided, most
+        self.values, self.names = whole.values, whole.names
+
+    def fed(self, given: Iterable[Any]) -> Fed:
+        """The batch as `Feeder.fed` has it, then the shapes of the microbatches of each feed, and their shares."""
+        tensors, shapes = self.whole.fed(given)
+        halves = [tensor for tensor, is_divided in zip(tensors, self.divided, strict=True) if is_divided]
+        rows = len(halves[0])
+        if any(len(tensor) != rows for tensor in halves):
+            lengths = ", ".join(str(len(tensor)) for tensor in halves)
+            raise ShapeError(f"microbatches divide the rows of all feeds alike, and these have {lengths} of them")
+        if not rows:
+            raise InvalidArgument("a batch without rows has no microbatches: leave it out")
+        sizes = [stop - start for start, stop in divide(rows, self.most)]
+        more = [torch.tensor([[size, *tensor.shape[1:]] for size in sizes]) for tensor in halves]
+        more.append(torch.tensor([size / rows for size in sizes], dtype=torch.float64))
+        return [*tensors, *more], (*shapes, *(tensor.shape for tensor in more))
