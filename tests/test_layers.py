@@ -56,8 +56,8 @@ FLOORS = {
     "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api print_and_assert",
     "cluster": "connected wire server queues modes tasks engine members notebook recovery driver",
     "session": (
-        "feeding divided_feeds structures breakpoints prepared value_cache step_runner step checkpoint_graphs "
-        "saved_state step_parts session"
+        "printed feeding divided_feeds structures breakpoints prepared value_cache step_runner step "
+        "checkpoint_graphs saved_state step_parts session"
     ),
     "fitting": "fit_display fit_options checkpoints fit_loop background snapshots comparing",
     "control_flow": "structure tensor_array branches loops frontend staging",

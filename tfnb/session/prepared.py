@@ -18,7 +18,6 @@ from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.variable_locks import Cut
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.microbatches import Microbatches, in_microbatches
-from tfnb.passes.printed import line, printing
 from tfnb.placement.requests import Asked, asked
 from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
@@ -26,6 +25,7 @@ from tfnb.recording.marks.python_state import Watched, watched
 from tfnb.session.breakpoints import stopping
 from tfnb.session.divided_feeds import DividedFeeder
 from tfnb.session.feeding import Feeder
+from tfnb.session.printed import line, printing
 from tfnb.session.structures import fed_by, flat, places_of, structure, value_of, variable_of
 from tfnb.state.step_groups import StepGroup
 
