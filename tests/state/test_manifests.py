@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfnb
-from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgument, NotFound
+from tfnb.errors import (
+    CheckpointCorrupt,
+    CheckpointIncompatible,
+    CheckpointWriteError,
+    InvalidArgument,
+    NotFound,
+)
 from tfnb.state import checkpoint, manifests
 from tfnb.state.checkpoint_stores import LocalStore, store_of
 from tfnb.state.manifests import Manifest
@@ -40,6 +46,14 @@ class State:
 
     def values(self) -> dict[str, torch.Tensor]:
         return {label: variable.value() for label, variable in self.graph.contents.variables.items()}
+
+
+def small() -> tfnb.Session:
+    """A session of a frozen table alone."""
+    table = tfnb.Variable(torch.arange(9.0), name="table", trainable=False)
+    with tfnb.record() as graph:
+        table.read().sum()
+    return tfnb.Session(graph)
 
 
 def shards(folder: Path) -> dict[str, int]:
@@ -69,6 +83,51 @@ def test_what_did_not_change_is_written_once_and_what_nobody_names_goes(tmp_path
     (tmp_path / "ckpt-4.json").write_text("half")
     saver.save(5)
     assert len(shards(tmp_path)) == 6, "a manifest that cannot be read may name any of them: nothing is deleted"
+
+
+@pytest.mark.parametrize("damage", ["bit", "half", "link"])
+def test_a_damaged_shard_is_written_again(tmp_path: Path, damage: str) -> None:
+    """A frozen table lies in the shards of the checkpoint before: one that is damaged ends no later checkpoint."""
+    session, folder = small(), tmp_path / "run"
+    Saver(folder, session=session).save(1)
+    for path in (folder / "shards").iterdir():
+        whole = path.read_bytes()
+        if damage == "link":
+            path.rename(tmp_path / path.name)
+            path.symlink_to(tmp_path / path.name)
+        else:
+            path.write_bytes(whole[:-1] + (b"" if damage == "half" else bytes([whole[-1] ^ 1])))
+    Saver(folder, keep=1, session=session).save(2)
+    found, _ = checkpoint.load(folder / "ckpt-2.json")
+    assert torch.equal(found["table"], torch.arange(9.0))
+    assert [path.name for path in Saver(folder).paths][-1] == "ckpt-2.json"
+
+
+def test_a_shard_that_another_training_deletes_meanwhile_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    saver = Saver(tmp_path, keep=1, session=small())
+    saver.save(1)
+    write = manifests.write
+
+    def late(store: Any, name: str, manifest: Manifest) -> None:
+        manifests.collect(store, [])  # what the end of another one's checkpoint does
+        write(store, name, manifest)
+
+    monkeypatch.setattr(manifests, "write", late)
+    with pytest.raises(CheckpointWriteError, match="a folder of its own"):
+        saver.save(2)
+    assert not (tmp_path / "ckpt-2.json").exists() and (tmp_path / "ckpt-1.json").exists()
+
+
+def test_a_relative_folder_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saver = Saver("run", session=small())
+    saver.save(1)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    saver.save(2)
+    assert saver.paths == [tmp_path / "run" / "ckpt-1.json", tmp_path / "run" / "ckpt-2.json"]
 
 
 def test_a_manifest_says_all_of_its_files_and_a_checkpoint_loads_bitwise(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ worked out by the pure function `match` before anything is assigned.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -22,7 +22,7 @@ from tfnb.graph import Spec
 from tfnb.graph.tensor_files import read_tensors, verified_facts, write_tensors
 from tfnb.state import manifests, param_groups
 from tfnb.state.checkpoint_stores import Store, located
-from tfnb.state.manifests import Manifest
+from tfnb.state.manifests import Manifest, Shard
 
 FORMAT, VERSION = "tfnb-variables", 1
 _FEW = 12  # keys of a file that an error tells
@@ -89,12 +89,15 @@ def save(
     return Checkpoint(file, file.stat().st_size, specs, dict(meta))
 
 
-def save_shards(store: Store, name: str, unwritten: Unwritten, meta: Mapping[str, Any]) -> tuple[Checkpoint, Manifest]:
-    """Write shards, but for those that are there already, and then the manifest that names them.
+def save_shards(
+    store: Store, name: str, unwritten: Unwritten, meta: Mapping[str, Any],
+    is_whole: Callable[[Shard], bool] = lambda _: False,
+) -> tuple[Checkpoint, Manifest]:  # fmt: skip
+    """Write shards, but for those that are there and whole, and then the manifest that names them.
 
     Raises CheckpointWriteError, with every checkpoint that was there unchanged.
     """
-    layout = manifests.write_shards(store, {**unwritten.variables, **unwritten.more})
+    layout = manifests.write_shards(store, {**unwritten.variables, **unwritten.more}, is_whole)
     manifest = Manifest({**meta, "variables": VERSION}, layout)
     manifests.write(store, name, manifest)
     specs = {label: _shown(tensor) for label, tensor in unwritten.variables.items()}

@@ -19,7 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, NotFound
+from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, CheckpointWriteError, NotFound
 from tfnb.state import checkpoint, manifests
 from tfnb.state.checkpoint_stores import LocalStore, Signature, located, store_of
 from tfnb.state.manifests import Manifest, Shard
@@ -128,16 +128,25 @@ class CheckpointFolder:
     ) -> checkpoint.Checkpoint:
         """Write a checkpoint, then delete those that are not kept any more. Raises CheckpointWriteError."""
         about = {"taken": time.time(), "values": dict(values)}
-        name = _name(step)
+        name, there = _name(step), self._listed()
         try:
-            written, manifest = checkpoint.save_shards(self.store, name, unwritten, {**unwritten.meta, _ABOUT: about})
+            written, manifest = checkpoint.save_shards(
+                self.store, name, unwritten, {**unwritten.meta, _ABOUT: about},
+                lambda shard: not self._fault(shard, there),  # a damaged one is written again
+            )  # fmt: skip
         except BaseException:
             with suppress(OSError):
                 self._collect()
             raise
         there = self._listed()
+        if gone := [shard.name for shard in manifest.shards if shard.name not in there]:
+            self.store.drop(name)
+            raise CheckpointWriteError(
+                f"cannot write {self.store.path_of(name)}: {gone[0]} was deleted meanwhile. A folder is of one "
+                "training at a time: give each a folder of its own. The other checkpoints are unchanged"
+            )
         self._manifests[name, there[name]] = manifest
-        self._shards |= {(shard.name, there[shard.name]): "" for shard in manifest.shards if shard.name in there}
+        self._shards |= {(shard.name, there[shard.name]): "" for shard in manifest.shards}
         found = self.checkpoints()
         kept = {name, *(one.name for one in retention.kept(found))}  # the new one, whatever its number
         for old in found:

@@ -89,6 +89,8 @@ class LocalStore:
         path = self.path / name
         if path.parent != self.path and self.path.is_dir():
             path.parent.mkdir(exist_ok=True)
+            if path.is_symlink():  # a shard is none: what it leads to is not ours
+                path.unlink()
         replace_file(path, write)
 
     @contextmanager
@@ -175,7 +177,7 @@ def store_of(path: str | PathLike[str]) -> Store:
     text = fspath(path)
     found = _URL.match(text)
     if found is None:
-        return LocalStore(Path(path))
+        return LocalStore(Path(path).absolute())  # the process may change its folder
     if found[1].lower() in ("file", "local"):
         return LocalStore(Path(fsspec.core.url_to_fs(text)[1]))
     return RemoteStore(text)

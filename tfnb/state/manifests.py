@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,13 +132,15 @@ def _shards_at(label: str, numbers: Any, shards: list[Shard]) -> tuple[Shard, ..
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-def write_shards(store: Store, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Shard, ...]]:
-    """Write tensors to shards, but for those that are there already; raises CheckpointWriteError."""
-    there, found = store.listed(FOLDER), dict[str, list[Shard]]()
+def write_shards(
+    store: Store, tensors: Mapping[str, torch.Tensor], is_whole: Callable[[Shard], bool] = lambda _: False
+) -> dict[str, tuple[Shard, ...]]:
+    """Write tensors to shards, but for those that are there and whole; raises CheckpointWriteError."""
+    found = dict[str, list[Shard]]()
     for group in _groups(tensors):
         draft = drafted(store, group, _ABOUT)
         shard = Shard(draft.digest, draft.nbytes)
-        if shard.name not in there:
+        if not is_whole(shard):
             store.put(shard.name, draft.write)
         for label in group:
             found.setdefault(label, []).append(shard)
