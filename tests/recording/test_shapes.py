@@ -71,6 +71,7 @@ def test_a_run_has_the_default_dtype_of_the_recording() -> None:
             n, z = x.shape[0], tfnb.placeholder(torch.ones(4, dtype=torch.complex128))
             made = [torch.zeros(n, 2), torch.full((n,), 1.5), torch.rand(n), torch.arange(0, n * 1.0), torch.eye(3)]
             ratios = [x / 3, 2 / (x + 1), x * 0.3, x.sqrt(), 2.5**x, torch.where(x > 1, x, 0.3), (x == 1).sum() / n]
+            ratios.append(x.logsumexp(0))
             feeds, values = {x: torch.arange(4), z: torch.ones(4, dtype=torch.complex128)}, [*made, *ratios, z.abs()]
         wanted = tfnb.run(values, feeds)
     finally:
@@ -88,6 +89,7 @@ def test_a_default_dtype_of_later_changes_no_run(executor: str) -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.arange(4))
         values = [x / 3, x * 0.3, x.sqrt(), 0.5 - x, x / (x + 1), (x > 1) * 0.1, torch.atan2(x, x), x * 1j]
+        values.append(x.logsumexp(0))
         total, _ = tfnb.while_loop(lambda t, i: i < 3, lambda t, i: (t + (i / 7), i + 1), (x * 0.1, x[1]))
         values = [*values, total, torch.where(x > 1, x, 0.3)]
     session, feeds = tfnb.Session(graph, executor=executor), {x: torch.arange(4)}

@@ -141,6 +141,7 @@ class Facts:
     is_reshaping: bool = False  # changes the shape of what it writes, not its values
     decomposes: bool = False
     is_pointwise: bool = False
+    makes_fractions: bool = False  # may give torch's default dtype of integers alone
     # by its name
     may_fail: bool = False  # on the values that it is given
     may_fail_on_integers: bool = False
@@ -186,6 +187,7 @@ def facts(op: Op) -> Facts:
         is_random=torch.Tag.nondeterministic_seeded in op.tags and "whole" not in said,
         decomposes=said.isdisjoint(("whole", "undivided")) and op._can_decompose(),
         is_pointwise=torch.Tag.pointwise in op.tags,
+        makes_fractions=torch.Tag.pointwise in op.tags or op is aten.logsumexp.default,
         may_fail=may_fail,
         may_fail_on_integers=may_fail_on_integers,
         said=said,

@@ -19,11 +19,11 @@ from tfnb.passes.rewrite import with_nodes
 
 
 def fractions(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-    """The first operand of element-wise ops on integers alone is cast to the real dtype of their result."""
+    """The first operand of ops that make fractions, on integers alone, is cast to the real dtype of their result."""
     default = torch.get_default_dtype()
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.inputs and facts_of(node.op).is_pointwise and (dtype := _fractional(node)) not in (None, default):
+        if node.inputs and facts_of(node.op).makes_fractions and (dtype := _fractional(node)) not in (None, default):
             first = graph.contents.by_id.get(node.inputs[0].node)
             if first is not None and not any(_is_inexact(_spec(graph, value).dtype) for value in node.inputs):
                 cast = _cast(node, replace(first.outputs[node.inputs[0].index], dtype=dtype))

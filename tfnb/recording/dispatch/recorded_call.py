@@ -56,7 +56,7 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
     default = torch.get_default_dtype()  # a run may have another one, on another machine
     if not inputs and attr_kwargs.get("dtype") is None and "dtype" in own.names:
         attr_kwargs["dtype"] = flat[0].dtype
-    elif default is not torch.float32 and _makes_fractions(func, inputs) and flat[0].dtype is default:
+    elif default is not torch.float32 and own.makes_fractions and _are_integers(inputs) and flat[0].dtype is default:
         first = next(index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor))
         with rec.on():
             return func(*args[:first], args[first].to(default), *args[first + 1 :], **kwargs)
@@ -135,10 +135,10 @@ def _rely_on(rec: Recording, func: Op, equality: Any) -> None:
     rec.guard(rec._wrap(Entry(value, fake, sample)), True, lacks=lacks)
 
 
-def _makes_fractions(func: Op, inputs: list[Entry]) -> bool:
-    """Whether an elementwise op that gives floating numbers has integers alone to take their dtype from."""
+def _are_integers(inputs: list[Entry]) -> bool:
+    """Whether an op that gives floating numbers has integers alone to take their dtype from."""
     dtypes = {entry.fake.dtype for entry in inputs}
-    return torch.Tag.pointwise in func.tags and not any(d.is_floating_point or d.is_complex for d in dtypes)
+    return not any(d.is_floating_point or d.is_complex for d in dtypes)
 
 
 def _arguments(
