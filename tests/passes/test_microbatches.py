@@ -191,9 +191,12 @@ def test_what_microbatches_cannot_do_is_refused_by_name():
         rows = x.exp()
         tfnb.print(x.sum())
         shown = (fixed * 2).sum()
+        largest = x.long().max()
     session = default_session(graph)
-    with pytest.raises(Unimplemented, match=r"rows.*fetch or watch numbers"):
+    with pytest.raises(Unimplemented, match=r"rows.*fetch or watch real numbers and counts"):
         session.make_callable(rows, [x], microbatches=2)
+    with pytest.raises(Unimplemented, match=r"largest.*the sum of counts"):  # a sum of maxima says nothing
+        session.make_callable(largest, [x], microbatches=2)
     with pytest.raises(InvalidArgument, match="varies on axis 0: fixed"):
         session.make_callable(shown, [fixed], microbatches=2)
     call = default_session(net.graph).make_callable(net.train, net.feeds, microbatches=2)

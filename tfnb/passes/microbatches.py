@@ -28,6 +28,10 @@ from tfnb.passes.resolve import State, resolve
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
 _SHARE = Spec(torch.float64, ())
+_NO_COUNTS = {
+    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "prod",
+}  # fmt: skip
+"""Ops whose integers over all rows are no sums of those over some rows."""
 
 
 def divide(rows: int, parts: int) -> list[tuple[int, int]]:
@@ -181,13 +185,14 @@ class _Loop:
         if is_static and flows(spec.dtype) and (derived or (is_fetched and not self._is_taken(value))):
             return "mean"
         is_count = is_static and is_fetched and not flows(spec.dtype) and spec.dtype is not torch.bool
+        is_count = is_count and (value in self.fed or node.op.split(".")[1] not in _NO_COUNTS)
         if is_count and not self._is_taken(value):
             return "sum"
         where = f"  {node.source}" if node.source else ""
         raise Unimplemented(
             f"{node.name}, {spec}, depends on the rows of a microbatch and is no gradient, and "
-            + ("is fetched: fetch or watch numbers" if is_fetched else "an update takes it")
-            + f"; microbatches give the mean of gradients and watched numbers only{where}"
+            + ("is fetched: fetch or watch real numbers and counts" if is_fetched else "an update takes it")
+            + f"; microbatches give the mean of gradients and watched numbers, and the sum of counts{where}"
         )
 
     def _is_taken(self, value: Value) -> bool:
