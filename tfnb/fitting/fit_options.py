@@ -18,7 +18,7 @@ from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import name_of
 from tfnb.train.modes import SyncReplicas
 
-LATER = ("downpour", "sandblaster", "allreduce")
+LATER = ("downpour", "sandblaster")
 
 
 def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -138,8 +138,12 @@ def exact_of(exact: Any) -> bool | None:
     return exact
 
 
-def mode_of(mode: Any, backup: Any, staleness: Any) -> Mode:
+def mode_of(mode: Any, backup: Any, staleness: Any, allow_plain_collectives: Any = False) -> Mode:
     """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
+    if not isinstance(allow_plain_collectives, bool):
+        raise InvalidArgument(f"allow_plain_collectives is True or False, not {allow_plain_collectives!r}")
+    if allow_plain_collectives and mode != "allreduce":
+        raise InvalidArgument(f"allow_plain_collectives belongs to mode='allreduce', not to {mode!r}")
     if isinstance(mode, SyncReplicas):
         if backup or staleness is not None:
             raise InvalidArgument("SyncReplicas says how many tasks are spare: leave out backup and staleness")
@@ -164,4 +168,4 @@ def mode_of(mode: Any, backup: Any, staleness: Any) -> Mode:
             "mode='bounded' takes staleness, the number of steps that a task may be ahead of the slowest one: an int "
             f"of at least 0, not {staleness!r}"
         )
-    return Mode(mode, backup, staleness)
+    return Mode(mode, backup, staleness, is_plain=allow_plain_collectives)
