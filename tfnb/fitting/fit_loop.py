@@ -123,10 +123,10 @@ def fit(
     callbacks: functions that are called with a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or
     ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``. The tasks of a
     cluster tell their steps in groups, up to half a second late, and what they have begun by then still counts. Between
-    epochs they wait for what is called then in modes ``"sync"`` and ``"allreduce"``, so that a learning rate that it sets holds from the
-    first step of the next epoch; in other modes, without validation data, an epoch is over when a step of the next one
-    is told, and the rate holds from the first step that begins after that. An error in one ends the training between
-    two steps.
+    epochs they wait for what is called then in modes ``"sync"`` and ``"allreduce"``, so that a learning rate that it
+    sets holds from the first step of the next epoch; in other modes, without validation data, an epoch is over when a
+    step of the next one is told, and the rate holds from the first step that begins after that. An error in one ends
+    the training between two steps.
 
     checkpoint: a folder, or a `tfnb.train.Saver`, which says what is kept (without one the newest five). Every
     ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that `Session.save` writes

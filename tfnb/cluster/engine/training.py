@@ -472,7 +472,7 @@ class Training:
         return f"{self._name}-{stream}"
 
     async def _lent(self, task: int, loop: _Listening, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        engine, member = self.engine, self.engine.tasks[task]
+        member = self.engine.tasks[task]
         async with loop.lending:
             if loop.is_left:
                 return

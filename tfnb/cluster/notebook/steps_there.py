@@ -211,9 +211,7 @@ class Steps:
         is_stepwise = why or not placed.writes
         tasks = sum(member.is_there for member in self._engine.places.values())
         is_joint = how.is_joint
-        if not is_stepwise:
-            _ensure_summed(placed, how)
-        names = placed.placement.apart if is_joint else placed.placement.raced
+        names = _ensure_summed(placed, how, is_taken=not is_stepwise)
         if names and not is_stepwise and tasks > 1 and not placed.tasks:
             warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
         if exact is not False and is_joint and placed.why_whole is None and see is None and not placed.parts:
@@ -374,7 +372,7 @@ class Steps:
             new = changes()
             how = None if new is None else self._possible(new)
             if how is not None:
-                _ensure_summed(placed, how)
+                _ensure_summed(placed, how, is_taken=True)
             for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
                 yield group._replace(values=_picked(placed.fetched, group.values))
 
@@ -444,10 +442,14 @@ class Steps:
         self._variables.pull(self._variables.sent_but_behind())
 
 
-def _ensure_summed(placed: Placed, mode: Mode) -> None:
-    """Raise Unimplemented for a step that ranks cannot take as servers do."""
-    if mode.name != "allreduce":
-        return
+def _ensure_summed(placed: Placed, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:
+    """Names of Variables that several tasks write along no gradient.
+
+    Raises Unimplemented for a step that ranks cannot take as servers do, if it ``is_taken`` by all tasks.
+    """
+    found = placed.placement.apart if mode.is_joint else placed.placement.raced
+    if mode.name != "allreduce" or not is_taken:
+        return found
     names = [name for plan in placed.compute.meta["pushes"] for name in plan["grads"]]
     kinds = [kind for plan in placed.servers.values() for kind in plan.meta["kinds"]]
     sparse = dict.fromkeys(n or "?" for n, kind in zip(names, kinds, strict=True) if kind in ("rows", "entries"))
@@ -460,6 +462,7 @@ def _ensure_summed(placed: Placed, mode: Mode) -> None:
         why = "the step uses queues"
     if why:
         raise Unimplemented(f"mode='allreduce' takes no such step: {why}. Use mode='sync'")
+    return found
 
 
 def _append(later: deque[tuple[int, int]], number: int, step: int) -> None:

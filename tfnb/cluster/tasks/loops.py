@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from tfnb.cluster.server.core import PLANS
@@ -34,26 +34,16 @@ class Loops:
         self._updates: OrderedDict[str, ShardProgram] = OrderedDict()  # of plans of servers, for ranks
         self._stores: dict[str, Any] = {}  # where the ranks of a generation meet, until their first one has come
 
+        self._others: dict[str, Callable[[Request], Awaitable[Ok | Refused]]] = {
+            "load": self._load, "unload": self._unload, "lend": self._lend, "meet": self._meet,
+            "register_update": self._register_update,
+        }  # fmt: skip
+
     async def on(self, request: Request) -> Ok | Refused:
         """Answer a request of the notebook."""
         meta = request.meta
-        match request.method:
-            case "load":
-                self._data[str(meta["data"])] = Data(request.tensors, meta["chunked"], self._host.read, self._host.room)
-                return Ok()
-            case "unload":
-                data = self._data.pop(str(meta["data"]), None)
-                if data is not None:
-                    data.close()
-                if not self._data:
-                    await self._host.stop_reading()
-                return Ok()
-            case "lend":
-                return self._lend(request)
-            case "meet":
-                return await self._meet(str(meta["name"]))
-            case "register_update":
-                return await self._register_update(request)
+        if request.method in self._others:
+            return await self._others[request.method](request)
         loop, seen = self._loops.get(str(meta["loop"])), int(meta["seen"])
         if request.method == "leave":
             self._left.append(str(meta["loop"]))
@@ -90,7 +80,20 @@ class Loops:
         for loop in self._loops.values():
             loop.cancel()
 
-    def _lend(self, request: Request) -> Ok | Refused:
+    async def _load(self, request: Request) -> Ok:
+        meta = request.meta
+        self._data[str(meta["data"])] = Data(request.tensors, meta["chunked"], self._host.read, self._host.room)
+        return Ok()
+
+    async def _unload(self, request: Request) -> Ok:
+        data = self._data.pop(str(request.meta["data"]), None)
+        if data is not None:
+            data.close()
+        if not self._data:
+            await self._host.stop_reading()
+        return Ok()
+
+    async def _lend(self, request: Request) -> Ok | Refused:
         """One more piece for a loop, which begins with its first one."""
         meta, name = request.meta, str(request.meta["loop"])
         if name in self._left:
@@ -119,8 +122,9 @@ class Loops:
         store = self._stores.pop(meeting.name, None)
         return Replica(*about, updates=programs, meeting=meeting, store=store, here=self._host.host)
 
-    async def _meet(self, name: str) -> Ok:
+    async def _meet(self, request: Request) -> Ok:
         """Let the other ranks of a generation meet here; an earlier one of its training is over."""
+        name = str(request.meta["name"])
         training = name.rpartition("/")[0]
         for other in [other for other in self._stores if other.rpartition("/")[0] == training and other != name]:
             del self._stores[other]
