@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -668,12 +668,17 @@ class Training:
             Failed("Unavailable", f"{first.name} does not let ranks meet", {"missed": True, "peer": first.name})
         )
 
-    async def _end_ranks(self) -> None:
-        """A cut: every loop ends, and tells which round it has applied last; its values stay until one has saved."""
+    def _end_ranks(self) -> Coroutine[Any, Any, None]:
+        """A cut: every loop of now ends, and tells which round it has applied last; one of them saves.
+
+        A loop that begins meanwhile is of the next generation.
+        """
         assert isinstance(self.machine, r.Ranks)
         loops, self._loops = self._loops, {}
         self._ended_ranks |= loops
-        silent = self.machine.waits - loops.keys()
+        return self._ranks_ended(loops, self.machine.waits - loops.keys())
+
+    async def _ranks_ended(self, loops: Mapping[int, _Listening], silent: Iterable[int]) -> None:
         ends = await asyncio.gather(*(self._ended_rank(task, loop) for task, loop in loops.items()))
         for task, is_there in zip(loops, ends, strict=True):
             event = r.Stood(task, loops[task].latest) if is_there else self.engine.peers.lost(task)
