@@ -44,10 +44,10 @@ from tfnb.cluster.server.cores import Cores
 from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.tasks.computing import Computing, in_thread
 from tfnb.cluster.tasks.exchange import Exchange
-from tfnb.cluster.tasks.loops import Loops
 from tfnb.cluster.tasks.part_programs import PartProgram
 from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.tasks.reading import Reader
+from tfnb.cluster.tasks.task_loops import Loops
 from tfnb.cluster.wire import asking, envelope
 from tfnb.cluster.wire.messages import (
     Ask,
