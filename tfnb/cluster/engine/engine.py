@@ -294,6 +294,10 @@ class Engine:
         if watcher is not None:
             watcher.cancel()
 
+    def with_ranks(self) -> list[Training]:
+        """Trainings whose tasks hold the Variables."""
+        return [training for training in self._trainings if training.has_ranks]
+
     async def unload(self, sent: Sent) -> None:
         """Tasks drop data that they were sent."""
         deadline = time.monotonic() + p.STOPS_WITHIN
@@ -552,6 +556,11 @@ class Engine:
         missing = [item for item in work if again or item[2].id not in item[0].plans]
         if missing:
             await asyncio.gather(*(self._register_one(*item) for item in missing))
+
+    async def register_updates(self, updates: Mapping[int, Plan], member: Member) -> None:
+        """See that a rank knows what it applies in place of servers."""
+        missing = [plan for plan in updates.values() if plan.id not in member.plans]
+        await asyncio.gather(*(self._register_one(member, "register_update", plan, None) for plan in missing))
 
     async def _register_one(self, member: Member, method: str, plan: Plan, shard: int | None) -> None:
         answer: Outcome | e.ShardLost
