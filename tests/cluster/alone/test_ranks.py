@@ -39,7 +39,7 @@ def test_the_rank_that_is_ahead_saves_in_a_cut_and_all_begin_from_there():
     assert play(machine, e.Lost(1)) == [Cut(4)]
     assert play(machine, Stood(0, 2)) == [], "another one has not told"
     assert play(machine, Stood(2, 3)) == [Save(2, 3)], "it applied one more before the loss"
-    told = play(machine, Saved(2))
+    told = play(machine, Saved(machine.saver))
     assert told[0] == Report(number, 2, 3, (0, 1, 2)) and machine.saved == 3
     assert [(i.task, i.piece.steps) for i in told[1:]] == [(0, "d"), (2, "d")]
 
@@ -49,7 +49,7 @@ def test_a_saver_that_is_lost_has_another_one_in_its_place():
     play(machine, Offer("abcd"), e.Lost(1), Stood(0, 2))
     assert play(machine, Stood(2, 3)) == [Save(2, 3)]
     assert play(machine, e.Lost(2)) == [Save(0, 2)], "step 3 was of no rank that lives, and nobody was told of it"
-    assert [i.piece.steps for i in play(machine, Saved(0)) if isinstance(i, Give)] == ["cd"]
+    assert [i.piece.steps for i in play(machine, Saved(machine.saver)) if isinstance(i, Give)] == ["cd"]
 
 
 def test_steps_that_were_told_and_are_on_no_rank_any_more_end_it_by_name():
@@ -65,7 +65,7 @@ def test_a_hold_stands_behind_what_was_given_and_saves_once():
     number = play(machine, Offer("ab"))[0].piece.number
     assert play(machine, e.Hold(), Offer("cd")) == [], "nothing more is given"
     assert play(machine, Progress(0, number, 2), Progress(1, number, 2))[-1] == Save(0, 2)
-    assert play(machine, Saved(0)) == [Held()]
+    assert play(machine, Saved(machine.saver)) == [Held()]
     assert [i.piece.steps for i in play(machine, e.Resume())] == ["cd", "cd"]
     machine = ranks(0, 1)
     assert play(machine, e.Hold()) == [Held()], "the servers hold all that there is"
@@ -75,7 +75,33 @@ def test_a_failure_ends_it_when_its_values_are_saved():
     machine = ranks(0)
     play(machine, Offer("abcd"), Broken(0, BAD, is_fatal=True))
     assert play(machine, Stood(0, 3)) == [Save(0, 3)]
-    assert play(machine, Saved(0))[-1] == e.Finish(cause=BAD)
+    assert play(machine, Saved(machine.saver))[-1] == e.Finish(cause=BAD)
+
+
+def test_the_failure_of_a_rank_counts_also_where_another_rank_told_first_that_it_missed_a_sum():
+    machine = ranks(0, 1)
+    play(machine, Offer("abcd"), Broken(0, Failed("Unavailable", "no sum"), is_fatal=False))
+    play(machine, Broken(1, BAD, is_fatal=True), Stood(0, 2))
+    assert play(machine, Stood(1, 2)) == [machine.saver]
+    assert play(machine, Saved(machine.saver))[-1] == e.Finish(cause=BAD)
+
+
+def test_a_save_from_before_a_cut_is_not_taken_for_a_later_one():
+    machine = ranks(0, 1)
+    number = play(machine, Offer("ab"))[0].piece.number
+    *_, early = play(machine, e.Hold(), Progress(0, number, 2), Progress(1, number, 2))
+    play(machine, e.Lost(1))
+    (save,) = play(machine, Stood(0, 2))
+    assert save == early and play(machine, Saved(early)) == [], "it may have written nothing"
+    assert Held() in play(machine, Saved(save))
+
+
+def test_who_looks_while_there_is_no_rank_keeps_one_that_comes_from_beginning():
+    machine = ranks(0)
+    play(machine, Offer("ab"), e.Lost(0, is_silent=True))
+    assert machine.state == "waiting" and play(machine, e.Hold()) == [Held()]
+    assert not any(isinstance(i, Give) for i in play(machine, e.Joined(1)))
+    assert [i.piece.steps for i in play(machine, e.Resume())] == ["ab"]
 
 
 class World:
@@ -120,7 +146,7 @@ class World:
                     self.feed(Stood(task, applied.get(task)))
             case Save(task) if task in self.alive:
                 self.servers = list((self.values if self.machine.state == "open" else self.ended)[task])
-                self.feed(Saved(task))
+                self.feed(Saved(did))
 
     def done(self, task):
         return self.machine.first - 1 + len(self.values[task]) - self.machine.base

@@ -67,6 +67,7 @@ class _Listening:
     is_watched: bool = False
     is_left: bool = False  # it was told to end: nothing more is lent to it
     latest: int | None = None  # of a rank, the last round that it has told to have applied
+    failure: Outcome | None = None  # of a rank that has ended
     wishes: int = 0  # how often it was told to stand or to go on: the last time counts
     lending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -314,8 +315,8 @@ class Training:
                 return self._end_ranks()
             case s.Cut(upto):
                 return self._cut(upto)
-            case r.Save(task):
-                return self._save(task)
+            case r.Save():
+                return self._save(instruction)
         raise AssertionError(instruction)
 
     async def _change(self) -> None:
@@ -682,6 +683,9 @@ class Training:
 
     async def _ranks_ended(self, loops: Mapping[int, _Listening], silent: Iterable[int]) -> None:
         ends = await asyncio.gather(*(self._ended_rank(task, loop) for task, loop in loops.items()))
+        for task, loop in loops.items():  # one that fails tells the others that it cannot go on: its word counts
+            if loop.failure is not None:
+                self.feed(await self.engine.judged(loop.failure, task))
         for task, is_there in zip(loops, ends, strict=True):
             event = r.Stood(task, loops[task].latest) if is_there else self.engine.peers.lost(task)
             self.feed(event)
@@ -697,10 +701,13 @@ class Training:
             answer = await self.engine.stop(self.engine.tasks[task], "stop", lambda: {**about, "seen": loop.seen})
             if isinstance(answer, Ok):
                 self._hear(task, loop, answer)
+                failure = answer.meta["failure"]
+                loop.failure = None if failure is None else read_outcome(failure, ())
         return answer is not None
 
-    async def _save(self, task: int) -> None:
+    async def _save(self, save: r.Save) -> None:
         """Let a rank write its values on the servers, on all of them or on none."""
+        task = save.task
         loop, member = self._loops.get(task) or self._ended_ranks[task], self.engine.tasks[task]
         number, rounds = self.engine.single.number(), self.engine.single
         meta = {"loop": loop.name, "seen": loop.seen, "round": number}
@@ -720,9 +727,9 @@ class Training:
         finally:
             rounds.ended(number)
         if isinstance(answer, Ok):
-            self.feed(r.Saved(task))
+            self.feed(r.Saved(save))
         elif isinstance(event := await self.engine.judged(answer, task), a.Broken):
-            self.feed(r.Saved(task, event.failure))
+            self.feed(r.Saved(save, event.failure))
         else:
             self.feed(event)
         self._let_go()

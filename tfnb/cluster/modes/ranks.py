@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tfnb.cluster.modes import events as e
-from tfnb.cluster.modes.leases import Held
+from tfnb.cluster.modes.leases import Broken, Held
 from tfnb.cluster.modes.rounds import Rounds
 from tfnb.cluster.wire.messages import Failed
 
@@ -33,9 +33,9 @@ class Stood(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The servers hold what the rank had; or none of it, because of a ``failure``."""
+    """The servers hold what a rank was to save; or none of it, because of a ``failure``."""
 
-    task: int
+    save: Save
     failure: Failed | None = None
 
 
@@ -64,11 +64,17 @@ class Ranks(Rounds):
                 if latest is not None and task in self.tasks:
                     self.stood[task] = latest
                 return self._gathered(now)
-            case "open" | "cutting", Saved(task, failure) if self.saver is not None and task == self.saver.task:
+            case "cutting", Broken(_, failure, is_fatal=True) if self.waits:  # others heard of it as a missing sum
+                self.cause = self.cause or failure
+                return []
+            case "open" | "cutting", Saved(save, failure) if save is self.saver:  # an earlier one may end after a cut
                 return self._saved(failure, now)
             case "open" | "cutting", e.Hold():
                 self.is_hold_wanted = True
                 return self._next()
+            case "waiting", e.Hold():  # the servers hold all, and the task that comes does not begin
+                self.is_hold_wanted = True
+                return [Held()]
             case "open" | "cutting" | "waiting", e.Resume():
                 self.is_hold_wanted = False
                 return self._next()

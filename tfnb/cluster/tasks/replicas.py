@@ -60,18 +60,17 @@ class Replica(Loop):
     async def save(self, number: int) -> Ok:
         """While it stands: stage the values on their servers, for the notebook to commit.
 
-        What others have written there since the last piece stays: the next one takes it.
+        What others have written there since the last piece began stays, also where that is after this looks: each
+        value goes with the version that it replaces, which the server compares as it writes. The next piece takes it.
         """
-        fresh, _ = await self._asked_for()
-        by_shard = {
-            shard: [key for key in update.writes if key not in fresh] for shard, update in self._updates.items()
-        }
+        fresh, versions = await self._asked_for()
+        since = dict(zip(self._all, versions.tolist(), strict=True))
         about = {"round": number, "worker": 0, "rows": 1, "run_index": 0, "plan": None}
-        asks = [
-            Ask(shard, "stage", {**about, "keys": keys}, [self._values[key] for key in keys])
-            for shard, keys in by_shard.items()
-            if keys
-        ]
+        asks = []
+        for shard, update in self._updates.items():
+            if keys := [key for key in update.writes if key not in fresh]:
+                mine = {**about, "keys": keys, "since": [since[key] for key in keys]}
+                asks.append(Ask(shard, "stage", mine, [self._values[key] for key in keys]))
         await self._host.ask(asks)
         return Ok({"shards": [ask.shard for ask in asks]})
 
