@@ -448,7 +448,7 @@ class _Run:
         self.steps: Any = (  # that count
             StepsHere(begin, reads, session.runs)
             if cluster is None
-            else StepsThere(begin, reads, session.runs, lambda: cluster.step, in_order=mode.name == "sync")
+            else StepsThere(begin, reads, session.runs, lambda: cluster.step, in_order=mode.is_joint)
         )
         session.state.inputs.training = self.steps
         self.is_over = False  # all steps were taken

@@ -42,6 +42,7 @@ from tfnb.errors import (
     Cancelled,
     DeadlineExceeded,
     DeadlockError,
+    FailedPrecondition,
     NonFinite,
     NonFiniteGradient,
     ParameterServerLost,
@@ -281,7 +282,8 @@ class Engine:
             watcher.cancel()
 
     def attend(self, training: Training) -> None:
-        """Tell a training who is lost, and the time."""
+        """Tell a training who is lost, and the time. Raises FailedPrecondition."""
+        self.ensure_apart(training)
         self._queues.add(training.queue)
         for task in self.free(training.placed.tasks):  # also those that came since it was planned
             training.queue.put_nowait(e.Joined(task))
@@ -294,9 +296,19 @@ class Engine:
         if watcher is not None:
             watcher.cancel()
 
-    def with_ranks(self) -> list[Training]:
-        """Trainings whose tasks hold the Variables."""
-        return [training for training in self._trainings if training.has_ranks]
+    def with_ranks(self, placed: Placed) -> list[Training]:
+        """Trainings whose tasks hold Variables that this step reads or writes."""
+        return [each for each in self._trainings if each.has_ranks and each.placed.written_there & placed.used_there]
+
+    def ensure_apart(self, training: Training) -> None:
+        """Raise FailedPrecondition where it shares what ranks write with another one: only they have its values."""
+        for other in self._trainings.keys() - {training}:
+            for ranks, user in ((training, other), (other, training)):
+                if ranks.has_ranks and (both := ranks.placed.written_there & user.placed.used_there):
+                    raise FailedPrecondition(
+                        f"another training uses {', '.join(sorted(both)[:4])}, and of these tasks hold the values "
+                        "while one in mode='allreduce' goes on: let one of them end first, or use mode='sync'"
+                    )
 
     async def unload(self, sent: Sent) -> None:
         """Tasks drop data that they were sent."""

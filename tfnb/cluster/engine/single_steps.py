@@ -128,7 +128,7 @@ class SingleSteps:
             if not queues:
                 await turn.enter_async_context(self.turn)
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
-            await self._let_ranks_stand(turn, deadline, seconds)
+            await self._let_ranks_stand(placed, turn, deadline, seconds)
             whole, lost = placed.why_whole is not None, list[int]()
             use = turn.enter_context(self.engine.deadlocks.use(queues, len(placed.parts) or 1))
             while True:
@@ -166,12 +166,14 @@ class SingleSteps:
                 after = await self._afterwards(placed, placed.after, batch, deadline, seconds)
             return _results(placed, end.values), list(end.rows)[: 1 if placed.parts else None], after
 
-    async def _let_ranks_stand(self, turn: AsyncExitStack, deadline: float, seconds: float | None) -> None:
+    async def _let_ranks_stand(
+        self, placed: Placed, turn: AsyncExitStack, deadline: float, seconds: float | None
+    ) -> None:
         """Servers have the values of ranks while these stand: until the turn is over. Raises DeadlineExceeded."""
         left = None if seconds is None else max(0.0, deadline - time.monotonic())
         try:
             async with asyncio.timeout(left):
-                for training in self.engine.with_ranks():
+                for training in self.engine.with_ranks(placed):
                     await turn.enter_async_context(training.held())
         except TimeoutError as error:
             waits = ("the ranks of a training in mode='allreduce' to save what they hold",)

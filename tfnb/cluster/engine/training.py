@@ -30,7 +30,7 @@ from tfnb.cluster.tasks.programs import Placed, Plan, as_update
 from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, Ok, Outcome, Refused, failed
 from tfnb.cluster.wire.transport import read_outcome
-from tfnb.errors import StepAborted, TfnbError
+from tfnb.errors import FailedPrecondition, StepAborted, TfnbError
 from tfnb.state.chunks import Chunked
 from tfnb.state.step_groups import StepGroup
 from tfnb.state.steps_taken import AppliedSteps
@@ -136,7 +136,11 @@ class Training:
     async def start(self) -> None:
         """Begin."""
         await self.engine.insist_on(self._to_all("open_training"))
-        self.engine.attend(self)
+        try:
+            self.engine.attend(self)
+        except FailedPrecondition:
+            self.engine.later(self._farewell())
+            raise
         self._begin(self._attend())
         self.feed(e.Start())
 
@@ -331,6 +335,7 @@ class Training:
         await engine.insist_on(self._to_all("open_training"))
         assert mode is not None
         self._take(mode, engine.free(self.placed.tasks))
+        engine.ensure_apart(self)
         engine.say(f"mode={mode} from step {engine.step + 1} on")
         self._is_changing, missed, self._missed = False, self._missed, []
         for event in (e.Start(), *missed):

@@ -397,13 +397,10 @@ class Core:
         if any((part.program, part.keys) != (program, first.keys) for part in parts):
             raise InvalidArgument("the workers of one round staged parts of different plans")
         if program is None:
-            current = [self.versions.get(key) for key in first.keys]
-            kept = (
-                range(len(current))
-                if first.since is None
-                else [i for i, v in enumerate(current) if v == first.since[i]]
-            )
-            return self._assignment([first.keys[i] for i in kept], [first.tensors[i] for i in kept])
+            current = tuple(self.versions.get(key) for key in first.keys)
+            pairs = zip(current, first.since or current, strict=True)
+            kept = [place for place, (version, since) in enumerate(pairs) if version == since]
+            return self._assignment([first.keys[place] for place in kept], [first.tensors[place] for place in kept])
         weights = [part.rows for part in parts]
         feeds = [MERGES[kind]([part.tensors[i] for part in parts], weights) for i, kind in enumerate(program.kinds)]
         for key in program.reads:

@@ -100,6 +100,18 @@ class Placed:
         return self.placement.changed
 
     @property
+    def written_there(self) -> set[str]:
+        """Keys under which shards hold those."""
+        return {piece.key for key in self.written for piece in self.placement.homes[key]}
+
+    @property
+    def used_there(self) -> set[str]:
+        """Keys under which shards hold the Variables that the step reads or writes."""
+        plans = [self.compute, *(part.plan for part in self.parts), *([] if self.after is None else [self.after])]
+        read = {piece.key for plan in plans for pieces in plan.meta["homes"].values() for piece in pieces}
+        return read.union(*(plan.meta["keys"].values() for plan in self.servers.values()))
+
+    @property
     def tasks(self) -> tuple[int, ...]:
         """The tasks that the graph asks for; none where any will do."""
         return tuple(part.task for part in self.parts) or self.placement.tasks
