@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,12 +55,11 @@ class Group:
         self._store = held or dist.TCPStore(
             meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=FORMS)
         )
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
+        gloo: Any = dist.ProcessGroupGloo  # its methods are not in torch's stubs
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=here)]
         options._timeout = timedelta(seconds=WAITS)
-        self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore(meeting.name, self._store), meeting.rank, meeting.size, options
-        )
+        self._group = gloo(dist.PrefixStore(meeting.name, self._store), meeting.rank, meeting.size, options)
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each becomes the sum over all ranks, with the same bits on all of them."""
@@ -68,7 +67,7 @@ class Group:
 
     def most(self, tensor: torch.Tensor) -> None:
         """It becomes the largest of all ranks, number by number."""
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self._all([self._group.allreduce([tensor], options)])
 
@@ -184,7 +183,7 @@ def ensure_equal(group: Group, values: Mapping[str, torch.Tensor], step: str) ->
     check = 0
     for key in sorted(values):
         raw = values[key].detach().contiguous().reshape(-1).view(torch.uint8)
-        check = zlib.crc32(raw.numpy(), check)
+        check = zlib.crc32(raw.numpy().data, check)
     bounds = torch.tensor([check, -check])
     group.most(bounds)
     if int(bounds[0]) != -int(bounds[1]):

@@ -82,7 +82,8 @@ class Replica(Loop):
             while not forming.done() and self._is_wanted and time.monotonic() < until:
                 self._changed.clear()
                 change = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait({forming, change}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                news: set[asyncio.Future[Any]] = {forming, change}
+                await asyncio.wait(news, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
             if not self._is_wanted:
                 raise Cancelled("stopped before all ranks were there")
