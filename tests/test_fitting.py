@@ -215,7 +215,9 @@ def test_modes_are_one_loop_here(options):
     ("options", "error", "text"),
     [
         ({"mode": "sinc"}, InvalidArgument, "near: 'sync'"),
-        ({"mode": "allreduce"}, Unimplemented, "there are: sync, async, bounded"),
+        ({"mode": "downpour"}, Unimplemented, "there are: sync, async, bounded, allreduce"),
+        ({"allow_plain_collectives": True}, InvalidArgument, "belongs to mode='allreduce', not to 'sync'"),
+        ({"mode": "allreduce", "backup": 1}, InvalidArgument, "backup=1 belongs to mode='sync', not to 'allreduce'"),
         ({"mode": object()}, Unimplemented, "there are: sync, async, bounded"),
         ({"backup": -1}, InvalidArgument, "backup"),
         ({"backup": 1, "mode": "async"}, InvalidArgument, "backup=1 belongs to mode='sync', not to 'async'"),

@@ -221,7 +221,7 @@ class World:
             "fit": Call(tfnb.fit, {"fetch": self.train, "data": [ones], "feeds": [x], "epochs": 1, "steps": 1,
                                    "batch_size": None,
                                    "shuffle": False, "seed": 0, "callbacks": (), "mode": "sync", "resume": False,
-                                   "memory_budget": "1GB", "microbatches": None}),
+                                   "memory_budget": "1GB", "microbatches": None, "allow_plain_collectives": False}),
             "compare": Call(tfnb.compare, {"fetch": self.train, "data": [ones], "modes": {"a": {}},
                                            "watch": self.loss, "seeds": 1, "feeds": [x]}),
             "races": Call(tfnb.races, {"*steps": self.train}),

@@ -51,7 +51,9 @@ class Killer:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}, {"backup": 1}], ids=str
+    "options",
+    [{}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}, {"backup": 1}, {"mode": "allreduce"}],
+    ids=str,
 )
 def test_no_step_is_lost_or_counted_twice(connect: Any, options: dict[str, Any], capsys: Any) -> None:
     counters = Counters(pause=2)

@@ -77,7 +77,7 @@ def test_a_training_goes_on_from_any_file_as_if_nothing_was(connect, tmp_path: P
             torch.testing.assert_close(again.values()[label], value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", ["async", "bounded", "sync"])
+@pytest.mark.parametrize("mode", ["async", "bounded", "sync", "allreduce"])
 def test_values_and_count_are_of_one_cut(connect, tmp_path: Path, mode: str) -> None:
     options: dict[str, Any] = {"mode": mode, "staleness": 1 if mode == "bounded" else None}
     counters = Counters()

@@ -111,6 +111,7 @@ def fit(
     resume: bool | str | PathLike[str] = False, check: str | None = None, exact: bool | None = None,
     microbatches: int | None = None, checkpoint: Any = None, checkpoint_every: float = 30.0, restarts: int = 5,
     timeout: float | None = None, progress_after: float = 2.0, memory_budget: int | str | None = None,
+    allow_plain_collectives: bool = False,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -132,10 +133,10 @@ def fit(
     callbacks: functions that are called with a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or
     ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``. The tasks of a
     cluster tell their steps in groups, up to half a second late, and what they have begun by then still counts. Between
-    epochs they wait for what is called then in mode ``"sync"``, so that a learning rate that it sets holds from the
-    first step of the next epoch; in other modes, without validation data, an epoch is over when a step of the next one
-    is told, and the rate holds from the first step that begins after that. An error in one ends the training between
-    two steps.
+    epochs they wait for what is called then in modes ``"sync"`` and ``"allreduce"``, so that a learning rate that it
+    sets holds from the first step of the next epoch; in other modes, without validation data, an epoch is over when a
+    step of the next one is told, and the rate holds from the first step that begins after that. An error in one ends
+    the training between two steps.
 
     microbatches: each step divides its rows into so many consecutive ranges of nearly equal length (fewer where there
     are fewer rows), does one after the other, and updates once, so that it holds what one of them needs. Gradients are
@@ -186,7 +187,11 @@ def fit(
     dropped copies are counted in the cluster's status. `tfnb.train.SyncReplicas` has more options of this.
     ``"async"``: each task takes steps of its own, one after the other; of Dask data whole chunks are shuffled, and rows
     within them, and a task takes those of its own worker first. ``"bounded"``: likewise, but a task begins a
-    step only while it is at most ``staleness`` steps ahead of the slowest one. Another call may have another mode: it
+    step only while it is at most ``staleness`` steps ahead of the slowest one. ``"allreduce"``: as ``"sync"``, but each
+    task, a rank, holds all Variables and the state of the optimizer, sums gradients with the others by gloo, without
+    the servers, and makes the same update; a learning rate that a callback sets holds from the next piece of steps,
+    half a second, on. It goes on with the ranks that are left, or join. Its sums are not encrypted: a cluster
+    with TLS takes it with ``allow_plain_collectives=True`` only. Another call may have another mode: it
     goes on with the variables and the state of the optimizer as they are. In the midst of a training a callback changes
     it: ``progress.change("async")``.
 
@@ -202,7 +207,8 @@ def fit(
     6
     """
     __tracebackhide__ = True
-    how, exact, saver = mode_of(mode, backup, staleness), exact_of(exact), saver_of(checkpoint, checkpoint_every)
+    how = mode_of(mode, backup, staleness, allow_plain_collectives)
+    exact, saver = exact_of(exact), saver_of(checkpoint, checkpoint_every)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
@@ -238,7 +244,7 @@ def fit(
     else:
 
         def there(watched: tuple[Any, ...]) -> Taken:
-            waits = validation is not None or (run.callbacks.follow_epochs and how.name == "sync")
+            waits = validation is not None or (run.callbacks.follow_epochs and how.is_joint)
             return _there(session, fetch, watched, source, run, check, by_pass=waits, exact=exact)
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
@@ -442,7 +448,7 @@ class _Run:
         self.steps: Any = (  # that count
             StepsHere(begin, reads, session.runs)
             if cluster is None
-            else StepsThere(begin, reads, session.runs, lambda: cluster.step, in_order=mode.name == "sync")
+            else StepsThere(begin, reads, session.runs, lambda: cluster.step, in_order=mode.is_joint)
         )
         session.state.inputs.training = self.steps
         self.is_over = False  # all steps were taken

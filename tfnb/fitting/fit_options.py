@@ -22,7 +22,7 @@ from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import Batch, name_of
 from tfnb.train.modes import SyncReplicas
 
-LATER = ("downpour", "sandblaster", "allreduce", "pipeline")
+LATER = ("downpour", "sandblaster", "pipeline")
 
 
 def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -184,8 +184,12 @@ def operations_of(fetch: Any, session: Session) -> list[Any]:
     return [leaf for leaf, (spec, op) in ops if spec is None or op == "tfnb.assign"]
 
 
-def mode_of(mode: Any, backup: Any, staleness: Any) -> Mode:
+def mode_of(mode: Any, backup: Any, staleness: Any, allow_plain_collectives: Any = False) -> Mode:
     """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
+    if not isinstance(allow_plain_collectives, bool):
+        raise InvalidArgument(f"allow_plain_collectives is True or False, not {allow_plain_collectives!r}")
+    if allow_plain_collectives and mode != "allreduce":
+        raise InvalidArgument(f"allow_plain_collectives belongs to mode='allreduce', not to {mode!r}")
     if isinstance(mode, SyncReplicas):
         if backup or staleness is not None:
             raise InvalidArgument("SyncReplicas says how many tasks are spare: leave out backup and staleness")
@@ -210,4 +214,4 @@ def mode_of(mode: Any, backup: Any, staleness: Any) -> Mode:
             "mode='bounded' takes staleness, the number of steps that a task may be ahead of the slowest one: an int "
             f"of at least 0, not {staleness!r}"
         )
-    return Mode(mode, backup, staleness)
+    return Mode(mode, backup, staleness, is_plain=allow_plain_collectives)

@@ -191,6 +191,21 @@ def test_commit_averages_exactly_the_named_workers_by_rows():
     assert server.core.rounds.staged == {}
 
 
+@pytest.mark.parametrize("when", ["staged", "prepared"])
+def test_values_that_replace_a_version_leave_alone_what_was_written_since(when):
+    server = Server()
+    server("create", [torch.zeros(3)], keys=["v"])
+    values = [torch.full((3,), 5.0), torch.full((3,), 6.0)]
+    since = [server.core.versions[key] for key in ("w", "v")]
+    server("stage", values, plan=None, keys=["w", "v"], since=since, round=1, worker=0)
+    if when == "prepared":
+        server("prepare", round=1, workers=[0])
+    server("assign", [torch.full((3,), 9.0)], keys=["w"])
+    server("prepare", round=1, workers=[0])
+    assert isinstance(server.commit(1, [0]), Ok)
+    assert [float(server.core.store.get(key)[0]) for key in ("w", "v")] == [9.0, 6.0]
+
+
 def test_commit_is_idempotent_by_operation_and_by_round():
     server = Server()
     server.stage(1, 0, 1)

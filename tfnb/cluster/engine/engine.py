@@ -42,6 +42,7 @@ from tfnb.errors import (
     Cancelled,
     DeadlineExceeded,
     DeadlockError,
+    FailedPrecondition,
     NonFinite,
     NonFiniteGradient,
     ParameterServerLost,
@@ -281,7 +282,8 @@ class Engine:
             watcher.cancel()
 
     def attend(self, training: Training) -> None:
-        """Tell a training who is lost, and the time."""
+        """Tell a training who is lost, and the time. Raises FailedPrecondition."""
+        self.ensure_apart(training)
         self._queues.add(training.queue)
         for task in self.free(training.placed.tasks):  # also those that came since it was planned
             training.queue.put_nowait(e.Joined(task))
@@ -293,6 +295,20 @@ class Engine:
         watcher = self._trainings.pop(training, None)
         if watcher is not None:
             watcher.cancel()
+
+    def with_ranks(self, placed: Placed) -> list[Training]:
+        """Trainings whose tasks hold Variables that this step reads or writes."""
+        return [each for each in self._trainings if each.has_ranks and each.placed.written_there & placed.used_there]
+
+    def ensure_apart(self, training: Training) -> None:
+        """Raise FailedPrecondition where it shares what ranks write with another one: only they have its values."""
+        for other in self._trainings.keys() - {training}:
+            for ranks, user in ((training, other), (other, training)):
+                if ranks.has_ranks and (both := ranks.placed.written_there & user.placed.used_there):
+                    raise FailedPrecondition(
+                        f"another training uses {', '.join(sorted(both)[:4])}, and of these tasks hold the values "
+                        "while one in mode='allreduce' goes on: let one of them end first, or use mode='sync'"
+                    )
 
     async def unload(self, sent: Sent) -> None:
         """Tasks drop data that they were sent."""
@@ -552,6 +568,11 @@ class Engine:
         missing = [item for item in work if again or item[2].id not in item[0].plans]
         if missing:
             await asyncio.gather(*(self._register_one(*item) for item in missing))
+
+    async def register_updates(self, updates: Mapping[int, Plan], member: Member) -> None:
+        """See that a rank knows what it applies in place of servers."""
+        missing = [plan for plan in updates.values() if plan.id not in member.plans]
+        await asyncio.gather(*(self._register_one(member, "register_update", plan, None) for plan in missing))
 
     async def _register_one(self, member: Member, method: str, plan: Plan, shard: int | None) -> None:
         answer: Outcome | e.ShardLost

@@ -132,7 +132,7 @@ class Mode(NamedTuple):
     """How the tasks of a training work together: a row of MODES, and its options as `tfnb.fit` has them.
 
     ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
-    is meant for. ``elastic``: whether fewer than ``required`` ones go on.
+    is meant for. ``elastic``: whether fewer than ``required`` ones go on. ``is_plain``: `allow_plain_collectives`.
     """
 
     name: str = "sync"
@@ -141,6 +141,12 @@ class Mode(NamedTuple):
     required: int = 0
     replicas: int = 0
     elastic: bool = True
+    is_plain: bool = False  # whether ranks may sum in plain text on a cluster that encrypts
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether all tasks make each step together."""
+        return self.name in ("sync", "allreduce")
 
     def __str__(self) -> str:
         options = {"staleness": self.staleness} if self.staleness is not None else {}
@@ -148,4 +154,4 @@ class Mode(NamedTuple):
         return " ".join([self.name, *(f"{name}={value}" for name, value in options.items())])
 
 
-MODES = ("sync", "async", "bounded")
+MODES = ("sync", "async", "bounded", "allreduce")

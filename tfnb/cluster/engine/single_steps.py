@@ -82,6 +82,16 @@ class SingleSteps:
         """Somebody wrote Variables: a step that had read them, while it waited, raises Aborted."""
         self._written.update(keys)
 
+    def number(self) -> int:
+        """Of a round that somebody else drives, until it has `ended`."""
+        number = next(self._numbers)
+        self._rounds.add(number)
+        return number
+
+    def ended(self, number: int) -> None:
+        """That round is over."""
+        self._rounds.discard(number)
+
     def void(self, rounds: Iterable[int]) -> None:
         """Queues that these rounds used hold something else by now: their steps raise Aborted."""
         self._void.update(rounds)
@@ -118,6 +128,7 @@ class SingleSteps:
             if not queues:
                 await turn.enter_async_context(self.turn)
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
+            await self._let_ranks_stand(placed, turn, deadline, seconds)
             whole, lost = placed.why_whole is not None, list[int]()
             use = turn.enter_context(self.engine.deadlocks.use(queues, len(placed.parts) or 1))
             while True:
@@ -154,6 +165,19 @@ class SingleSteps:
             if placed.after is not None:
                 after = await self._afterwards(placed, placed.after, batch, deadline, seconds)
             return _results(placed, end.values), list(end.rows)[: 1 if placed.parts else None], after
+
+    async def _let_ranks_stand(
+        self, placed: Placed, turn: AsyncExitStack, deadline: float, seconds: float | None
+    ) -> None:
+        """Servers have the values of ranks while these stand: until the turn is over. Raises DeadlineExceeded."""
+        left = None if seconds is None else max(0.0, deadline - time.monotonic())
+        try:
+            async with asyncio.timeout(left):
+                for training in self.engine.with_ranks(placed):
+                    await turn.enter_async_context(training.held())
+        except TimeoutError as error:
+            waits = ("the ranks of a training in mode='allreduce' to save what they hold",)
+            raise self.engine.error(e.TimedOut(), seconds, waits) from error
 
     async def _prepare_trace(self, placed: Placed, tasks: Sequence[int]) -> None:
         """Let tasks make ready what a traced step needs. Raises Unavailable."""
@@ -334,7 +358,7 @@ class SingleSteps:
         asks, traced = [], {} if record is None else {"trace": True}
         for one in there:
             method = "prepare" if isinstance(one, p.Prepare) else "commit"
-            asks.append(Ask(one.shard, method, {**self._over(one.number), "workers": list(one.workers), **traced}))
+            asks.append(Ask(one.shard, method, {**self.over(one.number), "workers": list(one.workers), **traced}))
         sent = time.monotonic_ns()
         for one, ask, answer in zip(there, asks, await self._peers.settled_on(asks), strict=True):
             if record is not None and isinstance(answer, Ok):
@@ -349,7 +373,7 @@ class SingleSteps:
 
     def _forget_round(self, number: int) -> None:
         """Let everybody forget a round; nobody waits for the answers."""
-        over = self._over(number)
+        over = self.over(number)
         asks = [Ask(shard, "abort", over) for shard in range(len(self._peers.shards))]
         self.engine.later(self._peers.tell(asks, time.monotonic() + GRACE))
         for member in self._peers.tasks:
@@ -361,7 +385,7 @@ class SingleSteps:
 
         What it took is in its queues again then, unless it put something: first it is halted on all servers.
         """
-        over = self._over(number)
+        over = self.over(number)
         members = [self._peers.tasks[task] for task in tasks]
         stopping = [self.engine.stop(member, "cancel", lambda: over) for member in members if member.alive]
         if stopping:  # servers end the waits, too: tasks that hear of that first do not say what they waited for
@@ -388,12 +412,12 @@ class SingleSteps:
 
     async def _keep_round(self, number: int, queues: Sequence[tuple[int, str]]) -> None:
         """A round was committed: what it took does not come back."""
-        over = self._over(number)
+        over = self.over(number)
         await self._peers.settled_on(
             [Ask(shard, "keep", over) for shard in dict.fromkeys(shard for shard, _ in queues)]
         )
 
-    def _over(self, number: int) -> dict[str, Any]:
+    def over(self, number: int) -> dict[str, Any]:
         """A round that is over, and the number up to which all are."""
         others = self._rounds - {number}
         return {"round": number, "floor": min(min(others, default=number + 1) - 1, number)}

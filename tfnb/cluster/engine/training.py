@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,15 +21,16 @@ from tfnb.cluster.engine.members import Ahead, Batch, Member, Mode, Sent
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import leases as a
 from tfnb.cluster.modes import plan as p
+from tfnb.cluster.modes import ranks as r
 from tfnb.cluster.modes import rounds as s
 from tfnb.cluster.modes.joins import Way, join
 from tfnb.cluster.server.courses import HOLD
 from tfnb.cluster.tasks.data import written
-from tfnb.cluster.tasks.programs import Placed
+from tfnb.cluster.tasks.programs import Placed, Plan, as_update
 from tfnb.cluster.wire import envelope
-from tfnb.cluster.wire.messages import Ask, NotDone, Ok, Outcome, Refused, failed
+from tfnb.cluster.wire.messages import Ask, Failed, NotDone, Ok, Outcome, Refused, failed
 from tfnb.cluster.wire.transport import read_outcome
-from tfnb.errors import StepAborted, TfnbError
+from tfnb.errors import FailedPrecondition, StepAborted, TfnbError
 from tfnb.state.chunks import Chunked
 from tfnb.state.step_groups import StepGroup
 from tfnb.state.steps_taken import AppliedSteps
@@ -65,6 +66,8 @@ class _Listening:
     late: int = 0  # steps of it that did not count
     is_watched: bool = False
     is_left: bool = False  # it was told to end: nothing more is lent to it
+    latest: int | None = None  # of a rank, the last round that it has told to have applied
+    failure: Outcome | None = None  # of a rank that has ended
     wishes: int = 0  # how often it was told to stand or to go on: the last time counts
     lending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -105,6 +108,9 @@ class Training:
         self._wanted: Mode | None = None  # a mode to change to
         self._is_changing = False
         self._missed: list[Any] = []  # events between two machines
+        self._ended_ranks: dict[int, _Listening] = {}  # in a cut, until one of them has saved
+        self._meetings: dict[int, asyncio.Task[Ok]] = {}  # where ranks meet, by the first round of their generation
+        self._holds = 0  # who wants ranks, or asynchronous tasks, to stand
         self._take(mode, tasks)
 
     def _new_name(self) -> str:
@@ -115,18 +121,26 @@ class Training:
         self._staleness = mode.staleness if mode.name == "bounded" else None
         about = (tasks, self.placed.writes, self._pieces, self._deadline)
         least = 1 if mode.elastic else mode.required
-        self.machine: Machine = (
-            s.Rounds(*about, mode.backup, self._patience, mode.required, least, base=self.steps)
-            if mode.name == "sync"
-            else a.Leases(*about, self._patience)
-        )
+        self.machine: Machine
+        match mode.name:
+            case "sync":
+                sizes = mode.backup, self._patience, mode.required, least
+                self.machine = s.Rounds(*about, *sizes, base=self.steps)
+            case "allreduce":
+                self.machine = r.Ranks(*about, patience=self._patience, base=self.steps)
+            case _:
+                self.machine = a.Leases(*about, self._patience)
 
     # -- what the engine asks for -------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Begin."""
         await self.engine.insist_on(self._to_all("open_training"))
-        self.engine.attend(self)
+        try:
+            self.engine.attend(self)
+        except FailedPrecondition:
+            self.engine.later(self._farewell())
+            raise
         self._begin(self._attend())
         self.feed(e.Start())
 
@@ -177,7 +191,7 @@ class Training:
         A synchronous training is held for HOLD seconds at a time: one that is renewed too late goes on.
         """
         await self.wait(lambda: not (self._is_changing or self.is_left))
-        if isinstance(self.machine, s.Rounds):
+        if isinstance(self.machine, s.Rounds) and not self.has_ranks:
             latest = await self._hold()
             renewal = asyncio.create_task(self._renewed())
             try:
@@ -186,13 +200,17 @@ class Training:
                 renewal.cancel()
                 await self.engine.peers.settled(self.placed.writes[0], "go", {"training": self._name})
             return
-        self.feed(e.Hold())
+        self._holds += 1
+        if self._holds == 1:
+            self.feed(e.Hold())
         try:
             await self.wait(lambda: self.is_held)
             yield _always
         finally:
-            self.is_held = False
-            self.feed(e.Resume())
+            self._holds -= 1
+            if not self._holds:
+                self.is_held = False
+                self.feed(e.Resume())
 
     def applied_steps(self) -> AppliedSteps:
         """The steps that the servers have applied, while it is held: in step, the next ones may be untold."""
@@ -248,7 +266,7 @@ class Training:
         if event.task in self.machine.tasks or not engine.is_asked_for(event.task, self.placed.tasks):
             return
         try:
-            await engine.register(self.placed, member)
+            await self._register(member)
             await self._load(member)
         except (NotDone, TfnbError) as error:
             why = error.outcome if isinstance(error, NotDone) else error
@@ -277,6 +295,11 @@ class Training:
                     self._begin(self._work(instruction))
         self._news.set()
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether tasks hold the Variables while they train."""
+        return isinstance(self.machine, r.Ranks)
+
     def _work(self, instruction: Any) -> Coroutine[Any, Any, None]:
         """What is done for an instruction beside everything else."""
         match instruction:
@@ -292,8 +315,12 @@ class Training:
                 return self._count(operations)
             case s.Ask():
                 return self._ask()
+            case s.Cut() if self.has_ranks:
+                return self._end_ranks()
             case s.Cut(upto):
                 return self._cut(upto)
+            case r.Save():
+                return self._save(instruction)
         raise AssertionError(instruction)
 
     async def _change(self) -> None:
@@ -308,6 +335,7 @@ class Training:
         await engine.insist_on(self._to_all("open_training"))
         assert mode is not None
         self._take(mode, engine.free(self.placed.tasks))
+        engine.ensure_apart(self)
         engine.say(f"mode={mode} from step {engine.step + 1} on")
         self._is_changing, missed, self._missed = False, self._missed, []
         for event in (e.Start(), *missed):
@@ -435,7 +463,7 @@ class Training:
             "training": self._name, "data": self._sent.name, "loop": loop.name, "plan": self.placed.compute.id,
             "part": part, "shards": list(self.placed.writes),
             "number": piece.number, "stream": self._stream(piece.stream), "first": piece.first, "count": piece.count,
-            "staleness": self._staleness, "order": None, "steps": None, "run": 0,
+            "staleness": self._staleness, "order": None, "steps": None, "run": 0, "meeting": None,
         }  # fmt: skip
         if isinstance(self.data, Ahead):
             self._steps_of[piece.number] = piece.steps
@@ -452,13 +480,15 @@ class Training:
         return f"{self._name}-{stream}"
 
     async def _lent(self, task: int, loop: _Listening, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        engine, member = self.engine, self.engine.tasks[task]
+        member = self.engine.tasks[task]
         async with loop.lending:
             if loop.is_left:
                 return
             try:
-                await engine.register(self.placed, member)
+                await self._register(member)
                 await self._load(member)
+                if isinstance(self.machine, r.Ranks):
+                    meta |= await self._meeting(self.machine, meta["part"])
                 answer: Outcome = await self._asked(member, "lend", meta, tensors)
             except NotDone as failure:
                 answer = failure.outcome
@@ -519,6 +549,7 @@ class Training:
                     heard = _Heard(start + known, count - known, place, parts, rows, values)
                     self._heard.setdefault((number, task), []).append(heard)
                 self.feed(a.Progress(task, number, start + count, start + known, parts))
+        loop.latest = answer.meta.get("latest")
         member, late = self.engine.tasks[task], int(answer.meta["late"])
         member.late, loop.late = member.late + late - loop.late, late
         if answer.meta["seconds"]:
@@ -527,6 +558,10 @@ class Training:
     async def _broken(self, task: int, loop: _Listening, answer: Outcome) -> None:
         """A loop failed, or was not reached: it ends, and the machine learns why, unless it was ended meanwhile."""
         event = await self.engine.judged(answer, task)
+        if self.has_ranks:  # a cut follows, and its values may be the newest
+            if self._loops.get(task) is loop:
+                self.feed(event)
+            return
         if not isinstance(event, e.Lost) and not await self._left(task, loop):
             event = self.engine.peers.lost(task)
         if self._loops.get(task) is loop:
@@ -609,6 +644,111 @@ class Training:
             if not is_there:
                 self.feed(self.engine.peers.lost(task))
         self.feed(s.CutAt(latest))
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    async def _register(self, member: Member) -> None:
+        """See that a task and the servers know the plans, and a rank those of the servers, too."""
+        await self.engine.register(self.placed, member)
+        if self.has_ranks:
+            await self.engine.register_updates(self._updates, member)
+
+    @property
+    def _updates(self) -> dict[int, Plan]:
+        """The servers' plans as those of ranks."""
+        return {shard: as_update(plan) for shard, plan in self.placed.servers.items()}
+
+    async def _meeting(self, machine: r.Ranks, part: tuple[int, int, int]) -> dict[str, Any]:
+        """What a rank is told of the others: they meet at the first of them, once for each generation."""
+        rank, size, _ = part
+        if machine.first not in self._meetings:
+            first, name = self.engine.tasks[machine.members[0]], f"{self._name}/{machine.first}"
+            self._meetings = {machine.first: asyncio.create_task(self._meet(first, name))}
+        answer = await asyncio.shield(self._meetings[machine.first])
+        meeting = [answer.meta["name"], answer.meta["host"], answer.meta["port"], rank, size]
+        return {"meeting": meeting, "updates": [[shard, plan.id] for shard, plan in self._updates.items()]}
+
+    async def _meet(self, first: Member, name: str) -> Ok:
+        answer = await self._asked(first, "meet", {"name": name, "loop": "", "seen": 0}, ())
+        if isinstance(answer, Ok):
+            return Ok({**answer.meta, "name": name})
+        raise NotDone(
+            Failed("Unavailable", f"{first.name} does not let ranks meet", {"missed": True, "peer": first.name})
+        )
+
+    def _end_ranks(self) -> Coroutine[Any, Any, None]:
+        """A cut: every loop of now ends, and tells which round it has applied last; one of them saves.
+
+        A loop that begins meanwhile is of the next generation.
+        """
+        assert isinstance(self.machine, r.Ranks)
+        loops, self._loops = self._loops, {}
+        self._ended_ranks |= loops
+        return self._ranks_ended(loops, self.machine.waits - loops.keys())
+
+    async def _ranks_ended(self, loops: Mapping[int, _Listening], silent: Iterable[int]) -> None:
+        ends = await asyncio.gather(*(self._ended_rank(task, loop) for task, loop in loops.items()))
+        for task, loop in loops.items():  # one that fails tells the others that it cannot go on: its word counts
+            if loop.failure is not None:
+                self.feed(await self.engine.judged(loop.failure, task))
+        for task, is_there in zip(loops, ends, strict=True):
+            event = r.Stood(task, loops[task].latest) if is_there else self.engine.peers.lost(task)
+            self.feed(event)
+        for task in silent:  # no loop of it began
+            self.feed(r.Stood(task, None))
+        self._let_go()
+
+    async def _ended_rank(self, task: int, loop: _Listening) -> bool:
+        """End the loop of a rank, but for its values; False where the task is gone."""
+        async with loop.lending:
+            loop.is_left, loop.latest = True, None
+            about = {"loop": loop.name, "seen": 0}
+            answer = await self.engine.stop(self.engine.tasks[task], "stop", lambda: {**about, "seen": loop.seen})
+            if isinstance(answer, Ok):
+                self._hear(task, loop, answer)
+                failure = answer.meta["failure"]
+                loop.failure = None if failure is None else read_outcome(failure, ())
+        return answer is not None
+
+    async def _save(self, save: r.Save) -> None:
+        """Let a rank write its values on the servers, on all of them or on none."""
+        task = save.task
+        loop, member = self._loops.get(task) or self._ended_ranks[task], self.engine.tasks[task]
+        number, rounds = self.engine.single.number(), self.engine.single
+        meta = {"loop": loop.name, "seen": loop.seen, "round": number}
+        try:
+            answer: Outcome = await self._asked(member, "save", meta, ())
+            while isinstance(answer, Refused) and answer.reason == "protocol" and member.alive:
+                await asyncio.sleep(0.02)  # it has told its last step, and does not stand yet
+                answer = await self._asked(member, "save", meta, ())
+            if isinstance(answer, Ok):
+                about = {**rounds.over(number), "workers": [0]}
+                asks = [Ask(shard, "prepare", about) for shard in answer.meta["shards"]]
+                await self.engine.insist_on(asks)
+                await self.engine.insist_on([ask._replace(method="commit") for ask in asks], is_decided=True)
+                rounds.wrote(self.placed.written)
+        except TfnbError as error:
+            answer = failed(error)
+        finally:
+            rounds.ended(number)
+        if isinstance(answer, Ok):
+            self.feed(r.Saved(save))
+        elif isinstance(event := await self.engine.judged(answer, task), a.Broken):
+            self.feed(r.Saved(save, event.failure))
+        else:
+            self.feed(event)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """After a cut: ended ranks forget their values."""
+        if self.machine.state == "cutting":
+            return
+        ended, self._ended_ranks = self._ended_ranks, {}
+        for task, loop in ended.items():
+            about = {"loop": loop.name, "seen": loop.seen}
+            member = self.engine.tasks[task]
+            if member.alive:
+                self.engine.later(self._asked(member, "leave", {**about, "lost": []}, ()))
 
     async def _count(self, operations: Sequence[tuple[int, int]]) -> None:
         """Ask the servers which steps they applied, and let them take no others of tasks that were lost."""

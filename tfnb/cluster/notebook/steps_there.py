@@ -34,6 +34,7 @@ from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.messages import GIVEN_UP
 from tfnb.errors import (
     DeadlineExceeded,
+    InsecureAddress,
     InvalidArgument,
     NonFinite,
     NonFiniteGradient,
@@ -265,8 +266,8 @@ class Steps:
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
         tasks = sum(member.is_there for member in self._engine.places.values())
-        is_joint = how.name == "sync"
-        names = placed.placement.apart if is_joint else placed.placement.raced
+        is_joint = how.is_joint
+        names = _ensure_summed(placed, how, is_taken=not is_stepwise)
         if names and not is_stepwise and tasks > 1 and not placed.tasks:
             warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
         if exact is not False and is_joint and placed.why_whole is None and see is None and not placed.parts:
@@ -348,6 +349,11 @@ class Steps:
         tasks = sum(member.is_there for member in self._engine.places.values())
         if mode.name not in MODES:
             raise Unimplemented(f"mode={mode.name!r}: this version trains with {' and '.join(map(repr, MODES))}")
+        if mode.name == "allreduce" and self._client.security.require_encryption and not mode.is_plain:
+            raise InsecureAddress(
+                "mode='allreduce' sums gradients over plain sockets, and this cluster encrypts what it sends: use "
+                "mode='sync', or allow_plain_collectives=True where the network between its workers is trusted"
+            )
         if mode.backup >= tasks > 0:
             raise InvalidArgument(
                 f"backup={mode.backup} leaves no task to wait for: the cluster has {tasks} compute "
@@ -411,7 +417,7 @@ class Steps:
         engine, held, left = self._engine, self._variables.held, self._left(end)
         self._variables.send_for_step(step.variables)
         self._variables.outdated(step)
-        data, pieces = drawn_from(source, mode.name != "sync", engine.homes, applied)
+        data, pieces = drawn_from(source, not mode.is_joint, engine.homes, applied)
         training: Training = self._waiting.do(
             "starting to train", None, engine.train, placed, mode, joins(step), data, left, applied
         )
@@ -421,6 +427,8 @@ class Steps:
             patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
             new = changes()
             how = None if new is None else self._possible(new)
+            if how is not None:
+                _ensure_summed(placed, how, is_taken=True)
             for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
                 yield group._replace(values=_picked(placed.fetched, group.values))
 
@@ -488,6 +496,29 @@ class Steps:
         self._waiting.ensure_open()
         self._variables.drop_gone()
         self._variables.pull(self._variables.sent_but_behind())
+
+
+def _ensure_summed(placed: Placed, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:
+    """Names of Variables that several tasks write along no gradient.
+
+    Raises Unimplemented for a step that ranks cannot take as servers do, if it ``is_taken`` by all tasks.
+    """
+    found = placed.placement.apart if mode.is_joint else placed.placement.raced
+    if mode.name != "allreduce" or not is_taken:
+        return found
+    names = [name for plan in placed.compute.meta["pushes"] for name in plan["grads"]]
+    kinds = [kind for plan in placed.servers.values() for kind in plan.meta["kinds"]]
+    sparse = dict.fromkeys(n or "?" for n, kind in zip(names, kinds, strict=True) if kind in ("rows", "entries"))
+    why = ""
+    if sparse:
+        why = f"the gradients of rows of {', '.join(sparse)} are sparse"
+    elif placed.compute.meta["lookups"]:
+        why = "rows of a large Variable are looked up on its servers"
+    elif placed.queues:
+        why = "the step uses queues"
+    if why:
+        raise Unimplemented(f"mode='allreduce' takes no such step: {why}. Use mode='sync'")
+    return found
 
 
 def _append(later: deque[tuple[int, int]], number: int, step: int) -> None:

@@ -397,7 +397,10 @@ class Core:
         if any((part.program, part.keys) != (program, first.keys) for part in parts):
             raise InvalidArgument("the workers of one round staged parts of different plans")
         if program is None:
-            return self._assignment(first.keys, first.tensors)
+            current = tuple(self.versions.get(key) for key in first.keys)
+            pairs = zip(current, first.since or current, strict=True)
+            kept = [place for place, (version, since) in enumerate(pairs) if version == since]
+            return self._assignment([first.keys[place] for place in kept], [first.tensors[place] for place in kept])
         weights = [part.rows for part in parts]
         feeds = [MERGES[kind]([part.tensors[i] for part in parts], weights) for i, kind in enumerate(program.kinds)]
         for key in program.reads:
@@ -421,15 +424,16 @@ class Core:
         """What the request stages or pushes, checked."""
         meta, tensors = request.meta, tuple(request.tensors)
         plan, keys = meta.get("plan"), tuple(meta.get("keys", ()))
-        program = None
+        program, since = None, None if meta.get("since") is None else tuple(map(int, meta["since"]))
         if plan is None:
             self._assignment(keys, tensors)
+            same_number(keys, keys if since is None else since)
         else:
             program = self._program(str(plan))
             if program is None:
                 return Refused("unknown-plan", str(plan))
             check_feeds(program, tensors, are_finite=bool(meta.get("finite")))
-        return Part(program, keys, float(meta.get("rows", 1)), int(meta.get("run_index", 0)), tensors)
+        return Part(program, keys, float(meta.get("rows", 1)), int(meta.get("run_index", 0)), tensors, since)
 
     # -- shared -----------------------------------------------------------------------------------------------
 

@@ -39,13 +39,18 @@ Compile = Callable[[Mapping[str, Any], Sequence[torch.Tensor]], ServerProgram]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one worker staged for a round: feeds of a program, or (``program`` None) new values of ``keys``."""
+    """What one worker staged for a round: feeds of a program, or (``program`` None) new values of ``keys``.
+
+    ``since``: the versions of ``keys`` that those values replace; one that has another version by the time of the write
+    keeps what it has. None: whatever is there.
+    """
 
     program: ServerProgram | None
     keys: tuple[str, ...]
     rows: float
     run_index: int
     tensors: tuple[torch.Tensor, ...]
+    since: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +63,7 @@ class Shard(Protocol):
 
     shard: int
     step: int
+    version: int
 
     @property
     def opening(self) -> int:

@@ -21,6 +21,7 @@ class Round:
     write: Callable[[], None] | None = None  # the prepared write, with nothing fallible in it
     writes: tuple[str, ...] = ()
     opening: int = -1  # of the store, for that write
+    version: int = -1  # of the shard, for that write
 
     @property
     def nbytes(self) -> int:
@@ -77,9 +78,11 @@ class StagedRounds:
         missing = [worker for worker in workers if worker not in held.parts]
         if missing or not workers:
             raise StepAborted(f"round {number} lacks what workers {missing} staged")
-        if held.write is None or held.workers != workers or held.opening != self._shard.opening:
-            held.write, held.writes = self._shard.prepared([held.parts[worker] for worker in workers])
-            held.workers, held.opening = workers, self._shard.opening
+        parts = [held.parts[worker] for worker in workers]
+        is_old = held.version != self._shard.version and any(part.since is not None for part in parts)
+        if held.write is None or held.workers != workers or held.opening != self._shard.opening or is_old:
+            held.write, held.writes = self._shard.prepared(parts)
+            held.workers, held.opening, held.version = workers, self._shard.opening, self._shard.version
         return held
 
     def commit(self, request: Request) -> Ok | Refused:

@@ -3,6 +3,7 @@
 `task` is the actor, `computing` its threads, `programs` the plans it is sent and what they compile to, `part_programs`
 those of the parts of a step over several tasks. `rows_there` asks servers for the rows that a step needs. In `fit` a
 task runs `resident`, a loop of its own over `pieces` of the training, on the arrays of `data`, whose chunks `reading`
-gets from the workers that hold them. Parts of one step on several tasks send each other values by `exchange`, where
-they meet in `meeting`, a machine of its own. `step_notes` is what a task tells of a traced step.
+gets from the workers that hold them. In all-reduce that loop is one of `replicas`, a rank, whose sums with the others
+are `collectives`; `task_loops` has all loops of a task. Parts of one step on several tasks send each other values by
+`exchange`, where they meet in `meeting`, a machine of its own. `step_notes` is what a task tells of a traced step.
 """

@@ -109,9 +109,9 @@ class Given:
 
     def _parts(self, index: int, data: Rows | None) -> list[tuple[int, int]]:
         """The rows of a batch from and to, for each of its parts."""
-        return divide(self._rows(index, data), 1 if self.part is None else self.part.places)
+        return divide(self.whole(index, data), 1 if self.part is None else self.part.places)
 
-    def _rows(self, index: int, data: Rows | None) -> int:
+    def whole(self, index: int, data: Rows | None) -> int:
         """Rows of a batch, 0 where it has none."""
         if self.steps is None:
             return self.batches[index][1]

@@ -100,6 +100,18 @@ class Placed:
         return self.placement.changed
 
     @property
+    def written_there(self) -> set[str]:
+        """Keys under which shards hold those."""
+        return {piece.key for key in self.written for piece in self.placement.homes[key]}
+
+    @property
+    def used_there(self) -> set[str]:
+        """Keys under which shards hold the Variables that the step reads or writes."""
+        plans = [self.compute, *(part.plan for part in self.parts), *([] if self.after is None else [self.after])]
+        read = {piece.key for plan in plans for pieces in plan.meta["homes"].values() for piece in pieces}
+        return read.union(*(plan.meta["keys"].values() for plan in self.servers.values()))
+
+    @property
     def tasks(self) -> tuple[int, ...]:
         """The tasks that the graph asks for; none where any will do."""
         return tuple(part.task for part in self.parts) or self.placement.tasks
@@ -207,6 +219,12 @@ def name_of(graph: Graph, value: Value) -> str:
     return f"{graph.contents.by_id[value.node].name}:{value.index}"
 
 
+def as_update(plan: Plan) -> Plan:
+    """The plan of a server as that of a rank: a task may know both, under names of their own."""
+    name = f"{plan.id}/update"
+    return replace(plan, id=name, meta={**plan.meta, "plan": name})
+
+
 # -- the tasks' side ------------------------------------------------------------------------------------------
 
 
@@ -243,14 +261,14 @@ class ShardProgram:
         self.writes: Sequence[str] = [key_of[variable] for variable in self.program.writes]
         nodes = self.program.whole.contents.by_id
         whole = [nodes[value.node].outputs[value.index] for value in self.program.feeds]
-        self._feeds = [_rows_of(spec, rows) for spec, rows in zip(whole, meta["rows"], strict=True)]
-        sizes = [math.prod(spec.sizes({})) * spec.dtype.itemsize for spec in self._feeds if not spec.symbols]
-        self.nbytes = sum(sizes) if len(sizes) == len(self._feeds) else None
+        self.feeds = [_rows_of(spec, rows) for spec, rows in zip(whole, meta["rows"], strict=True)]
+        sizes = [math.prod(spec.sizes({})) * spec.dtype.itemsize for spec in self.feeds if not spec.symbols]
+        self.nbytes = sum(sizes) if len(sizes) == len(self.feeds) else None
 
     def ensure_fit(self, feeds: Sequence[torch.Tensor]) -> None:
         """Raise ShapeError for feeds of other dtypes or sizes than it takes: its write would fail half-way."""
         symbols: dict[str, int] = {}
-        for place, (feed, wanted) in enumerate(zip(feeds, self._feeds, strict=True)):
+        for place, (feed, wanted) in enumerate(zip(feeds, self.feeds, strict=True)):
             if feed.is_meta or feed.dtype is not wanted.dtype or not wanted.fits(feed.shape, symbols):
                 raise ShapeError(f"part {place} of this push is {Spec.of(feed)}, and its plan takes {wanted}")
 

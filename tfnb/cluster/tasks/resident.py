@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,22 +20,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tfnb.cluster.tasks.computing import Compute, Computing
-from tfnb.cluster.tasks.data import Data
 from tfnb.cluster.tasks.pieces import Given, Part, Prefetch, Share
 from tfnb.cluster.tasks.programs import ComputeProgram, Push
 from tfnb.cluster.tasks.rows_there import LookedUp
-from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, OpId, Outcome, Refused, Request, failed
+from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, OpId, Outcome, Refused, failed
 from tfnb.cluster.wire.streams import Streams
 from tfnb.cluster.wire.transport import outcome_header
 from tfnb.errors import Cancelled
-from tfnb.state.batch_order import Order
 
 HALF = 0.5  # seconds between two answers to a notebook that watches
 QUARTER = 0.25  # seconds until one that wants the loop to stand hears that it does not yet
 WHILE = 0.05  # seconds of steps for which the compute thread goes on by itself
 SPAN = 64  # steps whose watched values are stacked together
 GRACE = 0.25  # seconds that a call on a direct stream may take still when the loop is to end
-LEFT = 1024  # ended loops that are remembered
 
 NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0, "late": 0}
 _keys = itertools.count(1 << 60)  # of loops among the calls of the compute thread; rounds lie below
@@ -47,6 +44,7 @@ class Host(Protocol):
     """What the loop needs of its task."""
 
     name: str
+    host: str  # where other workers reach it
     computing: Computing
     room: int  # bytes of chunks that it may keep
 
@@ -142,6 +140,15 @@ class Loop:
     def is_over(self) -> bool:
         """Whether it has ended."""
         return self._work.done()
+
+    @property
+    def is_standing(self) -> bool:
+        """Whether it waits for a piece."""
+        return self._stands.is_set()
+
+    async def save(self, number: int) -> Ok:
+        """Only ranks hold values of their own."""
+        raise NotImplementedError
 
     # -- what the notebook asks for -----------------------------------------------------------------------------
 
@@ -520,79 +527,3 @@ class Loop:
         for key, old, version in zip(keys, ask.meta["since"], answer.meta["versions"], strict=True):
             if old != version:
                 self._held[key] = (version, next(fresh))
-
-
-class Loops:
-    """All loops of a task, and the data that was sent ahead for them."""
-
-    METHODS = ("load", "unload", "lend", "watch", "pause", "stop", "leave")
-
-    def __init__(self, host: Host, plans: OrderedDict[str, ComputeProgram]) -> None:
-        self._host, self._plans = host, plans
-        self._loops: dict[str, Loop] = {}
-        self._data: dict[str, Data] = {}  # of trainings, by the name that each began with
-        self._left: deque[str] = deque(maxlen=LEFT)  # loops that were ended: what is lent to them comes too late
-
-    async def on(self, request: Request) -> Ok | Refused:
-        """Answer a request of the notebook."""
-        meta = request.meta
-        match request.method:
-            case "load":
-                self._data[str(meta["data"])] = Data(request.tensors, meta["chunked"], self._host.read, self._host.room)
-                return Ok()
-            case "unload":
-                data = self._data.pop(str(meta["data"]), None)
-                if data is not None:
-                    data.close()
-                if not self._data:
-                    await self._host.stop_reading()
-                return Ok()
-            case "lend":
-                return self._lend(request)
-        loop, seen = self._loops.get(str(meta["loop"])), int(meta["seen"])
-        if request.method == "leave":
-            self._left.append(str(meta["loop"]))
-        if loop is None:
-            return Refused("stale", "this loop is over")
-        match request.method:
-            case "watch":
-                return await loop.watch(seen)
-            case "pause":
-                return await loop.pause(bool(meta["wanted"]), seen)
-        report = await loop.stop(seen, is_given_up=loop.asks(meta["lost"]))
-        if request.method == "leave":
-            self._loops.pop(str(meta["loop"]), None)
-        return report
-
-    async def reset(self) -> None:
-        """End all loops, whatever servers answer, and drop the data; what is lent to these loops comes too late."""
-        loops = list(self._loops.values())
-        self._left.extend(self._loops)
-        self._loops.clear()
-        await asyncio.gather(*(loop.stop(0, is_given_up=True) for loop in loops))
-        for data in self._data.values():
-            data.close()
-        self._data.clear()
-        await self._host.stop_reading()
-
-    def end(self) -> None:
-        """Their task ends, whatever they wait for."""
-        for loop in self._loops.values():
-            loop.cancel()
-
-    def _lend(self, request: Request) -> Ok | Refused:
-        """One more piece for a loop, which begins with its first one."""
-        meta, name = request.meta, str(request.meta["loop"])
-        if name in self._left:
-            return Refused("stale", "this loop is over")
-        if name not in self._loops:
-            program, training = self._plans.get(str(meta["plan"])), str(meta["training"])
-            if program is None:
-                return Refused("unknown-plan", str(meta["plan"]))
-            self._plans.move_to_end(str(meta["plan"]))
-            ahead = None if meta["order"] is None else Prefetch(self._data[str(meta["data"])], Order(*meta["order"]))
-            self._loops[name] = Loop(
-                self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"]
-            )
-        self._loops[name].lend(Given.of(meta, request.tensors))
-        return Ok()

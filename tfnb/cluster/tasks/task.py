@@ -47,8 +47,8 @@ from tfnb.cluster.tasks.exchange import Exchange
 from tfnb.cluster.tasks.part_programs import PartProgram
 from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.tasks.reading import Reader
-from tfnb.cluster.tasks.resident import Loops
 from tfnb.cluster.tasks.step_notes import ShardCall, StepNotes, arrivals
+from tfnb.cluster.tasks.task_loops import Loops
 from tfnb.cluster.wire import asking, envelope
 from tfnb.cluster.wire.messages import (
     Ask,
@@ -62,7 +62,7 @@ from tfnb.cluster.wire.messages import (
     Request,
     failed,
 )
-from tfnb.cluster.wire.streams import Streams
+from tfnb.cluster.wire.streams import Streams, host_of
 from tfnb.cluster.wire.transport import outcome_header, read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, StepAborted, TfnbError, Unavailable
 from tfnb.execution import heap
@@ -112,6 +112,7 @@ class Task:
         worker = get_worker()
         limit = worker.memory_manager.memory_limit
         self.name, self.worker = name, worker
+        self.host = host_of(worker.address) or "127.0.0.1"  # of ranks in one process, too
         self.budget = budget if budget is not None else _budget(limit or MEMORY_LIMIT)
         self._room = int(ENDS * (limit or MEMORY_LIMIT)) - psutil.Process().memory_info().rss
         self.incarnation = secrets.randbits(62)

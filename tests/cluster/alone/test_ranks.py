@@ -1,0 +1,252 @@
+"""The machine of all-reduce, alone: whatever happens to ranks, each step counts once. No process, no clock."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes.leases import Broken, Give, Held, Offer, Progress, Report
+from tfnb.cluster.modes.ranks import Ranks, Save, Saved, Stood
+from tfnb.cluster.modes.rounds import Cut
+from tfnb.cluster.tasks.collectives import Bucket
+from tfnb.cluster.wire.messages import Failed
+from tfnb.errors import Unimplemented
+from tfnb.graph import Dim, Spec
+
+BAD = Failed("InvalidArgument", "kernel")
+
+
+def ranks(*tasks):
+    machine = Ranks(list(tasks), [0], itertools.count(1))
+    machine.on(e.Start(), 0.0)
+    return machine
+
+
+def play(machine, *events, now=0.0):
+    """All instructions of a sequence of events, in order."""
+    return [instruction for event in events for instruction in machine.on(event, now)]
+
+
+def test_the_rank_that_is_ahead_saves_in_a_cut_and_all_begin_from_there():
+    machine = ranks(0, 1, 2)
+    number = play(machine, Offer("abcd"))[0].piece.number
+    play(machine, *(Progress(task, number, 2) for task in range(3)))
+    assert play(machine, e.Lost(1)) == [Cut(4)]
+    assert play(machine, Stood(0, 2)) == [], "another one has not told"
+    assert play(machine, Stood(2, 3)) == [Save(2, 3)], "it applied one more before the loss"
+    told = play(machine, Saved(machine.saver))
+    assert told[0] == Report(number, 2, 3, (0, 1, 2)) and machine.saved == 3
+    assert [(i.task, i.piece.steps) for i in told[1:]] == [(0, "d"), (2, "d")]
+
+
+def test_a_saver_that_is_lost_has_another_one_in_its_place():
+    machine = ranks(0, 1, 2)
+    play(machine, Offer("abcd"), e.Lost(1), Stood(0, 2))
+    assert play(machine, Stood(2, 3)) == [Save(2, 3)]
+    assert play(machine, e.Lost(2)) == [Save(0, 2)], "step 3 was of no rank that lives, and nobody was told of it"
+    assert [i.piece.steps for i in play(machine, Saved(machine.saver)) if isinstance(i, Give)] == ["cd"]
+
+
+def test_steps_that_were_told_and_are_on_no_rank_any_more_end_it_by_name():
+    machine = ranks(0, 1)
+    number = play(machine, Offer("abcd"))[0].piece.number
+    play(machine, Progress(0, number, 2), Progress(1, number, 2), e.Lost(0))
+    (end,) = play(machine, e.Lost(1))
+    assert end.cause.tag == "WorkerLost" and "the last 2 steps" in end.cause.message
+
+
+def test_a_hold_stands_behind_what_was_given_and_saves_once():
+    machine = ranks(0, 1)
+    number = play(machine, Offer("ab"))[0].piece.number
+    assert play(machine, e.Hold(), Offer("cd")) == [], "nothing more is given"
+    assert play(machine, Progress(0, number, 2), Progress(1, number, 2))[-1] == Save(0, 2)
+    assert play(machine, Saved(machine.saver)) == [Held()]
+    assert [i.piece.steps for i in play(machine, e.Resume())] == ["cd", "cd"]
+    machine = ranks(0, 1)
+    assert play(machine, e.Hold()) == [Held()], "the servers hold all that there is"
+
+
+def test_a_failure_ends_it_when_its_values_are_saved():
+    machine = ranks(0)
+    play(machine, Offer("abcd"), Broken(0, BAD, is_fatal=True))
+    assert play(machine, Stood(0, 3)) == [Save(0, 3)]
+    assert play(machine, Saved(machine.saver))[-1] == e.Finish(cause=BAD)
+
+
+def test_the_failure_of_a_rank_counts_also_where_another_rank_told_first_that_it_missed_a_sum():
+    machine = ranks(0, 1)
+    play(machine, Offer("abcd"), Broken(0, Failed("Unavailable", "no sum"), is_fatal=False))
+    play(machine, Broken(1, BAD, is_fatal=True), Stood(0, 2))
+    assert play(machine, Stood(1, 2)) == [machine.saver]
+    assert play(machine, Saved(machine.saver))[-1] == e.Finish(cause=BAD)
+
+
+def test_a_save_from_before_a_cut_is_not_taken_for_a_later_one():
+    machine = ranks(0, 1)
+    number = play(machine, Offer("ab"))[0].piece.number
+    *_, early = play(machine, e.Hold(), Progress(0, number, 2), Progress(1, number, 2))
+    play(machine, e.Lost(1))
+    (save,) = play(machine, Stood(0, 2))
+    assert save == early and play(machine, Saved(early)) == [], "it may have written nothing"
+    assert Held() in play(machine, Saved(save))
+
+
+def test_who_looks_while_there_is_no_rank_keeps_one_that_comes_from_beginning():
+    machine = ranks(0)
+    play(machine, Offer("ab"), e.Lost(0, is_silent=True))
+    assert machine.state == "waiting" and play(machine, e.Hold()) == [Held()]
+    assert not any(isinstance(i, Give) for i in play(machine, e.Joined(1)))
+    assert [i.piece.steps for i in play(machine, e.Resume())] == ["ab"]
+
+
+class World:
+    """Ranks that apply the same steps, as sums let them, and servers that hold what was saved."""
+
+    def __init__(self, draw, tasks):
+        self.draw, self.machine = draw, Ranks(list(range(tasks)), [0], itertools.count(1))
+        self.names, self.reported, self.servers = itertools.count(tasks), [], []
+        self.values, self.given, self.alive = {}, {}, set(range(tasks))
+        self.ended: dict[int, list[int]] = {}
+        self.todo, self.pieces, self.end, self.is_held = [], {}, None, False
+        self.feed(e.Start())
+
+    def feed(self, event):
+        for did in self.machine.on(event, 0.0):
+            match did:
+                case Give(task, piece):
+                    if task in self.alive:
+                        self.values.setdefault(task, list(self.servers))
+                        self.given.setdefault(task, []).extend((piece.number, i, s) for i, s in enumerate(piece.steps))
+                    self.pieces[piece.number] = piece.steps
+                case Report(number, start, stop):
+                    self.reported += self.pieces[number][start:stop]
+                case Held():
+                    self.is_held = True
+                    assert self.servers == self.reported, "who looks sees all that was told, and nothing else"
+                case e.Finish():
+                    self.end = did
+                case Cut():
+                    applied = {task: self.done(task) for task in self.alive & self.values.keys()}
+                    self.todo.append((applied, set(self.machine.waits)))
+                    self.ended, self.values, self.given = self.values, {}, {}
+                case _:
+                    self.todo.append(did)
+
+    def answer(self):
+        """Carry out an instruction that waits."""
+        did = self.todo.pop(0)
+        match did:
+            case (dict() as applied, waits):
+                for task in self.draw(st.permutations(sorted(waits))):
+                    self.feed(Stood(task, applied.get(task)))
+            case Save(task) if task in self.alive:
+                self.servers = list((self.values if self.machine.state == "open" else self.ended)[task])
+                self.feed(Saved(did))
+
+    def done(self, task):
+        return self.machine.first - 1 + len(self.values[task]) - self.machine.base
+
+    def step(self):
+        """A sum: every member takes part, or nobody has it; then some of them apply it, the others a little later."""
+        members = self.machine.members
+        behind = [t for t in members if t in self.values and len(self.values[t]) < self.front]
+        if behind:
+            task = self.draw(st.sampled_from(behind))
+        elif all(t in self.alive and self.next(t) is not None for t in members) and members:
+            task = self.draw(st.sampled_from(members))
+        else:
+            return
+        if task in self.alive and (found := self.next(task)) is not None:
+            self.values[task].append(found[2])
+
+    @property
+    def front(self):
+        return max((len(v) for v in self.values.values()), default=0)
+
+    def next(self, task):
+        at = len(self.values.get(task, ())) - self.machine.base
+        steps = self.given.get(task, [])
+        return steps[at] if 0 <= at < len(steps) else None
+
+    def tell(self, task):
+        """A task tells the steps that it has applied."""
+        done = len(self.values.get(task, ())) - self.machine.base
+        for number in sorted({number for number, *_ in self.given.get(task, [])[: max(0, done)]}):
+            self.feed(Progress(task, number, sum(n == number for n, *_ in self.given[task][:done])))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_step_counts_once_whoever_is_lost_or_joins(data):  # noqa: C901 (one line for each act)
+    tasks = data.draw(st.integers(1, 3))
+    world, steps, losses = World(data.draw, tasks), iter(range(100)), 0
+    offered = []
+    for _ in range(data.draw(st.integers(0, 60))):
+        if world.end is not None:
+            break
+        act = data.draw(st.sampled_from(["offer", "step", "step", "step", "tell", "lose", "join", "hold", "answer"]))
+        live = sorted(world.alive)
+        if act == "offer" and world.machine.wants:
+            piece = list(itertools.islice(steps, data.draw(st.integers(1, 3))))
+            offered += piece
+            world.feed(Offer(piece))
+        elif act == "step" and world.machine.state == "open":
+            world.step()
+        elif act == "tell" and live:
+            world.tell(data.draw(st.sampled_from(live)))
+        elif act == "lose" and len(live) > 1 and losses < 4:
+            losses += 1
+            world.alive.discard(task := data.draw(st.sampled_from(live)))
+            world.feed(e.Lost(task, is_silent=True))
+        elif act == "join":
+            world.alive.add(task := next(world.names))
+            world.feed(e.Joined(task))
+        elif act == "hold":
+            world.feed(e.Resume() if world.machine.is_hold_wanted else e.Hold())
+        elif act == "answer" and world.todo:
+            world.answer()
+        assert world.reported == offered[: len(world.reported)]
+        assert world.servers == offered[: len(world.servers)]
+    world.feed(e.Resume())
+    world.feed(e.End())
+    for _ in range(500):
+        if world.end is not None:
+            break
+        if world.todo:
+            world.answer()
+        elif world.machine.state == "open":
+            world.step()
+            for task in sorted(world.alive):
+                world.tell(task)
+    assert world.end is not None
+    if world.end.cause is None:
+        assert world.servers == world.reported == offered
+    else:
+        assert world.end.cause.tag == "WorkerLost" and len(world.servers) < len(world.reported)
+
+
+def test_a_bucket_brings_gradients_by_rows_and_what_is_no_gradient_from_the_first_rank_alone():
+    specs = [Spec(torch.bfloat16, (2,)), Spec(torch.int64, ()), Spec(torch.bool, (1,))]
+    brought = [torch.tensor([2.0, 4.0], dtype=torch.bfloat16), torch.tensor(7), torch.tensor([True])]
+    one, other = (Bucket(["grad", "value", "value"], specs) for _ in range(2))
+    one.fill(brought, 0.75, is_first=True)
+    other.fill(brought, 0.25, is_first=False)
+    for dtype, flat in one.flats.items():
+        flat += other.flats[dtype]
+    assert one.is_ready(2) and not one.is_ready(3)
+    for found, expected in zip(one.values(), brought, strict=True):
+        torch.testing.assert_close(found, expected)
+    other.clear(0)
+    assert not other.is_ready(1)
+    for kind, spec in (
+        ("rows", specs[0]),
+        ("grad", Spec(torch.float32, (Dim("B"),))),
+        ("grad", Spec(torch.cfloat, ())),
+    ):
+        with pytest.raises(Unimplemented, match="sync"):
+            Bucket([kind], [spec])

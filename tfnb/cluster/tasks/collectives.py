@@ -1,0 +1,193 @@
+"""Sums among the ranks of an all-reduce: process groups of gloo inside of Dask's workers, and the buckets they sum.
+
+One group for each generation: its store listens on the first rank, at a port of its own. Groups are no default group of
+torch, so the user's own use of `torch.distributed` goes on beside them. A call of gloo cannot be cancelled: who waits
+for one leaves it where it is not wanted any more, and the group with it. Imports no Dask.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tfnb.cluster.wire.messages import Failed, NotDone
+from tfnb.errors import Cancelled, FailedPrecondition, Unimplemented
+from tfnb.graph import Spec
+
+FORMS = 15.0  # seconds in which all ranks of a generation meet
+LOOK = 0.25  # seconds between looks whether a call is wanted still
+WAITS = 600.0  # seconds that a call waits for the other ranks at most; the notebook finds a lost one long before
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}  # what is summed as what
+SUMMED = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of a generation meet, and which of them one is."""
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    size: int
+
+
+def store(host: str) -> dist.TCPStore:
+    """What the first rank lets the others meet at."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=FORMS))
+
+
+class Group:
+    """The process group of one generation, as one rank sees it.
+
+    is_wanted: asked while a call waits; raises Cancelled where it says no, and NotDone where another rank is gone.
+    """
+
+    def __init__(self, meeting: Meeting, here: str, held: dist.TCPStore | None, is_wanted: Callable[[], bool]) -> None:
+        self.rank, self.size, self._is_wanted = meeting.rank, meeting.size, is_wanted
+        self._store = held or dist.TCPStore(
+            meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=FORMS)
+        )
+        gloo: Any = dist.ProcessGroupGloo  # its methods are not in torch's stubs
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=here)]
+        options._timeout = timedelta(seconds=WAITS)
+        self._group = gloo(dist.PrefixStore(meeting.name, self._store), meeting.rank, meeting.size, options)
+
+    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Each becomes the sum over all ranks, with the same bits on all of them."""
+        self._all([self._group.allreduce([tensor], dist.AllreduceOptions()) for tensor in tensors])
+
+    def most(self, tensor: torch.Tensor) -> None:
+        """It becomes the largest of all ranks, number by number."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._all([self._group.allreduce([tensor], options)])
+
+    def from_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Each becomes what the first rank has."""
+        self._all([self._group.broadcast(tensor, 0) for tensor in tensors])
+
+    def _all(self, works: Sequence[dist.Work]) -> None:
+        until = time.monotonic() + WAITS
+        for work in works:
+            while not self._is_over(work):
+                if not self._is_wanted():
+                    raise Cancelled("stopped while it waited for other ranks")
+                if time.monotonic() > until:
+                    raise NotDone(_missed(f"no answer within {WAITS:g} s"))
+
+    def _is_over(self, work: dist.Work) -> bool:
+        try:
+            work.wait(timedelta(seconds=LOOK))
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            if not work.is_success():
+                raise NotDone(_missed(str(error))) from error
+        return True
+
+
+def _missed(why: str) -> Failed:
+    """Another rank was not reached: the notebook finds out whether it is lost."""
+    text = f"a sum over ranks ended: {why.partition('. This is')[0]}"
+    return Failed("Unavailable", text, {"missed": True, "peer": "another rank"})
+
+
+def formed(meeting: Meeting, here: str, held: dist.TCPStore | None, is_wanted: Callable[[], bool]) -> Future[Group]:
+    """A group, made in a thread of its own: nothing ends that before all ranks are there, or time is up."""
+    future: Future[Group] = Future()
+
+    def form() -> None:
+        try:
+            future.set_result(Group(meeting, here, held, is_wanted))
+        except BaseException as error:
+            future.set_exception(NotDone(_missed(f"ranks did not meet: {error}")))
+
+    threading.Thread(target=form, name="tfnb-ranks", daemon=True).start()
+    return future
+
+
+class Bucket:
+    """All that a step sums, in one flat tensor for each dtype, behind it the word "ready" of each rank.
+
+    Gradients come weighted by rows. A value that is none is that of the first rank: the others bring zeros.
+
+    >>> bucket = Bucket(["grad", "value"], [Spec(torch.float32, (2,)), Spec(torch.float32, ())])
+    >>> bucket.fill([torch.tensor([2.0, 4.0]), torch.tensor(7.0)], 0.5, is_first=True)
+    >>> bucket.flats[torch.float32]
+    tensor([1., 2., 7., 1.])
+    >>> bucket.values()
+    [tensor([1., 2.]), tensor(7.)]
+    """
+
+    def __init__(self, kinds: Sequence[str], specs: Sequence[Spec]) -> None:
+        self._kinds, self._specs = kinds, specs
+        at: dict[torch.dtype, int] = {}
+        places = []
+        for kind, spec in zip(kinds, specs, strict=True):
+            dtype = WIDE.get(spec.dtype, spec.dtype)
+            if kind not in ("grad", "value") or spec.symbols or dtype not in SUMMED:
+                raise Unimplemented(
+                    f"mode='allreduce' sums gradients of a known size, of dtypes that gloo sums; this is {spec}, of "
+                    f"kind {kind}: use mode='sync'"
+                )
+            start, count = at.get(dtype, 0), torch.Size(spec.sizes({})).numel()
+            places.append((dtype, start, count))
+            at[dtype] = start + count
+        self.flats = {dtype: torch.zeros(count + 1, dtype=dtype) for dtype, count in at.items()}
+        self._views = [
+            self.flats[dtype][start : start + count].view(spec.sizes({}))
+            for (dtype, start, count), spec in zip(places, specs, strict=True)
+        ]
+
+    def fill(self, tensors: Sequence[torch.Tensor], weight: float, *, is_first: bool) -> None:
+        """What this rank brings: its part of the rows is ``weight``."""
+        for kind, view, tensor in zip(self._kinds, self._views, tensors, strict=True):
+            if kind == "grad" and weight != 1.0:
+                torch.mul(tensor.to(view.dtype), weight, out=view)
+            elif kind == "grad" or is_first:
+                view.copy_(tensor)
+            else:
+                view.zero_()
+        self._say(1)
+
+    def clear(self, ready: int) -> None:
+        """Nothing from this rank, which is ready, or (0) cannot take the step."""
+        for flat in self.flats.values():
+            flat.zero_()
+        self._say(ready)
+
+    def _say(self, ready: int) -> None:
+        for flat in self.flats.values():
+            flat[-1] = ready
+
+    def is_ready(self, size: int) -> bool:
+        """Whether every rank was, after the sum."""
+        return all(int(flat[-1]) == size for flat in self.flats.values())
+
+    def values(self) -> list[torch.Tensor]:
+        """The averages, in the dtypes of the specs."""
+        return [view.to(spec.dtype) for view, spec in zip(self._views, self._specs, strict=True)]
+
+
+def ensure_equal(group: Group, values: Mapping[str, torch.Tensor], step: str) -> None:
+    """Raise FailedPrecondition on all ranks unless they have the same bits."""
+    check = 0
+    for key in sorted(values):
+        raw = values[key].detach().contiguous().reshape(-1).view(torch.uint8)
+        check = zlib.crc32(raw.numpy().data, check)
+    bounds = torch.tensor([check, -check])
+    group.most(bounds)
+    if int(bounds[0]) != -int(bounds[1]):
+        raise FailedPrecondition(
+            f"after {step} the ranks hold different values: an update is not deterministic, or memory is faulty. The "
+            "values that are kept are those of one rank; mode='sync' updates them in one place"
+        )

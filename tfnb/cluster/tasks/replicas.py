@@ -1,0 +1,206 @@
+"""The loop of a rank: it holds all Variables, sums gradients with the other ranks, and applies the same update.
+
+The servers own the Variables wherever the ranks do not train: at the begin of each piece the first rank asks them what
+others have written meanwhile, and all ranks take its answer, which is everything when a generation begins. What ranks
+have made is saved there when the notebook asks one of them to: before anybody else reads or writes Variables, in a cut,
+and at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tfnb.cluster.tasks.collectives import FORMS, Bucket, Group, Meeting, ensure_equal, formed
+from tfnb.cluster.tasks.computing import Compute
+from tfnb.cluster.tasks.pieces import Given, Share
+from tfnb.cluster.tasks.programs import Push, ShardProgram
+from tfnb.cluster.tasks.resident import WHILE, Loop, Out, _Done
+from tfnb.cluster.wire.messages import Ask, Failed, NotDone, Ok
+from tfnb.errors import Cancelled
+from tfnb.kernels.random import REPLICA
+
+EVERY = 100  # steps after which ranks compare their values
+
+
+class Replica(Loop):
+    """One rank. ``updates``: what a server would apply, by shard."""
+
+    def __init__(
+        self, *about: Any, updates: Mapping[int, ShardProgram], meeting: Meeting, store: dist.TCPStore | None, here: str
+    ) -> None:
+        self._updates, self._meeting = dict(sorted(updates.items())), meeting
+        kinds = [kind for update in self._updates.values() for kind in update.kinds]
+        specs = [spec for update in self._updates.values() for spec in update.feeds]
+        self._bucket = Bucket(kinds, specs)
+        self._group: Group | None = None
+        self._forming = formed(meeting, here, store, lambda: self._is_wanted)
+        self._entered = 0  # the piece whose begin it has taken part in
+        self._latest: int | None = None  # the last round that is applied
+        super().__init__(*about)
+        keys = {shard: dict.fromkeys(self._reads.get(shard, ())) for shard in {*self._reads, *self._updates}}
+        for shard, update in self._updates.items():
+            keys[shard] |= dict.fromkeys([*update.reads, *update.writes])
+        self._keys = {shard: list(found) for shard, found in sorted(keys.items())}
+        self._all = [key for found in self._keys.values() for key in found]
+        self._values: dict[str, torch.Tensor] = {}
+        self._versions = torch.full((len(self._all),), -1, dtype=torch.int64)
+
+    def report(self, seen: int) -> Ok:
+        """As of every loop, and the last round that is applied."""
+        told = super().report(seen)
+        return Ok({**told.meta, "latest": self._latest}, told.tensors)
+
+    async def save(self, number: int) -> Ok:
+        """While it stands: stage the values on their servers, for the notebook to commit.
+
+        What others have written there since the last piece began stays, also where that is after this looks: each
+        value goes with the version that it replaces, which the server compares as it writes. The next piece takes it.
+        """
+        fresh, versions = await self._asked_for()
+        since = dict(zip(self._all, versions.tolist(), strict=True))
+        about = {"round": number, "worker": 0, "rows": 1, "run_index": 0, "plan": None}
+        asks = []
+        for shard, update in self._updates.items():
+            if keys := [key for key in update.writes if key not in fresh]:
+                mine = {**about, "keys": keys, "since": [since[key] for key in keys]}
+                asks.append(Ask(shard, "stage", mine, [self._values[key] for key in keys]))
+        await self._host.ask(asks)
+        return Ok({"shards": [ask.shard for ask in asks]})
+
+    async def _enter(self) -> None:
+        """Go to work, as soon as all ranks are there."""
+        if self._group is None:
+            forming = asyncio.wrap_future(self._forming)
+            until = time.monotonic() + 2 * FORMS
+            while not forming.done() and self._is_wanted and time.monotonic() < until:
+                self._changed.clear()
+                change = asyncio.ensure_future(self._changed.wait())
+                news: set[asyncio.Future[Any]] = {forming, change}
+                await asyncio.wait(news, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+            if not self._is_wanted:
+                raise Cancelled("stopped before all ranks were there")
+            if not forming.done():
+                raise NotDone(Failed("Unavailable", "ranks did not meet in time", {"missed": True, "peer": "a rank"}))
+            self._group = forming.result()
+        self._has_stood = False
+
+    async def _advance(self, given: Given, index: int) -> int:
+        """Steps of a piece from ``index`` on, for a while; how far they came."""
+        if given.number != self._entered:
+            is_asked = self._meeting.rank == 0 or not self._values
+            fresh, versions = await self._asked_for() if is_asked else ({}, self._versions)
+            await self._host.computing.work(self._key, lambda compute: self._share_values(fresh, versions))
+            self._entered = given.number
+        return await self._host.computing.work(self._key, lambda compute: self._together(given, index, compute))
+
+    async def _asked_for(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """What servers hold in another version than this rank: values, and the versions of all keys."""
+        since = iter(self._versions.tolist())
+        asks = [
+            Ask(shard, "pull", {"keys": keys, "since": [next(since) for _ in keys]})
+            for shard, keys in self._keys.items()
+        ]
+        fresh, versions = {}, []
+        for ask, answer in zip(asks, await self._host.ask(asks), strict=True):
+            tensors = iter(answer.tensors)
+            for key, old, new in zip(ask.meta["keys"], ask.meta["since"], answer.meta["versions"], strict=True):
+                versions.append(new)
+                if old != new:
+                    fresh[key] = next(tensors)
+        return fresh, torch.tensor(versions, dtype=torch.int64)
+
+    def _share_values(self, fresh: Mapping[str, torch.Tensor], versions: torch.Tensor) -> None:
+        """In the compute thread: all ranks take what the first one was told."""
+        group = self._group
+        assert group is not None
+        if not self._values:
+            self._values = {key: fresh[key].clone(memory_format=torch.contiguous_format) for key in self._all}
+            self._versions.copy_(versions)
+        first = versions.clone()
+        group.from_first([first])
+        other = (first != self._versions).to(torch.int64)
+        group.most(other)
+        changed = [key for key, differs in zip(self._all, other.tolist(), strict=True) if differs]
+        if self._meeting.rank == 0:
+            for key in changed:
+                self._values[key].copy_(fresh.get(key, self._values[key]))
+        group.from_first([self._values[key] for key in changed])
+        self._versions.copy_(first)
+
+    def _together(self, given: Given, index: int, compute: Compute) -> int:
+        """In the compute thread: one step after the other, for a while."""
+        until = time.monotonic() + WHILE
+        group, data = self._group, None if self._ahead is None else self._ahead.data
+        assert group is not None and given.part is not None
+        while index < given.count:
+            share = compute(partial(given.share, index, data, given.part.place))
+            begin = time.monotonic()
+            try:
+                out, pushes = self._gradients(given, index, share, compute)
+            except Cancelled:
+                raise
+            except Exception:
+                if group.size > 1:
+                    self._bucket.clear(0)
+                    group.sum(list(self._bucket.flats.values()))
+                raise
+            if group.size > 1:
+                group.sum(list(self._bucket.flats.values()))
+                if not self._bucket.is_ready(group.size):
+                    raise NotDone(Failed(
+                        "Unavailable", "another rank could not take the step", {"missed": True, "peer": "another rank"}
+                    ))  # fmt: skip
+            self._update(self._bucket.values() if group.size > 1 else pushes, share, compute)
+            self._latest = given.first + index
+            self._seconds = time.monotonic() - begin
+            if share.rows:
+                self._log.append(_Done(given.number, index, share.place, share.parts, share.rows, out))
+            index += 1
+            if self._latest % EVERY == 0:
+                ensure_equal(group, self._values, f"round {self._latest}")
+            if time.monotonic() > until or not self._is_wanted:
+                break
+        return index
+
+    def _gradients(self, given: Given, index: int, share: Share, compute: Compute) -> tuple[Out, list[torch.Tensor]]:
+        """What this rank fetches of its rows, and what it brings to the sum."""
+        if not share.rows:
+            self._bucket.clear(1)
+            return [], []
+        out, pushes = compute(partial(self._program.run, share.feeds, self._values, share.run, self._host.name))
+        own = {value.untyped_storage().data_ptr() for value in self._values.values()}
+        out = [v.clone() if v is not None and v.untyped_storage().data_ptr() in own else v for v in out]
+        brought = self._in_order(pushes)
+        if self._meeting.size > 1:
+            whole = given.whole(index, None if self._ahead is None else self._ahead.data)
+            weight = share.rows / whole if whole else 1.0
+            self._bucket.fill(brought, weight, is_first=share.place == 0)
+        return out, brought
+
+    def _in_order(self, pushes: Sequence[Push]) -> list[torch.Tensor]:
+        """What goes into the updates, in their order."""
+        of = {push.shard: push for push in pushes}
+        found: list[torch.Tensor] = []
+        for shard, update in self._updates.items():
+            update.ensure_fit(of[shard].tensors)
+            found += of[shard].tensors
+        return found
+
+    def _update(self, averages: Sequence[torch.Tensor], share: Share, compute: Compute) -> None:
+        """Apply what was summed: all of it is computed before anything is written."""
+        run = share.run - share.place * REPLICA if share.rows else share.run
+        begun, rest = [], iter(averages)
+        for update in self._updates.values():
+            feeds = [next(rest) for _ in update.kinds]
+            storages = [self._values[key] for key in update.reads]
+            begun.append((update, compute(partial(update.compute, feeds, storages, run))))
+        for update, pending in begun:
+            update.commit(pending)

@@ -1,0 +1,142 @@
+"""All loops of a task, those of ranks among them, and what they need: data, updates, and where ranks meet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from tfnb.cluster.server.core import PLANS
+from tfnb.cluster.tasks.collectives import Meeting, store
+from tfnb.cluster.tasks.computing import in_thread
+from tfnb.cluster.tasks.data import Data
+from tfnb.cluster.tasks.pieces import Given, Prefetch
+from tfnb.cluster.tasks.programs import ComputeProgram, ShardProgram
+from tfnb.cluster.tasks.replicas import Replica
+from tfnb.cluster.tasks.resident import Host, Loop
+from tfnb.cluster.wire.messages import Ok, Refused, Request
+from tfnb.state.batch_order import Order
+
+LEFT = 1024  # ended loops that are remembered
+
+
+class Loops:
+    """All loops of a task, and the data that was sent ahead for them."""
+
+    METHODS = ("load", "unload", "lend", "watch", "pause", "stop", "leave", "meet", "save", "register_update")
+
+    def __init__(self, host: Host, plans: OrderedDict[str, ComputeProgram]) -> None:
+        self._host, self._plans = host, plans
+        self._loops: dict[str, Loop] = {}
+        self._data: dict[str, Data] = {}  # of trainings, by the name that each began with
+        self._left: deque[str] = deque(maxlen=LEFT)  # loops that were ended: what is lent to them comes too late
+        self._updates: OrderedDict[str, ShardProgram] = OrderedDict()  # of plans of servers, for ranks
+        self._stores: dict[str, Any] = {}  # where the ranks of a generation meet, until their first one has come
+
+        self._others: dict[str, Callable[[Request], Awaitable[Ok | Refused]]] = {
+            "load": self._load, "unload": self._unload, "lend": self._lend, "meet": self._meet,
+            "register_update": self._register_update,
+        }  # fmt: skip
+
+    async def on(self, request: Request) -> Ok | Refused:
+        """Answer a request of the notebook."""
+        meta = request.meta
+        if request.method in self._others:
+            return await self._others[request.method](request)
+        loop, seen = self._loops.get(str(meta["loop"])), int(meta["seen"])
+        if request.method == "leave":
+            self._left.append(str(meta["loop"]))
+        if loop is None:
+            return Refused("stale", "this loop is over")
+        match request.method:
+            case "save" if loop.is_over or loop.is_standing:
+                return await loop.save(int(meta["round"]))
+            case "save":
+                return Refused("protocol", "a rank that saves stands")
+            case "watch":
+                return await loop.watch(seen)
+            case "pause":
+                return await loop.pause(bool(meta["wanted"]), seen)
+        report = await loop.stop(seen, is_given_up=loop.asks(meta["lost"]))
+        if request.method == "leave":
+            self._loops.pop(str(meta["loop"]), None)
+        return report
+
+    async def reset(self) -> None:
+        """End all loops, whatever servers answer, and drop the data; what is lent to these loops comes too late."""
+        loops = list(self._loops.values())
+        self._left.extend(self._loops)
+        self._loops.clear()
+        await asyncio.gather(*(loop.stop(0, is_given_up=True) for loop in loops))
+        for data in self._data.values():
+            data.close()
+        self._data.clear()
+        self._stores.clear()
+        await self._host.stop_reading()
+
+    def end(self) -> None:
+        """Their task ends, whatever they wait for."""
+        for loop in self._loops.values():
+            loop.cancel()
+
+    async def _load(self, request: Request) -> Ok:
+        meta = request.meta
+        self._data[str(meta["data"])] = Data(request.tensors, meta["chunked"], self._host.read, self._host.room)
+        return Ok()
+
+    async def _unload(self, request: Request) -> Ok:
+        data = self._data.pop(str(request.meta["data"]), None)
+        if data is not None:
+            data.close()
+        if not self._data:
+            await self._host.stop_reading()
+        return Ok()
+
+    async def _lend(self, request: Request) -> Ok | Refused:
+        """One more piece for a loop, which begins with its first one."""
+        meta, name = request.meta, str(request.meta["loop"])
+        if name in self._left:
+            return Refused("stale", "this loop is over")
+        if name not in self._loops:
+            program, training = self._plans.get(str(meta["plan"])), str(meta["training"])
+            if program is None:
+                return Refused("unknown-plan", str(meta["plan"]))
+            self._plans.move_to_end(str(meta["plan"]))
+            ahead = None if meta["order"] is None else Prefetch(self._data[str(meta["data"])], Order(*meta["order"]))
+            about = self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"]
+            if meta["meeting"] is None:
+                self._loops[name] = Loop(*about)
+            elif missing := [plan for _, plan in meta["updates"] if plan not in self._updates]:
+                return Refused("unknown-plan", ", ".join(missing))
+            else:
+                self._loops[name] = self._replica(about, Meeting(*meta["meeting"]), meta["updates"])
+        self._loops[name].lend(Given.of(meta, request.tensors))
+        return Ok()
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def _replica(self, about: Sequence[Any], meeting: Meeting, updates: Sequence[tuple[int, str]]) -> Loop:
+        """The loop of a rank."""
+        programs = {int(shard): self._updates[plan] for shard, plan in updates}
+        store = self._stores.pop(meeting.name, None)
+        return Replica(*about, updates=programs, meeting=meeting, store=store, here=self._host.host)
+
+    async def _meet(self, request: Request) -> Ok:
+        """Let the other ranks of a generation meet here; an earlier one of its training is over."""
+        name = str(request.meta["name"])
+        training = name.rpartition("/")[0]
+        for other in [other for other in self._stores if other.rpartition("/")[0] == training and other != name]:
+            del self._stores[other]
+        if name not in self._stores:
+            self._stores[name] = await asyncio.to_thread(store, self._host.host)
+        return Ok({"host": self._host.host, "port": self._stores[name].port})
+
+    async def _register_update(self, request: Request) -> Ok:
+        plan = str(request.meta["plan"])
+        if plan not in self._updates:
+            program = lambda: ShardProgram(request.meta, request.tensors)  # noqa: E731
+            self._updates[plan] = await in_thread(self._host.computing.executor, program)
+            while len(self._updates) > PLANS:
+                self._updates.popitem(last=False)
+        return Ok({"plan": plan})
