@@ -57,7 +57,7 @@ chaos: $(INSTALLED) ## trainings under faults of all kinds, each step counted on
 	$(BIN)/python -m tests.cluster.chaos $(SECONDS) $(SEED)
 
 fuzz: $(INSTALLED) ## what strangers may do, many times: files, names, wrong arguments, attacks on a port; TRIES=100
-	TFNB_FUZZ=$(TRIES) $(BIN)/python -m pytest $(FUZZ)
+	TFNB_FUZZ=$(TRIES) $(BIN)/python -m pytest -n $(WORKERS) --dist load $(FUZZ)
 
 durations: $(INSTALLED) ## run all tests, and write what each takes to tests/durations.json
 	mkdir -p build

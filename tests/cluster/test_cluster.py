@@ -421,8 +421,12 @@ def test_joins_follow_the_graph():
     with tfnb.record("ways") as g:
         x = tfnb.placeholder(torch.ones(4, 2), name="x")
         fetches = [x * 2, x.mean(), (x > 0).sum(), (x > 0).all(), v.read() * 2]
+        fetches += [x.amax(), x.long().min(), x.max(0).values, x.max(0).indices, x.long().median(), x.mean(0).max()]
     program = lower(g, [f.value for f in fetches], [x.value])
-    assert joins(program) == [0, "mean", "sum", "first", "first"]
+    assert joins(program) == [0, "mean", "sum", "first", "first", "max", "min", "max", "none", "none", "mean"]
+    assert join("max", [torch.tensor(2), torch.tensor(3)], [1, 1]).item() == 3
+    assert join("min", [torch.tensor(2.0), torch.tensor(3.0)], [1, 1]).item() == 2
+    assert join("none", [torch.tensor(2), torch.tensor(3)], [1, 1]).isnan()
     assert join("sum", [torch.tensor(2), torch.tensor(3)], [1, 1]).item() == 5
     assert join(0, [torch.ones(2, 1), torch.zeros(1, 1)], [2, 1]).shape == (3, 1)
 

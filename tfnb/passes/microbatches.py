@@ -28,7 +28,7 @@ from tfnb.passes.resolve import State, resolve
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
 _SHARE = Spec(torch.float64, ())
-_NO_COUNTS = {
+NO_COUNTS = {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "prod",
 }  # fmt: skip
 """Ops whose integers over all rows are no sums of those over some rows."""
@@ -185,7 +185,7 @@ class _Loop:
         if is_static and flows(spec.dtype) and (derived or (is_fetched and not self._is_taken(value))):
             return "mean"
         is_count = is_static and is_fetched and not flows(spec.dtype) and spec.dtype is not torch.bool
-        is_count = is_count and (value in self.fed or node.op.split(".")[1] not in _NO_COUNTS)
+        is_count = is_count and (value in self.fed or node.op.split(".")[1] not in NO_COUNTS)
         if is_count and not self._is_taken(value):
             return "sum"
         where = f"  {node.source}" if node.source else ""
