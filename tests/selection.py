@@ -44,6 +44,7 @@ ABOUT = {
     "notebooks": "magics fitting",
     "programs": "control_flow execution",
     "readme": "magics fitting cluster",
+    "reference": "magics __init__",
     "restored_optimizers": "train state",
     "resuming": "fitting state",
     "scheduling": "",
