@@ -105,3 +105,16 @@ def test_an_update_by_hand_happens_where_it_is_said_to(by: str) -> None:
     for _ in range(2):
         tfnb.run(fetch.get(by, names["there"]), {"x": torch.zeros(2, 3)} if by != "another cell" else None)
     assert p.tolist() == [1.0 if by in ("loss", "another cell") else 0.25] * 3
+
+
+def test_a_tensor_of_another_graph_is_a_constant_with_the_numbers_of_its_sample_as_sizes():
+    with tfnb.record("other"):
+        x = tfnb.placeholder(torch.rand(4, 3))
+    with tfnb.record("this") as g:
+        z = tfnb.placeholder(torch.rand(6, 3))
+        y = z.sum() * x.shape[0] + torch.zeros(x.shape[0], 3).numel() + len(x.flatten(1))
+        w = torch.nn.functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64)) * z.sum()
+    ones = torch.ones(2, 3)
+    assert tfnb.Session(g).run(y, {z: ones}) == 6 * 4 + 12 + 4  # both graphs call the size of their rows B
+    expected = 6 * torch.nn.functional.cross_entropy(x.sample, torch.zeros(4, dtype=torch.int64))
+    torch.testing.assert_close(tfnb.Session(g).run(w, {z: ones}), expected)

@@ -43,6 +43,10 @@ class Recorded(torch.Tensor):
         """Name and spec."""
         raise NotImplementedError
 
+    def is_foreign(self) -> bool:
+        """Whether no open recording is of its graph."""
+        raise NotImplementedError
+
     def taken_outside(self, how: str) -> None:
         """Say that the user's line took the sample's value where nothing is recorded."""
         raise NotImplementedError
@@ -53,6 +57,11 @@ class Recorded(torch.Tensor):
         if not all(issubclass(kind, torch.Tensor) for kind in types):  # a Variable, which reads itself
             return NotImplemented
         if current.stack.open or torch._C._get_tracing_state() is not None:  # TorchScript follows this very tensor
+            if current.stack.open and not _may_write(func) and any(map(_is_foreign, tree_leaves((args, kwargs)))):
+                # A tensor of another graph is a constant here. Its sizes are numbers, too: as symbols they would be
+                # taken for sizes of this graph, which have the same names.
+                args, kwargs = tree_map(lambda x: x.sample if _is_foreign(x) else x, (args, kwargs))
+                return func(*args, **kwargs or {})
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         return _call(func, args, kwargs or {})
 
@@ -79,6 +88,15 @@ class StandIn(torch.Tensor):
         )  # fmt: skip
         self.recorded = recorded
         return self  # type: ignore[no-any-return]
+
+
+def _is_foreign(x: Any) -> bool:
+    return isinstance(x, Recorded) and x.is_foreign()
+
+
+def _may_write(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -161,6 +161,10 @@ class Tensor(Recorded):
         recording = next((r for r in reversed(current.stack.open) if r.graph is self._graph), None)
         return self.shown if recording is None else recording.look(self)
 
+    def is_foreign(self) -> bool:
+        """Whether no open recording is of its graph."""
+        return all(recording.graph is not self._graph for recording in current.stack.open)
+
     @property
     def value(self) -> Value:
         """(node id, output index); after an in-place write, of the new value."""
