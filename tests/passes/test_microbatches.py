@@ -62,7 +62,7 @@ class Net:
         fetches = [self.train.value, self.loss.value]
         step = step_graph(self.graph, fetches, [feed.value for feed in self.feeds])
         cut = split(step, {v.key: (Piece(0, v.key),) for v in step.variables}, parallel=True)
-        assert cut.why_whole is None
+        assert cut.divides
         (server,) = cut.servers
         task = lower(cut.compute, [cut.fetches[1], *(b.value for b in server.borders)], cut.feeds)
         update = lower(server.graph, [server.target], server.feeds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -58,6 +58,14 @@ class Part:
         return size(self.tensors)
 
 
+class Write(NamedTuple):
+    """A write with nothing fallible in it: the keys that it writes, and the merged parts that it was computed from."""
+
+    write: Callable[[], None]
+    keys: tuple[str, ...]
+    feeds: Sequence[torch.Tensor] = ()
+
+
 class Shard(Protocol):
     """What makes writes of parts, and lets them happen: `tfnb.cluster.server.core.Core`."""
 
@@ -72,8 +80,8 @@ class Shard(Protocol):
     def part(self, request: Request) -> Part | Refused:
         """What a request brings, checked."""
 
-    def prepared(self, parts: Sequence[Part]) -> tuple[Callable[[], None], tuple[str, ...]]:
-        """The write that applies parts as one update, fully computed; and the keys it writes."""
+    def prepared(self, parts: Sequence[Part]) -> Write:
+        """The write that applies parts as one update, fully computed."""
 
     def writing(self, keys: Sequence[str]) -> AbstractContextManager[Any]:
         """A block that writes these keys."""

@@ -45,13 +45,12 @@ from tfnb.placement.partition import Split
 
 
 class Sent(NamedTuple):
-    """A value that goes to a shard: a feed of its plan, or (then there is a ``key``) the new value of a Variable."""
+    """A value that goes to a shard: a feed of its plan."""
 
     shard: int
     value: Value
     rows: tuple[int, int] | None
     gradient: str | None = None
-    key: str | None = None
 
 
 def part_plans(
@@ -94,9 +93,6 @@ def _sent(split: Split) -> Iterator[Sent]:
         for border in server.borders:
             gradient = border.variable if border.kind in GRADIENTS else None
             yield Sent(server.shard, border.value, border.rows, gradient)
-    for variable, value in split.final.items():
-        for piece in split.placement.homes[variable.key]:
-            yield Sent(piece.shard, value, piece.rows, key=piece.key)
 
 
 def _senders(found: StepFlow, sent: Sequence[Sent], first: int, borders: Sequence[Value]) -> dict[int, Place]:
@@ -118,9 +114,9 @@ def _push(
     """What a part sends to a shard, see `ComputeProgram`."""
     mine = [each for each in sent if each.shard == shard]
     return {
-        "shard": shard, "plan": servers[shard].id if shard in servers else None,
+        "shard": shard, "plan": servers[shard].id,
         "at": [at[each.value, place] for each in mine], "rows": [each.rows for each in mine],
-        "grads": [each.gradient for each in mine], "keys": [each.key for each in mine if each.key is not None],
+        "grads": [each.gradient for each in mine],
     }  # fmt: skip
 
 
