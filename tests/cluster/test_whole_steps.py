@@ -1,6 +1,8 @@
-"""Steps that one task must compute whole: they see every row of their batch, and equal the local run."""
+"""Fetches behind the update and of averaged gradients: tasks divide the rows, and the values are those of one device."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
@@ -10,37 +12,73 @@ import tfnb
 
 
 def recorded():
-    """A regression whose watched value hangs on the gradients."""
+    """A regression whose watched values hang on gradients, on new values of the weights, and on rows."""
     torch.manual_seed(0)
-    model = nn.Linear(4, 1).double()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     data, target = torch.randn(48, 4, dtype=torch.float64), torch.randn(48, 1, dtype=torch.float64)
     with tfnb.record("norms"):
         x, y = tfnb.placeholder(data[:5], name="x"), tfnb.placeholder(target[:5], name="y")
         loss = (model(x) - y).square().mean()
-        optimizer = tfnb.train.SGD(0.1)
+        optimizer = tfnb.train.Adam(0.05)
         pairs = optimizer.compute_gradients(loss)
         norm = sum(grad.square().sum() for grad, _ in pairs).sqrt()
         train = optimizer.apply_gradients(pairs)
-    return model, {x: data, y: target}, train, loss, norm
+        weights = sum(p.square().sum() for p in model.parameters()).sqrt()
+        later = (model(x) - y).square().mean()
+        watch = {
+            "loss": loss,
+            "norm": norm,
+            "weights": weights,
+            "later": later,
+            "mixed": (loss - later) * norm / weights,
+        }
+    return model, {x: data, y: target}, train, watch
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_watched_norm_of_gradients_trains_as_here(connect, mode):
-    model, feeds, train, loss, norm = recorded()
-    start = [p.detach().clone() for p in model.parameters()]
-    here = tfnb.fit(train, feeds, epochs=3, batch_size=13, watch=[loss, norm])
-    expected = [p.detach().clone() for p in model.parameters()]
-    with torch.no_grad():
-        for p, value in zip(model.parameters(), start, strict=True):
-            p.copy_(value)
-    connect(2)
-    with pytest.warns(UserWarning, match="one task|one step after the other"):
-        there = tfnb.fit(train, feeds, epochs=3, batch_size=13, watch=[loss, norm], mode=mode)
-    assert there.steps == here.steps == 12
-    for mine, theirs in zip(there.history, here.history, strict=True):
+def trained(watched, data=lambda feeds: feeds, **options):
+    """History and weights of three passes."""
+    model, feeds, train, watch = recorded()
+    found = tfnb.fit(
+        train, data(feeds), epochs=3, batch_size=13, watch={name: watch[name] for name in watched}, **options
+    )
+    assert found.steps == 12
+    return found.history, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("watched", ["norm weights", "loss norm weights later mixed"], ids=["numbers", "rows"])
+@pytest.mark.parametrize(("mode", "tasks"), [("sync", 2), ("sync", 3), ("allreduce", 2), ("async", 1), ("bounded", 1)])
+def test_watched_values_behind_the_update_are_those_of_one_device(connect, mode, tasks, watched):
+    here, expected = trained(watched.split())
+    options: dict = {"staleness": 2} if mode == "bounded" else {}
+    connect(tasks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no step is taken whole, or one after the other
+        there, weights = trained(watched.split(), mode=mode, timeout=120, **options)
+    for mine, theirs in zip(there, here, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-12)
-    for p, value in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(p, value), "one task computes the step: bitwise"
+    for a, b in zip(weights, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_run_fetches_values_behind_the_update_of_one_task(connect):
+    found = []
+    for is_there in (False, True):
+        cluster = connect(2) if is_there else None
+        model, feeds, train, watch = recorded()
+        values = [value for _ in range(3) for value in tfnb.run([train, *watch.values()], feeds)[1:]]
+        if cluster is not None:
+            cluster.pull()
+        found.append([*values, *(p.detach().clone() for p in model.parameters())])
+    assert all(torch.equal(here, there) for here, there in zip(*found, strict=True))
+
+
+def test_spare_tasks_take_steps_with_such_values_one_after_the_other(connect):
+    here, expected = trained(["norm"])
+    connect(2)
+    with pytest.warns(UserWarning, match="one step after the other: .* with spare tasks"):
+        there, weights = trained(["norm"], backup=1)
+    assert [epoch["norm"] for epoch in there] == [epoch["norm"] for epoch in here]
+    assert all(map(torch.equal, weights, expected))
 
 
 @pytest.mark.parametrize("tasks", [1, 2])

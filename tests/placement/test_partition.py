@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -61,7 +62,7 @@ class Parts:
         ranges = divide(rows, self.workers) if rows else [None]
         results = []
         for part in ranges:
-            mine = tensors if part is None else [t[part[0] : part[1]] for t in tensors]
+            mine = tensors if part is None else [t[part[0] : part[1]] if t.dim() else t for t in tensors]
             values, _ = program.compute(mine, [before[v] for v in program.variables], run)
             results.append(values)
         sizes = [1 if r is None else r[1] - r[0] for r in ranges]
@@ -468,3 +469,97 @@ def test_a_check_of_a_value_behind_the_update_is_made_by_a_task_that_has_the_who
     assert all(node.op != "tfnb.guard" for server in alone.servers for node in server.graph.nodes)
     assert "guard is done with a value behind the update" in of_two.undivided and not of_two.divides
     compare(g, [both], [x], [torch.randn(5, 3)], rtol=0)
+
+
+# -- late fetches ------------------------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "ratio": lambda a, b: a / (1 + b * b), "root": lambda a, b: (a * a + b * b + 1).sqrt(),
+    "bounded": lambda a, b: torch.tanh(a) + b, "largest": torch.maximum,
+}  # fmt: skip
+
+
+def late_program(seed, pick):
+    """A training step in float64 whose fetches mix values before and behind the update, and norms of gradients."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    data, target = torch.randn(11, 4, dtype=torch.float64), torch.randn(11, 1, dtype=torch.float64)
+    count = tfnb.Variable(torch.tensor(0.0, dtype=torch.float64), name="count", trainable=False)
+    optimizer = pick([tfnb.train.SGD(0.1), tfnb.train.SGD(0.1, momentum=0.9), tfnb.train.Adam(0.05)])
+    with tfnb.record() as g:
+        x, y = tfnb.placeholder(data, name="x"), tfnb.placeholder(target, name="y")
+        scale = tfnb.placeholder(torch.tensor(1.0, dtype=torch.float64), name="scale")
+        loss = (model(x) - y).square().mean()
+        pairs = optimizer.compute_gradients(loss)
+        norm = sum((grad * grad).sum() for grad, _ in pairs).sqrt()
+        if pick([False, True]):
+            pairs = [(grad * torch.clamp(0.05 / norm, max=1.0), v) for grad, v in pairs]
+        early = (x.sum(1) * scale).mean()
+        weights = sum(p.square().sum() for p in model.parameters())
+        train = tfnb.group(optimizer.apply_gradients(pairs), count.assign_add(1.0))
+        values = [
+            norm, pairs[0][0].abs().max(), weights, loss, early, loss * loss,
+            sum(p.square().sum() for p in model.parameters()), model[0].weight[1:3].sum() * scale,
+            (model(x) - y).square().mean(), (model(x) - y).abs().max(), model(x).mean() * x.shape[0], count.read(),
+        ]  # fmt: skip
+        for _ in range(pick(range(5))):
+            values.append(OPERATIONS[pick(sorted(OPERATIONS))](pick(values), pick(values)))
+    behind = values[:2] + values[6:11] + values[12:]
+    return g, [train, loss, *(pick(behind) for _ in range(2)), values[-1]], (x, y, scale), (data, target)
+
+
+def drawn(seed):
+    """A function that picks from items, by numbers that were drawn before."""
+    generator = random.Random(seed)
+    numbers = iter([generator.randrange(1 << 30) for _ in range(64)])
+    return lambda items: items[next(numbers) % len(items)]
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+def test_random_mixes_of_values_before_and_behind_the_update_equal_those_of_one_device(seed, monkeypatch):
+    monkeypatch.setattr(shards_module, "LARGE", 100 if seed % 2 else 64 << 20)
+    g, fetches, feeds, (data, target) = late_program(seed, drawn(seed))
+    fetches = list(dict.fromkeys(fetches))
+    tensors, start = [data, target, torch.tensor(0.5, dtype=torch.float64)], values_of(g)
+    program = lower(g, [as_value(f) for f in fetches], [as_value(f) for f in feeds])
+    expected = []
+    for run in range(2):
+        out, pending = program.compute(tensors, [v.storage for v in program.variables], run)
+        program.commit(pending)
+        expected.append([None if o is None else o.clone() for o in out])
+    want = values_of(g)
+    for workers in (2, 3):
+        restore(g, start)
+        parts = Parts(g, fetches, feeds, shards=1 + (seed + workers) % 3, workers=workers)
+        late = parts.split.late
+        assert parts.split.divides and late is not None
+        for run, theirs in enumerate(expected):
+            for at, (a, b) in enumerate(zip(parts.run(tensors, run), theirs, strict=True)):
+                if late.fetches[at] is not None or at == 1:  # others are means of the replicas' values
+                    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        for a, b in zip(values_of(g), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("late", "why"),
+    [
+        (lambda x, w, grad: F.dropout(x, 0.5).sum() * grad.sum(), "draws random numbers"),
+        (None, "rows of its own"),
+        (lambda x, w, grad: tfnb.gradients((x @ w).square().mean(), [w])[0].sum(), "values behind an update"),
+    ],
+    ids=["draws", "gradient of rows", "gradient behind"],
+)
+def test_what_replicas_cannot_do_again_is_not_divided_and_says_why(late, why):
+    w = tfnb.Variable(torch.randn(3, dtype=torch.float64), name="w")
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(6, 3, dtype=torch.float64), name="x")
+        before, optimizer = w.read(), tfnb.train.SGD(0.1)
+        pairs = optimizer.compute_gradients((x @ before).square().mean())
+        if why == "rows of its own":
+            grads = tfnb.gradients((x @ before).square().mean(), [x])[0].sum()
+        train = optimizer.apply_gradients(pairs)
+        value = late(x, w.read(), pairs[0][0]) if why != "rows of its own" else grads + w.read().sum()
+    parts = compare(g, [train, value], [x], [torch.randn(6, 3, dtype=torch.float64)], workers=2, steps=2)
+    assert not parts.split.divides and parts.split.late is None and why in parts.split.undivided

@@ -27,6 +27,7 @@ from tfnb.cluster.tasks.programs import (
     keys_of,
     piece_of,
     plan_of,
+    storages_of,
 )
 from tfnb.errors import NonFinite, TfnbError, VersionMismatch
 from tfnb.execution.dataflow.executor import Meet
@@ -205,7 +206,7 @@ class PartProgram(ComputeProgram):
         looked: Sequence[torch.Tensor] = (), meet: Meet | None = None, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
         """The fetches that are made here, None for others, and what goes to shards; see `ComputeProgram.run`."""
-        storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
+        storages = storages_of(self.part, self.homes, values)
         given = [
             value if value is None or value.is_meta else self._fed(at, value)
             for at, value in zip(self.part.feeds, feeds, strict=True)
