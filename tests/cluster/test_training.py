@@ -41,8 +41,8 @@ def listening(tasks, mode="sync", ways=("mean",)):
 
     def tell(task, number, start, steps, rows, value, parts, place=None):
         told = [torch.full((steps,), value)] * len(ways)
-        meta = {"at": 0, "some": [True] * len(ways), "groups": []}
-        meta["groups"] = [[number, start, steps, task if place is None else place, parts, rows]]
+        some = [True] * len(ways)
+        meta = {"at": 0, "groups": [[number, start, steps, task if place is None else place, parts, rows, some]]}
         loop = training._loop(task)
         loop.seen = 0
         training._hear(task, loop, Ok({**meta, "late": 0, "seconds": 0.0}, told))
@@ -136,7 +136,7 @@ def test_a_loop_is_asked_until_it_stands_unless_it_is_to_go_on_again():
     async def asked(member, method, meta, tensors):
         await asyncio.sleep(0)
         paused = meta["wanted"] and next(stands)
-        return Ok({"at": 0, "some": [], "groups": [], "late": 0, "seconds": 0.0, "paused": paused})
+        return Ok({"at": 0, "groups": [], "late": 0, "seconds": 0.0, "paused": paused})
 
     training._asked = asked
 

@@ -1,4 +1,4 @@
-"""Fetches behind the update and of averaged gradients: tasks divide the rows, and the values are those of one device."""
+"""Fetches behind the update and of averaged gradients: tasks divide the rows, the values are those of one device."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ from tfnb.state.steps_taken import AppliedSteps, SeenSteps
 See = Callable[[Sequence[Any]], None]
 
 KEPT = 64  # placed programs
+_LATE = "a watched value depends on averaged gradients, or on the state after the step"
 STANDS = StepGroup(0, ())  # tells that tasks stand still
 AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
 
@@ -311,12 +312,12 @@ class Steps:
         if placed.late is not None:
             obstacles = (
                 (one_by_one, one_by_one),
-                (how.backup, "with spare tasks no replica has these"),
+                (how.may_have_spare, "with spare tasks no replica is sure to have these"),
                 (check, "check='nan' looks at it before anything is written"),
             )
             reason = next((text for is_so, text in obstacles if is_so), "")
             if reason:
-                undivided = f"a watched value depends on averaged gradients, or on the state after the step: {reason}"
+                undivided = f"{_LATE}: {reason}"
                 placed = self.place(step, parallel=False, check=check, compile=compile)
         why = "its parts lie on several tasks" if placed.parts else undivided or one_by_one
         if why and how != Mode():
@@ -441,10 +442,10 @@ class Steps:
             new = changes()
             how = None if new is None else self._possible(new)
             if how is not None:
-                if placed.late is not None and how.backup:
+                if placed.late is not None and how.may_have_spare:
                     raise Unimplemented(
-                        f"mode={how}: a watched value depends on averaged gradients, or on the state after the step, "
-                        "and with spare tasks no one of them has them. Use backup=0, or do not watch it"
+                        f"mode={how}: {_LATE}, and with spare tasks no replica is sure to have these. Use a mode "
+                        "without spare tasks, or do not watch it"
                     )
                 _ensure_summed(placed, how, is_taken=True)
             for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):

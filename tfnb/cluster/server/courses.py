@@ -108,8 +108,9 @@ class Course:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are staged."""
-        return sum(turn.nbytes for turn in self.turns.values())
+        """Bytes of parts that are staged, and of averages that a worker asked for."""
+        shown: int = sum(average.nbytes for average in self.averages)
+        return shown + sum(turn.nbytes for turn in self.turns.values())
 
     def turn(self, number: int) -> Turn:
         """A round, begun if it was not."""
