@@ -35,7 +35,7 @@ def listening(tasks, mode="sync", ways=("mean",)):
         link=SimpleNamespace(client="c"), names=itertools.count(), step=0, interrupts=0, tasks=members,
         forget=lambda _: None, later=lambda work: work.close(),
     )  # fmt: skip
-    placed = SimpleNamespace(writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"))
+    placed = SimpleNamespace(writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"), late=None)
     training = Quiet(engine, placed, Mode(mode), ways, None, list(tasks), float("inf"))
     training.feed(e.Start())
 

@@ -95,8 +95,8 @@ class Training:
         self._interrupts = engine.interrupts
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         late = 0 if placed.late is None else len(placed.late.meta["fetches"])
-        found = sorted((place, way) for way, place in zip(ways, placed.fetched, strict=True) if place is not None)
-        self._ways: list[Way] = [way for _, way in found]
+        found = [(place, way) for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
+        self._ways: list[Way] = [way for _, way in sorted(found, key=lambda each: each[0])]
         self._ways[len(found) - late :] = ["first"] * late  # one replica computes them, of all rows
         self._name = self._new_name()
         self._loops: dict[int, _Listening] = {}  # task -> its loop
