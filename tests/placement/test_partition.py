@@ -14,10 +14,10 @@ from torch import nn
 
 import tfnb
 import tfnb.placement.shards as shards_module
-from tfnb.cluster.server.parts import mean
 from tfnb.execution import lower
 from tfnb.graph import Value
 from tfnb.passes import step_graph
+from tfnb.passes.flow.merges import mean
 from tfnb.passes.microbatches import divide
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Piece
