@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 
 import dask.array as da
@@ -74,15 +76,11 @@ def in_batches(feeds):
 
 @pytest.mark.parametrize("data", [in_chunks, in_batches])
 def test_the_first_task_sees_all_rows_of_whatever_data(connect, data):
-    options = {**PASSES, "shuffle": False}
-    here, _ = trained(["later", "mixed"], **options)
+    options = {**PASSES, "shuffle": False} if data is in_chunks else {}
+    here, _ = trained(["later", "mixed"], data if data is in_batches else dict, **options)
     connect(2)
-    options = options if data is in_chunks else {}
     there, _ = trained(["later", "mixed"], data, **options, timeout=120)
-    mine, theirs = there[-1], here[-1]
-    assert [mine[name] for name in ("later", "mixed")] == pytest.approx(
-        [theirs[name] for name in ("later", "mixed")], rel=1e-12
-    )
+    assert there[-1] == pytest.approx(here[-1], rel=1e-12)
 
 
 def test_a_run_fetches_values_behind_the_update_of_one_task(connect):
@@ -127,3 +125,25 @@ def test_what_is_done_with_values_behind_the_update_is_done_there(connect, tasks
         found.append([weight.value(), total.value(), *tfnb.run(taken)])
     for here, there in zip(*found, strict=True):
         assert torch.equal(here, there)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "allreduce"])
+def test_another_task_computes_them_where_the_first_one_is_killed(connect, mode):
+    def fitted(kill, **options):
+        model, feeds, train, watch = recorded()
+        found = tfnb.fit(train, feeds, epochs=20, batch_size=13, watch=watch, callbacks=[kill], **options)
+        return found, [p.detach().clone() for p in model.parameters()]
+
+    here, expected = fitted(lambda progress: None)
+    cluster = connect(3)
+    pid, killed = cluster._engine.tasks[0].info["pid"], []
+
+    def kill(progress):
+        if progress.step >= 8 and not killed:
+            killed.append(os.kill(pid, signal.SIGKILL))
+
+    there, weights = fitted(kill, mode=mode, timeout=240)
+    assert killed and there.steps == 80 and there.history[-1] == pytest.approx(here.history[-1], rel=1e-11)
+    for a, b in zip(weights, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
