@@ -27,7 +27,7 @@ from tfnb.cluster.tasks.rows_there import LookedUp
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, OpId, Outcome, Refused, failed
 from tfnb.cluster.wire.streams import Streams
 from tfnb.cluster.wire.transport import outcome_header
-from tfnb.errors import Cancelled
+from tfnb.errors import Cancelled, Internal
 
 HALF = 0.5  # seconds between two answers to a notebook that watches
 QUARTER = 0.25  # seconds until one that wants the loop to stand hears that it does not yet
@@ -259,6 +259,7 @@ class Loop:
         try:
             while await self._goes_on():
                 given, index = self._given[0], 0
+                self._read_for(given)
                 while index < given.count:
                     if not await self._goes_on():
                         return
@@ -282,6 +283,13 @@ class Loop:
                 await self._depart()
             self._stands.set()
             self._news.set()
+
+    def _read_for(self, given: Given) -> None:
+        """Read what the place of a piece takes: only the first one computes late fetches."""
+        late = self._late_program if given.part is None or not given.part.worker else None
+        reads = self._program.reads if late is None else _both(self._program.reads, late.reads)
+        if reads != self._reads:
+            self._reads, self._has_stood = reads, True  # it goes to work with values of now
 
     async def _goes_on(self) -> bool:
         """Wait for a piece and for its rows, and for the end of a pause; False when it is to end."""
@@ -447,7 +455,9 @@ class Loop:
         if share.place:
             return done._replace(out=[*done.out, *[None] * late.count])
         after = {key: value for key, (_, value) in self._held.items()}
-        averages = self._averages
+        averages, number = self._averages, given.first + index
+        if given.part is not None and any(latest != number for latest in self._rounds.values()):
+            raise Internal(f"late fetches of round {number} are to be computed of values of {self._rounds}, by shard")
         if given.part is None:  # nobody else's gradients are in it
             averages = {(push.shard, at): t for push in done.pushes for at, t in enumerate(push.tensors)}
         return done._replace(
