@@ -87,6 +87,7 @@ def ensure_on_servers(found: Sequence[Asked], devices: Mapping[int, Sequence[str
     devices: places of each node by id (`tfnb.placement.placement.Placement`); undivided: as of
     `tfnb.placement.partition.Split`.
     """
+    has_updates = any(place.startswith("ps:") for places in devices.values() for place in places)
     for each in found:
         node, request = each
         if request.job != "ps" or request.soft:
@@ -98,7 +99,7 @@ def ensure_on_servers(found: Sequence[Asked], devices: Mapping[int, Sequence[str
             why = "loops and branches, and what is inside of them, are done by tasks"
         elif places:
             why = f"it is done where the Variable lies that it updates, at {', '.join(places)}"
-        elif undivided is not None:
+        elif undivided is not None and not has_updates:
             why = f"one task does all of the step: {undivided}"
         else:
             why = (
