@@ -79,7 +79,8 @@ def test_variables_and_their_updates_are_on_the_servers_that_they_ask_for(connec
         ("product", "'ps:0' of node .*: a server computes updates of the Variables"),
         ("loop", "'ps:0' of node .*: loops and branches, and what is inside of them"),
         ("elsewhere", "'ps:0' of node new: it is done where the Variable lies that it updates, at ps:1"),
-        ("fetched late", "'ps:0' of node .*: one task does all of the step: a fetched value depends on the update"),
+        ("fetched late", "'ps:0' of node mul: a server computes updates of the Variables"),
+        ("updated", "'ps:0' of node .*: one task does all of the step: .* depends on the update, and on the size"),
         ("not there", "'ps:7' of node new: there are task:0, task:1, ps:0, ps:1: connect with ps=8"),
     ],
 )
@@ -98,13 +99,18 @@ def test_what_a_server_cannot_do_is_refused_with_the_reason(connect, what, why):
                     train = tfnb.train.SGD(0.1).minimize((v * x).sum())
                     with tfnb.control_dependencies([train]):
                         fetches = [train, v.read() * 2]
+                case "updated":
+                    rows, total = tfnb.placeholder(torch.ones(2, 3), name="rows"), tfnb.Variable(torch.zeros(3))
+                    with tfnb.device(None):
+                        train = tfnb.train.SGD(0.1).minimize((rows @ v).mean())
+                    fetches = [tfnb.group(train, total.assign(v.read()[0].expand(rows.shape[0], 3).sum(0)))]
                 case _:
                     new = old + x
         with tfnb.device("ps:1" if what == "elsewhere" else "ps:0"):
             fetches = fetches or [v.assign(new)]
     connect(2)
     with pytest.raises((InvalidArgument, Unimplemented), match=why):
-        tfnb.run(fetches, {x: torch.ones(3, 3)})
+        tfnb.run(fetches, {x: torch.ones(3, 3)} | ({rows: torch.ones(2, 3)} if what == "updated" else {}))
 
 
 def test_a_soft_request_for_a_server_asks_for_nothing_that_is_not_there(connect):

@@ -35,14 +35,14 @@ def listening(tasks, mode="sync", ways=("mean",)):
         link=SimpleNamespace(client="c"), names=itertools.count(), step=0, interrupts=0, tasks=members,
         forget=lambda _: None, later=lambda work: work.close(),
     )  # fmt: skip
-    placed = SimpleNamespace(writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"))
+    placed = SimpleNamespace(writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"), late=None)
     training = Quiet(engine, placed, Mode(mode), ways, None, list(tasks), float("inf"))
     training.feed(e.Start())
 
     def tell(task, number, start, steps, rows, value, parts, place=None):
         told = [torch.full((steps,), value)] * len(ways)
-        meta = {"at": 0, "some": [True] * len(ways), "groups": []}
-        meta["groups"] = [[number, start, steps, task if place is None else place, parts, rows]]
+        some = [True] * len(ways)
+        meta = {"at": 0, "groups": [[number, start, steps, task if place is None else place, parts, rows, some]]}
         loop = training._loop(task)
         loop.seen = 0
         training._hear(task, loop, Ok({**meta, "late": 0, "seconds": 0.0}, told))
@@ -136,7 +136,7 @@ def test_a_loop_is_asked_until_it_stands_unless_it_is_to_go_on_again():
     async def asked(member, method, meta, tensors):
         await asyncio.sleep(0)
         paused = meta["wanted"] and next(stands)
-        return Ok({"at": 0, "some": [], "groups": [], "late": 0, "seconds": 0.0, "paused": paused})
+        return Ok({"at": 0, "groups": [], "late": 0, "seconds": 0.0, "paused": paused})
 
     training._asked = asked
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tfnb.cluster.server.parts import MERGES
 from tfnb.errors import InvalidArgument, NonFinite, ShapeError, Unimplemented
 from tfnb.execution import lower
 from tfnb.kernels.random import REPLICA
 from tfnb.passes import step_graph
+from tfnb.passes.flow.merges import MERGES
 from tfnb.passes.microbatches import divide, in_microbatches
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Piece
@@ -62,7 +62,7 @@ class Net:
         fetches = [self.train.value, self.loss.value]
         step = step_graph(self.graph, fetches, [feed.value for feed in self.feeds])
         cut = split(step, {v.key: (Piece(0, v.key),) for v in step.variables}, parallel=True)
-        assert cut.why_whole is None
+        assert cut.divides
         (server,) = cut.servers
         task = lower(cut.compute, [cut.fetches[1], *(b.value for b in server.borders)], cut.feeds)
         update = lower(server.graph, [server.target], server.feeds)
@@ -75,11 +75,11 @@ class Net:
                 found.append(values)
             rows = [stop - start for start, stop in ranges]
             merged = [
-                MERGES[border.kind]([values[at] for values in found], rows)
+                MERGES[border.kind].merge([values[at] for values in found], rows)
                 for at, border in enumerate(server.borders, 1)
             ]
             update.commit(update.compute(merged, [v.storage for v in update.variables], run)[1])
-            told.append(MERGES["grad"]([values[0] for values in found], rows))
+            told.append(MERGES["grad"].merge([values[0] for values in found], rows))
         return told
 
 
@@ -191,12 +191,12 @@ def test_what_microbatches_cannot_do_is_refused_by_name():
         rows = x.exp()
         tfnb.print(x.sum())
         shown = (fixed * 2).sum()
-        largest = x.long().max()
+        middle = x.long().median()
     session = default_session(graph)
     with pytest.raises(Unimplemented, match=r"rows.*fetch or watch real numbers and counts"):
         session.make_callable(rows, [x], microbatches=2)
-    with pytest.raises(Unimplemented, match=r"largest.*the sum of counts"):  # a sum of maxima says nothing
-        session.make_callable(largest, [x], microbatches=2)
+    with pytest.raises(Unimplemented, match=r"middle.*and the sum of counts"):  # a sum of medians says nothing
+        session.make_callable(middle, [x], microbatches=2)
     with pytest.raises(InvalidArgument, match="varies on axis 0: fixed"):
         session.make_callable(shown, [fixed], microbatches=2)
     call = default_session(net.graph).make_callable(net.train, net.feeds, microbatches=2)
@@ -204,6 +204,21 @@ def test_what_microbatches_cannot_do_is_refused_by_name():
         call(net.x[:0], net.y[:0])
     with pytest.raises(Unimplemented, match="memory_budget"):
         Session(net.graph, memory_budget=10**9).make_callable(net.train, net.feeds, microbatches=2)
+
+
+@pytest.mark.parametrize("microbatches", [2, 5, 16])
+def test_extremes_over_rows_are_those_of_all_rows(microbatches):
+    rows = torch.randn(16, 3, dtype=torch.float64)
+    rows[11, 1] = torch.nan
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(rows[:2], name="x")
+        known, scores = x[:, ::2], (x[:, ::2] * 100).long()
+        found = [known.amax(), known.min(), x.max(), scores.max(), scores.amin(), x.half().max()]
+    values = default_session(graph).make_callable(found, [x], microbatches=microbatches)(rows)
+    known, scores = rows[:, ::2], (rows[:, ::2] * 100).long()
+    assert [v.item() for v in values[:2]] == [known.max().item(), known.min().item()] and values[2].isnan()
+    assert [v.item() for v in values[3:5]] == [scores.max().item(), scores.min().item()] and values[5].isnan()
+    assert values[3].dtype is torch.int64 and values[5].dtype is torch.float16
 
 
 def test_fit_accumulates_and_says_which_loss_is_no_mean_over_rows():

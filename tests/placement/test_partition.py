@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -13,10 +14,10 @@ from torch import nn
 
 import tfnb
 import tfnb.placement.shards as shards_module
-from tfnb.cluster.server.parts import mean
 from tfnb.execution import lower
 from tfnb.graph import Value
 from tfnb.passes import step_graph
+from tfnb.passes.flow.merges import mean
 from tfnb.passes.microbatches import divide
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Piece
@@ -35,6 +36,7 @@ class Parts:
     """Runs a split step here: ``workers`` compute on private copies of the reads, shards average and write."""
 
     def __init__(self, graph, fetches, feeds, *, shards=1, workers=1, where=None):
+        self.graph = graph
         self.fetches, self.feeds = [as_value(f) for f in fetches], [as_value(f) for f in feeds]
         step = step_graph(graph, self.fetches, self.feeds)
         self.homes = where or pack(together(step.graph), {}, [0] * shards, step.whole)
@@ -51,29 +53,27 @@ class Parts:
 
     def run(self, tensors, run=0):
         s = self.split
+        assert s.divides or self.workers == 1 or s.undivided
         borders = [b.value for server in s.servers for b in server.borders]
         wanted = [v for v in s.fetches if v is not None]
         program = lower(s.compute, (*wanted, *borders, *s.checks), s.feeds)
-        rows = tensors[0].shape[0] if tensors and self.workers > 1 else 0
+        before = {v: v.storage.clone() for v in self.graph.variables}
+        rows = tensors[0].shape[0] if tensors and s.divides else 0
         ranges = divide(rows, self.workers) if rows else [None]
         results = []
         for part in ranges:
-            mine = tensors if part is None else [t[part[0] : part[1]] for t in tensors]
-            private = [v.storage.clone() for v in program.variables]
-            values, pending = program.compute(mine, private, run)
-            program.commit(pending)
-            if s.why_whole:
-                for variable, value in zip(program.variables, private, strict=True):
-                    variable.storage.copy_(value)
+            mine = tensors if part is None else [t[part[0] : part[1]] if t.dim() else t for t in tensors]
+            values, _ = program.compute(mine, [before[v] for v in program.variables], run)
             results.append(values)
         sizes = [1 if r is None else r[1] - r[0] for r in ranges]
-        commits = []
+        commits, merged = [], {}
         for server in s.servers:
             at = [len(wanted) + borders.index(b.value) for b in server.borders]
             pushed = [
                 cut(mean([r[i] for r in results], sizes) if b.kind == "grad" else results[0][i], b.rows)
                 for i, b in zip(at, server.borders, strict=True)
             ]
+            merged[server.shard] = pushed
             update = lower(server.graph, [server.target], server.feeds)
             held = [self.on(server.shard, v) for v in update.variables]
             commits.append((update, update.compute(pushed, held, run)[1]))
@@ -84,13 +84,17 @@ class Parts:
             mean([r[found[i]] for r in results], sizes) if i in found and results[0][found[i]] is not None else None
             for i in range(len(self.fetches))
         ]
-        if s.after is not None:
-            late = [v for v in s.after_fetches if v is not None]
-            after = lower(s.after, late, s.after_feeds)
-            values, _ = after.compute(tensors, [v.storage for v in after.variables], run)
-            for i, v in enumerate(s.after_fetches):
-                if v is not None:
-                    out[i] = values[late.index(v)]
+        if s.late is not None:
+            late = lower(s.late.graph, [v for v in s.late.fetches if v is not None], s.late.feeds)
+            averages = [
+                torch.cat([merged[shard][i] for shard, i in a.feeds])
+                if len(a.feeds) > 1
+                else merged[a.feeds[0][0]][a.feeds[0][1]]
+                for a in s.late.averages
+            ]
+            feeds = [*tensors, *(v.storage for v in s.late.after), *averages]
+            values = iter(late.compute(feeds, [before[v] for v in late.variables], run)[0])
+            out = [o if v is None else next(values) for o, v in zip(out, s.late.fetches, strict=True)]
         return out
 
 
@@ -157,7 +161,7 @@ OPTIMIZERS = {
 def test_parts_equal_the_whole(name, shards, workers):
     g, x, y, loss, train, data, labels = classifier(lambda loss: OPTIMIZERS[name]().minimize(loss))
     parts = compare(g, [train, loss], [x, y], [data, labels], shards=shards, workers=workers)
-    assert parts.split.why_whole is None
+    assert parts.split.undivided is None
     assert len(parts.split.servers) == shards
     kinds = {b.kind for server in parts.split.servers for b in server.borders}
     assert kinds == {"grad"}, "slots and weights are read where they live"
@@ -185,7 +189,7 @@ def test_large_variables_are_divided_by_rows_and_all_shards_take_part(name, shar
     rtol = 0 if workers == 1 else 1e-6
     parts = compare(g, [train, loss], [x, y], [data, labels], shards=shards, workers=workers, rtol=rtol)
     placement = parts.split.placement
-    assert parts.split.why_whole is None and placement.writes == tuple(range(shards))
+    assert parts.split.undivided is None and placement.writes == tuple(range(shards))
     large = [v for v in g.variables if v.storage.numel() > 16]
     assert large and all(len(placement.homes[v.key]) == 2 for v in large)
     for v in large:
@@ -216,7 +220,8 @@ def test_a_variable_whose_update_needs_all_rows_is_not_divided(monkeypatch):
     weight = next(v for v in g.variables if v.name == "0.weight")
     apart = {**homes, weight.key: (Piece(0, "a", (0, 3)), Piece(1, "b", (3, 8)))}
     parts = compare(g, [train, loss], [x, y], [data, labels], where=apart)
-    assert "in parts on several servers" in parts.split.why_whole
+    assert "in parts on several servers" in parts.split.undivided
+    assert {b.kind for server in parts.split.servers for b in server.borders} == {"value"}, "servers take new values"
 
 
 @pytest.mark.slow
@@ -249,7 +254,7 @@ def test_clipping_by_global_norm_sees_the_averaged_gradients():
     g, x, y, loss, train, data, labels = classifier(make)
     for shards, workers in ((1, 3), (2, 3)):
         parts = compare(g, [train, loss], [x, y], [data, labels], shards=shards, workers=workers)
-        assert parts.split.why_whole is None
+        assert parts.split.undivided is None
 
 
 def test_a_watched_norm_of_gradients_needs_the_average():
@@ -259,10 +264,11 @@ def test_a_watched_norm_of_gradients_needs_the_average():
         make.norm = (pairs[0][0] ** 2).sum()
         return optimizer.apply_gradients(pairs)
 
-    g, x, y, _, train, *_ = classifier(make)
+    g, x, y, _, train, data, labels = classifier(make)
     parts = Parts(g, [train, make.norm], [x, y], workers=2)
-    assert "averaged gradients" in parts.split.why_whole
-    assert Parts(g, [train, make.norm], [x, y], workers=1).split.why_whole is None
+    assert parts.split.divides and parts.split.fetches[1] is None and len(parts.split.late.averages) == 1
+    assert Parts(g, [train, make.norm], [x, y], workers=1).split.late is None, "one task has all rows"
+    compare(g, [train, make.norm], [x, y], [data, labels], shards=2, workers=3)
 
 
 def test_an_assigned_counter_and_a_schedule_live_on_the_server():
@@ -286,7 +292,7 @@ def test_batch_norm_buffers_are_the_first_workers():
     fetches = [train, loss, *(Value(n.id) for n in writes if "step" not in n.tags)]
     assert len(fetches) > 2
     parts = compare(g, fetches, [x, y], [data, labels], shards=2, workers=1)
-    assert parts.split.why_whole is None
+    assert parts.split.undivided is None
     assert {b.kind for s in parts.split.servers for b in s.borders} == {"grad", "value"}
 
 
@@ -301,7 +307,7 @@ def after_training(g, model, x, y):
         return F.cross_entropy(model(x), y)
 
 
-def test_a_fetch_of_the_state_after_the_step_is_run_afterwards():
+def test_a_fetch_of_the_state_after_the_step_takes_the_new_values():
     model = network()
     data, labels = torch.randn(11, 4), torch.randint(0, 3, (11,))
     with tfnb.record("net") as g:
@@ -310,12 +316,13 @@ def test_a_fetch_of_the_state_after_the_step_is_run_afterwards():
         train = tfnb.train.SGD(0.1).minimize(loss)
         later = F.cross_entropy(model(x), y)
     parts = compare(g, [train, loss, later], [x, y], [data, labels], shards=2, workers=2)
-    assert parts.split.after is not None and parts.split.why_whole is None
-    alone = compare(g, [train, loss, later], [x, y], [data, labels], shards=2, workers=1)
-    assert alone.split.why_whole
+    late = parts.split.late
+    assert parts.split.divides and late.has_rows and set(late.after) == set(g.variables) and not late.averages
+    alone = compare(g, [train, loss, later], [x, y], [data, labels], shards=2, workers=1, rtol=0)
+    assert alone.split.late is None and {b.kind for server in alone.split.servers for b in server.borders} == {"grad"}
 
 
-def test_a_fetch_that_mixes_before_and_after_is_computed_whole():
+def test_a_fetch_that_mixes_before_and_after_is_computed_of_all_rows():
     model = network()
     data, labels = torch.randn(11, 4), torch.randint(0, 3, (11,))
     with tfnb.record("net") as g:
@@ -323,10 +330,9 @@ def test_a_fetch_that_mixes_before_and_after_is_computed_whole():
         loss = F.cross_entropy(model(x), y)
         train = tfnb.train.SGD(0.1).minimize(loss)
         gain = loss - F.cross_entropy(model(x), y)
-    parts = Parts(g, [train, gain], [x, y], workers=2)
-    assert "before and after" in parts.split.why_whole
-    parts.workers = 1
-    compare(g, [train, gain], [x, y], [data, labels], shards=2, workers=1)
+    for workers in (1, 2):
+        parts = compare(g, [train, gain], [x, y], [data, labels], shards=2, workers=workers)
+        assert parts.split.undivided is None and parts.split.divides == (workers > 1)
 
 
 def test_plain_writes_in_program_order():
@@ -340,7 +346,7 @@ def test_plain_writes_in_program_order():
     fetches = [before, a, b, after]
     for shards in (1, 2):
         parts = compare(g, fetches, [x], [torch.tensor([3.0, 4.0])], shards=shards, rtol=0)
-        assert parts.split.why_whole is None, "no update, so every value is known before the commit"
+        assert parts.split.undivided is None
     assert before.spec.shape == (2,)
 
 
@@ -439,7 +445,7 @@ def test_what_is_added_to_a_variable_is_sent_where_it_needs_all_of_one_that_lies
     halves = (Piece(0, "a", (0, 3)), Piece(1, "b", (3, 6)))
     where = {table.key: halves, average.key: (Piece(0, average.key),)}
     parts = compare(g, [train, loss], [x], [torch.randn(5, 6)], where=where)
-    assert parts.split.why_whole is None and parts.split.placement.raced == ("average",)
+    assert parts.split.undivided is None and parts.split.placement.raced == ("average",)
 
 
 def test_what_is_added_may_be_made_of_the_value_that_was_read():
@@ -459,7 +465,101 @@ def test_a_check_of_a_value_behind_the_update_is_made_by_a_task_that_has_the_who
             moved = u.assign(w.read() * 2)
         both = tfnb.group(train, moved)
     alone, of_two = (Parts(g, [both], [x], workers=workers).split for workers in (1, 2))
-    assert alone.why_whole is None and len(alone.checks) == 1
+    assert alone.undivided is None and len(alone.checks) == 1
     assert all(node.op != "tfnb.guard" for server in alone.servers for node in server.graph.nodes)
-    assert "guard is done with a value behind the update" in of_two.why_whole
+    assert "guard is done with a value behind the update" in of_two.undivided and not of_two.divides
     compare(g, [both], [x], [torch.randn(5, 3)], rtol=0)
+
+
+# -- late fetches ------------------------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "ratio": lambda a, b: a / (1 + b * b), "root": lambda a, b: (a * a + b * b + 1).sqrt(),
+    "bounded": lambda a, b: torch.tanh(a) + b, "largest": torch.maximum,
+}  # fmt: skip
+
+
+def late_program(seed, pick):
+    """A training step in float64 whose fetches mix values before and behind the update, and norms of gradients."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    data, target = torch.randn(11, 4, dtype=torch.float64), torch.randn(11, 1, dtype=torch.float64)
+    count = tfnb.Variable(torch.tensor(0.0, dtype=torch.float64), name="count", trainable=False)
+    optimizer = pick([tfnb.train.SGD(0.1), tfnb.train.SGD(0.1, momentum=0.9), tfnb.train.Adam(0.05)])
+    with tfnb.record() as g:
+        x, y = tfnb.placeholder(data, name="x"), tfnb.placeholder(target, name="y")
+        scale = tfnb.placeholder(torch.tensor(1.0, dtype=torch.float64), name="scale")
+        loss = (model(x) - y).square().mean()
+        pairs = optimizer.compute_gradients(loss)
+        norm = sum((grad * grad).sum() for grad, _ in pairs).sqrt()
+        if pick([False, True]):
+            pairs = [(grad * torch.clamp(0.05 / norm, max=1.0), v) for grad, v in pairs]
+        early = (x.sum(1) * scale).mean()
+        weights = sum(p.square().sum() for p in model.parameters())
+        train = tfnb.group(optimizer.apply_gradients(pairs), count.assign_add(1.0))
+        values = [
+            norm, pairs[0][0].abs().max(), weights, loss, early, loss * loss,
+            sum(p.square().sum() for p in model.parameters()), model[0].weight[1:3].sum() * scale,
+            (model(x) - y).square().mean(), (model(x) - y).abs().max(), model(x).mean() * x.shape[0], count.read(),
+        ]  # fmt: skip
+        for _ in range(pick(range(5))):
+            values.append(OPERATIONS[pick(sorted(OPERATIONS))](pick(values), pick(values)))
+    behind = values[:2] + values[6:11] + values[12:]
+    return g, [train, loss, *(pick(behind) for _ in range(2)), values[-1]], (x, y, scale), (data, target)
+
+
+def drawn(seed):
+    """A function that picks from items, by numbers that were drawn before."""
+    generator = random.Random(seed)
+    numbers = iter([generator.randrange(1 << 30) for _ in range(64)])
+    return lambda items: items[next(numbers) % len(items)]
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+def test_random_mixes_of_values_before_and_behind_the_update_equal_those_of_one_device(seed, monkeypatch):
+    monkeypatch.setattr(shards_module, "LARGE", 100 if seed % 2 else 64 << 20)
+    g, fetches, feeds, (data, target) = late_program(seed, drawn(seed))
+    fetches = list(dict.fromkeys(fetches))
+    tensors, start = [data, target, torch.tensor(0.5, dtype=torch.float64)], values_of(g)
+    program = lower(g, [as_value(f) for f in fetches], [as_value(f) for f in feeds])
+    expected = []
+    for run in range(2):
+        out, pending = program.compute(tensors, [v.storage for v in program.variables], run)
+        program.commit(pending)
+        expected.append([None if o is None else o.clone() for o in out])
+    want = values_of(g)
+    for workers in (2, 3):
+        restore(g, start)
+        parts = Parts(g, fetches, feeds, shards=1 + (seed + workers) % 3, workers=workers)
+        late = parts.split.late
+        assert parts.split.divides and late is not None
+        for run, theirs in enumerate(expected):
+            for at, (a, b) in enumerate(zip(parts.run(tensors, run), theirs, strict=True)):
+                if late.fetches[at] is not None or at == 1:  # others are means of the replicas' values
+                    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        for a, b in zip(values_of(g), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("late", "why"),
+    [
+        (lambda x, w, grad: F.dropout(x, 0.5).sum() * grad.sum(), "draws random numbers"),
+        (None, "rows of its own"),
+        (lambda x, w, grad: tfnb.gradients((x @ w).square().mean(), [w])[0].sum(), "values behind an update"),
+    ],
+    ids=["draws", "gradient of rows", "gradient behind"],
+)
+def test_what_replicas_cannot_do_again_is_not_divided_and_says_why(late, why):
+    w = tfnb.Variable(torch.randn(3, dtype=torch.float64), name="w")
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(6, 3, dtype=torch.float64), name="x")
+        before, optimizer = w.read(), tfnb.train.SGD(0.1)
+        pairs = optimizer.compute_gradients((x @ before).square().mean())
+        if why == "rows of its own":
+            grads = tfnb.gradients((x @ before).square().mean(), [x])[0].sum()
+        train = optimizer.apply_gradients(pairs)
+        value = late(x, w.read(), pairs[0][0]) if why != "rows of its own" else grads + w.read().sum()
+    parts = compare(g, [train, value], [x], [torch.randn(6, 3, dtype=torch.float64)], workers=2, steps=2)
+    assert not parts.split.divides and parts.split.late is None and why in parts.split.undivided

@@ -142,8 +142,8 @@ def fit(
     are fewer rows), does one after the other, and updates once, so that it holds what one of them needs. Gradients are
     added up weighted by rows, as the tasks of a cluster with as many of them do it in mode ``"sync"``, with the same
     random numbers; a loss that is a mean over rows trains as with the whole batch, and ``exact`` says whether one that
-    is none is looked for. Watched numbers are means by rows; whole numbers are sums, and a maximum of them is
-    refused. Running statistics of batch norm move once for each microbatch, in order. Not on a cluster.
+    is none is looked for. Watched numbers are means by rows, whole numbers sums, maxima and minima those of
+    all rows. Running statistics of batch norm move once for each microbatch, in order. Not on a cluster.
 
     checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, which says what is kept (without one the newest
     five). Every ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that

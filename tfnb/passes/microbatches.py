@@ -23,15 +23,12 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.ops import WHILE
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import uses_queues
+from tfnb.passes.flow.merges import MERGES, begin, varying_axis, way_of
 from tfnb.passes.prune import StepGraph, feed_symbols, prune
 from tfnb.passes.resolve import State, resolve
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
 _SHARE = Spec(torch.float64, ())
-NO_COUNTS = {
-    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "prod",
-}  # fmt: skip
-"""Ops whose integers over all rows are no sums of those over some rows."""
 
 
 def divide(rows: int, parts: int) -> list[tuple[int, int]]:
@@ -63,8 +60,9 @@ class Microbatches:
 def in_microbatches(step: StepGraph) -> Microbatches:
     """The step with a loop over microbatches.
 
-    Fetches: operations, and real numbers, of which one that depends on rows is the mean over microbatches weighted by
-    rows. Raises InvalidArgument where no feed has rows, Unimplemented naming what microbatches cannot do.
+    Fetches: operations, and numbers, each merged by its way of `tfnb.passes.flow.merges`: one that depends on rows is
+    the mean over microbatches weighted by rows, a count their sum, an extreme that of all rows. Raises InvalidArgument
+    where no feed has rows, Unimplemented naming what microbatches cannot do.
     """
     return _Loop(step).made()
 
@@ -181,18 +179,16 @@ class _Loop:
         derived = value not in self.fed and node.id in self.gradient
         if node.op == "tfnb.slices.default" and derived and not is_fetched:
             return "rows" if value.index == 0 else "entries"
-        is_static = not any(isinstance(size, Dim) for size in spec.shape)
-        if is_static and flows(spec.dtype) and (derived or (is_fetched and not self._is_taken(value))):
+        if derived and flows(spec.dtype) and varying_axis(spec) is None:
             return "mean"
-        is_count = is_static and is_fetched and not flows(spec.dtype) and spec.dtype is not torch.bool
-        is_count = is_count and (value in self.fed or node.op.split(".")[1] not in NO_COUNTS)
-        if is_count and not self._is_taken(value):
-            return "sum"
+        way = way_of(self.step.whole.contents, value, is_fed=value in self.fed)
+        if is_fetched and not self._is_taken(value) and not isinstance(way, int) and MERGES[way].carried:
+            return way
         where = f"  {node.source}" if node.source else ""
         raise Unimplemented(
             f"{node.name}, {spec}, depends on the rows of a microbatch and is no gradient, and "
             + ("is fetched: fetch or watch real numbers and counts" if is_fetched else "an update takes it")
-            + f"; microbatches give the mean of gradients and watched numbers, and the sum of counts{where}"
+            + f"; microbatches give the mean of gradients and watched numbers, extremes, and the sum of counts{where}"
         )
 
     def _is_taken(self, value: Value) -> bool:
@@ -222,8 +218,8 @@ class _Loop:
     def made(self) -> Microbatches:
         """All of it."""
         ways = {value: self._way(value) for value in self.borders}
-        carried = [value for value, way in ways.items() if way in ("mean", "sum")]
-        stacked = [value for value, way in ways.items() if way in ("rows", "entries")]
+        carried = [value for value, way in ways.items() if MERGES[way].carried]
+        stacked = [value for value, way in ways.items() if not MERGES[way].carried]
         guards = [Value(n.id) for n in self.state.nodes.values() if n.op == "tfnb.guard" and n.id in self.varying]
         inner = self._needed([*self.borders, *self.moved.values(), *guards])
         build = _Build(self)
@@ -279,11 +275,11 @@ class _Loop:
 
         outputs = [of(value) for value in self.moved.values()]
         for value, total, spec in zip(carried, totals, wide, strict=True):
-            if ways[value] == "sum":
-                made = _node("add", "aten.add.Tensor", (total, of(value)), spec, self_=0, other=1)
+            op = MERGES[ways[value]].carried
+            if ways[value] == "mean":
+                made = _node("add_share", op, (total, of(value), share), spec, total=0, value=1, share=2)
             else:
-                made = _node("add_share", "tfnb.add_share.default", (total, of(value), share), spec,
-                             total=0, value=1, share=2)  # fmt: skip
+                made = _node(ways[value], op, (total, of(value)), spec, self_=0, other=1)
             body.append(made)
             outputs.append(made.value())
         for value in stacked:
@@ -294,7 +290,7 @@ class _Loop:
             else:
                 outputs.append(of(value))
         part = Subgraph(Contents(tuple(body)), tuple(inputs), tuple(outputs))
-        return build.step_of(part, variables, carried, stacked, captured, shapes, shares, inner)
+        return build.step_of(part, variables, ways, captured, shapes, shares, inner)
 
 
 @dataclass
@@ -320,14 +316,16 @@ class _Build:
         return Value(self.front[-1].id)
 
     def step_of(
-        self, body: Subgraph, variables: Sequence[Variable], carried: Sequence[Value], stacked: Sequence[Value],
+        self, body: Subgraph, variables: Sequence[Variable], ways: Mapping[Value, str],
         captured: Iterable[Value], shapes: dict[Value, Value], shares: Value, inner: dict[int, Node],
     ) -> Microbatches:  # fmt: skip
         """The step around this body."""
         loop, made = self.loop, self.inside
         step, state = loop.step, loop.state
         before = self._before(captured)
-        reads, zeros, flat = self._reads(variables), self._zeros(carried), self._flat(shapes)
+        carried = [value for value, way in ways.items() if MERGES[way].carried]
+        stacked = [value for value, way in ways.items() if not MERGES[way].carried]
+        reads, zeros, flat = self._reads(variables), self._zeros(carried, ways), self._flat(shapes)
         inputs: list[Value] = []
 
         def ref(value: Value) -> Ref:
@@ -420,12 +418,12 @@ class _Build:
             found.append(node.value())
         return found
 
-    def _zeros(self, carried: Iterable[Value]) -> list[Value]:
-        """What sums start with: adding to -0.0 changes no bit."""
+    def _zeros(self, carried: Iterable[Value], ways: Mapping[Value, str]) -> list[Value]:
+        """What sums, and extremes, start with: taking a value to it changes no bit of that."""
         found = []
         for value in carried:
             spec = _wide(self.loop._spec(value))
-            attrs = {"size": list(spec.shape), "fill_value": -0.0 if flows(spec.dtype) else 0, "dtype": spec.dtype,
+            attrs = {"size": list(spec.shape), "fill_value": begin(ways[value], spec.dtype), "dtype": spec.dtype,
                      "device": torch.device(spec.device), "pin_memory": False}  # fmt: skip
             node = Node(id=new_id(), name="none", op="aten.full.default", outputs=(spec,), attrs=attrs)
             self.inside.append(node)

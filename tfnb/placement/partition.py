@@ -15,12 +15,15 @@ server, on the average, as it would on one machine. Other values are the first w
 Variable that lies whole on a server, or changes it number by number in another way, runs there, too: of no task is that
 part lost, whichever comes first.
 
-What a fetch may need from after the update decides how a step runs: see `Split`.
+A fetch that depends on the update, or on averaged gradients, is computed anew where one task has all rows: an update is
+an op like others, so the task that has its operands does it as well as the server. Where replicas divide the rows, none
+has the average: the first replica computes such fetches when a step is written, see `Late`. What replicas cannot divide
+exactly, one task computes from all rows, and what a server cannot update in part it is sent (`Split.undivided`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,7 +32,7 @@ from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import STRUCTURAL
-from tfnb.graph.subgraph import uses_queues
+from tfnb.graph.subgraph import nested, uses_queues
 from tfnb.passes import StepGraph
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import End, Partition
@@ -44,7 +47,7 @@ NOWHERE: frozenset[Place] = frozenset()
 
 
 class Undivided(Exception):
-    """A server would need all rows of a Variable that lies in parts on several."""
+    """Replicas, or servers that hold rows of a Variable, cannot do their parts of a step; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,36 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
+class Average:
+    """A gradient averaged over the replicas: ``feeds``, by shard and position, of servers; rows of it in order."""
+
+    feeds: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Fetches that depend on averaged gradients, or on what updates made of them, as one replica computes them.
+
+    ``graph`` reads Variables as they were before the step. Its ``feeds`` are those of the step, of all rows of the
+    batch, then the new values of the Variables ``after``, then ``averages``. ``fetches``: None for those that each
+    replica computes. ``has_rows``: whether any depends on the rows that were fed.
+    """
+
+    graph: Graph
+    feeds: tuple[Value, ...]
+    fetches: tuple[Value | None, ...]
+    after: tuple[Variable, ...]
+    averages: tuple[Average, ...]
+    has_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """A step in parts.
 
-    ``compute`` has one placeholder for each feed (``feeds``) and gives ``fetches`` (None: not from here), the border
-    values and ``checks``, nodes that are done for what they do. ``after``: what the other fetches need, as a graph to
-    be run when the step is committed. ``why_whole`` (then there are no servers): the reason why one task must compute
-    the whole step, updates included, on private copies, and send whole new values; ``final`` has these.
+    ``compute`` has one placeholder for each feed (``feeds``) and gives ``fetches`` (None: ``late`` gives it), the
+    border values and ``checks``, nodes that are done for what they do. ``divides``: whether data-parallel replicas may
+    divide the rows of a batch; ``undivided``: why not, where that was asked for, or why servers do no updates.
     """
 
     compute: Graph
@@ -77,39 +103,39 @@ class Split:
     placement: Placement
     checks: tuple[Value, ...] = ()
     servers: tuple[Server, ...] = ()
-    after: Graph | None = None
-    after_feeds: tuple[Value, ...] = ()
-    after_fetches: tuple[Value | None, ...] = ()
-    why_whole: str | None = None
-    final: Mapping[Variable, Value] = field(default_factory=dict)
+    late: Late | None = None
+    divides: bool = False
+    undivided: str | None = None
 
 
 def split(step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ...] = ()) -> Split:
     """Split a step; ``homes``: where each variable lies.
 
-    ``parallel``: the rows of a batch will be divided over workers, so no single one of them can give a fetch that
+    ``parallel``: the rows of a batch will be divided over replicas, so no single one of them can give a fetch that
     depends on averaged gradients. ``tasks``: those that the graph asks for.
     """
+    why = None
+    for divides in (True, False) if parallel else (False,):
+        try:
+            cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, tasks, divides)
+            return replace(cut.parts(), undivided=why)
+        except Undivided as error:
+            why = why or str(error)
     cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, tasks)
-    late = [value for value in step.fetches if cut.is_late(value, parallel)]
-    if late and not parallel:
-        return cut.whole("a fetched value depends on the update")
-    mixed = next((value for value in late if cut.after_nodes([value]) is None), None)
-    if mixed is not None:
-        name = step.whole.contents.by_id[mixed.node].name
-        return cut.whole(
-            f"{name} depends on averaged gradients, or on state both before and after the step: without it "
-            "among the fetches and watched values tasks divide the rows"
-        )
-    behind = next((node for node in cut.checks if node.id in cut.state.updated), None)
-    if behind is not None and parallel:
-        return cut.whole(
-            f"{behind.name} is done with a value behind the update, which no task has of averaged gradients"
-        )
-    try:
-        return cut.parts(late)
-    except Undivided as error:
-        return cut.whole(str(error))
+    return replace(cut.assigned(), undivided=why)
+
+
+@dataclass
+class _LateSources:
+    """What late fetches are computed from: new values of Variables, averaged gradients, and nodes that are done again.
+
+    has_rows: whether any of it depends on the rows that were fed.
+    """
+
+    after: dict[Value, Variable] = field(default_factory=dict)
+    averages: dict[Value, None] = field(default_factory=dict)
+    nodes: set[int] = field(default_factory=set)
+    has_rows: bool = False
 
 
 @dataclass
@@ -122,6 +148,7 @@ class _Cut:
     feeds: tuple[Value, ...]
     homes: Homes
     tasks: tuple[int, ...]
+    divides: bool = False
     state: State = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
 
@@ -137,31 +164,34 @@ class _Cut:
         """Nodes that are done for what they do."""
         return [node for node in self.state.nodes.values() if node.op == "tfnb.guard" or uses_queues(node)]
 
-    def is_late(self, value: Value, parallel: bool) -> bool:
-        """Whether a fetch is to be had only from the averaged step."""
+    def _is_behind(self, node: Node) -> bool:
+        """Whether a node depends on an update, or on gradients that are averaged before it takes them."""
+        return node.id in self.state.updated or (node.id in self.gradient and "gradient" not in node.tags)
+
+    def _is_late(self, value: Value) -> bool:
+        """Whether no replica has a fetch before the averaged step."""
         value = self.state.resolved(value)
         node = self.state.nodes.get(value.node)
-        if node is None or value in self.feeds or not node.outputs:
-            return False
-        processed = node.id in self.gradient and "gradient" not in node.tags
-        return node.id in self.state.updated or (parallel and processed)
+        is_made = node is not None and value not in self.feeds and bool(node.outputs)
+        return self.divides and is_made and node is not None and self._is_behind(node)
 
     # -- compute ----------------------------------------------------------------------------------------------
 
-    def whole(self, reason: str) -> Split:
-        """One task computes everything."""
+    def parts(self) -> Split:
+        """Compute graph, server graphs, and what one replica computes when a step is written. Raises Undivided."""
+        late = [self._is_late(value) for value in self.fetches]
+        behind = next((node for node in self.checks if self.divides and node.id in self.state.updated), None)
+        if behind is not None:
+            raise Undivided(
+                f"{behind.name} is done with a value behind the update, which no task has of averaged gradients"
+            )
+        found = self._found_late([v for v, is_late in zip(self.fetches, late, strict=True) if is_late])
         fed = _Feeds(self.graph, self.feeds)
-        compute = self._derived(fed, self.pruned.nodes)
-        devices = {node.id: (str(TASK),) for node in self.pruned.nodes}
-        placement = Placement(devices, self.homes, (), tuple(self._targets), self.tasks, self._changed)
-        final = {variable: fed.of(value) for variable, value in self.state.final.items()}
-        return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), placement, why_whole=reason, final=final)
-
-    def parts(self, late: Sequence[Value]) -> Split:
-        """Compute graph, server graphs, and what is to be seen afterwards."""
-        fed = _Feeds(self.graph, self.feeds)
-        fetches = [None if v in late or not self._gives(v) else self.state.resolved(v) for v in self.fetches]
-        cut = self._cut(filter(None, fetches))
+        fetches = [
+            None if is_late or not self._gives(v) else self.state.resolved(v)
+            for v, is_late in zip(self.fetches, late, strict=True)
+        ]
+        cut = self._cut(fetches, found.averages)
         servers = [self._server(cut, shard, mine) for shard, mine in self._targets.items()]
         return Split(
             self._derived(fed, cut.nodes(TASK)),
@@ -169,15 +199,40 @@ class _Cut:
             tuple(None if value is None else fed.of(value) for value in fetches),
             self._placed(cut, servers),
             tuple(Value(node.id) for node in self.checks),
-            tuple(replace(s, borders=tuple(b._replace(value=fed.of(b.value)) for b in s.borders)) for s in servers),
-            *self._after(late),
+            self._fed_by(fed, servers),
+            self._late(found, late, servers) if any(late) else None,
+            self.divides,
         )
 
-    def _cut(self, fetches: Iterable[Value]) -> Partition:
-        """The step by places: fetches and checks are wanted of the task, new values of the servers that hold them."""
+    def assigned(self) -> Split:
+        """One task computes everything, new values too, which servers take as they are."""
+        fed = _Feeds(self.graph, self.feeds)
+        fetches = [self.state.resolved(v) if self._gives(v) else None for v in self.fetches]
+        servers = [self._assigning(shard, mine) for shard, mine in self._targets.items()]
+        devices = {node.id: (str(TASK),) for node in self.pruned.nodes}
+        transfers = tuple(border for server in servers for border in server.borders)
+        return Split(
+            self._derived(fed, self.state.nodes.values()),
+            fed.values,
+            tuple(None if value is None else fed.of(value) for value in fetches),
+            Placement(devices, self.homes, transfers, tuple(self._targets), self.tasks, self._changed),
+            tuple(Value(node.id) for node in self.checks),
+            self._fed_by(fed, servers),
+        )
+
+    @staticmethod
+    def _fed_by(fed: _Feeds, servers: Iterable[Server]) -> tuple[Server, ...]:
+        """The servers, whose borders are values of the compute graph."""
+        return tuple(replace(s, borders=tuple(b._replace(value=fed.of(b.value)) for b in s.borders)) for s in servers)
+
+    def _cut(self, fetches: Iterable[Value | None], averages: Collection[Value] = ()) -> Partition:
+        """The step by places: fetches and checks are wanted of the task, new values of the servers that hold them.
+
+        averages: gradients that some server is to have: the first one has those that no update takes.
+        """
         symbols, native = symbols_of(self.graph, self.feeds), lambda node: True
         flow = frames.lower(Contents(tuple(self.state.nodes.values())), self.feeds, symbols, native=native)
-        ends = [End(flow.ports[value], at=TASK) for value in fetches]
+        ends = [End(flow.ports[value], at=TASK) for value in fetches if value is not None]
         ends += [End(None, flow.done[node.id], TASK) for node in self.checks]
         ends += [End(flow.ports[v], at=server(shard)) for shard, mine in self._targets.items() for v in mine.values()]
         also = self._also()
@@ -186,7 +241,10 @@ class _Cut:
             else Home(TASK, also=NOWHERE if op.node is None else also[op.node.id])
             for op in flow.ops
         ]  # fmt: skip
-        return Partition(flow, ends, homes)
+        found = Partition(flow, ends, homes)
+        sent = {flow.value(e.port) for e in found.edges if e.to != TASK and e.kind == Amount.VALUE}
+        more = [End(flow.ports[value], at=server(min(self._targets))) for value in averages if value not in sent]
+        return Partition(flow, [*ends, *more], homes) if more else found
 
     def _gives(self, value: Value) -> bool:
         """Whether the fetched node has outputs at all."""
@@ -289,8 +347,23 @@ class _Cut:
         borders = tuple(Transfer(v, shard, kind, rows.get(v), _changed_by(v, contents)) for v, kind in kinds.items())
         fed = _Feeds(self.graph, tuple(kinds))
         nodes = [fed.rewired(replace(node, control=()) if node.control else node) for node in mine]
+        new = {variable: fed.of(value) for variable, value in targets.items()}
+        return self._applying(shard, fed, nodes, new, borders)
+
+    def _assigning(self, shard: int, targets: Mapping[Variable, Value]) -> Server:
+        """The graph that assigns the new values of one shard as a task sends them."""
+        pieces = {v: piece.rows for v in targets for piece in self.homes[v.key] if piece.shard == shard}
+        borders = tuple(Transfer(value, shard, "value", pieces[v], v.name) for v, value in targets.items())
+        fed = _Feeds(self.graph, tuple(targets.values()))
+        return self._applying(shard, fed, (), dict(zip(targets, fed.values, strict=True)), borders)
+
+    def _applying(
+        self, shard: int, fed: _Feeds, nodes: Iterable[Node], new: Mapping[Variable, Value],
+        borders: tuple[Transfer, ...],
+    ) -> Server:  # fmt: skip
+        """The graph of a server that does ``nodes`` and assigns new values."""
         last = {node.attrs["variable"]: node for node in self.pruned.nodes if node.op == "tfnb.assign"}
-        assigns = [replace(last[variable], inputs=(fed.of(value),), control=()) for variable, value in targets.items()]
+        assigns = [replace(last[variable], inputs=(value,), control=()) for variable, value in new.items()]
         done = tuple(Value(node.id) for node in assigns)
         attrs = {"values": tuple(map(Ref, range(len(done))))}
         group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=done, attrs=attrs)
@@ -410,37 +483,74 @@ class _Cut:
     def _spec(self, value: Value) -> Spec:
         return self.graph.contents.by_id[value.node].outputs[value.index]
 
-    # -- afterwards ---------------------------------------------------------------------------------------------
+    # -- late ---------------------------------------------------------------------------------------------------
 
-    def after_nodes(self, values: Iterable[Value]) -> list[Node] | None:
-        """The nodes that show ``values`` from the state after the step, or None if that state is not enough."""
-        by_id, found = self.pruned.contents.by_id, {}
-        stack = [value for value in values if value not in self.feeds]
+    def _found_late(self, late: Sequence[Value]) -> _LateSources:
+        """What leads to late fetches. Raises Undivided naming what one replica cannot know, or do again."""
+        found, finals = _LateSources(), {value: variable for variable, value in self.state.final.items()}
+        stack, seen = [(self.state.resolved(value), value) for value in late], set[Value]()
         while stack:
-            node = by_id[stack.pop().node]
-            if node.id in found:
+            value, end = stack.pop()
+            if value in seen:
                 continue
-            found[node.id] = node
-            if node.op in ("tfnb.read", "tfnb.assign"):
-                variable = node.attrs["variable"]
-                final = self.state.final.get(variable)
-                if final is not None and self.state.same.get(Value(node.id)) != final:
-                    return None
-                found[node.id] = replace(node, op="tfnb.read", inputs=(), attrs={"variable": variable}, control=())
-            elif node.tags & {"gradient", "update"}:
-                return None
+            seen.add(value)
+            if value in self.feeds:
+                found.has_rows |= any(isinstance(size, Dim) for size in self._spec(value).shape)
+                continue
+            node = self.state.nodes[value.node]
+            if value in finals and (self._is_behind(node) or _is_buffer(finals[value])):
+                found.after[value] = finals[value]
+            elif "gradient" in node.tags:
+                self._ensure_averaged(value, end)
+                found.averages[value] = None
             else:
-                stack.extend(v for v in node.inputs if v not in self.feeds)
-        return [found[node.id] for node in self.pruned.nodes if node.id in found]
+                if why := _not_again(node):
+                    raise Undivided(f"{self._named(end)} depends on {node.name}, which {why}")
+                found.has_rows |= bool(node.symbols) or any(spec.symbols for spec in node.outputs)
+                found.nodes.add(node.id)
+                stack.extend((v, end) for v in node.inputs)
+        return found
 
-    def _after(self, late: Sequence[Value]) -> tuple[Graph | None, tuple[Value, ...], tuple[Value | None, ...]]:
-        nodes = self.after_nodes(late)
-        if not late or nodes is None:
-            return None, (), ()
-        ids = {node.id for node in nodes}
-        fed = _Feeds(self.graph, self.feeds)
-        kept = [replace(node, control=tuple(i for i in node.control if i in ids)) for node in nodes]
-        return self._derived(fed, kept), fed.values, tuple(fed.of(v) if v in late else None for v in self.fetches)
+    def _ensure_averaged(self, value: Value, end: Value) -> None:
+        """Raise Undivided for a gradient of which servers make no average, and that a late fetch depends on."""
+        spec, node = self._spec(value), self.state.nodes[value.node]
+        why = ""
+        if not self._targets:
+            why = "the step writes nothing, so no server averages it"
+        elif node.id in self.state.updated:
+            why = "which is one of values behind an update"
+        elif spec.symbols or not spec.dtype.is_floating_point or node.op == "tfnb.slices.default":
+            why = "which has rows of its own on each task"
+        if why:
+            raise Undivided(f"{self._named(end)} depends on the gradient {node.name}, {why}")
+
+    def _named(self, value: Value) -> str:
+        return self.graph.contents.by_id[value.node].name
+
+    def _late(self, found: _LateSources, late: Sequence[bool], servers: Sequence[Server]) -> Late:
+        """The graph of late fetches; its averages are feeds of these servers."""
+        at: dict[Value, list[tuple[Rows | None, tuple[int, int]]]] = {}
+        for each in servers:
+            for position, border in enumerate(each.borders):
+                at.setdefault(border.value, []).append((border.rows, (each.shard, position)))
+        averages = []
+        for value in found.averages:
+            whole = next((feed for rows, feed in at[value] if rows is None), None)
+            pieces = sorted((rows, feed) for rows, feed in at[value] if rows is not None)
+            averages.append(Average((whole,) if whole is not None else tuple(feed for _, feed in pieces)))
+        fed = _Feeds(self.graph, (*self.feeds, *found.after, *found.averages))
+        kept = [
+            replace(node, control=tuple(i for i in node.control if i in found.nodes))
+            for node in self.state.nodes.values() if node.id in found.nodes
+        ]  # fmt: skip
+        ends = [
+            fed.of(self.state.resolved(value)) if is_late else None
+            for value, is_late in zip(self.fetches, late, strict=True)
+        ]
+        return Late(
+            self._derived(fed, kept), fed.values, tuple(ends), tuple(found.after.values()), tuple(averages),
+            found.has_rows,
+        )  # fmt: skip
 
 
 class _Feeds:
@@ -514,6 +624,15 @@ def _sized(nodes: Sequence[Node]) -> tuple[Node, ...]:
         return Spec(spec.dtype, tuple(own.get(d.expr, d) if isinstance(d, Dim) else d for d in spec.shape), spec.device)
 
     return tuple(replace(node, outputs=tuple(map(resized, node.outputs))) for node in nodes)
+
+
+def _not_again(node: Node) -> str:
+    """Why a node that replicas did cannot be done again by one of them; empty if it can."""
+    if any(uses_queues(each) for each in (node, *nested(node))):
+        return "uses a queue"
+    if any(each.stream is not None for each in (node, *nested(node))):
+        return "draws random numbers"
+    return ""
 
 
 def _is_buffer(variable: Variable) -> bool:

@@ -81,12 +81,13 @@ def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,), servers: in
     return tuple(sorted(chosen))
 
 
-def ensure_on_servers(found: Sequence[Asked], devices: Mapping[int, Sequence[str]], why_whole: str | None) -> None:
+def ensure_on_servers(found: Sequence[Asked], devices: Mapping[int, Sequence[str]], undivided: str | None) -> None:
     """Raise Unimplemented for the first node that asks for a server and is not done there.
 
-    devices: places of each node by id (`tfnb.placement.placement.Placement`); why_whole: why servers do nothing of the
-    step, if so.
+    devices: places of each node by id (`tfnb.placement.placement.Placement`); undivided: as of
+    `tfnb.placement.partition.Split`.
     """
+    has_updates = any(place.startswith("ps:") for places in devices.values() for place in places)
     for each in found:
         node, request = each
         if request.job != "ps" or request.soft:
@@ -98,8 +99,8 @@ def ensure_on_servers(found: Sequence[Asked], devices: Mapping[int, Sequence[str
             why = "loops and branches, and what is inside of them, are done by tasks"
         elif places:
             why = f"it is done where the Variable lies that it updates, at {', '.join(places)}"
-        elif why_whole is not None:
-            why = f"one task does all of the step: {why_whole}"
+        elif undivided is not None and not has_updates:
+            why = f"one task does all of the step: {undivided}"
         else:
             why = (
                 "a server computes updates of the Variables that it holds whole, by optimizers or number by number, "

@@ -155,11 +155,11 @@ def probe(step: StepGraph, homes: Homes) -> Probe | None:
     """What is to be computed to compare the gradients of a step; None where tasks average none."""
     rows, losses, numbers = _numbers(step)
     cut = split(step.also(numbers), homes, parallel=True)
-    if cut.why_whole is not None:  # a loss of values after an update
+    if not cut.divides:  # a loss of values after an update
         losses = numbers = ()
         cut = split(step, homes, parallel=True)
     borders = tuple({b.value: b for s in cut.servers for b in s.borders if b.kind != "value"}.values())
-    if cut.why_whole is not None or not any(b.kind in ("grad", "rows") for b in borders):
+    if not cut.divides or not any(b.kind in ("grad", "rows") for b in borders):
         return None
     places = cut.fetches[len(cut.fetches) - len(numbers) :]
     known = [(number, at) for number, at in zip(numbers, places, strict=True) if at is not None]

@@ -17,10 +17,10 @@ import tfnb.cluster.server.core as core_module
 from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived
 from tfnb.cluster.server.ledger import WINDOW, Ledger
-from tfnb.cluster.server.parts import mean
 from tfnb.cluster.wire import sparse_values
 from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request
 from tfnb.graph import lazy_memory
+from tfnb.passes.flow.merges import mean
 from tfnb.state.store import Store
 
 

@@ -111,7 +111,7 @@ def loop_on(servers, staleness=None, name="loop", before=lambda: None, ahead=Non
     def run(feeds, values, index, task, rows):
         seen.append({key: value.item() for key, value in values.items()})
         before()
-        return [], [Push(shard, "add", (), (torch.full((1,), 1.0),), ("w",)) for shard in servers.shards]
+        return [], [Push(shard, "add", (torch.full((1,), 1.0),), ("w",)) for shard in servers.shards]
 
     program = SimpleNamespace(reads={shard: [f"w{shard}"] for shard in servers.shards}, run=run, lookups=[])
     return Loop(servers, name, "t", program, ahead, servers.shards, staleness), seen

@@ -17,9 +17,9 @@ from tfnb.cluster.modes.rounds import UNTOLD, Ask, Cut, CutAt, Rounds, Written
 from tfnb.cluster.server.core import Core
 from tfnb.cluster.server.core_events import Arrived, Reply, Send, Tick
 from tfnb.cluster.server.cores import Cores
-from tfnb.cluster.server.parts import mean
 from tfnb.cluster.tasks.pieces import Part
 from tfnb.cluster.wire.messages import GIVEN_UP, Failed, Ok, OpId, Refused, Request
+from tfnb.passes.flow.merges import mean
 from tfnb.state.store import Store
 
 BAD = Failed("InvalidArgument", "kernel")

@@ -563,7 +563,8 @@ class Engine:
     async def register(self, placed: Placed, member: Member, *, again: bool = False) -> None:
         """See that a task and the servers know the plans of a step."""
         plan = placed.plan(member.number)
-        work: list[tuple[Member, str, Plan, int | None]] = [(member, "register", plan, None)]
+        plans = [plan] if placed.late is None else [plan, placed.late]
+        work: list[tuple[Member, str, Plan, int | None]] = [(member, "register", each, None) for each in plans]
         work += [(self.shards[shard], "register_shard", plan, shard) for shard, plan in placed.servers.items()]
         missing = [item for item in work if again or item[2].id not in item[0].plans]
         if missing:

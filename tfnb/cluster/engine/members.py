@@ -148,6 +148,11 @@ class Mode(NamedTuple):
         """Whether all tasks make each step together."""
         return self.name in ("sync", "allreduce")
 
+    @property
+    def may_have_spare(self) -> bool:
+        """Whether a step may be written without the part of a task."""
+        return bool(self.backup or self.required)
+
     def __str__(self) -> str:
         options = {"staleness": self.staleness} if self.staleness is not None else {}
         options |= {"backup": self.backup} if self.backup else {}

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from tfnb.cluster.engine.step_record import PINGS, StepRecord
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
 from tfnb.cluster.queues.deadlocks import Use
-from tfnb.cluster.tasks.programs import Placed, Plan
+from tfnb.cluster.tasks.programs import Placed
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, failed
 from tfnb.cluster.wire.transport import read_outcome
 from tfnb.errors import TfnbError, Unavailable
@@ -114,8 +114,8 @@ class SingleSteps:
     async def run(
         self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = (),
         see: See | None = None, counted: Callable[[int], object] = int, record: StepRecord | None = None,
-    ) -> tuple[list[list[Any]], list[int], list[Any]]:  # fmt: skip
-        """One step. Values of each worker, their rows, and the values seen after the commit.
+    ) -> tuple[list[list[Any]], list[int]]:  # fmt: skip
+        """One step. Values of each worker, and their rows.
 
         One at a time, but for steps that use ``queues`` (shard and key of each): they wait for others, and take their
         turn when they commit. counted: gets the cluster's count of steps with this one. see: gets the values of each
@@ -129,7 +129,7 @@ class SingleSteps:
                 await turn.enter_async_context(self.turn)
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
             await self._let_ranks_stand(placed, turn, deadline, seconds)
-            whole, lost = placed.why_whole is not None, list[int]()
+            whole, lost = not placed.divides, list[int]()
             use = turn.enter_context(self.engine.deadlocks.use(queues, len(placed.parts) or 1))
             while True:
                 tasks = await self.engine.idle(deadline, placed.tasks, since)
@@ -161,10 +161,7 @@ class SingleSteps:
                 self.engine.step += 1
                 counted(self.engine.step)
                 self.wrote(placed.written)
-            after: list[Any] = []
-            if placed.after is not None:
-                after = await self._afterwards(placed, placed.after, batch, deadline, seconds)
-            return _results(placed, end.values), list(end.rows)[: 1 if placed.parts else None], after
+            return _results(placed, end.values), list(end.rows)[: 1 if placed.parts else None]
 
     async def _let_ranks_stand(
         self, placed: Placed, turn: AsyncExitStack, deadline: float, seconds: float | None
@@ -215,18 +212,6 @@ class SingleSteps:
         there = {member.name for member in self.engine.tasks if member.is_there}
         gone = ", ".join(sorted(names - there)) or "a task"
         return f"the step has parts on {', '.join(sorted(names))}, and {gone} is gone; nothing of it was written"
-
-    async def _afterwards(
-        self, placed: Placed, after: Plan, batch: Batch, deadline: float, seconds: float | None
-    ) -> list[Any]:
-        """Fetches of the state after the commit: a read of its own."""
-        reading = Placed(after, {}, placed.after_fetched, replace(placed.placement, transfers=(), writes=()))
-        since = self.engine.interrupts
-        machine = p.Step(await self.engine.idle(deadline, placed.tasks, since), (), self._numbers, deadline=deadline)
-        end, _ = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index), since)
-        if end.cause is not None:
-            raise self.engine.error(end.cause, seconds)
-        return _unpacked(end.values[0])
 
     async def _drive(
         self, machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use | None = None,

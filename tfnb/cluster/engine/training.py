@@ -94,7 +94,10 @@ class Training:
         self.is_held = self.is_left = False
         self._interrupts = engine.interrupts
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._ways = [way for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
+        late = 0 if placed.late is None else len(placed.late.meta["fetches"])
+        found = [(place, way) for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
+        self._ways: list[Way] = [way for _, way in sorted(found, key=lambda each: each[0])]
+        self._ways[len(found) - late :] = ["first"] * late  # one replica computes them, of all rows
         self._name = self._new_name()
         self._loops: dict[int, _Listening] = {}  # task -> its loop
         self._gone: list[str] = []  # loops of tasks that were lost: some of what they sent may be on its way
@@ -434,16 +437,17 @@ class Training:
         rows = [heard.rows for heard in known]
         joined: list[torch.Tensor | None] = []
         for index, way in enumerate(self._ways):
-            values = [heard.values[index] for heard in known]
+            taken = known[:1] if way == "first" else known
+            values = [heard.values[index] for heard in taken]
             parts = [
                 value[at - heard.start :][:count]
-                for value, heard in zip(values, known, strict=True)
+                for value, heard in zip(values, taken, strict=True)
                 if value is not None
             ]
             if len(parts) < len(values):
                 joined.append(None)
             else:
-                joined.append(join(way, parts, rows, steps=1))
+                joined.append(join(way, parts, rows[: len(parts)], steps=1))
         return joined
 
     # -- loops ------------------------------------------------------------------------------------------------------
@@ -461,6 +465,7 @@ class Training:
         self._streams.add(piece.stream)
         meta: dict[str, Any] = {
             "training": self._name, "data": self._sent.name, "loop": loop.name, "plan": self.placed.compute.id,
+            "late": None if self.placed.late is None else self.placed.late.id,
             "part": part, "shards": list(self.placed.writes),
             "number": piece.number, "stream": self._stream(piece.stream), "first": piece.first, "count": piece.count,
             "staleness": self._staleness, "order": None, "steps": None, "run": 0, "meeting": None,
@@ -537,8 +542,8 @@ class Training:
 
     def _hear(self, task: int, loop: _Listening, answer: Ok) -> None:
         """Take what a task tells of the steps that it had not told of before."""
-        at, some, tensors = int(answer.meta["at"]), answer.meta["some"], iter(answer.tensors)
-        for number, start, count, place, parts, rows in answer.meta["groups"]:
+        at, tensors = int(answer.meta["at"]), iter(answer.tensors)
+        for number, start, count, place, parts, rows, some in answer.meta["groups"]:
             values = [next(tensors) if has else None for has in some]
             known = min(count, max(0, loop.seen - at))
             at += count

@@ -1,4 +1,4 @@
-"""How the workers' values of one fetch become the value of the whole batch. Pure; imports the graph.
+"""How the workers' values of one fetch become the value of the whole batch, by `tfnb.passes.flow.merges`. Pure.
 
 Rows are put together, along the first axis that varies; what does not depend on the feeds is the first worker's; a
 floating value is averaged weighted by rows, which is exact for a mean over rows; an integer is summed, as a count over
@@ -9,18 +9,13 @@ a median's or the place of a maximum, NaN says that there is no value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from tfnb.cluster.server.parts import mean
-from tfnb.graph import Contents, Dim, Node, Value
-from tfnb.graph.spec import flows
+from tfnb.graph import Value
 from tfnb.passes import StepGraph
-from tfnb.passes.microbatches import NO_COUNTS
-
-Way = Literal["first", "mean", "sum", "max", "min", "none"] | int  # an int: the axis that rows lie on
-EXTREMES: dict[str, Way] = {"max": "max", "amax": "max", "min": "min", "amin": "min"}
+from tfnb.passes.flow.merges import MERGES, Way, way_of
 
 
 def joins(step: StepGraph) -> list[Way]:
@@ -36,29 +31,9 @@ def joins(step: StepGraph) -> list[Way]:
         node = contents.by_id[value.node]
         if not node.outputs or (value not in fed and value.node not in varying):
             return "first"
-        return _way(contents, node, value, is_fed=value in fed)
+        return way_of(contents, value, is_fed=value in fed)
 
     return [way(value) for value in step.fetches]
-
-
-def _way(contents: Contents, node: Node, value: Value, *, is_fed: bool) -> Way:
-    spec, op = node.outputs[value.index], "" if is_fed else node.op.split(".")[1]
-    axis = _axis(contents, value)
-    if axis is not None:
-        return axis
-    if op in EXTREMES and value.index == 0 and _axis(contents, node.inputs[0]) is not None:  # of the rows themselves
-        return EXTREMES[op]
-    if flows(spec.dtype):
-        return "mean"
-    if spec.dtype is torch.bool:
-        return "first"
-    return "none" if op in NO_COUNTS else "sum"
-
-
-def _axis(contents: Contents, value: Value) -> int | None:
-    """The first axis whose size varies."""
-    shape = contents.by_id[value.node].outputs[value.index].shape
-    return next((axis for axis, size in enumerate(shape) if isinstance(size, Dim)), None)
 
 
 def join(way: Way, values: Sequence[Any], rows: Sequence[int], steps: int = 0) -> Any:
@@ -71,17 +46,10 @@ def join(way: Way, values: Sequence[Any], rows: Sequence[int], steps: int = 0) -
     >>> join(1, [torch.ones(2, 3), torch.ones(2, 4)], [3, 4]).shape
     torch.Size([2, 7])
     """
-    if len(values) == 1 or values[0] is None or way == "first":
+    if len(values) == 1 or values[0] is None:
         return values[0]
-    if way == "none":
-        return torch.full_like(values[0], torch.nan, dtype=torch.float32)
     axis = way + steps if isinstance(way, int) else None
-    if len({tuple(size for at, size in enumerate(value.shape) if at != axis) for value in values}) > 1:
+    is_apart = len({tuple(size for at, size in enumerate(value.shape) if at != axis) for value in values}) > 1
+    if is_apart and way not in ("first", "none"):
         return None
-    if axis is not None:
-        return torch.cat(list(values), axis)
-    if way == "mean":
-        return mean(values, rows)
-    return getattr(torch.stack(list(values)), {"max": "amax", "min": "amin"}.get(str(way), "sum"))(0).to(
-        values[0].dtype
-    )
+    return torch.cat(list(values), axis) if axis is not None else MERGES[str(way)].merge(values, rows)

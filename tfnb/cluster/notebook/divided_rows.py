@@ -15,7 +15,6 @@ from functools import cached_property
 import torch
 
 from tfnb.cluster.engine.members import Batch
-from tfnb.cluster.server.parts import MERGES
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
 from tfnb.execution import Program, lower
 from tfnb.execution.running import Running
@@ -24,6 +23,7 @@ from tfnb.graph.lazy_memory import ensure_room
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested
 from tfnb.passes import StepGraph, feed_symbols, peak
+from tfnb.passes.flow.merges import MERGES
 from tfnb.passes.microbatches import divide
 from tfnb.placement.placement import Homes, Piece
 from tfnb.placement.row_means import Probe, Reason, probe
@@ -198,7 +198,7 @@ class _Comparing:
     def _grads(self, parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int]) -> dict[str, torch.Tensor]:
         """The mean by rows, as servers make it, of each gradient, by the name of its Variable."""
         merged = {
-            border.value: MERGES[border.kind]([part[at] for part in parts], rows)
+            border.value: MERGES[border.kind].merge([part[at] for part in parts], rows)
             for at, border in enumerate(self.probe.borders)
         }
         found: dict[str, torch.Tensor] = {}
@@ -218,7 +218,7 @@ class _Comparing:
         """What makes the difference."""
         apart: set[Value] = set()
         for at, value in enumerate(self.probe.numbers, len(self.probe.borders)):
-            mean = MERGES["grad"]([part[at] for part in parts], rows)
+            mean = MERGES["grad"].merge([part[at] for part in parts], rows)
             one = {"": whole[at]}
             if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}, NEAR) is not None:
                 apart.add(value)

@@ -55,6 +55,7 @@ from tfnb.state.steps_taken import AppliedSteps, SeenSteps
 See = Callable[[Sequence[Any]], None]
 
 KEPT = 64  # placed programs
+_LATE = "a watched value depends on averaged gradients, or on the state after the step"
 STANDS = StepGroup(0, ())  # tells that tasks stand still
 AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
 
@@ -123,7 +124,7 @@ class Steps:
         record = None if trace is None else StepRecord(step)
         try:
             batch, counted = Batch(tuple(tensors), run), self._variables.unseen.append
-            values, _, _ = self._step(step, placed, batch, timeout, "run", queues, see, counted, record)
+            values, _ = self._step(step, placed, batch, timeout, "run", queues, see, counted, record)
         except OutOfRange as error:
             error.__cause__ = self._queues.cause(placed.queues)
             raise
@@ -142,7 +143,7 @@ class Steps:
         see: See | None = None,
         counted: Callable[[int], object] = int,
         record: StepRecord | None = None,
-    ) -> tuple[list[list[Any]], list[int], list[Any]]:
+    ) -> tuple[list[list[Any]], list[int]]:
         patience = None if timeout is None else timeout + 5
         before = self._engine.step
 
@@ -254,23 +255,14 @@ class Steps:
         self._waiting.ensure_open()
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
-        placed = self.place(step, parallel=see is None, check=check, compile=compile)
-        one_by_one = "a breakpoint is set" if see is not None else one_by_one
-        why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
-        if placed.parts:
-            why = "its parts lie on several tasks"
-        if why and how != Mode():
-            warnings.warn(f"mode={how} takes one step after the other: {why}", stacklevel=user_level(None))
-        elif placed.why_whole and see is None and not placed.parts:
-            text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
-            warnings.warn(text, stacklevel=user_level(None))
+        placed, why = self._placed_for(step, how, see, check, compile, one_by_one)
         is_stepwise = why or not placed.writes
         tasks = sum(member.is_there for member in self._engine.places.values())
         is_joint = how.is_joint
         names = _ensure_summed(placed, how, is_taken=not is_stepwise)
         if names and not is_stepwise and tasks > 1 and not placed.tasks:
             warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
-        if exact is not False and is_joint and placed.why_whole is None and see is None and not placed.parts:
+        if exact is not False and is_joint and placed.divides:
             source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
             for note in notes:
                 warnings.warn(note, stacklevel=user_level(None))
@@ -309,6 +301,31 @@ class Steps:
                     warnings.warn(text, stacklevel=user_level(None))
                 else:
                     self._show()
+
+    def _placed_for(
+        self, step: StepGraph, how: Mode, see: See | None, check: bool, compile: Compile, one_by_one: str
+    ) -> tuple[Placed, str]:
+        """The plans of a training, and why its steps are taken one after the other; warns where that was not asked."""
+        placed = self.place(step, parallel=see is None, check=check, compile=compile)
+        undivided = placed.undivided or ""
+        one_by_one = "a breakpoint is set" if see is not None else one_by_one
+        if placed.late is not None:
+            obstacles = (
+                (one_by_one, one_by_one),
+                (how.may_have_spare, "with spare tasks no replica is sure to have these"),
+                (check, "check='nan' looks at it before anything is written"),
+            )
+            reason = next((text for is_so, text in obstacles if is_so), "")
+            if reason:
+                undivided = f"{_LATE}: {reason}"
+                placed = self.place(step, parallel=False, check=check, compile=compile)
+        why = "its parts lie on several tasks" if placed.parts else undivided or one_by_one
+        if why and how != Mode():
+            warnings.warn(f"mode={how} takes one step after the other: {why}", stacklevel=user_level(None))
+        elif undivided and see is None and not placed.parts:
+            text = f"every step runs whole on one task, not in parallel: {undivided}"
+            warnings.warn(text, stacklevel=user_level(None))
+        return placed, why
 
     def _looked_at(
         self, step: StepGraph, placed: Placed, tasks: int, source: Ahead | Iterable[Batch | None]
@@ -391,12 +408,9 @@ class Steps:
             self._variables.send_for_step(step.variables, thorough=False)
             taken = batch if see is None else replace(batch, rows=None)
             counted = partial(_append, later, batch.number)
-            values, rows_of, after = self._step(step, placed, taken, left, "a training step", (), see, counted)
+            values, rows_of = self._step(step, placed, taken, left, "a training step", (), see, counted)
             parts = [_picked(placed.fetched, part) for part in values]
             joined = [join(way, [part[i] for part in parts], rows_of) for i, way in enumerate(ways)]
-            for i, at in enumerate(placed.after_fetched):
-                if at is not None:
-                    joined[i] = after[at]
             yield of_one(joined, batch.number)
 
     def _left(self, end: float | None) -> float | None:
@@ -428,6 +442,11 @@ class Steps:
             new = changes()
             how = None if new is None else self._possible(new)
             if how is not None:
+                if placed.late is not None and how.may_have_spare:
+                    raise Unimplemented(
+                        f"mode={how}: {_LATE}, and with spare tasks no replica is sure to have these. Use a mode "
+                        "without spare tasks, or do not watch it"
+                    )
                 _ensure_summed(placed, how, is_taken=True)
             for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
                 yield group._replace(values=_picked(placed.fetched, group.values))
@@ -477,7 +496,7 @@ class Steps:
                 tasks = tasks_of(found, names, len(self._engine.shards)) if is_cut else ()
                 homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
                 cut = split(step, homes, parallel=parallel and len(tasks) < 2, tasks=tasks)
-                ensure_on_servers(found, cut.placement.devices, cut.why_whole)
+                ensure_on_servers(found, cut.placement.devices, cut.undivided)
                 placed = place(cut, check=check, compile=compile)
                 if len(tasks) > 1:
                     parts, senders = part_plans(cut, placed.servers, numbers_of(names), check)

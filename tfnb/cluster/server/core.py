@@ -23,13 +23,14 @@ from tfnb.cluster.server.core_events import Answer, Arrived, Effect, Event, Repl
 from tfnb.cluster.server.ledger import Ledger
 from tfnb.cluster.server.lines import TURN, Lines, Waiting
 from tfnb.cluster.server.objects import Objects
-from tfnb.cluster.server.parts import MERGES, Compile, Part, ServerProgram, check_feeds, same_number, spec
+from tfnb.cluster.server.parts import Compile, Part, ServerProgram, Write, check_feeds, same_number, spec
 from tfnb.cluster.server.room import Room
 from tfnb.cluster.server.staged_rounds import StagedRounds
 from tfnb.cluster.server.trainings import Trainings
 from tfnb.cluster.wire import envelope, sparse_values
 from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request, failed
 from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ShapeError
+from tfnb.passes.flow.merges import MERGES
 
 PLANS = 64  # registered plans that are kept
 PINS = 4  # instants whose values one client may be pulling
@@ -385,13 +386,13 @@ class Core:
         part = self.part(request)
         if isinstance(part, Refused):
             return part
-        write, keys = self.prepared([part])
-        with self.writing(keys):
-            write()
+        made = self.prepared([part])
+        with self.writing(made.keys):
+            made.write()
         return self.ack()
 
-    def prepared(self, parts: Sequence[Part]) -> tuple[Callable[[], None], tuple[str, ...]]:
-        """The write that applies ``parts`` as one update, fully computed; and the keys it writes."""
+    def prepared(self, parts: Sequence[Part]) -> Write:
+        """The write that applies ``parts`` as one update, fully computed."""
         first = parts[0]
         program = first.program
         if any((part.program, part.keys) != (program, first.keys) for part in parts):
@@ -400,9 +401,11 @@ class Core:
             current = tuple(self.versions.get(key) for key in first.keys)
             pairs = zip(current, first.since or current, strict=True)
             kept = [place for place, (version, since) in enumerate(pairs) if version == since]
-            return self._assignment([first.keys[place] for place in kept], [first.tensors[place] for place in kept])
+            return Write(*self._assignment([first.keys[at] for at in kept], [first.tensors[at] for at in kept]))
         weights = [part.rows for part in parts]
-        feeds = [MERGES[kind]([part.tensors[i] for part in parts], weights) for i, kind in enumerate(program.kinds)]
+        feeds = [
+            MERGES[kind].merge([part.tensors[i] for part in parts], weights) for i, kind in enumerate(program.kinds)
+        ]
         for key in program.reads:
             self._value(key)
         rows = self._rows(program, feeds)
@@ -410,7 +413,7 @@ class Core:
         opened = self._open(program.writes, rows=rows)
         storages = [opened[key] if key in opened else self.store.get(key) for key in program.reads]
         pending = program.compute(feeds, storages, first.run_index)
-        return (lambda: program.commit(pending)), tuple(program.writes)
+        return Write(lambda: program.commit(pending), tuple(program.writes), feeds)
 
     def _rows(self, program: ServerProgram, feeds: Sequence[torch.Tensor]) -> int:
         """How many rows of each value a program writes at most; 0: all of them."""

@@ -46,6 +46,8 @@ class Turn:
     sends: list[Any] = field(default_factory=list)  # to the other shards, when it is written
     ready: set[int] = field(default_factory=set)
     nbytes: int = 0  # of all parts
+    shown: tuple[int, ...] = ()  # feeds of the write whose averages a worker asks for
+    averages: tuple[Any, ...] = ()  # these
 
     def add(self, place: int, worker: int, part: Any, shards: tuple[int, ...], wanted: int) -> None:
         """The part of a place that had none."""
@@ -102,11 +104,13 @@ class Course:
     gone: set[str] = field(default_factory=set)
     held_until: float = 0.0
     turns: dict[int, Turn] = field(default_factory=dict)
+    averages: tuple[Any, ...] = ()  # that a worker asked for, of the last round that was written
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are staged."""
-        return sum(turn.nbytes for turn in self.turns.values())
+        """Bytes of parts that are staged, and of averages that a worker asked for."""
+        shown: int = sum(average.nbytes for average in self.averages)
+        return shown + sum(turn.nbytes for turn in self.turns.values())
 
     def turn(self, number: int) -> Turn:
         """A round, begun if it was not."""

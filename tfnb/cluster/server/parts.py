@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import Ok, Refused, Request
-from tfnb.errors import InvalidArgument, NonFiniteGradient, ShapeError
+from tfnb.errors import InvalidArgument, NonFiniteGradient
 from tfnb.execution.tracing.health import is_finite
 
 
 class ServerProgram(Protocol):
-    """A compiled server graph. ``kinds`` of its feeds say how the workers' become one: a row of MERGES.
+    """A compiled server graph.
 
+    ``kinds``: of its feeds, the rows of `tfnb.passes.flow.merges.MERGES` by which the workers' values become one.
     ``nbytes``: of its feeds; None where their number of rows varies.
     """
 
@@ -58,6 +59,14 @@ class Part:
         return size(self.tensors)
 
 
+class Write(NamedTuple):
+    """A write with nothing fallible in it: the keys that it writes, and the merged parts that it was computed from."""
+
+    write: Callable[[], None]
+    keys: tuple[str, ...]
+    feeds: Sequence[torch.Tensor] = ()
+
+
 class Shard(Protocol):
     """What makes writes of parts, and lets them happen: `tfnb.cluster.server.core.Core`."""
 
@@ -72,8 +81,8 @@ class Shard(Protocol):
     def part(self, request: Request) -> Part | Refused:
         """What a request brings, checked."""
 
-    def prepared(self, parts: Sequence[Part]) -> tuple[Callable[[], None], tuple[str, ...]]:
-        """The write that applies parts as one update, fully computed; and the keys it writes."""
+    def prepared(self, parts: Sequence[Part]) -> Write:
+        """The write that applies parts as one update, fully computed."""
 
     def writing(self, keys: Sequence[str]) -> AbstractContextManager[Any]:
         """A block that writes these keys."""
@@ -86,45 +95,6 @@ class Shard(Protocol):
 
     def with_values(self, answer: Ok, request: Request) -> Ok:
         """The same, with the values that a request asks for."""
-
-
-def mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Weighted mean in the order given; one value is returned as it is, so that one worker is exact.
-
-    >>> mean([torch.tensor([1.0]), torch.tensor([4.0])], [2, 1])
-    tensor([2.])
-    """
-    if len(values) == 1:
-        return values[0]
-    for value in values:
-        if value.shape != values[0].shape or value.dtype != values[0].dtype:
-            raise ShapeError(f"workers pushed {spec(values[0])} and {spec(value)} for one gradient")
-    whole = sum(weights)
-    wide = torch.float32 if values[0].dtype in (torch.float16, torch.bfloat16) else values[0].dtype
-    total = values[0].to(wide) * (weights[0] / whole)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        total.add_(value.to(wide), alpha=weight / whole)
-    return total.to(values[0].dtype)
-
-
-def weighted(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Entries of row-sparse gradients behind each other, which sum to their weighted mean.
-
-    >>> weighted([torch.tensor([[3.0]]), torch.tensor([[3.0], [6.0]])], [2, 1]).flatten()
-    tensor([2., 1., 2.])
-    """
-    if len(values) == 1:
-        return values[0]
-    whole = sum(weights)
-    return torch.cat([value * (weight / whole) for value, weight in zip(values, weights, strict=True)])
-
-
-MERGES: dict[str, Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]] = {
-    "grad": mean,
-    "rows": weighted,
-    "entries": lambda values, weights: values[0] if len(values) == 1 else torch.cat(list(values)),
-    "value": lambda values, weights: values[0],
-}
 
 
 GRADIENTS = ("grad", "rows")  # kinds that must be finite

@@ -81,7 +81,8 @@ class StagedRounds:
         parts = [held.parts[worker] for worker in workers]
         is_old = held.version != self._shard.version and any(part.since is not None for part in parts)
         if held.write is None or held.workers != workers or held.opening != self._shard.opening or is_old:
-            held.write, held.writes = self._shard.prepared(parts)
+            made = self._shard.prepared(parts)
+            held.write, held.writes = made.write, made.keys
             held.workers, held.opening, held.version = workers, self._shard.opening, self._shard.version
         return held
 

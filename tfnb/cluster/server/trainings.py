@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tfnb.cluster.server.core_events import Send
@@ -109,7 +110,10 @@ class Trainings:
         about = {"latest": course.latest, "counts": course.counted.get(worker, (0, 0))[0] == number}
         if has_spare and is_first:
             about["place"] = course.place_for(worker)
-        return self._shard.with_values(Ok({**self._shard.ack().meta, **about}), request)
+        answer = self._shard.with_values(Ok({**self._shard.ack().meta, **about}), request)
+        if meta.get("shown") and course.latest == number:
+            answer = replace(answer, meta={**answer.meta, "shown": True}, tensors=[*answer.tensors, *course.averages])
+        return answer
 
     def _keep(self, course: Course, turn: Turn, request: Request, now: float) -> Refused | None:
         """Keep the part of a place that has none yet; the last one makes the round whole."""
@@ -121,6 +125,7 @@ class Trainings:
             return part
         self._shard.afford(part.nbytes)
         course.places = int(meta["places"])
+        turn.shown = tuple(map(int, meta.get("shown", turn.shown)))
         turn.add(place, int(meta["worker"]), part, tuple(map(int, meta["shards"])), int(meta["parts"]))
         if turn.is_whole:
             self._make(turn, meta)
@@ -149,7 +154,9 @@ class Trainings:
 
     def _compute(self, turn: Turn) -> None:
         """The write of a round, in the order of its places."""
-        turn.write, turn.writes = self._shard.prepared([turn.parts[place] for place in sorted(turn.parts)])
+        made = self._shard.prepared([turn.parts[place] for place in sorted(turn.parts)])
+        turn.write, turn.writes = made.write, made.keys
+        turn.averages = tuple(made.feeds[at] for at in turn.shown)
         turn.is_computed, turn.opening = True, self._shard.opening
 
     def staged(self, request: Request, now: float) -> Ok:
@@ -222,7 +229,7 @@ class Trainings:
         with self._shard.writing(turn.writes):
             turn.write()
         self._shard.step += 1
-        course.latest = number
+        course.latest, course.averages = number, turn.averages
         self.decisions += 1
         course.counted |= {worker: (number, place) for place, worker in turn.owners.items()}
 

@@ -27,6 +27,7 @@ from tfnb.cluster.tasks.programs import (
     keys_of,
     piece_of,
     plan_of,
+    storages_of,
 )
 from tfnb.errors import NonFinite, TfnbError, VersionMismatch
 from tfnb.execution.dataflow.executor import Meet
@@ -45,13 +46,12 @@ from tfnb.placement.partition import Split
 
 
 class Sent(NamedTuple):
-    """A value that goes to a shard: a feed of its plan, or (then there is a ``key``) the new value of a Variable."""
+    """A value that goes to a shard: a feed of its plan."""
 
     shard: int
     value: Value
     rows: tuple[int, int] | None
     gradient: str | None = None
-    key: str | None = None
 
 
 def part_plans(
@@ -94,9 +94,6 @@ def _sent(split: Split) -> Iterator[Sent]:
         for border in server.borders:
             gradient = border.variable if border.kind in GRADIENTS else None
             yield Sent(server.shard, border.value, border.rows, gradient)
-    for variable, value in split.final.items():
-        for piece in split.placement.homes[variable.key]:
-            yield Sent(piece.shard, value, piece.rows, key=piece.key)
 
 
 def _senders(found: StepFlow, sent: Sequence[Sent], first: int, borders: Sequence[Value]) -> dict[int, Place]:
@@ -118,9 +115,9 @@ def _push(
     """What a part sends to a shard, see `ComputeProgram`."""
     mine = [each for each in sent if each.shard == shard]
     return {
-        "shard": shard, "plan": servers[shard].id if shard in servers else None,
+        "shard": shard, "plan": servers[shard].id,
         "at": [at[each.value, place] for each in mine], "rows": [each.rows for each in mine],
-        "grads": [each.gradient for each in mine], "keys": [each.key for each in mine if each.key is not None],
+        "grads": [each.gradient for each in mine],
     }  # fmt: skip
 
 
@@ -209,7 +206,7 @@ class PartProgram(ComputeProgram):
         looked: Sequence[torch.Tensor] = (), meet: Meet | None = None, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
         """The fetches that are made here, None for others, and what goes to shards; see `ComputeProgram.run`."""
-        storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
+        storages = storages_of(self.part, self.homes, values)
         given = [
             value if value is None or value.is_meta else self._fed(at, value)
             for at, value in zip(self.part.feeds, feeds, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 class Given:
     """One piece of training. ``steps``: of the data sent ahead; else ``batches`` holds (feeds, rows, run index).
 
-    ``part``: None for whole batches.
+    ``part``: None for whole batches. ``needs_all``: whether the worker at the first place looks at all rows.
     """
 
     number: int
@@ -66,6 +66,7 @@ class Given:
     run: int = 0
     part: Part | None = None
     batches: Sequence[tuple[Sequence[torch.Tensor], int, int, Sequence[bool]]] = ()
+    needs_all: bool = False
 
     @classmethod
     def of(cls, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Given:
@@ -97,11 +98,15 @@ class Given:
         feeds = [t[first:last] if c else t for t, c in zip(tensors, cut, strict=True)]
         return Share(feeds, last - first, run, place, len(parts))
 
+    def all_rows(self, index: int, data: Rows | None) -> Share:
+        """A whole step, as one worker would take it."""
+        return replace(self, part=None).share(index, data, 0)
+
     def rows(self, order: Rows) -> Iterator[torch.Tensor | slice]:
         """Where the rows are that this worker may take of arrays, step by step: with spare workers all of them."""
         for index in range(self.count):
             parts = self._parts(index, order)
-            if self.part is not None and self.part.has_spare:
+            if self.part is not None and (self.part.has_spare or (self.needs_all and not self.part.worker)):
                 parts = [(0, parts[-1][1])]
             place = 0 if self.part is None or self.part.has_spare else self.part.worker
             if place < len(parts):

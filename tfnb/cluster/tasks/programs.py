@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.explain import explained
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers.tiered import Mode
-from tfnb.execution.tracing.checked_steps import Checked, ensure_finite, try_update
+from tfnb.execution.tracing.checked_steps import Checked, try_update
 from tfnb.execution.tracing.health import is_finite
 from tfnb.execution.tracing.origins import not_finite
 from tfnb.execution.tracing.place_tracer import PlaceTracer
 from tfnb.execution.tracing.value_health import ValueHealth
-from tfnb.graph import Graph, Node, Spec, Value, Variable
+from tfnb.graph import Graph, Node, Spec, Value
 from tfnb.graph.files import sha256
 from tfnb.graph.forms.serial import dumps, loads
 from tfnb.graph.graph import new_id
@@ -40,7 +41,7 @@ from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import step_graph
 from tfnb.placement.lookups import lookups
-from tfnb.placement.partition import Server, Split
+from tfnb.placement.partition import Late, Server, Split
 from tfnb.placement.placement import Homes, Piece, Placement, joined, read_from
 from tfnb.state.queue_machine import whole_steps
 
@@ -72,17 +73,18 @@ class PartPlan:
 class Placed:
     """A step placed on the cluster.
 
-    ``fetched``: for each fetch its place among what the compute plan returns, or None. ``after``: a plan that gives
-    the fetches at ``after_fetched`` from the state after the step.
+    ``fetched``: for each fetch its place among what the compute plan returns, and behind that the ``late`` one, which
+    one replica runs when a step is written; None for a fetch without a value. ``divides``, ``undivided``: as of
+    `tfnb.placement.partition.Split`.
     """
 
     compute: Plan
     servers: Mapping[int, Plan]
     fetched: tuple[int | None, ...]
     placement: Placement
-    after: Plan | None = None
-    after_fetched: tuple[int | None, ...] = ()
-    why_whole: str | None = None
+    late: Plan | None = None
+    divides: bool = False
+    undivided: str | None = None
     queues: tuple[Queue, ...] = ()  # that the compute plan uses, in its order
     puts: bool = False  # into one of them
     read: tuple[str, ...] = ()  # keys of Variables that nobody may write while a step with queues waits
@@ -107,7 +109,7 @@ class Placed:
     @property
     def used_there(self) -> set[str]:
         """Keys under which shards hold the Variables that the step reads or writes."""
-        plans = [self.compute, *(part.plan for part in self.parts), *([] if self.after is None else [self.after])]
+        plans = [self.compute, *(part.plan for part in self.parts), *([] if self.late is None else [self.late])]
         read = {piece.key for plan in plans for pieces in plan.meta["homes"].values() for piece in pieces}
         return read.union(*(plan.meta["keys"].values() for plan in self.servers.values()))
 
@@ -143,33 +145,43 @@ def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed
         for s in split.servers
     ]  # fmt: skip
     outputs = (*wanted, *borders, *split.checks)
-    is_whole = split.why_whole is not None
-    found = () if is_whole or check else lookups(split.compute, outputs, split.feeds, written=split.placement.changed)
-    about = {"count": len(wanted), "pushes": pushes, "whole": is_whole, "check": check}
+    found = () if check else lookups(split.compute, outputs, split.feeds, written=split.placement.changed)
+    about = {"count": len(wanted), "pushes": pushes, "check": check}
     about["lookups"] = [
         {"index": name_of(split.compute, index), "length": len(variable), "homes": homes[variable.key]}
         for _, index, variable in found
     ]  # fmt: skip
     feeds = (*split.feeds, *(look.value for look in found))
     is_here = all(spec.device == "cpu" for node in split.compute.nodes for spec in node.outputs)
-    about["compile"] = compile if is_here and not (is_whole or check) else "off"
+    about["compile"] = compile if is_here and not check else "off"
     compute = plan_of(split.compute, outputs, feeds, {"homes": homes_of(split.compute, homes), **about})
-    after, after_at = None, numbered(split.after_fetches)
-    if split.after is not None:
-        late = tuple(value for value in split.after_fetches if value is not None)
-        facts = {"homes": homes_of(split.after, homes), "count": len(late), "pushes": [], "whole": False}
-        facts |= {"lookups": [], "compile": "off", "check": check}
-        after = plan_of(split.after, late, split.after_feeds, facts)
     queues = queues_of(split.compute.nodes)
     inner = (inner for node in split.compute.nodes for inner in (node, *nested(node)))
     puts = any(node.op == ENQUEUE for node in inner)
     read: tuple[str, ...] = ()
     if queues and split.placement.writes:
         read = (*split.placement.changed, *(v.key for v in split.compute.contents.variables.values()))
+    late = None if split.late is None else late_plan(split.late, homes)
     return Placed(
-        compute, servers, numbered(split.fetches), split.placement, after, after_at, split.why_whole, queues, puts,
-        read,
+        compute, servers, _places(split), split.placement, late, split.divides, split.undivided, queues, puts, read,
     )  # fmt: skip
+
+
+def late_plan(late: Late, homes: Homes) -> Plan:
+    """The plan of late fetches."""
+    facts = {
+        "late": True, "homes": homes_of(late.graph, homes), "after": [homes[variable.key] for variable in late.after],
+        "averages": [average.feeds for average in late.averages], "has_rows": late.has_rows,
+    }  # fmt: skip
+    return plan_of(late.graph, [value for value in late.fetches if value is not None], late.feeds, facts)
+
+
+def _places(split: Split) -> tuple[int | None, ...]:
+    """The place of each fetch among those that are computed before the step is written, and behind them late ones."""
+    early, late = split.fetches, () if split.late is None else split.late.fetches
+    count = sum(value is not None for value in early)
+    behind = [None if place is None else count + place for place in numbered(late)]
+    return tuple(b if a is None else a for a, b in zip_longest(numbered(early), behind))
 
 
 def numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:
@@ -290,14 +302,13 @@ class ShardProgram:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a worker sends to one shard: feeds of a server plan, or (``plan`` None) new values of ``keys``.
+    """What a worker sends to one shard: feeds of a server plan.
 
     ``grads``: of each tensor that is a gradient the name of its variable, else None.
     """
 
     shard: int
-    plan: str | None
-    keys: tuple[str, ...]
+    plan: str
     tensors: tuple[torch.Tensor, ...]
     grads: tuple[str | None, ...] = ()
 
@@ -340,11 +351,7 @@ class ComputeProgram:
     @property
     def reads(self) -> dict[int, list[str]]:
         """Keys to pull from each shard."""
-        found: dict[int, list[str]] = {}
-        for pieces in self.homes:
-            for piece in read_from(pieces):
-                found.setdefault(piece.shard, []).append(piece.key)
-        return found
+        return keys_by_shard(self.homes)
 
     @cached_property
     def tracer(self) -> PlaceTracer:
@@ -403,23 +410,17 @@ class ComputeProgram:
         Raises NonFiniteGradient for gradients that are not finite: with the name of the ``task``, the op and line that
         made the first number of them, and the fetched values as details.
         """
-        storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
+        storages = storages_of(self.program, self.homes, values)
         feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, (*feeds, *looked), strict=True)]
         checked = Checked(self.program).forward if self.meta["check"] else None
         forward = checked or self.code.tiers.forward(tuple([feed.shape for feed in feeds]))
         if is_traced:
             forward = self.tracer.whole(self.program)
         try:
-            out, pending = self._computed(feeds, storages, run_index, forward)
+            out, _ = self._computed(feeds, storages, run_index, forward)
         except NonFinite as error:
             error.task = task
             raise
-        if self.meta["whole"]:
-            self.program.commit(pending)
-            if self.meta["check"]:
-                of = dict(zip(self.program.variables, storages, strict=True))
-                ensure_finite(self.program, [of[variable] for variable in self.program.writes])
-            return out, self._whole(storages)
         pushes = self._pushes(out)
         try:
             for push in pushes:
@@ -444,7 +445,7 @@ class ComputeProgram:
         """What goes to shards of the values that were computed."""
         return [
             Push(
-                int(to["shard"]), to["plan"], tuple(to.get("keys", ())),
+                int(to["shard"]), to["plan"],
                 tuple(rows_of(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)), tuple(to["grads"]),
             )
             for to in self.meta["pushes"]
@@ -460,32 +461,77 @@ class ComputeProgram:
         error.message += f"\nComputed again there: {found.message}"
         error.cell, error.line, error.op = found.cell, found.line, found.op
 
-    def _variables(self) -> Iterable[tuple[Variable, tuple[Piece, ...]]]:
-        return zip(self.program.variables, self.homes, strict=True)
-
-    def _storage(
-        self, variable: Variable, pieces: tuple[Piece, ...], values: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """A value where the graph wants it; a private copy if the program writes it."""
-        value = joined(pieces, values)
-        placed = value.to(variable.spec.device)
-        is_shared = placed is values.get(pieces[0].key)
-        return placed.clone() if is_shared and variable in self.program.writes else placed
-
     def _fed(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
         spec = self.program.whole.contents.by_id[value.node].outputs[value.index]
         return tensor if spec.is_on(tensor.device) else tensor.to(spec.device)
 
-    def _whole(self, storages: Sequence[torch.Tensor]) -> list[Push]:
-        """New values of everything that was written, by shard."""
-        parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for (variable, pieces), storage in zip(self._variables(), storages, strict=True):
-            for piece in pieces if variable in self.program.writes else ():
-                parts.setdefault(piece.shard, []).append((piece.key, piece.of(storage)))
-        return [
-            Push(shard, None, tuple(key for key, _ in part), tuple(value for _, value in part))
-            for shard, part in parts.items()
+
+class LateProgram:
+    """What one replica computes when a step is written: fetches that depend on averaged gradients, or on updates.
+
+    ``after``: pieces of the Variables whose new values it takes; ``has_rows``: whether it takes all rows of the batch.
+    """
+
+    def __init__(self, meta: Meta, tensors: Sequence[torch.Tensor]) -> None:
+        self.code = _code(graph_of(meta, tensors), meta["fetches"], meta["feeds"])
+        self.program: Program = self.code.program
+        self.homes = [tuple(map(piece_of, pieces)) for pieces in keys_of(self.program, meta["homes"])]
+        self.after = [tuple(map(piece_of, pieces)) for pieces in meta["after"]]
+        self.has_rows, self.count = bool(meta["has_rows"]), len(meta["fetches"])
+        self._averages = [[(int(shard), int(at)) for shard, at in feeds] for feeds in meta["averages"]]
+
+    @property
+    def reads(self) -> dict[int, list[str]]:
+        """Keys to pull from each shard, before the step or after it."""
+        return keys_by_shard((*self.homes, *self.after))
+
+    @property
+    def shown(self) -> dict[int, list[int]]:
+        """By shard the feeds whose averages it takes."""
+        found: dict[int, dict[int, None]] = {}
+        for shard, at in (feed for feeds in self._averages for feed in feeds):
+            found.setdefault(shard, {})[at] = None
+        return {shard: list(feeds) for shard, feeds in found.items()}
+
+    def run(
+        self, feeds: Sequence[torch.Tensor], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor],
+        averages: Mapping[tuple[int, int], torch.Tensor], run_index: int,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """The fetched values. feeds: those of the step. before, after: values by key; averages: by shard and feed."""
+        storages = storages_of(self.program, self.homes, before)
+        new = [joined(pieces, after) for pieces in self.after]
+        merged = [[averages[feed] for feed in feeds] for feeds in self._averages]
+        means = [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in merged]
+        given = [
+            tensor if (spec := self._spec(value)).is_on(tensor.device) else tensor.to(spec.device)
+            for value, tensor in zip(self.program.feeds, (*feeds, *new, *means), strict=True)
         ]
+        try:
+            return self.program.compute(given, storages, run_index)[0]
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(self.program, error, given) from error
+
+    def _spec(self, value: Value) -> Spec:
+        return self.program.whole.contents.by_id[value.node].outputs[value.index]
+
+
+def storages_of(
+    program: Program, homes: Iterable[tuple[Piece, ...]], values: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The values of a program's Variables, of which these are the pieces, where its graph wants them."""
+    found = zip(program.variables, homes, strict=True)
+    return [joined(pieces, values).to(variable.spec.device) for variable, pieces in found]
+
+
+def keys_by_shard(homes: Iterable[tuple[Piece, ...]]) -> dict[int, list[str]]:
+    """Keys to pull from each shard for Variables in these pieces."""
+    found: dict[int, dict[str, None]] = {}
+    for pieces in homes:
+        for piece in read_from(pieces):
+            found.setdefault(piece.shard, {})[piece.key] = None
+    return {shard: list(keys) for shard, keys in found.items()}
 
 
 def piece_of(fields: Sequence[Any]) -> Piece:

@@ -9,6 +9,7 @@ and at the end.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from tfnb.cluster.tasks.collectives import FORMS, Bucket, Group, Meeting, ensure_equal, formed
 from tfnb.cluster.tasks.computing import Compute
 from tfnb.cluster.tasks.pieces import Given, Share
-from tfnb.cluster.tasks.programs import Push, ShardProgram
+from tfnb.cluster.tasks.programs import Push, ShardProgram, keys_by_shard
 from tfnb.cluster.tasks.resident import WHILE, Loop, Out, _Done
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, Ok
 from tfnb.errors import Cancelled
@@ -158,7 +159,10 @@ class Replica(Loop):
                     raise NotDone(Failed(
                         "Unavailable", "another rank could not take the step", {"missed": True, "peer": "another rank"}
                     ))  # fmt: skip
-            self._update(self._bucket.values() if group.size > 1 else pushes, share, compute)
+            averages = self._bucket.values() if group.size > 1 else pushes
+            before = self._before_late(share)
+            self._update(averages, share, compute)
+            out = self._seen_late(given, index, share, before, averages, out, compute)
             self._latest = given.first + index
             self._seconds = time.monotonic() - begin
             if share.rows:
@@ -176,14 +180,41 @@ class Replica(Loop):
             self._bucket.clear(1)
             return [], []
         out, pushes = compute(partial(self._program.run, share.feeds, self._values, share.run, self._host.name))
-        own = {value.untyped_storage().data_ptr() for value in self._values.values()}
-        out = [v.clone() if v is not None and v.untyped_storage().data_ptr() in own else v for v in out]
+        out = self._kept(out)
         brought = self._in_order(pushes)
         if self._meeting.size > 1:
             whole = given.whole(index, None if self._ahead is None else self._ahead.data)
             weight = share.rows / whole if whole else 1.0
             self._bucket.fill(brought, weight, is_first=share.place == 0)
         return out, brought
+
+    def _before_late(self, share: Share) -> dict[str, torch.Tensor]:
+        """Values that late fetches take as they were before the update, which is made in their memory."""
+        if self._late_program is None or not share.rows or share.place:
+            return {}
+        keys = itertools.chain(*keys_by_shard(self._late_program.homes).values())
+        return {key: self._values[key].clone() for key in keys}
+
+    def _seen_late(
+        self, given: Given, index: int, share: Share, before: Mapping[str, torch.Tensor],
+        averages: Sequence[torch.Tensor], out: Out, compute: Compute,
+    ) -> Out:  # fmt: skip
+        """What is fetched of a step that is applied, late fetches too."""
+        late = self._late_program
+        if late is None or not share.rows:
+            return out
+        if share.place:
+            return [*out, *[None] * late.count]
+        feeds = [(shard, at) for shard, update in self._updates.items() for at in range(len(update.kinds))]
+        found = self._of_late(
+            late, given, index, share, before, self._values, dict(zip(feeds, averages, strict=True)), compute
+        )
+        return [*out, *self._kept(found)]
+
+    def _kept(self, out: Out) -> Out:
+        """Fetched values, copied where they are in the memory of a Variable, which the next step writes."""
+        own = {value.untyped_storage().data_ptr() for value in self._values.values()}
+        return [v.clone() if v is not None and v.untyped_storage().data_ptr() in own else v for v in out]
 
     def _in_order(self, pushes: Sequence[Push]) -> list[torch.Tensor]:
         """What goes into the updates, in their order."""

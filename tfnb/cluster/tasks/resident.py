@@ -13,20 +13,21 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tfnb.cluster.tasks.computing import Compute, Computing
 from tfnb.cluster.tasks.pieces import Given, Part, Prefetch, Share
-from tfnb.cluster.tasks.programs import ComputeProgram, Push
+from tfnb.cluster.tasks.programs import ComputeProgram, LateProgram, Push
 from tfnb.cluster.tasks.rows_there import LookedUp
 from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, OpId, Outcome, Refused, failed
 from tfnb.cluster.wire.streams import Streams
 from tfnb.cluster.wire.transport import outcome_header
-from tfnb.errors import Cancelled
+from tfnb.errors import Cancelled, Internal
 
 HALF = 0.5  # seconds between two answers to a notebook that watches
 QUARTER = 0.25  # seconds until one that wants the loop to stand hears that it does not yet
@@ -34,7 +35,7 @@ WHILE = 0.05  # seconds of steps for which the compute thread goes on by itself
 SPAN = 64  # steps whose watched values are stacked together
 GRACE = 0.25  # seconds that a call on a direct stream may take still when the loop is to end
 
-NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0, "late": 0}
+NO_LOOP = {"at": 0, "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0, "late": 0}
 _keys = itertools.count(1 << 60)  # of loops among the calls of the compute thread; rounds lie below
 
 Out = list[torch.Tensor | None]
@@ -76,6 +77,7 @@ class _Computed(NamedTuple):
     share: Share
     out: Out
     pushes: list[Push]
+    before: Mapping[str, torch.Tensor] = MappingProxyType({})  # values by key that it was computed from
 
 
 class _Sent(NamedTuple):
@@ -103,7 +105,17 @@ class _Done:
             return False
         if (self.place, self.parts, self.rows) != (other.place, other.parts, other.rows):
             return False
-        return all(a is None or b is None or a.shape == b.shape for a, b in zip(self.out, other.out, strict=True))
+        pairs = zip(self.out, other.out, strict=True)
+        return all(a is b if a is None or b is None else a.shape == b.shape for a, b in pairs)
+
+
+def _both(a: Mapping[int, list[str]], b: Mapping[int, list[str]]) -> dict[int, list[str]]:
+    """Keys by shard, those of two programs.
+
+    >>> _both({0: ["v", "w"]}, {0: ["w", "x"], 1: ["y"]})
+    {0: ['v', 'w', 'x'], 1: ['y']}
+    """
+    return {shard: list(dict.fromkeys([*a.get(shard, ()), *b.get(shard, ())])) for shard in {**a, **b}}
 
 
 class Loop:
@@ -111,13 +123,18 @@ class Loop:
 
     def __init__(
         self, host: Host, name: str, training: str, program: ComputeProgram, ahead: Prefetch | None, shards: list[int],
-        staleness: int | None = None,
+        staleness: int | None = None, late: LateProgram | None = None,
     ) -> None:  # fmt: skip
         self._host, self._training, self._program, self._shards = host, training, program, shards
+        self._late_program, self._averages = (
+            late,
+            dict[tuple[int, int], torch.Tensor](),
+        )  # of the step that was sent last
         self._name, self._staleness = name, staleness
         self._clock = 0  # steps that are applied, as the servers count them where staleness is bounded
         self._leads: dict[int, int] = {}  # shard -> steps that this loop is ahead there
-        self._ahead, self._reads = ahead, program.reads
+        self._ahead = ahead
+        self._reads = program.reads if late is None else _both(program.reads, late.reads)
         self._given: deque[Given] = deque()
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
         self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
@@ -155,6 +172,7 @@ class Loop:
     def lend(self, given: Given) -> None:
         """One more piece; a piece that is here already means nothing."""
         if not any(held.number == given.number for held in self._given):
+            given = replace(given, needs_all=self._late_program is not None and self._late_program.has_rows)
             self._given.append(given)
             if self._ahead is not None:
                 self._ahead.begin(given, self._changed.set)
@@ -219,9 +237,10 @@ class Loop:
             if value is not None
         ]
         return Ok({
-            "at": self._told, "some": next(([v is not None for v in d.out] for d in log), []),
+            "at": self._told,
             "groups": [
-                [d.number, d.index, len(group), d.place, d.parts, d.rows] for group in groups for d in group[:1]
+                [d.number, d.index, len(group), d.place, d.parts, d.rows, [value is not None for value in d.out]]
+                for group in groups for d in group[:1]
             ],
             "late": self._late,
             "paused": self._stands.is_set(), "over": self._work.done(),
@@ -240,6 +259,7 @@ class Loop:
         try:
             while await self._goes_on():
                 given, index = self._given[0], 0
+                self._read_for(given)
                 while index < given.count:
                     if not await self._goes_on():
                         return
@@ -263,6 +283,13 @@ class Loop:
                 await self._depart()
             self._stands.set()
             self._news.set()
+
+    def _read_for(self, given: Given) -> None:
+        """Read what the place of a piece takes: only the first one computes late fetches."""
+        late = self._late_program if given.part is None or not given.part.worker else None
+        reads = self._program.reads if late is None else _both(self._program.reads, late.reads)
+        if reads != self._reads:
+            self._reads, self._has_stood = reads, True  # it goes to work with values of now
 
     async def _goes_on(self) -> bool:
         """Wait for a piece and for its rows, and for the end of a pause; False when it is to end."""
@@ -291,7 +318,12 @@ class Loop:
         index, sent = await self._host.computing.work(self._key, lambda compute: self._steps(given, index, compute))
         if sent is not None:
             await self._ask(sent.asks, sent.outcomes)
-            self._applied(given, index, sent.done)
+            done = sent.done
+            if self._late_program is not None:
+                done = await self._host.computing.work(
+                    self._key, lambda compute: self._with_late(given, index, sent.done, compute)
+                )
+            self._applied(given, index, done)
             index += self._is_over(given, index)
         await self._level(given)
         await self._keep_bound()
@@ -316,7 +348,7 @@ class Loop:
                     return index, sent
                 for ask, answer in zip(sent.asks, answers, strict=True):
                     self._take(ask, answer)
-                self._applied(given, index, sent.done)
+                self._applied(given, index, self._with_late(given, index, sent.done, compute))
                 behind = self._numbered(self._behind(given))
                 for ask, outcome in zip(behind, self._host.stream(behind) if behind else (), strict=True):
                     if isinstance(outcome, Ok):
@@ -362,6 +394,7 @@ class Loop:
             method, op = "contribute", None
             about |= self._of_round(given.part, given.first + index)
             about |= {"place": done.share.place, "places": given.part.places, "parts": done.share.parts}
+            self._averages.clear()
         if self._staleness is not None:
             self._clock += 1
             about["clock"] = self._clock
@@ -409,7 +442,38 @@ class Loop:
             return _Computed(share, [], [])
         out, pushes = self._program.run(share.feeds, values, share.run, self._host.name, begun.rows or ())
         self._seconds = time.monotonic() - begin
-        return _Computed(share, out, pushes)
+        return _Computed(share, out, pushes, values if self._late_program is not None else {})
+
+    def _with_late(self, given: Given, index: int, done: _Computed, compute: Compute) -> _Computed:
+        """In the compute thread: a step that is written, with the fetches that follow from that.
+
+        Of a round the replica at the first place computes them, of all rows; others have no value of these.
+        """
+        late, share = self._late_program, done.share
+        if late is None or not share.rows:
+            return done
+        if share.place:
+            return done._replace(out=[*done.out, *[None] * late.count])
+        after = {key: value for key, (_, value) in self._held.items()}
+        averages, number = self._averages, given.first + index
+        if given.part is not None and any(latest != number for latest in self._rounds.values()):
+            raise Internal(f"late fetches of round {number} are to be computed of values of {self._rounds}, by shard")
+        if given.part is None:  # nobody else's gradients are in it
+            averages = {(push.shard, at): t for push in done.pushes for at, t in enumerate(push.tensors)}
+        return done._replace(
+            out=[*done.out, *self._of_late(late, given, index, share, done.before, after, averages, compute)]
+        )
+
+    def _of_late(
+        self, late: LateProgram, given: Given, index: int, share: Share, before: Mapping[str, torch.Tensor],
+        after: Mapping[str, torch.Tensor], averages: Mapping[tuple[int, int], torch.Tensor], compute: Compute,
+    ) -> Out:  # fmt: skip
+        """In the compute thread: late fetches of a step. before, after: values by key."""
+        feeds = share.feeds
+        if late.has_rows and share.parts > 1:
+            data = None if self._ahead is None else self._ahead.data
+            feeds = compute(partial(given.all_rows, index, data)).feeds
+        return compute(partial(late.run, feeds, before, after, averages, share.run))
 
     def asks(self, shards: Collection[int]) -> bool:
         """Whether steps ask one of these shards."""
@@ -431,8 +495,10 @@ class Loop:
             push = pushes.get(shard)
             meta = {**about, **self._known(shard, "reads")}
             meta |= {"absent": True} if push is None else {
-                "plan": push.plan, "keys": list(push.keys), "finite": True,  # the program has looked at them
+                "plan": push.plan, "finite": True,  # the program has looked at them
             }  # fmt: skip
+            if self._late_program is not None and not about.get("place", 1):
+                meta["shown"] = self._late_program.shown.get(shard, [])
             asks.append(Ask(shard, method, meta, push.tensors if push else (), op))
         return asks
 
@@ -527,3 +593,5 @@ class Loop:
         for key, old, version in zip(keys, ask.meta["since"], answer.meta["versions"], strict=True):
             if old != version:
                 self._held[key] = (version, next(fresh))
+        if "shown" in answer.meta:
+            self._averages |= {(ask.shard, at): average for at, average in zip(ask.meta["shown"], fresh, strict=True)}

@@ -273,6 +273,8 @@ class Task:
 
     async def _register(self, request: Request) -> Answer:
         plan = str(request.meta["plan"])
+        if "late" in request.meta:
+            return await self.loops.register_late(request)
         if plan not in self.plans:
             kind = PartProgram if "part" in request.meta else ComputeProgram
             self.plans[plan] = await in_thread(self.computing.executor, lambda: kind(request.meta, request.tensors))
@@ -463,8 +465,8 @@ class Task:
         about = {
             "round": number, "worker": meta["worker"], "rows": meta.get("rows", 1), "run_index": meta["run_index"],
         }  # fmt: skip
-        parts = [(push, {**about, "plan": push.plan, "keys": list(push.keys)}) for push in pushes]
-        await self.ask([Ask(push.shard, "stage", meta, push.tensors) for push, meta in parts], notes)
+        asks = [Ask(push.shard, "stage", {**about, "plan": push.plan}, push.tensors) for push in pushes]
+        await self.ask(asks, notes)
 
     def _asking(self, shard: int) -> queues_there.Ask:
         """Calls to a server about queues, until it is lost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tfnb.cluster.server.core import PLANS
@@ -12,7 +13,7 @@ from tfnb.cluster.tasks.collectives import Meeting, store
 from tfnb.cluster.tasks.computing import in_thread
 from tfnb.cluster.tasks.data import Data
 from tfnb.cluster.tasks.pieces import Given, Prefetch
-from tfnb.cluster.tasks.programs import ComputeProgram, ShardProgram
+from tfnb.cluster.tasks.programs import ComputeProgram, LateProgram, ShardProgram
 from tfnb.cluster.tasks.replicas import Replica
 from tfnb.cluster.tasks.resident import Host, Loop
 from tfnb.cluster.wire.messages import Ok, Refused, Request
@@ -32,6 +33,7 @@ class Loops:
         self._data: dict[str, Data] = {}  # of trainings, by the name that each began with
         self._left: deque[str] = deque(maxlen=LEFT)  # loops that were ended: what is lent to them comes too late
         self._updates: OrderedDict[str, ShardProgram] = OrderedDict()  # of plans of servers, for ranks
+        self._late: OrderedDict[str, LateProgram] = OrderedDict()  # of plans of late fetches
         self._stores: dict[str, Any] = {}  # where the ranks of a generation meet, until their first one has come
 
         self._others: dict[str, Callable[[Request], Awaitable[Ok | Refused]]] = {
@@ -103,8 +105,11 @@ class Loops:
             if program is None:
                 return Refused("unknown-plan", str(meta["plan"]))
             self._plans.move_to_end(str(meta["plan"]))
+            late = None if meta["late"] is None else self._late.get(str(meta["late"]))
+            if late is None and meta["late"] is not None:
+                return Refused("unknown-plan", str(meta["late"]))
             ahead = None if meta["order"] is None else Prefetch(self._data[str(meta["data"])], Order(*meta["order"]))
-            about = self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"]
+            about = self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"], late
             if meta["meeting"] is None:
                 self._loops[name] = Loop(*about)
             elif missing := [plan for _, plan in meta["updates"] if plan not in self._updates]:
@@ -133,10 +138,18 @@ class Loops:
         return Ok({"host": self._host.host, "port": self._stores[name].port})
 
     async def _register_update(self, request: Request) -> Ok:
+        return await self._registered(self._updates, ShardProgram, request)
+
+    async def register_late(self, request: Request) -> Ok:
+        """Know the plan of late fetches."""
+        return await self._registered(self._late, LateProgram, request)
+
+    async def _registered(self, programs: OrderedDict[str, Any], kind: Callable[..., Any], request: Request) -> Ok:
+        """Compile a plan that is not known yet, in the compute thread."""
         plan = str(request.meta["plan"])
-        if plan not in self._updates:
-            program = lambda: ShardProgram(request.meta, request.tensors)  # noqa: E731
-            self._updates[plan] = await in_thread(self._host.computing.executor, program)
-            while len(self._updates) > PLANS:
-                self._updates.popitem(last=False)
+        if plan not in programs:
+            compiled = partial(kind, request.meta, request.tensors)
+            programs[plan] = await in_thread(self._host.computing.executor, compiled)
+            while len(programs) > PLANS:
+                programs.popitem(last=False)
         return Ok({"plan": plan})
