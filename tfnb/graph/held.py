@@ -136,6 +136,34 @@ class Held:
         return Watch(self._object, tuple(found))
 
 
+def overlap(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have an element of memory in common.
+
+    >>> both = torch.zeros(2, 4)
+    >>> overlap(both[:, ::2], both[:, 1::2]), overlap(both[0], both.t()), overlap(both[0], both[1])
+    (False, True, False)
+    """
+    if tensor.layout is not _STRIDED or other.layout is not _STRIDED or not tensor.numel() or not other.numel():
+        return False
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() != other.untyped_storage().data_ptr() or not storage.data_ptr():
+        return False
+    (start, stop), (begin, end) = _extent(tensor), _extent(other)
+    if stop <= begin or end <= start or tensor.dtype is not other.dtype:
+        return max(start, begin) < min(stop, end)
+    first = min(tensor.storage_offset(), other.storage_offset())
+    taken = torch.zeros((max(stop, end) - min(start, begin)) // tensor.element_size(), dtype=torch.bool)
+    taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its memory that a tensor lies in, gaps included."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same memory, seen in the same way."""
     return tensor.layout is _STRIDED and tensor.dtype is other.dtype and tensor.is_set_to(other)
