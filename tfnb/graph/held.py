@@ -97,6 +97,11 @@ class Held:
         tables = [(module._parameters, module._buffers, name) for module, name in modules if module is not None]
         return bool(tables) and all(name in buffers and name not in own for own, buffers, name in tables)
 
+    def is_of_batch_norm(self) -> bool:
+        """Whether modules hold the object, and all of them as running statistics of batch norm."""
+        modules = [module for place, _ in self.places if (module := place()) is not None]
+        return self.is_buffer() and all(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in modules)
+
     def values(self) -> torch.Tensor:
         """The storage, not a copy; outside of recordings the same object as long as the tensor lies where it lay."""
         seen, only = self._seen, self._only

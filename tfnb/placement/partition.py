@@ -212,7 +212,7 @@ class _Cut:
         return tuple(variable.key for variable in self.state.final)
 
     def _apart(self, transfers: Iterable[Transfer]) -> Iterator[str]:
-        """Variables, no buffers of modules, whose new value hangs on rows that are fed, and on no gradient.
+        """Variables, no statistics of batch norm, whose new value hangs on rows that are fed, and on no gradient.
 
         Or on one that the server computes after another update, of the rows that the first task sends.
         """
@@ -229,7 +229,7 @@ class _Cut:
             is_late = rows and value.node in self.state.updated
             if is_late and not own:
                 own = not rows.isdisjoint(self._made_of(variable, value, transfers)[1])
-            if own and not _is_buffer(variable):
+            if own and not _is_of_norm(variable):
                 yield variable.name
 
     def _made_of(
@@ -248,7 +248,7 @@ class _Cut:
         return seen - borders, seen & borders
 
     def _raced(self, transfers: Iterable[Transfer]) -> Iterator[str]:
-        """Variables, no buffers of modules, whose new value a task makes of the one that it read.
+        """Variables, no statistics of batch norm, whose new value a task makes of the one that it read.
 
         Where the server adds what a task made of it to the value now, nothing is lost: so it is with gradients.
         """
@@ -260,7 +260,7 @@ class _Cut:
             own = {v for v in there if self.state.nodes[v.node].op == "tfnb.read"}
             is_added = any(self.state.nodes[v.node].attrs["variable"] is variable for v in own)
             made = any(v.node not in self.gradient and self._hangs_on(v, variable) for v in sent)
-            if made and not is_added and not _is_buffer(variable):
+            if made and not is_added and not _is_of_norm(variable):
                 yield variable.name
 
     def _placed(self, cut: Partition, servers: Iterable[Server]) -> Placement:
@@ -516,9 +516,9 @@ def _sized(nodes: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(replace(node, outputs=tuple(map(resized, node.outputs))) for node in nodes)
 
 
-def _is_buffer(variable: Variable) -> bool:
-    """Whether it is a module's running statistics, which any task's rows may move."""
-    return variable.held is not None and variable.held.is_buffer()
+def _is_of_norm(variable: Variable) -> bool:
+    """Whether it is a running statistic of batch norm, which any task's rows may move: that is said of the op."""
+    return variable.held is not None and variable.held.is_of_batch_norm()
 
 
 def _is_safe(node: Node) -> bool:
