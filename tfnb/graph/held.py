@@ -165,8 +165,8 @@ def overlap(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its memory that a tensor lies in, gaps included."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.element_size()
-    return start, start + (last + 1) * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (int(last) + 1) * tensor.element_size()
 
 
 def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
