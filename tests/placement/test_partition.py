@@ -463,3 +463,15 @@ def test_a_check_of_a_value_behind_the_update_is_made_by_a_task_that_has_the_who
     assert all(node.op != "tfnb.guard" for server in alone.servers for node in server.graph.nodes)
     assert "guard is done with a value behind the update" in of_two.why_whole
     compare(g, [both], [x], [torch.randn(5, 3)], rtol=0)
+
+
+def test_a_buffer_that_counts_rows_is_written_apart_from_gradients() -> None:
+    model = torch.nn.Linear(3, 1)
+    model.register_buffer("seen", torch.zeros(()))
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(4, 3))
+        model.seen += x.shape[0]
+        train = tfnb.train.Adam(0.1).minimize(model(x).square().mean())
+    step = tfnb.Session(graph)._prepare(train, (x,)).code.step
+    homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
+    assert split(step, homes, parallel=True).placement.apart == ("seen",)

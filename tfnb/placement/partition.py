@@ -218,10 +218,12 @@ class _Cut:
         """
         shapes = {value: self._spec(value).shape for value in self.feeds}
         fed = {value for value, shape in shapes.items() if shape and not isinstance(shape[0], int)}  # the divided ones
+        sizes = {symbol for value in fed for symbol in _first_symbols(shapes[value])}
         hangs: set[int] = set()
         for node in self.state.nodes.values():
             at = _gradient_of(node)
-            if any((v in fed or v.node in hangs) and i != at for i, v in enumerate(node.inputs)):
+            is_of_rows = any((v in fed or v.node in hangs) and i != at for i, v in enumerate(node.inputs))
+            if is_of_rows or (at is None and not sizes.isdisjoint(node.symbols)):
                 hangs.add(node.id)
         rows = {t.value for t in transfers if t.kind == "value" and (t.value in fed or t.value.node in hangs)}
         for variable, value in self.state.final.items():
@@ -514,6 +516,11 @@ def _sized(nodes: Sequence[Node]) -> tuple[Node, ...]:
         return Spec(spec.dtype, tuple(own.get(d.expr, d) if isinstance(d, Dim) else d for d in spec.shape), spec.device)
 
     return tuple(replace(node, outputs=tuple(map(resized, node.outputs))) for node in nodes)
+
+
+def _first_symbols(shape: Sequence[int | Dim]) -> tuple[str, ...]:
+    """The symbols of the size of the first axis."""
+    return tuple(shape[0].symbols) if isinstance(shape[0], Dim) else ()
 
 
 def _is_of_norm(variable: Variable) -> bool:
