@@ -173,6 +173,56 @@ def test_a_variable_that_a_batch_writes_itself_is_written_by_each_microbatch():
     assert fetched(torch.ones(2, 3, dtype=torch.float64))[0] == 33 == total.value()
 
 
+class Follows(nn.Module):
+    """Keeps a mean over the rows of a batch in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, x):
+        self.center.lerp_(x.detach().mean(0), 0.5)
+        return self.layer(x)
+
+
+def test_a_buffer_that_a_batch_writes_is_told_and_those_of_batch_norm_are_told_by_their_op():
+    model = Follows()
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(2, 3))
+        train = tfnb.train.SGD(0.1).minimize(model(x).square().mean())
+    with pytest.warns(UserWarning, match=r"writes center itself.*microbatches=2"):
+        default_session(graph).make_callable(train, [x], microbatches=2)
+
+
+def test_a_watched_number_that_is_no_mean_over_rows_is_told():
+    torch.manual_seed(0)
+    with tfnb.record():
+        w = nn.Parameter(torch.ones(3))
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        loss = (x * w).square().mean()
+        grown, spread = loss.exp(), (x * w).std()
+        train = tfnb.train.SGD(0.01).minimize(loss)
+    data = {x: torch.randn(8, 3)}
+    tfnb.fit(train, data, batch_size=8, microbatches=2, watch=[loss])
+    with pytest.warns(UserWarning) as told:
+        tfnb.fit(train, data, batch_size=8, microbatches=2, watch={"grown": grown, "spread": spread})
+    first, second = (str(each.message) for each in told)
+    assert "exp of a mean over rows is no mean of exp over parts" in first and "2 microbatches divide" in first
+    assert "std is a statistic of all rows, and a microbatch has only its own" in second
+
+
+def test_a_watched_norm_of_averaged_gradients_hides_no_loss_that_is_a_sum():
+    with tfnb.record():
+        w = nn.Parameter(torch.ones(3))
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        (grad,) = tfnb.gradients((x * w).square().sum(), [w])
+        train = tfnb.train.SGD(0.01).apply_gradients([(grad, w)])
+        norm = grad.norm()
+    with pytest.warns(UserWarning, match=r"sum over rows. 2 microbatches divide"):
+        tfnb.fit(train, {x: torch.randn(8, 3)}, batch_size=8, microbatches=2, watch=[norm])
+
+
 def test_nothing_is_written_of_a_step_that_is_not_finite():
     net = Net()
     net.y[-1] = float("inf")

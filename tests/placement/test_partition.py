@@ -563,3 +563,15 @@ def test_what_replicas_cannot_do_again_is_not_divided_and_says_why(late, why):
         value = late(x, w.read(), pairs[0][0]) if why != "rows of its own" else grads + w.read().sum()
     parts = compare(g, [train, value], [x], [torch.randn(6, 3, dtype=torch.float64)], workers=2, steps=2)
     assert not parts.split.divides and parts.split.late is None and why in parts.split.undivided
+
+
+def test_a_buffer_that_counts_rows_is_written_apart_from_gradients() -> None:
+    model = torch.nn.Linear(3, 1)
+    model.register_buffer("seen", torch.zeros(()))
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(4, 3))
+        model.seen += x.shape[0]
+        train = tfnb.train.Adam(0.1).minimize(model(x).square().mean())
+    step = tfnb.Session(graph)._prepare(train, (x,)).code.step
+    homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
+    assert split(step, homes, parallel=True).placement.apart == ("seen",)

@@ -166,7 +166,8 @@ def look_at_means(session: Session, fetches: Any, batch: Batch, microbatches: in
     """Warn, once for each step and number of microbatches, of a loss that is no mean over the rows of a batch."""
     step, tensors = session.step_of(fetches, dict(zip(batch.keys, batch.values, strict=True)))
     known: set[Any] = step.whole.attached.setdefault("divided", set())
-    key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), "microbatches", microbatches
+    updates = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign")
+    key = updates, step.fetches, "microbatches", microbatches
     first = next(iter(batches_of(step, [(tensors, 0)])), None)
     if key not in known and first is not None:
         seen = look_at_microbatches(step, microbatches, first)

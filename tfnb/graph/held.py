@@ -97,6 +97,11 @@ class Held:
         tables = [(module._parameters, module._buffers, name) for module, name in modules if module is not None]
         return bool(tables) and all(name in buffers and name not in own for own, buffers, name in tables)
 
+    def is_of_batch_norm(self) -> bool:
+        """Whether modules hold the object, and all of them as running statistics of batch norm."""
+        modules = [module for place, _ in self.places if (module := place()) is not None]
+        return self.is_buffer() and all(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in modules)
+
     def values(self) -> torch.Tensor:
         """The storage, not a copy; outside of recordings the same object as long as the tensor lies where it lay."""
         seen, only = self._seen, self._only
@@ -134,6 +139,34 @@ class Held:
                 return None
             found.append((place, table, name))
         return Watch(self._object, tuple(found))
+
+
+def overlap(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have an element of memory in common.
+
+    >>> both = torch.zeros(2, 4)
+    >>> overlap(both[:, ::2], both[:, 1::2]), overlap(both[0], both.t()), overlap(both[0], both[1])
+    (False, True, False)
+    """
+    if tensor.layout is not _STRIDED or other.layout is not _STRIDED or not tensor.numel() or not other.numel():
+        return False
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() != other.untyped_storage().data_ptr() or not storage.data_ptr():
+        return False
+    (start, stop), (begin, end) = _extent(tensor), _extent(other)
+    if stop <= begin or end <= start or tensor.dtype is not other.dtype:
+        return max(start, begin) < min(stop, end)
+    first = min(tensor.storage_offset(), other.storage_offset())
+    taken = torch.zeros((max(stop, end) - min(start, begin)) // tensor.element_size(), dtype=torch.bool)
+    taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its memory that a tensor lies in, gaps included."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (int(last) + 1) * tensor.element_size()
 
 
 def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:

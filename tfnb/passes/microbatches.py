@@ -49,7 +49,7 @@ class Microbatches:
 
     Its feeds are those of the step that it was made of, then the shapes of the microbatches, [microbatches, rank], of
     each feed that is divided, and the microbatches' shares of the rows. ``divided``: whether a feed is, for each feed.
-    ``moved``: Variables, no buffers of modules, that each microbatch writes.
+    ``moved``: Variables, no statistics of batch norm, that each microbatch writes.
     """
 
     step: StepGraph
@@ -382,7 +382,7 @@ class _Build:
 
         fetches = tuple(map(fetch, step.fetches))
         feeds = (*step.feeds, *(shapes[v] for v in step.feeds if v in loop.rows), shares)
-        moved = tuple(v for v in variables if not _is_buffer(v))
+        moved = tuple(v for v in variables if v.held is None or not v.held.is_of_batch_norm())
         pruned = prune(graph, fetches, feeds, [group.id])  # whatever is fetched, all of it is written
         return Microbatches(StepGraph(graph, pruned, fetches, feeds), loop.divided, moved)
 

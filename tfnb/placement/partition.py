@@ -270,16 +270,18 @@ class _Cut:
         return tuple(variable.key for variable in self.state.final)
 
     def _apart(self, transfers: Iterable[Transfer]) -> Iterator[str]:
-        """Variables, no buffers of modules, whose new value hangs on rows that are fed, and on no gradient.
+        """Variables, no statistics of batch norm, whose new value hangs on rows that are fed, and on no gradient.
 
         Or on one that the server computes after another update, of the rows that the first task sends.
         """
         shapes = {value: self._spec(value).shape for value in self.feeds}
         fed = {value for value, shape in shapes.items() if shape and not isinstance(shape[0], int)}  # the divided ones
+        sizes = {symbol for value in fed for symbol in _first_symbols(shapes[value])}
         hangs: set[int] = set()
         for node in self.state.nodes.values():
             at = _gradient_of(node)
-            if any((v in fed or v.node in hangs) and i != at for i, v in enumerate(node.inputs)):
+            is_of_rows = any((v in fed or v.node in hangs) and i != at for i, v in enumerate(node.inputs))
+            if is_of_rows or (at is None and not sizes.isdisjoint(node.symbols)):
                 hangs.add(node.id)
         rows = {t.value for t in transfers if t.kind == "value" and (t.value in fed or t.value.node in hangs)}
         for variable, value in self.state.final.items():
@@ -287,7 +289,7 @@ class _Cut:
             is_late = rows and value.node in self.state.updated
             if is_late and not own:
                 own = not rows.isdisjoint(self._made_of(variable, value, transfers)[1])
-            if own and not _is_buffer(variable):
+            if own and not _is_of_norm(variable):
                 yield variable.name
 
     def _made_of(
@@ -306,7 +308,7 @@ class _Cut:
         return seen - borders, seen & borders
 
     def _raced(self, transfers: Iterable[Transfer]) -> Iterator[str]:
-        """Variables, no buffers of modules, whose new value a task makes of the one that it read.
+        """Variables, no statistics of batch norm, whose new value a task makes of the one that it read.
 
         Where the server adds what a task made of it to the value now, nothing is lost: so it is with gradients.
         """
@@ -318,7 +320,7 @@ class _Cut:
             own = {v for v in there if self.state.nodes[v.node].op == "tfnb.read"}
             is_added = any(self.state.nodes[v.node].attrs["variable"] is variable for v in own)
             made = any(v.node not in self.gradient and self._hangs_on(v, variable) for v in sent)
-            if made and not is_added and not _is_buffer(variable):
+            if made and not is_added and not _is_of_norm(variable):
                 yield variable.name
 
     def _placed(self, cut: Partition, servers: Iterable[Server]) -> Placement:
@@ -638,6 +640,16 @@ def _not_again(node: Node) -> str:
 def _is_buffer(variable: Variable) -> bool:
     """Whether it is a module's running statistics, which any task's rows may move."""
     return variable.held is not None and variable.held.is_buffer()
+
+
+def _first_symbols(shape: Sequence[int | Dim]) -> tuple[str, ...]:
+    """The symbols of the size of the first axis."""
+    return tuple(shape[0].symbols) if isinstance(shape[0], Dim) else ()
+
+
+def _is_of_norm(variable: Variable) -> bool:
+    """Whether it is a running statistic of batch norm, which any task's rows may move: that is said of the op."""
+    return variable.held is not None and variable.held.is_of_batch_norm()
 
 
 def _is_safe(node: Node) -> bool:

@@ -88,7 +88,8 @@ class Probe:
     """``graph`` computes ``fetches`` from ``feeds`` and, once they are known, ``drawn``.
 
     The first fetches are what ``borders`` send to servers; those behind them are ``numbers`` of the step's own graph:
-    its losses, and the values without an axis of rows that they are made of. ``norms``: batch norms that take the
+    its losses, what is fetched of it, and the values without an axis of rows that they are made of. ``watched``: those
+    of them that are fetched. ``norms``: batch norms that take the
     statistics of their rows. ``why_not``: the reason why nothing can be compared.
     """
 
@@ -99,6 +100,7 @@ class Probe:
     drawn: tuple[Value, ...]
     rows: frozenset[str]  # symbols of axes that rows lie on
     losses: tuple[Value, ...]
+    watched: tuple[Value, ...]
     numbers: tuple[Value, ...]
     norms: tuple[Node, ...]
     why_not: str = ""
@@ -121,10 +123,10 @@ class Probe:
             drawn = drawn.narrow(axis, 0, 1)
         return drawn.expand(shape).contiguous()
 
-    def reason(self, step: StepGraph, apart: Collection[Value]) -> Reason | None:
-        """Why the loss is no mean over rows; ``apart``: numbers that are not the mean of those of the parts."""
+    def reason(self, step: StepGraph, apart: Collection[Value], of: Collection[Value]) -> Reason | None:
+        """Why one of some numbers is no mean over rows; ``apart``: those that are not the mean of the parts."""
         contents = step.whole.contents
-        value = next((loss for loss in self.losses if loss in apart), None)
+        value = next((number for number in of if number in apart), None)
         if value is None:
             return None
         is_ratio = False
@@ -153,11 +155,15 @@ class Probe:
 
 def probe(step: StepGraph, homes: Homes) -> Probe | None:
     """What is to be computed to compare the gradients of a step; None where tasks average none."""
-    rows, losses, numbers = _numbers(step)
-    cut = split(step.also(numbers), homes, parallel=True)
-    if not cut.divides:  # a loss of values after an update
-        losses = numbers = ()
-        cut = split(step, homes, parallel=True)
+    updates = StepGraph(step.whole, step.graph, _operations(step), step.feeds)
+    for each in (step, updates):  # what is fetched may be of averaged gradients
+        rows, losses, watched, numbers = _numbers(each)
+        cut = split(each.also(numbers), homes, parallel=True)
+        if cut.divides:
+            break
+    else:  # a loss of values after an update
+        losses = watched = numbers = ()
+        cut = split(updates, homes, parallel=True)
     borders = tuple({b.value: b for s in cut.servers for b in s.borders if b.kind != "value"}.values())
     if not cut.divides or not any(b.kind in ("grad", "rows") for b in borders):
         return None
@@ -173,12 +179,19 @@ def probe(step: StepGraph, homes: Homes) -> Probe | None:
     drawn = tuple(node.value(i) for node in nodes if node.stream is not None for i in range(len(node.outputs)))
     fetches = (*(border.value for border in borders), *(at for _, at in known))
     return Probe(
-        graph, cut.feeds, borders, fetches, drawn, rows, losses, tuple(number for number, _ in known), norms, why_not
-    )
+        graph, cut.feeds, borders, fetches, drawn, rows, losses, watched, tuple(number for number, _ in known), norms,
+        why_not,
+    )  # fmt: skip
 
 
-def _numbers(step: StepGraph) -> tuple[frozenset[str], tuple[Value, ...], tuple[Value, ...]]:
-    """Symbols of axes that rows lie on, the losses of a step, and what they are made of that has no such axis."""
+def _operations(step: StepGraph) -> tuple[Value, ...]:
+    """The fetches that have no value, and those that are written."""
+    nodes = step.whole.contents.by_id
+    return tuple(v for v in step.fetches if not nodes[v.node].outputs or nodes[v.node].op == "tfnb.assign")
+
+
+def _numbers(step: StepGraph) -> tuple[frozenset[str], tuple[Value, ...], tuple[Value, ...], tuple[Value, ...]]:
+    """Symbols of axes that rows lie on, losses, what is fetched, and what all that is made of without rows."""
     contents, fed = step.whole.contents, set(step.feeds)
     shapes = [contents.by_id[value.node].outputs[value.index].shape for value in step.feeds]
     divided = {symbol for shape in shapes if shape for symbol in _symbols(shape[0])}
@@ -189,7 +202,8 @@ def _numbers(step: StepGraph) -> tuple[frozenset[str], tuple[Value, ...], tuple[
     found = [d.ys for d in (() if space is None else space.derivatives) if d.nodes & ids]
     losses = tuple(dict.fromkeys(y for ys in found for y in ys if y.node in contents.by_id))
     above: set[int] = set()
-    stack = [loss.node for loss in losses]
+    fetched = dict.fromkeys(value for value in step.fetches if value not in set(_operations(step)))
+    stack = [value.node for value in (*losses, *fetched)]
     while stack:
         node_id = stack.pop()
         if node_id not in above:
@@ -202,7 +216,8 @@ def _numbers(step: StepGraph) -> tuple[frozenset[str], tuple[Value, ...], tuple[
             values = [node.value(i) for i in range(len(node.outputs))]
             hangs.update(values)
             numbers += [v for v in values if _is_number(node.outputs[v.index], rows) and not _mixes(node)]
-    return rows, losses, tuple(numbers)
+    watched = tuple(value for value in fetched if value in numbers)
+    return rows, losses, watched, tuple(numbers)
 
 
 def _is_number(spec: Spec, rows: frozenset[str]) -> bool:

@@ -6,15 +6,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
+from itertools import chain, combinations, repeat
 from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.errors import Unimplemented
+from tfnb.errors import Unimplemented, Unsupported
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.graph import Graph, Node, Value, Variable
+from tfnb.graph.held import overlap
 from tfnb.graph.variable_locks import Cut
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.microbatches import Microbatches, in_microbatches
@@ -121,6 +122,7 @@ def prepare(
     feeder = Feeder(graph, [(key, fed_by(graph, key)) for key in feed_keys])
     step = step_graph(graph, values, feeder.values)
     _warn_left_out(step)
+    _refuse_overlaps(step)
     looks = [Look(node.inputs, partial(_print, node)) for node in printing(step)]
     step = step.also(value for look in looks for value in look.wanted)
     stops = [Look(tuple(stop.wanted.values()), stop.ensure_passed, stops=True) for stop in stopping(step)]
@@ -160,6 +162,22 @@ def prepare_divided(
 
 def _warn(note: str) -> None:
     warnings.warn(note, stacklevel=user_level(None))
+
+
+def _refuse_overlaps(step: StepGraph) -> None:
+    """Raise Unsupported where the step writes memory that two of its Variables share: one would undo the other."""
+    by_memory: dict[int, list[tuple[Variable, torch.Tensor]]] = {}
+    for variable in step.variables:
+        tensor = None if variable.held is None else variable.held.tensor()
+        if tensor is not None and tensor.layout is torch.strided:
+            by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((variable, tensor))
+    written = set(step.writes)
+    for one, other in chain.from_iterable(combinations(each, 2) for each in by_memory.values()):
+        if (one[0] in written or other[0] in written) and overlap(one[1], other[1]):
+            raise Unsupported(
+                f"{one[0].name} and {other[0].name} are two Parameters or buffers in the same memory, which the step "
+                "writes: use one object in both places (b.weight = a.weight), and its transpose as a.weight.t()"
+            )
 
 
 def _warn_left_out(step: StepGraph) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from tfnb.cluster.engine.members import Batch
+from tfnb.cluster.modes.joins import joins
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
 from tfnb.execution import Program, lower
 from tfnb.execution.running import Running
@@ -52,7 +53,7 @@ class Seen:
 def look_at_microbatches(step: StepGraph, count: int, batch: Batch) -> Seen:
     """`look` at a step over so many microbatches in this process."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
-    seen = look(step, homes, count, [batch])
+    seen = look(step, homes, count, [batch], step.fetches)
     return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
 
 
@@ -63,8 +64,15 @@ def _of_microbatches(note: str) -> str:
     return note
 
 
-def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[Batch]) -> Seen:
-    """Compare on ``batches``, more than one where that is quick. ``tasks``: so many divide the rows of a batch."""
+def look(
+    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[Batch], averaged: Collection[Value] | None = None
+) -> Seen:
+    """Compare on ``batches``, more than one where that is quick. ``tasks``: so many divide the rows of a batch.
+
+    averaged: fetches whose values are averaged by rows; by default those that tasks of a cluster average.
+    """
+    if averaged is None:
+        averaged = [value for value, way in zip(step.fetches, joins(step), strict=True) if way == "mean"]
     found = probe(step, homes)
     if found is None:
         return Seen()
@@ -74,7 +82,7 @@ def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[Batch]) ->
     if found.why_not:
         return Seen(tuple(notes))
     try:
-        seen = _Comparing(step, found, tasks).first(batches)
+        seen = _Comparing(step, found, tasks, [v for v in found.watched if v in averaged]).first(batches)
     except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError) as error:
         why = error.message if isinstance(error, DeadlineExceeded) else "this process has not the memory for it"
         return Seen((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
@@ -115,6 +123,7 @@ class _Comparing:
     step: StepGraph
     probe: Probe
     tasks: int
+    watched: Sequence[Value]  # averaged by rows
     _end: float = field(init=False)
     _draw: Program | None = field(init=False, default=None)
     _compute: Program = field(init=False)
@@ -149,6 +158,7 @@ class _Comparing:
         size = self._sizes_of(self._grads([whole], [rows]))
         if not size.all:
             return None
+        told: dict[str, None] = {}
         uneven = [(0, rows // 4), (rows // 4, rows)] if rows >= 4 else []  # halves may be alike by chance
         for division in (divide(rows, self.tasks), uneven):
             try:
@@ -162,8 +172,10 @@ class _Comparing:
             counts = [stop - start for start, stop in division]
             worst = size.furthest(self._grads([whole], [rows]), self._grads(parts, counts))
             if worst is not None:
-                return Seen((self._words(*worst, len(division), rows, self._reason(whole, parts, counts)),))
-        return Seen()
+                reason = self.probe.reason(self.step, self._apart(whole, parts, counts, NEAR), self.probe.losses)
+                return Seen((self._words(*worst, len(division), rows, reason),))
+            told |= dict.fromkeys(self._of_watched(whole, parts, counts))
+        return Seen(tuple(told))
 
     def _part(self, batch: Batch, part: tuple[int, int], drawn: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The fetches, of some rows."""
@@ -212,17 +224,35 @@ class _Comparing:
                     found[f"{name}#{number}"] = _by_row(value, entries)
         return found
 
-    def _reason(
+    def _of_watched(
         self, whole: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int]
-    ) -> Reason | None:
-        """What makes the difference."""
+    ) -> Iterator[str]:
+        """Notes on watched numbers that are no means over rows."""
+        if not self.watched:
+            return
+        near, apart = self._apart(whole, parts, rows, NEAR), self._apart(whole, parts, rows, APART)
+        for value in self.watched:
+            if value in apart:
+                reason = self.probe.reason(self.step, near, [value])
+                why = "" if reason is None else f": {reason.text}"
+                node = self.step.whole.contents.by_id[value.node]
+                yield (
+                    f"{node.source or node.name}: {node.name} is fetched or watched, and is no mean over rows{why}. "
+                    f"What is shown is the mean, by rows, of its values for parts of a batch: {self.tasks} tasks "
+                    "divide the rows of each step"
+                )
+
+    def _apart(
+        self, whole: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int], least: float
+    ) -> set[Value]:
+        """The numbers that are not the mean of those of the parts."""
         apart: set[Value] = set()
         for at, value in enumerate(self.probe.numbers, len(self.probe.borders)):
             mean = MERGES["grad"].merge([part[at] for part in parts], rows)
             one = {"": whole[at]}
-            if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}, NEAR) is not None:
+            if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}, least) is not None:
                 apart.add(value)
-        return self.probe.reason(self.step, apart)
+        return apart
 
     def _sizes_of(self, grads: Mapping[str, torch.Tensor]) -> _Sizes:
         norms = {name: _norm(grad) for name, grad in grads.items()}

@@ -332,7 +332,7 @@ class Steps:
     ) -> tuple[Ahead | Iterable[Batch | None], tuple[str, ...]]:  # fmt: skip
         """The batches of a training, and what is said of a loss that is no mean over their rows, once for each."""
         known: set[Any] = step.whole.attached.setdefault("divided", set())
-        key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), tasks
+        key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), step.fetches, tasks
         if key in known or tasks < 2 or not placed.writes or placed.tasks:
             return source, ()
         first: Iterable[Batch | None]

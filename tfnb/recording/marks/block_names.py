@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from textwrap import dedent
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
+
+from tfnb.recording.marks.user_code import is_foreign
 
 _FEW = 64  # items of a list, tuple or dict of numbers
 _WITH = re.compile(r"\s*(async )?with\b")
@@ -73,6 +77,42 @@ def _own_names(scope: ast.AST) -> set[str]:
     nodes = list(ast.walk(scope))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
+def globals_read(function: FunctionType) -> dict[str, dict[str, Any]]:
+    """Global names that the user's function reads, with their tables, also those of user functions that it names.
+
+    >>> def scaled(x):
+    ...     return x * factor
+    >>> list(globals_read(lambda x: scaled(x) + offset))
+    ['scaled', 'factor', 'offset']
+    """
+    found: dict[str, dict[str, Any]] = {}
+    seen: set[CodeType] = set()
+    _walk(function, found, seen)
+    return found
+
+
+def _walk(function: FunctionType, found: dict[str, dict[str, Any]], seen: set[CodeType]) -> None:
+    while isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
+        function = wrapped
+    code, table = function.__code__, function.__globals__
+    if code in seen or is_foreign(code.co_filename):
+        return
+    seen.add(code)
+    for name in _globals_of(code):
+        found.setdefault(name, table)
+        if isinstance(value := table.get(name), FunctionType):
+            _walk(value, found, seen)
+
+
+@lru_cache(4096)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """Names that code, and the functions inside of it, take from the global table."""
+    steps = list(dis.get_instructions(code))
+    own = [step.argval for step in steps if step.opname == "LOAD_GLOBAL"]
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _globals_of(each)]
+    return tuple(dict.fromkeys((*own, *inner)))
 
 
 def block_of(frame: FrameType) -> list[ast.stmt]:

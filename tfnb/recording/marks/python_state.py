@@ -11,7 +11,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from tfnb.graph import Node, Source, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.attribute_reads import attribute_reads
-from tfnb.recording.marks.block_names import NameRead, Namespace, numbers
+from tfnb.recording.marks.block_names import NameRead, Namespace, globals_read, numbers
 
 GUARDS = "python guards"  # key of what is attached to a graph: the guards of each owner
 SHARE = 20  # a comparison may cost one of so many parts of the time since the last one
@@ -36,6 +38,7 @@ _KEPT = (list, dict, set)
 _FEW = 64  # items of a list or dict that is looked at
 _MISSING = object()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_MODULE = frozenset(vars(torch.nn.Module()))  # attributes that torch keeps itself
 _NO_HOOKS = ((),) * len(_HOOKS)
 _modes: weakref.WeakKeyDictionary[torch.nn.Module, set[bool]] = weakref.WeakKeyDictionary()  # as recordings found them
 _frozen_inside: weakref.WeakSet[Variable] = weakref.WeakSet()  # whose flag a recording set: cells set it in turn
@@ -183,23 +186,47 @@ def _flags(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class GroupGuard(NamedTuple):
-    """The parameters of each group of a torch optimizer of which a step was recorded, by their ids."""
+    """A torch optimizer of which a step was recorded: ids of the parameters of its groups, and of its step hooks.
+
+    updated: the Variables whose updates it recorded.
+    """
 
     optimizer: weakref.ref[torch.optim.Optimizer]
     state: tuple[tuple[int, ...], ...]
+    hooks: tuple[int, ...]
     nodes: frozenset[int]  # of its updates
+    updated: tuple[Variable, ...]
 
     def is_kept(self) -> bool:
-        """Whether the groups have the same parameters."""
+        """Whether the groups have the same parameters, which the modules hold, and the hooks are the same."""
         optimizer = self.optimizer()
-        return optimizer is None or self.state == _groups(optimizer)
+        if optimizer is None:
+            return True
+        is_same = self.state == _groups(optimizer) and self.hooks == _step_hooks(optimizer)
+        return is_same and self._strange() is None
+
+    def _strange(self) -> Variable | None:
+        """A Variable that is updated, and goes with a module that has replaced the optimizer's parameter."""
+        known = {at for group in self.state for at in group}
+        for variable in self.updated:
+            tensor = None if variable.held is None else variable.held.tensor()
+            if tensor is not None and id(tensor) not in known:
+                return variable
+        return None
 
     def changes(self) -> Iterator[str]:
         """What is another thing now."""
         optimizer = self.optimizer()
         if optimizer is not None:
-            old, now = ([len(group) for group in groups] for groups in (self.state, _groups(optimizer)))
-            yield f"the groups of {type(optimizer).__name__} had {old} parameters, and have " + (
+            name = type(optimizer).__name__
+            if self.hooks != _step_hooks(optimizer):
+                yield f"the step hooks of {name} are others now"
+            if (strange := self._strange()) is not None:
+                yield f"{strange.name} is another Parameter now, of which {name} does not know"
+            if self.state == (groups := _groups(optimizer)):
+                return
+            old, now = ([len(group) for group in each] for each in (self.state, groups))
+            yield f"the groups of {name} had {old} parameters, and have " + (
                 f"{now} now" if old != now else "others now"
             )
 
@@ -208,8 +235,21 @@ def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
 
 
+def _group_guard(optimizer: torch.optim.Optimizer, updates: Sequence[Node]) -> GroupGuard:
+    groups = _groups(optimizer)
+    known = {at for group in groups for at in group}
+    found = dict.fromkeys(node.attrs["variable"] for node in updates if "variable" in node.attrs)
+    updated = tuple(v for v in found if v.held is not None and id(v.held.tensor()) in known)
+    ids = frozenset(node.id for node in updates)
+    return GroupGuard(weakref.ref(optimizer), groups, _step_hooks(optimizer), ids, updated)
+
+
+def _step_hooks(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+
+
 class NumberGuard(NamedTuple):
-    """A number, or a list of some, that the code of a block read by a name of the program."""
+    """A number, or a list of some, that the code of a block or of a function read by a name of the program."""
 
     read: NameRead
     value: Any
@@ -218,6 +258,35 @@ class NumberGuard(NamedTuple):
     def now(self) -> Any:
         """The numbers that the name stands for; None where it stands for other things, or for nothing."""
         return numbers(self.namespace.get(self.read.name))
+
+
+@dataclass(slots=True)
+class TensorGuard:
+    """A plain tensor that a constant of the graph was copied from. ``find``: what stands in its place now."""
+
+    name: str
+    node: int
+    value: torch.Tensor
+    find: Callable[[], Any]
+    seen: Any  # the stamp at which it was last equal to the constant
+
+    def differs(self) -> bool:
+        """Whether a tensor with other values is there now; one of another shape or dtype has another purpose."""
+        now = self.find()
+        if not isinstance(now, torch.Tensor) or is_recorded(now) or (at := stamp(now)) == self.seen:
+            return False
+        if now.shape != self.value.shape or now.dtype != self.value.dtype or now.device != self.value.device:
+            return False
+        if not torch.equal(now, self.value):
+            return True
+        self.seen = at
+        return False
+
+
+def stamp(tensor: torch.Tensor) -> Any:
+    """A stamp that changes when the tensor is written, or another takes its place."""
+    written = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor), written
 
 
 @dataclass(slots=True)
@@ -230,6 +299,7 @@ class PythonGuards:
     flags: list[FlagGuard] = field(default_factory=list)
     groups: list[GroupGuard] = field(default_factory=list)
     numbers: list[NumberGuard] = field(default_factory=list)
+    tensors: list[TensorGuard] = field(default_factory=list)
     told: set[str] = field(default_factory=set)  # notes, once each
 
     def needed(self, ids: Collection[int], variables: Collection[Variable], *, trains: bool) -> PythonGuards | None:
@@ -238,9 +308,10 @@ class PythonGuards:
             self.label, self.is_cell,
             [guard for guard in self.modules if guard.is_of(ids)],
             [guard for guard in self.flags if trains and guard.variable in variables],
-            [guard for guard in self.groups if not guard.nodes.isdisjoint(ids)], self.numbers, self.told,
+            [guard for guard in self.groups if not guard.nodes.isdisjoint(ids)], self.numbers,
+            [guard for guard in self.tensors if guard.node in ids], self.told,
         )  # fmt: skip
-        return found if found.modules or found.flags or found.groups or found.numbers else None
+        return found if found.all or found.numbers or found.tensors else None
 
     @property
     def cure(self) -> str:
@@ -267,7 +338,7 @@ class PythonGuards:
     @property
     def has_notes(self) -> bool:
         """Whether there is anything that `notes` could say."""
-        return bool(self.numbers) or any(guard.training is not None for guard in self.modules)
+        return bool(self.numbers or self.tensors) or any(guard.training is not None for guard in self.modules)
 
     def notes(self) -> Iterator[str]:
         """What changed and is only said, once each."""
@@ -279,6 +350,14 @@ class PythonGuards:
                     f"{guard.read} was {_short(guard.value)} when {self.label} was recorded, and is {_short(now)} now: "
                     f"the graph computes with the former. To change it from run to run make it a placeholder or a "
                     f"tfnb.Variable; else {self.cure}"
+                )
+        for each in self.tensors:
+            if each.name not in self.told and each.differs():
+                self.told.add(each.name)
+                yield (
+                    f"{each.name} has other values now than when {self.label} was recorded: the graph computes with "
+                    f"those of then. To change it from run to run make it a placeholder, a tfnb.Variable or a buffer "
+                    f"of a module; else {self.cure}"
                 )
         for one in self.modules:
             module = one.module()
@@ -310,16 +389,22 @@ class Watched:
         now = time.perf_counter()
         if now < self._next and self._seen == _executed[0]:
             return
+        self._compare(tell)
+        if self._seconds == float("inf"):  # what the first one takes, of cold code, would keep later ones off for long
+            now = time.perf_counter()
+            self._compare(tell)
+        self._seen = _executed[0]
+        end = time.perf_counter()
+        self._seconds = min(end - now, 2 * self._seconds)
+        self._next = end + SHARE * COST * self._seconds
+
+    def _compare(self, tell: Callable[[str], None]) -> None:
         for guards, checks, has_notes in self._guards:
             for is_kept in checks:
                 if not is_kept():
                     raise guards.stale()
             for note in guards.notes() if has_notes else ():
                 tell(note)
-        self._seen = _executed[0]
-        end = time.perf_counter()
-        self._seconds = min(end - now, 2 * self._seconds)
-        self._next = end + SHARE * COST * self._seconds
 
 
 def stale_owners(attached: Mapping[str, Any]) -> list[str]:
@@ -362,11 +447,20 @@ class PythonReads:
         self._updates: dict[torch.optim.Optimizer, set[int]] = {}
         values = {} if namespace is None else {read: namespace.get(read.name, _MISSING) for read in reads}
         self._reads = {read: value for read, value in values.items() if value is not _MISSING}
+        self._globals: dict[tuple[int, str], tuple[Namespace, Any]] = {}  # that functions of the program read
+        for value in self._reads.values():
+            if isinstance(value, FunctionType):
+                self._follow(value)
         self._attributes = {
             read: vars(module)[read.attribute]
             for read, module in self._reads.items()
             if isinstance(module, torch.nn.Module) and read.attribute in vars(module)
         }
+
+    def _follow(self, function: FunctionType) -> None:
+        """The block calls a function of the program, as far as is known: what that reads of its globals."""
+        for name, table in globals_read(function).items():
+            self._globals.setdefault((id(table), name), (Namespace(table), table.get(name)))
 
     def enter(self, module: torch.nn.Module) -> None:
         """A module's forward begins, in its scope."""
@@ -378,6 +472,8 @@ class PythonReads:
             label = f"{'.'.join(self._rec.scopes.path)} ({type(module).__name__})"
             found = _Entered(module, label, self._rec.where(), before, copies, [], module.training)
             self._entered[id(module)] = found
+            if isinstance(forward := type(module).forward, FunctionType):
+                self._follow(forward)
         elif found.training is not module.training:
             found.training = None
         if self._rec.inside:
@@ -405,7 +501,10 @@ class PythonReads:
 
     def guards(self, label: str, nodes: Iterable[Node], *, is_cell: bool) -> PythonGuards:
         """At the end of the block: what runs of its nodes are to find unchanged."""
-        groups = [GroupGuard(weakref.ref(o), _groups(o), frozenset(ids)) for o, ids in self._updates.items()]
+        nodes = list(nodes)
+        groups = [
+            _group_guard(optimizer, [n for n in nodes if n.id in ids]) for optimizer, ids in self._updates.items()
+        ]
         found = PythonGuards(label, is_cell, groups=groups)
         used = self._used(variables := _variables(nodes))
         found.modules = [_guard(entered, used) for entered in self._entered.values()]
@@ -417,12 +516,38 @@ class PythonReads:
             tensor = None if variable.held is None else variable.held.tensor()
             if tensor is not None:
                 found.flags.append(FlagGuard(weakref.ref(tensor), variable, _flags(tensor)))
-        if self._namespace is not None:
-            for read, value in self._reads.items():
-                is_same = not read.attribute and self._namespace.get(read.name) is value
-                if is_same and (before := numbers(value)) is not None:
-                    found.numbers.append(NumberGuard(read, before, self._namespace))
+        for read, namespace, value in self._names():
+            if namespace.get(read.name) is value and (before := numbers(value)) is not None:
+                found.numbers.append(NumberGuard(read, before, namespace))
+        found.tensors = list(self._captured(nodes))
         return found
+
+    def _names(self) -> Iterator[tuple[NameRead, Namespace, Any]]:
+        """Names that the block and functions of the program read, with the values that they had before."""
+        if self._namespace is not None:
+            yield from ((read, self._namespace, v) for read, v in self._reads.items() if not read.attribute)
+        for (_, name), (namespace, value) in self._globals.items():
+            yield NameRead(name), namespace, value
+
+    def _captured(self, nodes: Iterable[Node]) -> Iterator[TensorGuard]:
+        """Guards of the plain tensors that constants were copied from, by the name or attribute that holds them."""
+        captured = self._rec.tape.captured
+        places: dict[int, tuple[str, Callable[[], Any]]] = {}  # by the tensor's id
+        for entered in self._entered.values():
+            module = weakref.ref(entered.module)
+            for name, value in entered.before.items():
+                if isinstance(value, torch.Tensor):
+                    find = partial(_attribute, module, name)
+                    places[id(value)] = f"attribute {name} of {entered.label}", find
+        for read, namespace, value in self._names():
+            if isinstance(value, torch.Tensor) and namespace.get(read.name) is value:
+                places[id(value)] = str(read), partial(namespace.get, read.name)
+        for node in nodes:
+            if node.id in captured and isinstance(value := node.attrs.get("value"), torch.Tensor):
+                tensor, at = captured[node.id]
+                where = "" if node.source is None else f" that {node.source.label} line {node.source.line} reads"
+                name, find = places.get(id(tensor), (f"a tensor{where}", weakref.ref(tensor)))
+                yield TensorGuard(name, node.id, value, find, at)
 
     def _of_names(self) -> Iterator[ModuleGuard]:
         """Guards of the attributes that the code of the block itself read of modules."""
@@ -507,6 +632,10 @@ class PythonReads:
         return is_recorded(value) and value.graph is rec.graph and not rec.tape.is_fixed(rec.look(value).value)
 
 
+def _attribute(module: weakref.ref[torch.nn.Module], name: str) -> Any:
+    return None if (found := module()) is None else found.__dict__.get(name)
+
+
 def _items(value: Any) -> dict[Any, Any]:
     """The items of a short list, dict or set by their keys."""
     if isinstance(value, dict):
@@ -524,11 +653,13 @@ def _guard(entered: _Entered, used: Collection[int]) -> ModuleGuard:
     children = tuple(n for n, child in modules.items() if child is not None and _has_any(child, used))
     attributes = tuple(
         name for name, value in entered.before.items()
-        if own.get(name) is value and (_is_plain(value) or isinstance(value, _FUNCTIONS))
+        if own.get(name) is value and (
+            _is_plain(value) or isinstance(value, _FUNCTIONS) or _is_setting(name, value, entered.copies)
+        )
     )  # fmt: skip
     is_whole = bool(modules) and len(children) == len(modules) and _goes_over_children(type(module))
     tensors = tuple((table, name) for table in ("_parameters", "_buffers") for name in own[table])
-    state = _state(module, attributes, children, is_whole, tensors)
+    state = [copy(v) if type(v) in _KEPT else v for v in _state(module, attributes, children, is_whole, tensors)]
     spans = None if entered.spans is None else tuple(entered.spans)
     training = entered.training if "training" in attribute_reads(type(module)) else None
     return ModuleGuard(
@@ -543,6 +674,14 @@ def _goes_over_children(kind: type) -> bool:
 
 def _has_any(module: torch.nn.Module, used: Collection[int]) -> bool:
     return any(id(each) in used for each in module.modules())
+
+
+def _is_setting(name: str, value: Any, copies: Mapping[str, dict[Any, Any]]) -> bool:
+    """Whether an attribute is a short list, dict or set of plain values, which the block left as it was."""
+    if name in _MODULE or name not in copies or not value:
+        return False
+    items = _items(value)
+    return all(map(_is_plain, value if isinstance(value, set) else items.values())) and items == copies[name]
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,6 +8,7 @@ Uses private names of torch.utils.checkpoint (tried with torch 2.11 and 2.13).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -19,6 +20,7 @@ import torch.utils.checkpoint
 from tfnb.graph import Node, Value
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import WITH_GRADIENT
+from tfnb.recording.marks.notes import user_level
 from tfnb.recording.values.recording import Recording, open_recording
 
 RECOMPUTED = "recomputed"
@@ -147,6 +149,12 @@ def may_fail(node: Node) -> bool:
 
 
 def _reentrant(recorder: Recording, function: Any, preserve: bool, *args: Any) -> Any:
+    if torch.is_grad_enabled() and not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        warnings.warn(
+            "no input of checkpoint(use_reentrant=True) requires a gradient: plain PyTorch then gives none to the "
+            "parameters inside, and a recording does, as with use_reentrant=False",
+            stacklevel=user_level(None),
+        )
     with region(recorder):
         return function(*args)
 

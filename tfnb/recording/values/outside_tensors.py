@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import Node
 from tfnb.recording.marks.notes import dense
+from tfnb.recording.marks.python_state import stamp
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Tensor
 
@@ -59,6 +60,7 @@ class Outside:
             self._rec.tape.fixed.append(self._rec.where())
         with _disable_current_modes():
             entry = self._rec.constant(self._captured(tensor))
+            self._rec.tape.captured[entry.value.node] = tensor, stamp(tensor)
         if entry.sample is not None and _storage(entry.sample) == _storage(tensor):
             self._rec.tape.borrowed[entry.value.node] = entry
         return self._rec._wrap(entry)

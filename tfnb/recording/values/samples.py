@@ -19,6 +19,7 @@ from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Graph, Node, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.interrupts import from_signal_handler
+from tfnb.recording.marks.python_state import stamp
 from tfnb.recording.values.interpret import evaluate
 
 SAMPLE_BUDGET = 128 << 20  # bytes, while a recording may still ask for them: a step shall need more than its recording
@@ -70,13 +71,13 @@ class Samples:
         """Keep a sample that cannot be computed again: it is never dropped."""
         if sample is not None:
             self._roots[value] = sample
-            self._stamps[value] = _stamp(sample)
+            self._stamps[value] = stamp(sample)
 
     def read(self, value: Value, variable: Variable, sample: torch.Tensor | None) -> None:
         """The value of a Variable, which may be another one later."""
         if sample is not None:
             self._reads[value] = variable
-            self._stamps[value] = _stamp(sample)
+            self._stamps[value] = stamp(sample)
             self.keep(value, sample)
 
     def keep(self, value: Value, sample: torch.Tensor | None) -> None:
@@ -176,9 +177,9 @@ class Samples:
     def _look_at_roots(self) -> None:
         """Drop the samples that were computed from values that have changed since."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():  # a look at a Variable is no read
-            now = {v: _stamp(sample) for v, sample in self._roots.items()}
-            now |= {v: stamp for v, variable in self._reads.items() if (stamp := _stamp_of(variable)) is not None}
-        if any(self._stamps[v] != stamp for v, stamp in now.items()):
+            now = {v: stamp(sample) for v, sample in self._roots.items()}
+            now |= {v: at for v, variable in self._reads.items() if (at := _stamp_of(variable)) is not None}
+        if any(self._stamps[v] != at for v, at in now.items()):
             self._stamps |= now
             self._kept.clear()
             self.bytes = 0
@@ -219,15 +220,9 @@ class Samples:
         return tuple(map(physical, outs))
 
 
-def _stamp(tensor: torch.Tensor) -> Any:
-    """A stamp that changes when the tensor is written, or another takes its place."""
-    written = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor), written
-
-
 def _stamp_of(variable: Variable) -> Any:
     """The stamp of the value here; None where there is none."""
     try:
-        return _stamp(variable.storage)
+        return stamp(variable.storage)
     except TfnbError:
         return None

@@ -60,6 +60,7 @@ class State:
     memory: dict[int, tuple[torch.Tensor, Tensor]] = field(default_factory=dict)  # the first of them, by storage
     bindings: dict[tuple[int, str], Any] = field(default_factory=dict)  # see `writes.buffer_assignments`
     borrowed: dict[int, Entry] = field(default_factory=dict)  # constants that share memory with what was captured
+    captured: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)  # by constant: with its stamp then
     wanted: set[int] = field(default_factory=set)  # constants that the user asked for
     batches: dict[int, torch.Tensor] = field(default_factory=dict)  # plain tensors that a DataLoader gave, by id
     # what is known of sizes and values
