@@ -38,11 +38,15 @@ _OF_OPTIMIZERS = "optimizers", "schedulers"  # positions that only a whole resto
 
 
 class Moment(NamedTuple):
-    """What a session had at one moment: values and contents of queues by label, and its `positions`."""
+    """What a session had at one moment: values and contents of queues by label, and its `positions`.
+
+    ``pinned``: values that servers hold, which are not among those.
+    """
 
     values: Mapping[str, torch.Tensor]
     positions: Mapping[str, Any]
     queues: Mapping[str, Held]
+    pinned: checkpoint.Pinned | None = None
 
     @property
     def nbytes(self) -> int:
@@ -87,11 +91,12 @@ class SavedState:
 
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
         """Write it to one file, as of one moment: `Session.save`."""
-        return checkpoint.save(path, *self.unwritten())
+        variables, about, tensors, _ = self.unwritten()
+        return checkpoint.save(path, variables, about, tensors)
 
-    def unwritten(self) -> checkpoint.Unwritten:
-        """What `save` writes, in memory: copies of one moment."""
-        moment = self.moment()
+    def unwritten(self, *, pins: bool = False) -> checkpoint.Unwritten:
+        """What `save` writes, in memory: copies of one moment. pins: but for what servers pinned, and can write."""
+        moment = self.moment(pins=pins)
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
         for label, (facts, kept) in self.inputs.contents.items():
             if label not in queued:
@@ -99,14 +104,14 @@ class SavedState:
         if self._hashed is None or self._hashed[0] is not self._graph.contents:
             self._hashed = self._graph.contents, graph_hash(self._graph.contents)
         about = {"graph": self._graph.name, "graph_hash": self._hashed[1], **moment.positions, "queues": queued}
-        return checkpoint.Unwritten(moment.values, about, tensors)
+        return checkpoint.Unwritten(moment.values, about, tensors, moment.pinned)
 
-    def moment(self) -> Moment:
-        """Copies of all that `save` writes, of one moment."""
+    def moment(self, *, pins: bool = False) -> Moment:
+        """Copies of all that `save` writes, of one moment; with ``pins`` values stay on the servers that have them."""
         while True:
             training = self.inputs.training
             with self._standing(training):
-                found = self._moment(training)
+                found = self._moment(training, pins)
                 if self.inputs.training is training:  # else another thread began, or ended, one
                     return found
 
@@ -118,11 +123,10 @@ class SavedState:
         with standing(self.inputs.sources.values()), drawn:
             yield
 
-    def _moment(self, training: StepsTaken | None) -> Moment:
-        variables, queues = self._graph.contents.variables, self._queues()
+    def _moment(self, training: StepsTaken | None, pins: bool) -> Moment:
+        variables, queues, pinned = self._graph.contents.variables, self._queues(), None
         if (cluster := connected(self._cluster)) is not None:
-            found, there, step = cluster.cut(variables.values(), queues.values())
-            values = {label: found[variable.key] for label, variable in variables.items()}
+            values, there, step, pinned = cluster.cut(variables, queues.values(), pins=pins)
             held = {label: there[queue] for label, queue in queues.items()}
             taken = training.at(step) if isinstance(training, StepsThere) else None
             positions = self._positions_behind(taken, held)
@@ -134,8 +138,8 @@ class SavedState:
                 positions = self._positions_behind(taken, held)
         source = None if training is None else training.source
         if taken is not None and isinstance(source, QueueElements):
-            return Moment(values, positions, self._with_drawn(held, source, taken))
-        return Moment(values, positions, held)
+            return Moment(values, positions, self._with_drawn(held, source, taken), pinned)
+        return Moment(values, positions, held, pinned)
 
     def _with_drawn(self, held: Mapping[str, Held], source: QueueElements, taken: Taken) -> Mapping[str, Held]:
         """The same, with the elements that a training drew and no step counts of."""

@@ -222,4 +222,4 @@ class Saver:
                 "this Saver does not know yet what to save: Saver(path, session=tfnb.Session(graph)), or "
                 "fit(..., checkpoint=saver)"
             )
-        return self._session.state.unwritten()
+        return self._session.state.unwritten(pins=True)
