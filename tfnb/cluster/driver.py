@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -38,7 +38,16 @@ from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, ensure_no_look
 from tfnb.cluster.recovery import KEPT, Budget, Recovery, Replay, logged
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
-from tfnb.errors import Aborted, Cancelled, DeadlineExceeded, ParameterServerLost, TfnbError, Unavailable, Unimplemented
+from tfnb.errors import (
+    Aborted,
+    Cancelled,
+    DeadlineExceeded,
+    ParameterServerLost,
+    SchedulerLost,
+    TfnbError,
+    Unavailable,
+    Unimplemented,
+)  # fmt: skip
 from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
@@ -268,7 +277,7 @@ class Cluster:
             mode = mode if new is None else new
             return new
 
-        seen, failure = SeenSteps(), None
+        seen, failure = SeenSteps(), cast(BaseException | None, None)
         while failure is None:
             left = None if end is None else end - time.monotonic()
             about = {"mode": mode, "timeout": left, "changes": changed, "applied": replay.applied, **options}
@@ -287,13 +296,15 @@ class Cluster:
                             self._variables.hurry()
                         yield group
                 return
-            except (ParameterServerLost, Cancelled, Aborted) as error:
+            except (ParameterServerLost, SchedulerLost, Cancelled, Aborted) as error:
                 is_beside = self._engine is not engine and engine.lost is not None  # another thread recovered it
-                if seen.now is None or not (is_beside or isinstance(error, ParameterServerLost)):
+                if seen.now is None or not (is_beside or isinstance(error, ParameterServerLost | SchedulerLost)):
                     raise
                 replay.keep(seen.now())
                 try:
-                    if not is_beside and isinstance(error, ParameterServerLost):
+                    if isinstance(error, SchedulerLost):  # its workers leave, too
+                        failure = error
+                    elif not is_beside and isinstance(error, ParameterServerLost):
                         recovery = self.recover(error, budget, len(replay.applied), end)
                 except (ParameterServerLost, KeyboardInterrupt) as stopped:
                     failure = stopped

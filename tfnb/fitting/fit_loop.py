@@ -23,7 +23,7 @@ from typing import Any
 from tfnb.cluster.engine.members import Mode
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.recovery import Budget, Recovery
-from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, TfnbError
+from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, SchedulerLost, TfnbError
 from tfnb.escaping import xml
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
@@ -260,7 +260,7 @@ def fit(
     except KeyboardInterrupt:
         stopped = run.stopped()
     except BaseException as error:
-        run.failed(error)
+        run.failed(error, is_kept=reads is not None or not isinstance(data, Iterator))
         raise
     finally:
         session.state.settle(run.steps, is_over=run.is_over)
@@ -644,10 +644,20 @@ class _Run:
         self._finish(text)
         return text
 
-    def failed(self, error: BaseException) -> None:
-        """The end by an error, which learns its step."""
+    def failed(self, error: BaseException, *, is_kept: bool) -> None:
+        """The end by an error, which learns its step. is_kept: the batches of steps that were lost can be had again."""
         with suppress(KeyboardInterrupt):
             self._checkpoints.end(last=False)
+        if isinstance(error, ParameterServerLost | SchedulerLost):
+            taken = self.steps.applied
+            if is_kept and taken.is_whole:
+                error.message += (
+                    f"\n  The same call with resume=True goes on from step {taken.steps}, here or on another cluster."
+                )
+            if (path := self._checkpoints.last) is not None:
+                error.message += (
+                    f"\n  With resume={str(path)!r} it goes on from that checkpoint, also in another process."
+                )
         self._finish(f"failed after step {self.step}: {type(error).__name__}")
         if self.steps.is_inside:
             error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.steps.applied.steps}")
