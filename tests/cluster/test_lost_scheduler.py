@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from distributed import Client
 
 import tfnb
+from tests.cluster.conftest import worker_processes
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_recovery import Each, Net
 from tfnb.errors import SchedulerLost
@@ -92,7 +94,7 @@ def there(port: int) -> Any:
     return client
 
 
-def fitted(net: Net, folder: Path, each: Any = lambda progress: None, **options: Any) -> tfnb.RunResult:
+def fitted(net: Net, folder: Path | None, each: Any = lambda progress: None, **options: Any) -> tfnb.RunResult:
     """Five passes, with a checkpoint now and then."""
     return tfnb.fit(
         net.train, net.data, epochs=5, batch_size=20, watch={"loss": net.loss}, exact=False, checkpoint=folder,
@@ -105,7 +107,7 @@ def dies(port: str, folder: str) -> None:
     tfnb.connect(there(int(port)), ps=1)
 
     def each(progress: Any) -> None:
-        if progress.step >= 60 and any(Path(folder).glob("*.safetensors")):
+        if progress.step >= 60 and any(Path(folder).glob("ckpt-*.json")):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.01)
 
@@ -117,25 +119,34 @@ def actors(client: Client) -> int:
     return sum(client.run(lambda dask_worker: len(dask_worker.state.actors)).values())
 
 
-def test_a_training_goes_on_bit_for_bit_after_a_lost_scheduler(tmp_path: Path) -> None:
-    port, whole, net = free_port(), Net(), Net()
+@pytest.mark.filterwarnings("ignore:no checkpoint of step")  # of one that was being written
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_training_goes_on_bit_for_bit_on_the_next_cluster(tmp_path: Path, has_checkpoint: bool) -> None:
+    """From its last checkpoint, where there are some; else from the values that were pulled last."""
+    port, whole, net, folder = free_port(), Net(), Net(), tmp_path / "first"
+    killed: list[float] = []
     with processes(port) as scheduler, there(port) as client:
-        with tfnb.connect(client, ps=1):
-            fitted(whole, tmp_path / "whole")
         cluster = tfnb.connect(client, ps=1)
 
         def each(progress: Any) -> None:
-            if progress.step == 60:
+            if progress.step >= 60 and not killed and (any(folder.glob("ckpt-*.json")) or cluster.pulled_step):
                 os.kill(scheduler.pid, signal.SIGKILL)
-            time.sleep(0.01)
+                killed.append(time.monotonic())
+            time.sleep(0.02)
 
-        with pytest.raises(SchedulerLost, match=r"resume=True goes on from step \d+, here or on another") as caught:
-            fitted(net, tmp_path / "first", each)
-        assert str(tmp_path / "first") in caught.value.message
+        with pytest.raises(SchedulerLost, match="at step") as caught:
+            fitted(net, folder if has_checkpoint else None, each)
+        assert time.monotonic() - killed[0] < SOON
         cluster.close()
-    with processes(port), there(port) as client:
+    told = re.search(r"resume=True goes on from step (\d+),(.*) here or on another", caught.value.message)
+    assert told is not None and (str(folder) in told[2]) == has_checkpoint, caught.value.message
+    with worker_processes(WORKERS) as client:
         with tfnb.connect(client, ps=1):
-            fitted(net, tmp_path / "first", resume=True)
+            result = fitted(net, folder if has_checkpoint else None, resume=True)
+            assert result.steps == 150 - int(told[1]) < 150
+            assert [entry["step"] for entry in result.history][-1] == 150
+        with tfnb.connect(client, ps=1):
+            fitted(whole, None)
     torch.testing.assert_close(net.state(), whole.state(), rtol=0, atol=0)
 
 

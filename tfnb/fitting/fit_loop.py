@@ -40,6 +40,7 @@ from tfnb.fitting.fit_options import (
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
+from tfnb.session.saved_state import Ahead
 from tfnb.session.structures import graph_of
 from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
@@ -151,7 +152,8 @@ def fit(
     on a full disk, is a warning; it is tried again, less and less often. The end waits for the last file; Ctrl-C gives
     it up. What the folder holds must be of this training: ``resume=folder`` goes on from there.
 
-    resume: True goes on with the training of this graph that was interrupted, failed or was stopped, a path with the
+    resume: True goes on with the training of this graph that was interrupted, failed or was stopped (one that lost its
+    cluster with its last checkpoint, where that is newer than the values here), a path with the
     one that `Session.save` wrote there, which is restored first, and a folder of checkpoints with its newest one (a
     damaged one is an error that names the one before): the same call with the same data takes the steps that
     are left, with the batches that it would have taken. Arrays begin there at once; of other data that can be iterated
@@ -649,20 +651,27 @@ class _Run:
         with suppress(KeyboardInterrupt):
             self._checkpoints.end(last=False)
         if isinstance(error, ParameterServerLost | SchedulerLost):
-            taken = self.steps.applied
-            if is_kept and taken.is_whole:
-                error.message += (
-                    f"\n  The same call with resume=True goes on from step {taken.steps}, here or on another cluster."
-                )
-            if (path := self._checkpoints.last) is not None:
-                error.message += (
-                    f"\n  With resume={str(path)!r} it goes on from that checkpoint, also in another process."
-                )
+            error.message += self._goes_on() if is_kept else ""
         self._finish(f"failed after step {self.step}: {type(error).__name__}")
         if self.steps.is_inside:
             error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.steps.applied.steps}")
             if isinstance(error, TfnbError) and error.step is None:
                 error.step = self.step + 1
+
+    def _goes_on(self) -> str:
+        """How the training goes on whose cluster was lost: from the values here, or a newer checkpoint."""
+        taken, written = self.steps.applied, self._checkpoints.resumable
+        from_here = taken.steps if taken.is_whole else 0
+        self._session.state.inputs.ahead = None
+        if written is not None and written[0] > from_here:
+            step, file = written
+            self._session.state.inputs.ahead = Ahead(file, taken.steps, taken.run)
+            return (
+                f"\n  The same call with resume=True goes on from step {step}, of {file}, here or on another cluster; "
+                "with that path in another process, too."
+            )
+        how = f"\n  The same call with resume=True goes on from step {from_here}, here or on another cluster."
+        return how if from_here else ""
 
 
 def _user_level() -> int:

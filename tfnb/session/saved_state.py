@@ -59,12 +59,20 @@ class Moment(NamedTuple):
         return self._replace(values=values, queues={label: one.copy() for label, one in self.queues.items()})
 
 
+class Ahead(NamedTuple):
+    """A checkpoint that is ahead of the values: its file, and where these are: steps of training, and the next run."""
+
+    file: Path | str
+    trained: int
+    run: int
+
+
 @dataclass
 class Inputs:
     """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, queues
     that no node uses, restored contents by label of queues that are not known yet, schedulers of torch optimizers,
-    restored states by label of those that are not known yet, steps of a training of `fit` that is not at its end, and
-    the one in progress."""
+    restored states by label of those that are not known yet, steps of a training of `fit` that is not at its end, the
+    one in progress, and a checkpoint that is ahead of the values, since the cluster was lost that had newer ones."""
 
     sources: dict[str, Source] = field(default_factory=dict)
     positions: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -75,6 +83,7 @@ class Inputs:
     trained: int = 0
     has_gaps: bool = False  # other steps than the first ones are among those
     training: StepsTaken | None = None
+    ahead: Ahead | None = None
 
 
 class SavedState:
@@ -347,6 +356,13 @@ class SavedState:
     def resumed(self) -> int:
         """The step behind which a training that was stopped goes on; 0 where steps before it are missing."""
         return 0 if self.inputs.has_gaps else self.trained
+
+    @property
+    def ahead(self) -> Path | str | None:
+        """The checkpoint with which a training goes on that lost its cluster, unless something ran since then."""
+        ahead = self.inputs.ahead
+        now = self.inputs.trained, self._steps.runs.next
+        return ahead.file if ahead is not None and (ahead.trained, ahead.run) == now else None
 
     def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
         """A training stands still: its data and the random numbers go on behind the last step that counts."""

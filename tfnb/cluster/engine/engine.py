@@ -250,12 +250,13 @@ class Engine:
         try:
             while not all(one.done() for one in writes) and self.lost is None:  # of one that failed others go on
                 await asyncio.wait(writes, timeout=LOOK)
-            if self.lost is not None:
-                raise self.lost
         finally:
             for one in writes:
                 one.cancel()
-        await asyncio.gather(*writes)
+            ends = await asyncio.gather(*writes, return_exceptions=True)
+        for error in ends:
+            if error is not None:
+                raise self.lost or error
         return found
 
     def unpin(self, pins: Pins) -> None:

@@ -351,7 +351,7 @@ class ClientLink(Link):
         return self._start(function, args, is_waited_for=True)
 
     def start_aside(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Handle[T]:
-        """`start` for what may take long and changes no values: nobody waits for it when the cluster is to stand still."""
+        """`start` for what may take long and changes no values: who lets all come to an end does not wait for it."""
         return self._start(function, args, is_waited_for=False)
 
     def _start(
