@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +30,7 @@ from tfnb.cluster.members.supervisor import LOOK, Supervisor
 from tfnb.cluster.notebook.card import Status
 from tfnb.cluster.notebook.collections import in_chunks
 from tfnb.cluster.notebook.overview import PATIENCE, Overview
+from tfnb.cluster.notebook.pinned_values import PinnedValues
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.restoring import brought
 from tfnb.cluster.notebook.steps_there import Steps, batches
@@ -37,7 +38,16 @@ from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
 from tfnb.cluster.notebook.waiting import SETTLE, Waiting, ensure_no_look
 from tfnb.cluster.recovery import KEPT, Budget, Recovery, Replay, logged
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
-from tfnb.errors import Aborted, Cancelled, DeadlineExceeded, ParameterServerLost, TfnbError, Unavailable, Unimplemented
+from tfnb.errors import (
+    Aborted,
+    Cancelled,
+    DeadlineExceeded,
+    ParameterServerLost,
+    SchedulerLost,
+    TfnbError,
+    Unavailable,
+    Unimplemented,
+)  # fmt: skip
 from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
@@ -267,7 +277,7 @@ class Cluster:
             mode = mode if new is None else new
             return new
 
-        seen, failure = SeenSteps(), None
+        seen, failure = SeenSteps(), cast(BaseException | None, None)
         while failure is None:
             left = None if end is None else end - time.monotonic()
             about = {"mode": mode, "timeout": left, "changes": changed, "applied": replay.applied, **options}
@@ -286,13 +296,15 @@ class Cluster:
                             self._variables.hurry()
                         yield group
                 return
-            except (ParameterServerLost, Cancelled, Aborted) as error:
+            except (ParameterServerLost, SchedulerLost, Cancelled, Aborted) as error:
                 is_beside = self._engine is not engine and engine.lost is not None  # another thread recovered it
-                if seen.now is None or not (is_beside or isinstance(error, ParameterServerLost)):
+                if seen.now is None or not (is_beside or isinstance(error, ParameterServerLost | SchedulerLost)):
                     raise
                 replay.keep(seen.now())
                 try:
-                    if not is_beside and isinstance(error, ParameterServerLost):
+                    if isinstance(error, SchedulerLost):  # its workers leave, too
+                        failure = error
+                    elif not is_beside and isinstance(error, ParameterServerLost):
                         recovery = self.recover(error, budget, len(replay.applied), end)
                 except (ParameterServerLost, KeyboardInterrupt) as stopped:
                     failure = stopped
@@ -425,22 +437,28 @@ class Cluster:
         self._waiting.say_notes()
 
     def cut(
-        self, variables: Iterable[Variable], queues: Iterable[Queue]
-    ) -> tuple[dict[str, torch.Tensor], dict[Queue, Held], int]:
-        """Copies of values by key, also in mid-training all of one step, what queues hold then, and that step.
+        self, variables: Mapping[str, Variable], queues: Iterable[Queue], *, pins: bool = False
+    ) -> tuple[dict[str, torch.Tensor], dict[Queue, Held], int, PinnedValues | None]:
+        """Copies of values by label, also in mid-training all of one step, what queues hold then, and that step.
 
-        A Variable that no step here has used yet has its value in this process.
+        A Variable that no step here has used yet has its value in this process. pins: values of the others stay on the
+        servers, as pinned values, which these can write to a checkpoint.
         """
         self._waiting.ensure_open()
-        wanted = list(variables)
-        there = [variable for variable in wanted if variable in self._variables.held]
-        self._variables.send(variable for variable in there if variable.key not in self._variables.held.stale)
-        here = {variable.key: variable.value() for variable in wanted if variable not in there}
+        there = {label: variable for label, variable in variables.items() if variable in self._variables.held}
+        self._variables.send(one for one in there.values() if one.key not in self._variables.held.stale)
+        here = {label: variable.value() for label, variable in variables.items() if label not in there}
         at, own = self._sorted(queues)
-        values, step, found = self._do("reading variables and queues", None, self._variables.values, there, at)
+        pinned: PinnedValues | None = None
+        if pins and there:
+            pinned, step, found = self._do("pinning variables", None, self._variables.pinned, there, at)
+        else:
+            asked = list(there.values())
+            values, step, found = self._do("reading variables and queues", None, self._variables.values, asked, at)
+            here |= {label: values[one.key].to(one.spec.device) for label, one in there.items()}
         held = {queue: Held(*found[key]) for queue, (_, key) in at.items()}
         held |= {own[label]: one for label, one in held_by(own).items()}
-        return here | {v.key: values[v.key].to(v.spec.device) for v in there}, held, step
+        return here, held, step, pinned
 
     def _sorted(self, queues: Iterable[Queue]) -> tuple[dict[Queue, tuple[int, str]], dict[str, Queue]]:
         """Shard and key of queues on servers, and by label those that stayed here: their servers refused them."""

@@ -76,6 +76,12 @@ class Checkpoints:
         return None if newest is None else newest[2]
 
     @property
+    def resumable(self) -> tuple[int, Path | str] | None:
+        """Steps and file of the last one with which a training can go on."""
+        found = [one.written[1:] for one in self._all if one.written is not None and one.is_resumable]
+        return max(found, default=None, key=lambda written: written[0])
+
+    @property
     def text(self) -> str:
         """``checkpoint 312, 14 s ago``: the last one; empty where there is none."""
         if (newest := self._newest()) is None:

@@ -23,7 +23,7 @@ from typing import Any
 from tfnb.cluster.engine.members import Mode
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.recovery import Budget, Recovery
-from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, TfnbError
+from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, SchedulerLost, TfnbError
 from tfnb.escaping import xml
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
@@ -40,6 +40,7 @@ from tfnb.fitting.fit_options import (
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
+from tfnb.session.saved_state import Ahead
 from tfnb.session.structures import graph_of
 from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
@@ -151,7 +152,8 @@ def fit(
     on a full disk, is a warning; it is tried again, less and less often. The end waits for the last file; Ctrl-C gives
     it up. What the folder holds must be of this training: ``resume=folder`` goes on from there.
 
-    resume: True goes on with the training of this graph that was interrupted, failed or was stopped, a path with the
+    resume: True goes on with the training of this graph that was interrupted, failed or was stopped (one that lost its
+    cluster with its last checkpoint, where that is newer than the values here), a path with the
     one that `Session.save` wrote there, which is restored first, and a folder of checkpoints with its newest one (a
     damaged one is an error that names the one before): the same call with the same data takes the steps that
     are left, with the batches that it would have taken. Arrays begin there at once; of other data that can be iterated
@@ -260,7 +262,7 @@ def fit(
     except KeyboardInterrupt:
         stopped = run.stopped()
     except BaseException as error:
-        run.failed(error)
+        run.failed(error, is_kept=reads is not None or not isinstance(data, Iterator))
         raise
     finally:
         session.state.settle(run.steps, is_over=run.is_over)
@@ -644,15 +646,32 @@ class _Run:
         self._finish(text)
         return text
 
-    def failed(self, error: BaseException) -> None:
-        """The end by an error, which learns its step."""
+    def failed(self, error: BaseException, *, is_kept: bool) -> None:
+        """The end by an error, which learns its step. is_kept: the batches of steps that were lost can be had again."""
         with suppress(KeyboardInterrupt):
             self._checkpoints.end(last=False)
+        if isinstance(error, ParameterServerLost | SchedulerLost):
+            error.message += self._goes_on() if is_kept else ""
         self._finish(f"failed after step {self.step}: {type(error).__name__}")
         if self.steps.is_inside:
             error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.steps.applied.steps}")
             if isinstance(error, TfnbError) and error.step is None:
                 error.step = self.step + 1
+
+    def _goes_on(self) -> str:
+        """How the training goes on whose cluster was lost: from the values here, or a newer checkpoint."""
+        taken, written = self.steps.applied, self._checkpoints.resumable
+        from_here = taken.steps if taken.is_whole else 0
+        self._session.state.inputs.ahead = None
+        if written is not None and written[0] > from_here:
+            step, file = written
+            self._session.state.inputs.ahead = Ahead(file, taken.steps, taken.run)
+            return (
+                f"\n  The same call with resume=True goes on from step {step}, of {file}, here or on another cluster; "
+                "with that path in another process, too."
+            )
+        how = f"\n  The same call with resume=True goes on from step {from_here}, here or on another cluster."
+        return how if from_here else ""
 
 
 def _user_level() -> int:

@@ -108,6 +108,10 @@ def begin(session: Session, resume: Any) -> int:
     """Steps that were taken before."""
     if resume is False or resume is None:
         return 0
+    if resume is True and session.state.inputs.training is not None:  # an interrupt came before it was put away
+        session.state.settle(session.state.inputs.training)
+    if resume is True and (ahead := session.state.ahead) is not None:
+        resume = ahead
     if resume is not True:
         if not isinstance(resume, str | PathLike):
             raise InvalidArgument(f"resume is True or the path of a file of Session.save, or a folder, not {resume!r}")
@@ -115,8 +119,6 @@ def begin(session: Session, resume: Any) -> int:
         training = checkpoint.load(resume)[1].get("training", {})
         steps = 0 if training.get("gaps") else training.get("steps", 0)
     else:
-        if session.state.inputs.training is not None:  # an interrupt came before it was put away
-            session.state.settle(session.state.inputs.training)
         steps = session.state.resumed
     if not steps:
         where = "in this session" if resume is True else f"in {resume}"

@@ -38,11 +38,15 @@ _OF_OPTIMIZERS = "optimizers", "schedulers"  # positions that only a whole resto
 
 
 class Moment(NamedTuple):
-    """What a session had at one moment: values and contents of queues by label, and its `positions`."""
+    """What a session had at one moment: values and contents of queues by label, and its `positions`.
+
+    ``pinned``: values that servers hold, which are not among those.
+    """
 
     values: Mapping[str, torch.Tensor]
     positions: Mapping[str, Any]
     queues: Mapping[str, Held]
+    pinned: checkpoint.Pinned | None = None
 
     @property
     def nbytes(self) -> int:
@@ -55,12 +59,20 @@ class Moment(NamedTuple):
         return self._replace(values=values, queues={label: one.copy() for label, one in self.queues.items()})
 
 
+class Ahead(NamedTuple):
+    """A checkpoint that is ahead of the values: its file, and where these are: steps of training, and the next run."""
+
+    file: Path | str
+    trained: int
+    run: int
+
+
 @dataclass
 class Inputs:
     """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, queues
     that no node uses, restored contents by label of queues that are not known yet, schedulers of torch optimizers,
-    restored states by label of those that are not known yet, steps of a training of `fit` that is not at its end, and
-    the one in progress."""
+    restored states by label of those that are not known yet, steps of a training of `fit` that is not at its end, the
+    one in progress, and a checkpoint that is ahead of the values, since the cluster was lost that had newer ones."""
 
     sources: dict[str, Source] = field(default_factory=dict)
     positions: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -71,6 +83,7 @@ class Inputs:
     trained: int = 0
     has_gaps: bool = False  # other steps than the first ones are among those
     training: StepsTaken | None = None
+    ahead: Ahead | None = None
 
 
 class SavedState:
@@ -87,11 +100,12 @@ class SavedState:
 
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
         """Write it to one file, as of one moment: `Session.save`."""
-        return checkpoint.save(path, *self.unwritten())
+        variables, about, tensors, _ = self.unwritten()
+        return checkpoint.save(path, variables, about, tensors)
 
-    def unwritten(self) -> checkpoint.Unwritten:
-        """What `save` writes, in memory: copies of one moment."""
-        moment = self.moment()
+    def unwritten(self, *, pins: bool = False) -> checkpoint.Unwritten:
+        """What `save` writes, in memory: copies of one moment. pins: but for what servers pinned, and can write."""
+        moment = self.moment(pins=pins)
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
         for label, (facts, kept) in self.inputs.contents.items():
             if label not in queued:
@@ -99,14 +113,14 @@ class SavedState:
         if self._hashed is None or self._hashed[0] is not self._graph.contents:
             self._hashed = self._graph.contents, graph_hash(self._graph.contents)
         about = {"graph": self._graph.name, "graph_hash": self._hashed[1], **moment.positions, "queues": queued}
-        return checkpoint.Unwritten(moment.values, about, tensors)
+        return checkpoint.Unwritten(moment.values, about, tensors, moment.pinned)
 
-    def moment(self) -> Moment:
-        """Copies of all that `save` writes, of one moment."""
+    def moment(self, *, pins: bool = False) -> Moment:
+        """Copies of all that `save` writes, of one moment; with ``pins`` values stay on the servers that have them."""
         while True:
             training = self.inputs.training
             with self._standing(training):
-                found = self._moment(training)
+                found = self._moment(training, pins)
                 if self.inputs.training is training:  # else another thread began, or ended, one
                     return found
 
@@ -118,11 +132,10 @@ class SavedState:
         with standing(self.inputs.sources.values()), drawn:
             yield
 
-    def _moment(self, training: StepsTaken | None) -> Moment:
-        variables, queues = self._graph.contents.variables, self._queues()
+    def _moment(self, training: StepsTaken | None, pins: bool) -> Moment:
+        variables, queues, pinned = self._graph.contents.variables, self._queues(), None
         if (cluster := connected(self._cluster)) is not None:
-            found, there, step = cluster.cut(variables.values(), queues.values())
-            values = {label: found[variable.key] for label, variable in variables.items()}
+            values, there, step, pinned = cluster.cut(variables, queues.values(), pins=pins)
             held = {label: there[queue] for label, queue in queues.items()}
             taken = training.at(step) if isinstance(training, StepsThere) else None
             positions = self._positions_behind(taken, held)
@@ -134,8 +147,8 @@ class SavedState:
                 positions = self._positions_behind(taken, held)
         source = None if training is None else training.source
         if taken is not None and isinstance(source, QueueElements):
-            return Moment(values, positions, self._with_drawn(held, source, taken))
-        return Moment(values, positions, held)
+            return Moment(values, positions, self._with_drawn(held, source, taken), pinned)
+        return Moment(values, positions, held, pinned)
 
     def _with_drawn(self, held: Mapping[str, Held], source: QueueElements, taken: Taken) -> Mapping[str, Held]:
         """The same, with the elements that a training drew and no step counts of."""
@@ -343,6 +356,13 @@ class SavedState:
     def resumed(self) -> int:
         """The step behind which a training that was stopped goes on; 0 where steps before it are missing."""
         return 0 if self.inputs.has_gaps else self.trained
+
+    @property
+    def ahead(self) -> Path | str | None:
+        """The checkpoint with which a training goes on that lost its cluster, unless something ran since then."""
+        ahead = self.inputs.ahead
+        now = self.inputs.trained, self._steps.runs.next
+        return ahead.file if ahead is not None and (ahead.trained, ahead.run) == now else None
 
     def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
         """A training stands still: its data and the random numbers go on behind the last step that counts."""

@@ -8,12 +8,12 @@ worked out by the pure function `match` before anything is assigned.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,23 +22,49 @@ from tfnb.graph import Spec
 from tfnb.graph.tensor_files import read_tensors, verified_facts, write_tensors
 from tfnb.state import manifests, param_groups
 from tfnb.state.checkpoint_stores import Store, located
-from tfnb.state.manifests import Manifest, Shard
+from tfnb.state.manifests import Layout, Manifest, Shard
 
 FORMAT, VERSION = "tfnb-variables", 1
 _FEW = 12  # keys of a file that an error tells
 
 
+class Pinned(Protocol):
+    """Values of Variables at one moment that parameter servers hold, and write to shards themselves."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """Of each Variable, by label."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        ...
+
+    def write_shards(self, store: Store, whole: Collection[Shard]) -> Layout:
+        """As `tfnb.state.manifests.write_shards`, once: the values are given up then."""
+        ...
+
+
 class Unwritten(NamedTuple):
-    """A checkpoint in memory: what `save` takes. Its tensors are copies, so that it can be written at any time."""
+    """A checkpoint that can be written at any time: copies of tensors, and values that servers ``pinned``."""
 
     variables: Mapping[str, torch.Tensor]
     meta: Mapping[str, Any]
     more: Mapping[str, torch.Tensor]
+    pinned: Pinned | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(tensor.nbytes for group in (self.variables, self.more) for tensor in group.values())
+        here = sum(tensor.nbytes for group in (self.variables, self.more) for tensor in group.values())
+        return here + (0 if self.pinned is None else self.pinned.nbytes)
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Of its Variables, by label."""
+        here = {label: _shown(tensor) for label, tensor in self.variables.items()}
+        return here | ({} if self.pinned is None else dict(self.pinned.specs))
 
     @property
     def steps(self) -> int:
@@ -90,18 +116,17 @@ def save(
 
 
 def save_shards(
-    store: Store, name: str, unwritten: Unwritten, meta: Mapping[str, Any],
-    is_whole: Callable[[Shard], bool] = lambda _: False,
-) -> tuple[Checkpoint, Manifest]:  # fmt: skip
-    """Write shards, but for those that are there and whole, and then the manifest that names them.
+    store: Store, name: str, unwritten: Unwritten, meta: Mapping[str, Any], whole: Collection[Shard] = ()
+) -> tuple[Checkpoint, Manifest]:
+    """Write shards, but for those that are there ``whole``, and then the manifest that names them.
 
-    Raises CheckpointWriteError, with every checkpoint that was there unchanged.
+    Servers write what they pinned. Raises CheckpointWriteError, with every checkpoint that was there unchanged.
     """
-    layout = manifests.write_shards(store, {**unwritten.variables, **unwritten.more}, is_whole)
-    manifest = Manifest({**meta, "variables": VERSION}, layout)
+    pinned = {} if unwritten.pinned is None else unwritten.pinned.write_shards(store, whole)
+    layout = manifests.write_shards(store, {**unwritten.variables, **unwritten.more}, whole)
+    manifest = Manifest({**meta, "variables": VERSION}, {**pinned, **layout})
     manifests.write(store, name, manifest)
-    specs = {label: _shown(tensor) for label, tensor in unwritten.variables.items()}
-    return Checkpoint(store.path_of(name), manifest.bytes, specs, manifest.meta), manifest
+    return Checkpoint(store.path_of(name), manifest.bytes, unwritten.specs, manifest.meta), manifest
 
 
 def load(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -127,15 +127,14 @@ class CheckpointFolder:
         self, step: int, unwritten: checkpoint.Unwritten, values: Mapping[str, float], retention: Retention
     ) -> checkpoint.Checkpoint:
         """Write a checkpoint, then delete those that are not kept any more. Raises CheckpointWriteError."""
-        about = {"taken": time.time(), "values": dict(values)}
-        name, there = _name(step), self._listed()
+        name, about = _name(step), {"taken": time.time(), "values": dict(values)}
+        whole = self._whole()  # a damaged one is written again
         try:
-            written, manifest = checkpoint.save_shards(
-                self.store, name, unwritten, {**unwritten.meta, _ABOUT: about},
-                lambda shard: not self._fault(shard, there),  # a damaged one is written again
-            )  # fmt: skip
+            meta = {**unwritten.meta, _ABOUT: about}
+            written, manifest = checkpoint.save_shards(self.store, name, unwritten, meta, whole)
         except BaseException:
             with suppress(OSError):
+                self.make()  # a server that was killed left drafts
                 self._collect()
             raise
         there = self._listed()
@@ -161,6 +160,13 @@ class CheckpointFolder:
         known = [self._manifest(name, there[name]) for name in _ordered(there) if name.endswith(".json")]
         if all(isinstance(one, Manifest) for one in known):
             manifests.collect(self.store, [one for one in known if isinstance(one, Manifest)])
+
+    def _whole(self) -> set[Shard]:
+        """The shards of all manifests that are as these say."""
+        there = self._listed()
+        known = [self._manifest(name, there[name]) for name in _ordered(there) if name.endswith(".json")]
+        named = dict.fromkeys(shard for one in known if isinstance(one, Manifest) for shard in one.shards)
+        return {shard for shard in named if not self._fault(shard, there)}
 
     def _listed(self) -> dict[str, Signature]:
         """Signatures of the files of checkpoints, and of their shards."""

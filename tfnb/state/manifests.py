@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ ALONE = 1 << 20  # bytes from which on a Variable has shards of its own
 CAP = 64 << 20  # bytes of a manifest
 SHARDS = re.compile(r"[0-9a-f]{64}\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_PROBES = re.compile(r"probe-[0-9a-f]{32}", re.ASCII)
 _ABOUT = {"format": "tfnb-shard", "version": 1}
 
 
@@ -133,14 +135,14 @@ def _shards_at(label: str, numbers: Any, shards: list[Shard]) -> tuple[Shard, ..
 
 
 def write_shards(
-    store: Store, tensors: Mapping[str, torch.Tensor], is_whole: Callable[[Shard], bool] = lambda _: False
+    store: Store, tensors: Mapping[str, torch.Tensor], whole: Collection[Shard] = ()
 ) -> dict[str, tuple[Shard, ...]]:
-    """Write tensors to shards, but for those that are there and whole; raises CheckpointWriteError."""
+    """Write tensors to shards, but for those that are there ``whole``; raises CheckpointWriteError."""
     found = dict[str, list[Shard]]()
     for group in _groups(tensors):
         draft = drafted(store, group, _ABOUT)
         shard = Shard(draft.digest, draft.nbytes)
-        if not is_whole(shard):
+        if shard not in whole:
             store.put(shard.name, draft.write)
         for label in group:
             found.setdefault(label, []).append(shard)
@@ -168,6 +170,26 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Ten
         room -= nbytes
     if small:
         yield small
+
+
+@contextmanager
+def probed(store: Store) -> Iterator[str]:
+    """A block with the name of a file by which another process sees that the store is the same one for it."""
+    name = f"{FOLDER}/probe-{secrets.token_hex(16)}"
+    store.put(name, lambda draft: draft.write_text(name))
+    try:
+        yield name
+    finally:
+        store.drop(name)
+
+
+def is_seen(store: Store, probe: str) -> bool:
+    """Whether a store has the file of `probed`: nobody guesses its name."""
+    try:
+        with store.got(probe) as path:
+            return path.read_text() == probe
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def write(store: Store, name: str, manifest: Manifest) -> None:
@@ -260,8 +282,9 @@ def _joined(label: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def collect(store: Store, kept: Iterable[Manifest]) -> None:
-    """Delete the shards that no manifest of ``kept`` names."""
+    """Delete the shards that no manifest of ``kept`` names, and probes that were left."""
     named = {shard.name for manifest in kept for shard in manifest.shards}
     for name in store.listed(FOLDER):
-        if name not in named and SHARDS.fullmatch(name.rpartition("/")[2]):
+        last = name.rpartition("/")[2]
+        if name not in named and (SHARDS.fullmatch(last) or _PROBES.fullmatch(last)):
             store.drop(name)

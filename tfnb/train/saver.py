@@ -82,6 +82,7 @@ class Saver:
         self.written: tuple[float, int, Path | str] | None = (
             None  # when, by `perf_counter`, which step, and the last file
         )
+        self.is_resumable = False  # the last file is of the first steps of a training, without gaps
         self._folder = CheckpointFolder(path)
         self._session = session
         self._writing: Future[Checkpoint] | None = None
@@ -201,7 +202,9 @@ class Saver:
 
     def _write(self, step: int, unwritten: Unwritten, values: Mapping[str, float]) -> Checkpoint:
         written = self._folder.write(step, unwritten, values, self.retention)
+        training = written.meta["training"]
         self.written = time.perf_counter(), step, written.file
+        self.is_resumable = training["steps"] == step > 0 and "gaps" not in training
         return written
 
     def _failed(self, error: BaseException, step: int) -> None:
@@ -222,4 +225,4 @@ class Saver:
                 "this Saver does not know yet what to save: Saver(path, session=tfnb.Session(graph)), or "
                 "fit(..., checkpoint=saver)"
             )
-        return self._session.state.unwritten()
+        return self._session.state.unwritten(pins=True)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -33,9 +33,21 @@ from tfnb.cluster.queues.contents_there import Brought, Contents, Copies
 from tfnb.cluster.queues.deadlocks import Deadlocks
 from tfnb.cluster.tasks.programs import Placed, Plan
 from tfnb.cluster.tasks.resident import NO_LOOP
+from tfnb.cluster.tasks.shard_writes import packed
 from tfnb.cluster.wire import sparse_values
 from tfnb.cluster.wire.envelope import size
-from tfnb.cluster.wire.messages import GIVEN_UP, Ask, Failed, NotDone, Ok, Outcome, Refused, raised
+from tfnb.cluster.wire.messages import (
+    GIVEN_UP,
+    Ask,
+    Failed,
+    NotDone,
+    NotSent,
+    Ok,
+    Outcome,
+    Refused,
+    Unknown,
+    raised,
+)
 from tfnb.cluster.wire.transport import ClientLink
 from tfnb.errors import (
     Aborted,
@@ -52,6 +64,7 @@ from tfnb.errors import (
     WorkerLost,
 )  # fmt: skip
 from tfnb.graph import lazy_memory
+from tfnb.state.manifests import Shard
 from tfnb.state.steps_taken import AppliedSteps
 
 PULLS = 5  # tries to have values of one step
@@ -60,10 +73,12 @@ STARVED = 0.3  # seconds for a ping to a task that gets too little of its proces
 LINES = 100  # of who came and left that are kept
 
 
-class Pulled(NamedTuple):
-    """Values by key as of one step of the cluster, what queues held then, and which steps each training had applied."""
+class Pins(NamedTuple):
+    """Values that servers hold as of one step of the cluster, what queues held then, and which steps each training
+    had applied. ``keys``: of the values, by shard."""
 
-    values: dict[str, torch.Tensor]
+    number: int
+    keys: Mapping[int, list[str]]
     step: int
     held: Copies
     applied: dict[Training, AppliedSteps]
@@ -182,11 +197,81 @@ class Engine:
 
     async def pull(
         self, wanted: dict[int, list[str]], queues: Mapping[int, list[str]] | None = None, *, unheard: bool = False
-    ) -> Pulled:  # fmt: skip
-        """Values by key, all of one step. Of the ``queues`` by shard what they hold then; unheard: see `Contents.held`.
+    ) -> tuple[dict[str, torch.Tensor], Pins]:  # fmt: skip
+        """Values by key, all of one step; see `pin`. They are fetched while steps go on."""
+        pins = await self.pin(wanted, queues, unheard=unheard)
+        try:
+            return await self.fetched(pins), pins
+        finally:
+            self.unpin(pins)
 
-        Servers pin them while no step is applied; they are fetched while steps go on, and write another generation.
-        Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
+    async def fetched(self, pins: Pins, shards: Iterable[int] | None = None) -> dict[str, torch.Tensor]:
+        """Pinned values by key, of some shards or of all."""
+        values: dict[str, torch.Tensor] = {}
+        asks = [Ask(shard, "pull", {"pinned": pins.number}) for shard in (pins.keys if shards is None else shards)]
+        for answer in await self.insist_on(asks):
+            lazy_memory.ensure_room(size(answer.tensors), "what comes from a server")
+            values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
+        return values
+
+    async def write_shards(
+        self, pins: Pins, labels: Mapping[int, Mapping[str, str]], about: Mapping[str, Any], whole: Iterable[Shard]
+    ) -> dict[int, dict[str, tuple[Shard, ...]] | None]:
+        """Let each server write what it pinned to a checkpoint, at the same time: see `ShardWrites`.
+
+        labels: by shard and key. Of each shard the files of each key; None where its server does not see the folder.
+        """
+        of: dict[Member, dict[str, Mapping[str, str]]] = {}
+        for shard, some in labels.items():
+            of.setdefault(self.shards[shard], {})[str(shard)] = some
+        found: dict[int, dict[str, tuple[Shard, ...]] | None] = {}
+        known = packed(whole)
+
+        async def write(member: Member, mine: Mapping[str, Mapping[str, str]]) -> None:
+            meta = {**about, "pinned": pins.number, "labels": mine}
+            ask = partial(self.link.persist, member.peer, "write_shards", meta, known, epoch=self.epoch)
+            op, answer = self.link.op(), cast(Outcome | None, None)
+            while answer is None or (isinstance(answer, NotSent | Unknown) and await self.peers.verify(member)):
+                answer = await self.peers.unless_dead(member, ask(op=op, deadline=float("inf")))
+            match answer:
+                case Ok({"seen": False}):
+                    found.update(dict.fromkeys(map(int, mine)))
+                case Ok({"found": layouts}):
+                    for shard, layout in layouts.items():
+                        found[int(shard)] = {key: tuple(Shard(*one) for one in some) for key, some in layout.items()}
+                case Failed() as failure:
+                    raise raised(failure)
+                case Refused(reason, message):
+                    raise Aborted(f"{member.name} writes no shards: {reason} {message}", step=self.step)
+                case _:
+                    raise self.lost or self.lost_server(int(next(iter(mine))))
+
+        writes = [asyncio.ensure_future(write(member, mine)) for member, mine in of.items()]
+        try:
+            while not all(one.done() for one in writes) and self.lost is None:  # of one that failed others go on
+                await asyncio.wait(writes, timeout=LOOK)
+        finally:
+            for one in writes:
+                one.cancel()
+            ends = await asyncio.gather(*writes, return_exceptions=True)
+        for error in ends:
+            if error is not None:
+                raise self.lost or error
+        return found
+
+    def unpin(self, pins: Pins) -> None:
+        """The values are not needed any more."""
+        if self.lost is None and not self.is_closed:
+            asks = [Ask(shard, "unpin", {"pinned": pins.number}) for shard in pins.keys]
+            self.later(self.peers.settled_on(asks))
+
+    async def pin(
+        self, wanted: dict[int, list[str]], queues: Mapping[int, list[str]] | None = None, *, unheard: bool = False
+    ) -> Pins:  # fmt: skip
+        """Let servers hold on to values, all of one step, while steps go on and write another generation.
+
+        Of the ``queues`` by shard what they hold then; unheard: see `Contents.held`. Raises Aborted where steps went on
+        in each of several tries, because this process stood still in all of them.
         """
         number = next(self._pins)
         pins = [Ask(shard, "pin", {"pinned": number, "keys": keys, "tables": True}) for shard, keys in wanted.items()]
@@ -208,14 +293,10 @@ class Engine:
                         "still or the values took long; pull again when it has less to do, or after the training",
                         step=self.step,
                     )
-                values: dict[str, torch.Tensor] = {}
-                for answer in await self.insist_on([Ask(shard, "pull", {"pinned": number}) for shard in wanted]):
-                    lazy_memory.ensure_room(size(answer.tensors), "what comes from a server")
-                    values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
-                return Pulled(values, step, await self.contents.fetched(held), applied, held.seen, used)
-        finally:
-            if self.lost is None and not self.is_closed:
-                self.later(self.peers.settled_on([Ask(shard, "unpin", {"pinned": number}) for shard in wanted]))
+                return Pins(number, wanted, step, await self.contents.fetched(held), applied, held.seen, used)
+        except BaseException:
+            self.unpin(Pins(number, wanted, self.step, {}, {}))
+            raise
 
     async def refill(self, brought: Brought, written: Iterable[str]) -> None:
         """Let queues and Variables hold what was brought; steps that used one of them raise Aborted.

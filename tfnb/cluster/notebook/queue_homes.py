@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tfnb.cluster.engine.engine import Engine, Pulled
+from tfnb.cluster.engine.engine import Engine, Pins
 from tfnb.cluster.queues.journal import ChannelMark
 from tfnb.cluster.queues.queues_there import CONFIRM, Ask, Channels, RemoteQueue
 from tfnb.cluster.wire.messages import Failed, Ok, raised
@@ -118,7 +118,7 @@ class QueueHomes:
         """Shard and key of each."""
         return {queue: self._here[queue] for queue in queues}
 
-    def copied(self, eras: Mapping[Queue, int], pulled: Pulled) -> None:
+    def copied(self, eras: Mapping[Queue, int], pulled: Pins) -> None:
         """Queues were copied with the Variables."""
         for queue, era in eras.items():
             home = queue.machine

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from tfnb.cluster.engine.engine import Engine, Pulled
+from tfnb.cluster.engine.engine import Engine, Pins
 from tfnb.cluster.notebook.holdings import Holdings
+from tfnb.cluster.notebook.pinned_values import PinnedValues
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.state_dicts import Hooks
 from tfnb.cluster.queues.contents_there import Copies
@@ -45,6 +46,7 @@ class VariablesThere:
         self.unseen: list[int] = []  # steps of `run`, by the cluster's count, that the storages here may not show
         self.training: list[frozenset[Variable]] = []  # what each training in progress writes
         self._due = time.monotonic() + REFRESH  # when they are to be pulled again
+        self._unseen: set[str] = set()  # folders of which was said that servers do not see them
 
     def outdated(self, step: StepGraph) -> None:
         """A step writes its Variables there: the storages here are old."""
@@ -140,8 +142,8 @@ class VariablesThere:
         variables = [variable for variable in self.held.variables if variable not in kept]
         eras = {} if self._queues is None else await self._queues.eras()
         at = {} if self._queues is None else self._queues.at(eras)
-        homes, pulled = await self.copies(variables, at, unheard=True)
-        values = {variable.key: _joined(homes[variable.key], pulled.values) for variable in variables}
+        homes, found, pulled = await self.copies(variables, at, unheard=True)
+        values = {variable.key: _joined(homes[variable.key], found) for variable in variables}
         with torch.no_grad(), self.held.showing:
             for variable in variables:
                 if variable in self.held:  # else the cluster was closed meanwhile: its value is here
@@ -162,23 +164,42 @@ class VariablesThere:
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
     ) -> tuple[dict[str, torch.Tensor], int, Copies]:
         """Values by key, their step, and what ``queues`` (shard and key of each) hold then."""
-        homes, pulled = await self.copies(variables, queues)
-        values = {variable.key: _joined(homes[variable.key], pulled.values) for variable in variables}
+        homes, found, pulled = await self.copies(variables, queues)
+        values = {variable.key: _joined(homes[variable.key], found) for variable in variables}
         return values, pulled.step, pulled.held
 
     async def copies(
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({}), *,
         unheard: bool = False,
-    ) -> tuple[Homes, Pulled]:  # fmt: skip
-        """The pieces of Variables, and where these lie; what ``queues`` hold then, see `Engine.pull`."""
-        homes, wanted = dict(self.held.homes), dict[int, list[str]]()
+    ) -> tuple[Homes, dict[str, torch.Tensor], Pins]:  # fmt: skip
+        """Where the pieces of Variables lie, and their values; what ``queues`` hold then, see `Engine.pull`."""
+        homes = dict(self.held.homes)
+        return homes, *await self.engine.pull(*self._asked(variables, queues), unheard=unheard)
+
+    def _asked(
+        self, variables: Iterable[Variable], queues: Mapping[Queue, tuple[int, str]]
+    ) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+        """Keys of pieces of Variables, and of queues, by shard."""
+        wanted, asked = dict[int, list[str]](), dict[int, list[str]]()
         for variable in variables:
-            for piece in read_from(homes[variable.key]):
+            for piece in read_from(self.held.homes[variable.key]):
                 wanted.setdefault(piece.shard, []).append(piece.key)
-        asked: dict[int, list[str]] = {}
         for shard, key in queues.values():
             asked.setdefault(shard, []).append(key)
-        return homes, await self.engine.pull(wanted, asked, unheard=unheard)
+        return wanted, asked
+
+    async def pinned(
+        self, variables: Mapping[str, Variable], queues: Mapping[Queue, tuple[int, str]]
+    ) -> tuple[PinnedValues, int, Copies]:
+        """Variables by label, whose values of now the servers keep; their step, and what ``queues`` hold then."""
+        homes = dict(self.held.homes)
+        pins = await self.engine.pin(*self._asked(variables.values(), queues))
+        return PinnedValues(self.engine, variables, homes, pins, self._say_unseen), pins.step, pins.held
+
+    def _say_unseen(self, folder: str, text: str) -> None:
+        if folder not in self._unseen:
+            self._unseen.add(folder)
+            self.engine.notes.append(text)
 
     def show(self, tensors: Collection[int]) -> None:
         """A pull, where servers have newer values of one of these tensors (by id). What was written here stays."""

@@ -6,4 +6,5 @@ task runs `resident`, a loop of its own over `pieces` of the training, on the ar
 gets from the workers that hold them. In all-reduce that loop is one of `replicas`, a rank, whose sums with the others
 are `collectives`; `task_loops` has all loops of a task. Parts of one step on several tasks send each other values by
 `exchange`, where they meet in `meeting`, a machine of its own. `step_notes` is what a task tells of a traced step.
+A server's `shard_writes` are its part of a checkpoint.
 """

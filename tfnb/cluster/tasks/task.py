@@ -47,6 +47,7 @@ from tfnb.cluster.tasks.exchange import Exchange
 from tfnb.cluster.tasks.part_programs import PartProgram
 from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.tasks.reading import Reader
+from tfnb.cluster.tasks.shard_writes import ShardWrites
 from tfnb.cluster.tasks.step_notes import ShardCall, StepNotes, arrivals
 from tfnb.cluster.tasks.task_loops import Loops
 from tfnb.cluster.wire import asking, envelope
@@ -136,6 +137,7 @@ class Task:
         self.reader = Reader(worker)
         self.room = self.budget // 2
         self.loops = Loops(self, self.plans)
+        self.writes = ShardWrites(self._serve)
         self.streams = Streams(self.link, worker.security)
         about = self.link, self._loop, worker.security
         self.exchange = Exchange(name, self.incarnation, *about, self._served, lambda: self.epoch)
@@ -146,6 +148,7 @@ class Task:
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "reset": self._reset, "quit": self._quit, "stream": self._open_stream,
             "waits": self._waits, "code": self._code, "trace": self._trace, "deliver": self.exchange.deliver,
+            "write_shards": self.writes.on,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 
@@ -153,6 +156,7 @@ class Task:
         """End its threads and give its memory back: a model is too large to wait until Python looks for cycles."""
         self.streams.end()
         self.exchange.close()
+        self.writes.end()
         for threads in (self.computing, self.waiting):
             threads.close()
         thread = None

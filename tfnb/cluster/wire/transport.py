@@ -348,8 +348,17 @@ class ClientLink(Link):
 
     def start(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Handle[T]:
         """Begin ``await function(*args)`` in the event loop; it goes on whatever happens to the calling thread."""
+        return self._start(function, args, is_waited_for=True)
+
+    def start_aside(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Handle[T]:
+        """`start` for what may take long and changes no values: who lets all come to an end does not wait for it."""
+        return self._start(function, args, is_waited_for=False)
+
+    def _start(
+        self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...], is_waited_for: bool
+    ) -> Handle[T]:  # fmt: skip
         handle: Handle[T] = Handle()
-        if not self.post(self._begin, handle, function, args):
+        if not self.post(self._begin, handle, function, args, is_waited_for):
             raise _no_client("a call")
         return handle
 
@@ -360,10 +369,14 @@ class ClientLink(Link):
             return self.loop.is_running()
         return False
 
-    def _begin(self, handle: Handle[T], function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> None:
+    def _begin(
+        self, handle: Handle[T], function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...],
+        is_waited_for: bool,
+    ) -> None:  # fmt: skip
         task = self.loop.create_task(function(*args))
-        self.begun.add(task)
-        task.add_done_callback(self.begun.discard)
+        if is_waited_for:
+            self.begun.add(task)
+            task.add_done_callback(self.begun.discard)
         task.add_done_callback(handle.finish)
 
     def wait(

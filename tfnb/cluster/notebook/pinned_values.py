@@ -1,0 +1,101 @@
+"""Values of one moment that stay on the servers, until these have written them to a checkpoint by themselves.
+
+What a server cannot write, because it does not see the folder, is fetched, and written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from tfnb.cluster.engine.engine import Engine, Pins
+from tfnb.cluster.wire.transport import parse_address
+from tfnb.errors import CheckpointWriteError, TfnbError
+from tfnb.graph import Spec, Variable
+from tfnb.placement.placement import Homes, Piece, read_from
+from tfnb.state import manifests
+from tfnb.state.checkpoint_stores import LocalStore, Store
+from tfnb.state.manifests import Layout, Shard
+
+
+@dataclass(frozen=True)
+class PinnedValues:
+    """Variables by label. ``say``: tells the user, once, that servers do not see a local folder."""
+
+    engine: Engine
+    variables: Mapping[str, Variable]
+    homes: Homes
+    pins: Pins
+    say: Callable[[str, str], None]
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Of each Variable, by label."""
+        return {label: Spec(one.spec.dtype, tuple(one.shape)) for label, one in self.variables.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return sum(prod(one.shape) * one.spec.dtype.itemsize for one in self.variables.values())
+
+    def write_shards(self, store: Store, whole: Collection[Shard]) -> Layout:
+        """Let the servers write; the values are given up then. Raises CheckpointWriteError, also for a lost server."""
+        link = self.engine.link
+        try:
+            with manifests.probed(store) as probe:
+                about = {"store": str(store), "probe": probe}
+                writing = link.start_aside(self.engine.write_shards, self.pins, self._labels(), about, whole)
+                found = link.wait(writing, None, "writing shards of a checkpoint")
+            there = set(store.listed(manifests.FOLDER))
+            for shard, layout in found.items():
+                if layout is not None and any(one.name not in there for some in layout.values() for one in some):
+                    found[shard] = None  # it has the same file elsewhere
+            unseen = [shard for shard, layout in found.items() if layout is None]
+            layouts = {shard: layout for shard, layout in found.items() if layout is not None}
+            layouts |= self._written_here(store, whole, unseen)
+        except CheckpointWriteError:
+            raise
+        except TfnbError as error:  # a server is lost, or it gave up the values for later pins
+            first = error.message.partition("\n")[0]
+            raise CheckpointWriteError(f"cannot write a checkpoint to {store}: {first}") from error
+        finally:
+            link.post(self.engine.unpin, self.pins)
+        return {
+            label: tuple(shard for piece in self._pieces(one) for shard in layouts[piece.shard][piece.key])
+            for label, one in self.variables.items()
+        }
+
+    def _pieces(self, variable: Variable) -> tuple[Piece, ...]:
+        return read_from(self.homes[variable.key])
+
+    def _labels(self) -> dict[int, dict[str, str]]:
+        """Of each shard, labels by the keys that it holds."""
+        found: dict[int, dict[str, str]] = {shard: {} for shard in self.pins.keys}
+        for label, variable in self.variables.items():
+            for piece in self._pieces(variable):
+                found[piece.shard][piece.key] = label
+        return found
+
+    def _written_here(
+        self, store: Store, whole: Collection[Shard], unseen: Collection[int]
+    ) -> dict[int, dict[str, tuple[Shard, ...]]]:  # fmt: skip
+        """What is on shards whose servers do not see the folder."""
+        if not unseen:
+            return {}
+        if isinstance(store, LocalStore):
+            members = dict.fromkeys(self.engine.shards[shard] for shard in unseen)
+            names = ", ".join(f"{one.name} on {parse_address(one.peer.addr)[1]}" for one in members)
+            self.say(
+                str(store),
+                f"{names} cannot see {store}: this process fetches and writes their part of each checkpoint. In a "
+                "folder that all machines share, or a URL such as s3://..., servers write by themselves",
+            )  # fmt: skip
+        link, labels = self.engine.link, self._labels()
+        values = link.wait(link.start_aside(self.engine.fetched, self.pins, unseen), None, "fetching pinned values")
+        layouts = {}
+        for shard in unseen:
+            mine = labels[shard]
+            layout = manifests.write_shards(store, {label: values[key] for key, label in mine.items()}, whole)
+            layouts[shard] = {key: layout[label] for key, label in mine.items()}
+        return layouts
