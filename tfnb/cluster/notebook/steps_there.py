@@ -46,7 +46,7 @@ from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.execution.tracing.trace import Trace
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
-from tfnb.placement.requests import asked, ensure_on_servers, numbers_of, tasks_of
+from tfnb.placement.requests import asked, ensure_on_servers, ensure_stages, numbers_of, tasks_of
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
 from tfnb.state.step_groups import StepGroup, of_one
@@ -202,7 +202,7 @@ class Steps:
         begin: so many of its steps were taken before.
         """
         arrays = data.arrays
-        fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=True))
+        fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=False))
         budgets = (member.info.get("budget") for member in self._engine.tasks)
         room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
         if fits and envelope.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
@@ -219,7 +219,8 @@ class Steps:
             for at in itertools.chain.from_iterable(missing):
                 if data.ends_pass(at) and at != begin:
                     yield None
-                yield rows.batch(at), data.run(at)
+                tensors = rows.batch(at)
+                yield [*tensors, *data.more(tensors)], data.run(at)
 
         return batches(step, each(), itertools.chain.from_iterable(missing))
 
@@ -240,6 +241,7 @@ class Steps:
         begins; each is a group of its own then. Asynchronous tasks end their steps in any order: a group has their
         numbers. ``check``, ``compile``: as of `run`. ``see``, too: then tasks do not divide the rows of a step.
         A step whose nodes ask for several tasks is taken in parts, one step after the other, whatever the mode.
+        pipeline: such a step over microbatches, which each of its tasks, a stage, takes in the order of the schedule.
         ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
         warn where they are not.
 
@@ -254,14 +256,14 @@ class Steps:
         self._waiting.ensure_open()
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
-        placed = self.place(step, parallel=see is None, check=check, compile=compile)
-        one_by_one = "a breakpoint is set" if see is not None else one_by_one
-        why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
-        if placed.parts:
-            why = "its parts lie on several tasks"
-        if why and how != Mode():
+        if how.is_pipeline:
+            ensure_stages(asked(step.graph.nodes))
+        placed = self.place(step, parallel=see is None and not how.is_pipeline, check=check, compile=compile)
+        is_cut = bool(placed.parts) or how.is_pipeline
+        why = _why_one_by_one(placed, "a breakpoint is set" if see is not None else one_by_one, is_cut=is_cut)
+        if why and how != Mode() and not how.is_pipeline:
             warnings.warn(f"mode={how} takes one step after the other: {why}", stacklevel=user_level(None))
-        elif placed.why_whole and see is None and not placed.parts:
+        elif placed.why_whole and see is None and not is_cut:
             text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
@@ -270,7 +272,7 @@ class Steps:
         names = _ensure_summed(placed, how, is_taken=not is_stepwise)
         if names and not is_stepwise and tasks > 1 and not placed.tasks:
             warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
-        if exact is not False and is_joint and placed.why_whole is None and see is None and not placed.parts:
+        if exact is not False and is_joint and placed.why_whole is None and see is None and not is_cut:
             source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
             for note in notes:
                 warnings.warn(note, stacklevel=user_level(None))
@@ -278,7 +280,7 @@ class Steps:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
         steps = (
-            self._stepwise(step, placed, source, end, see, applied, seen)
+            self._stepwise(step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline)
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
         )
@@ -366,9 +368,9 @@ class Steps:
 
     def _stepwise(
         self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], end: float | None,
-        see: See | None, applied: AppliedSteps, seen: SeenSteps,
+        see: See | None, applied: AppliedSteps, seen: SeenSteps, *, is_whole: bool,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """Every step driven from here, for what no loop of a task can do by itself."""
+        """Every step driven from here, for what no loop of a task can do by itself. is_whole: no task divides rows."""
         copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
 
         def now() -> AppliedSteps:
@@ -389,7 +391,7 @@ class Steps:
                 continue
             left = self._left(end)
             self._variables.send_for_step(step.variables, thorough=False)
-            taken = batch if see is None else replace(batch, rows=None)
+            taken = replace(batch, rows=None) if is_whole else batch
             counted = partial(_append, later, batch.number)
             values, rows_of, after = self._step(step, placed, taken, left, "a training step", (), see, counted)
             parts = [_picked(placed.fetched, part) for part in values]
@@ -519,6 +521,17 @@ def _ensure_summed(placed: Placed, mode: Mode, *, is_taken: bool) -> tuple[str, 
     if why:
         raise Unimplemented(f"mode='allreduce' takes no such step: {why}. Use mode='sync'")
     return found
+
+
+def _why_one_by_one(placed: Placed, why: str, *, is_cut: bool) -> str:
+    """Why the notebook drives each step of a training, ``why`` if nothing else; empty where tasks loop by themselves.
+
+    is_cut: whether a step is taken in parts.
+    """
+    if is_cut:
+        return "its parts lie on several tasks"
+    is_late = placed.after is not None
+    return placed.why_whole or why or ("a watched value shows the state after the step" if is_late else "")
 
 
 def _append(later: deque[tuple[int, int]], number: int, step: int) -> None:
