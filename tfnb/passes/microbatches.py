@@ -27,6 +27,7 @@ from tfnb.passes.prune import StepGraph, feed_symbols, prune
 from tfnb.passes.resolve import State, resolve
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
+GRADIENT = frozenset({"gradient"})  # also of sums over microbatches: a stage takes them up with its backward pass
 _SHARE = Spec(torch.float64, ())
 NO_COUNTS = {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "prod",
@@ -288,12 +289,12 @@ class _Loop:
             else:
                 made = _node("add_share", "tfnb.add_share.default", (total, of(value), share), spec,
                              total=0, value=1, share=2)  # fmt: skip
-            body.append(made)
+            body.append(replace(made, tags=GRADIENT))
             outputs.append(made.value())
         for value in stacked:
             if ways[value] == "rows":
                 made = _node("weighted", "aten.mul.Tensor", (of(value), share), self._spec(value), self_=0, other=1)
-                body.append(made)
+                body.append(replace(made, tags=GRADIENT))
                 outputs.append(made.value())
             else:
                 outputs.append(of(value))

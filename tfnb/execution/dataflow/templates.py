@@ -274,7 +274,7 @@ class Planner:
         if run is None:
             self._preset(step, 0)
         step.op, step.lane = first, OWN if schedule else node_of(first).device
-        step.phase = phase(schedule, is_backward=any(is_backward(node_of(op)) for op in found))
+        step.phase = phase(schedule, is_backward=all(is_backward(node_of(op)) for op in found))
         self.makers.update({port: (step, index) for index, port in enumerate(outs)})
         self.makers.update({port: (step, len(outs)) for port in ends})
 
