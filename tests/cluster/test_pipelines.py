@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tests.cluster.test_parts_there import assert_nothing_left
+from tests.cluster.test_kills_in_parts import AT_TASKS, kill_at, pid_of
+from tests.cluster.test_parts_there import assert_nothing_left, members
 from tests.over_tasks import on
-from tfnb.errors import InvalidArgument, NonFinite, Unimplemented
+from tfnb.errors import InvalidArgument, NonFinite, Unimplemented, WorkerLost
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +142,44 @@ def test_what_a_pipeline_refuses(connect) -> None:
     with pytest.raises(Unimplemented, match=r"take tfnb.watch off"):
         net.fit(mode="pipeline")
     watch.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(3))
+def test_a_stage_killed_in_mid_training_is_replaced_and_each_step_counts_once(connect, dask, stage: int) -> None:
+    here, there = Net(), Net()
+    expected = here.fit()
+    cluster = connect(3)
+    killed: list[int] = []
+
+    def kill(progress: Any) -> None:
+        if progress.step == 2:
+            killed.append(pid_of(members(cluster)[stage]))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    class Killer:
+        on_step = staticmethod(kill)
+
+    found = there.fit(mode="pipeline", callbacks=Killer())
+    assert killed and found.steps == expected.steps == cluster.step == 4
+    assert found.history == expected.history
+    assert_same(here, there)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["wants a value", "told a value", "computed"])
+def test_a_stage_killed_inside_of_a_step_without_a_successor_is_one_typed_error(
+    connect, dask, nobody_joins, state: str
+) -> None:
+    there, cluster = Net(), connect(3)
+    there.fit(mode="pipeline")
+    before = there.state
+    (found,) = (one for one in AT_TASKS if one.name == state)
+    victim = members(cluster)[1]
+    pid = pid_of(victim)
+    dask.run(kill_at, victim.peer, found, pid, workers=[victim.peer.addr])
+    with pytest.raises(WorkerLost, match=r"task:2, and task:1 is gone; nothing of it was written") as e:
+        there.fit(mode="pipeline")
+    assert e.value.step == cluster.step == 4
+    for name, value in there.state.items():
+        assert torch.equal(value, before[name]), name
