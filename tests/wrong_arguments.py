@@ -432,7 +432,8 @@ ABSENT = {
     "torch's own arguments": "Tensor.dim_order Tensor.is_contiguous Tensor.numpy",
     "other rooms of tfnb call them": """
         Cluster.ahead Cluster.cut Cluster.heads Cluster.in_chunks Cluster.news Cluster.recover Cluster.restoring
-        Cluster.run Cluster.show Cluster.train IndexedSlices.called IndexedSlices.eval Queue.puts QueueHandle.drop Session.limited
+        Cluster.run Cluster.show
+        Cluster.train IndexedSlices.called IndexedSlices.eval Queue.puts QueueHandle.drop Session.limited
         Session.looked_at Session.step_of Session.train Source.back_to Source.ensure_position Spec.fits Spec.is_on
         Tensor.apply_ Tensor.as_subclass
         Tensor.look_as

@@ -158,7 +158,7 @@ class Mode(NamedTuple):
         return self.name == "pipeline"
 
     def __str__(self) -> str:
-        options = {"staleness": self.staleness} if self.staleness is not None else {}
+        options: dict[str, Any] = {"staleness": self.staleness} if self.staleness is not None else {}
         options |= {"backup": self.backup} if self.backup else {}
         options |= {"schedule": self.schedule} if self.schedule else {}
         return " ".join([self.name, *(f"{name}={value}" for name, value in options.items())])

@@ -8,6 +8,8 @@ what a window holds back never holds back the oldest one: no schedule deadlocks,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tfnb.graph import Node
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.frames import Flow
@@ -39,7 +41,7 @@ def is_backward(node: Node) -> bool:
     return "gradient" in node.tags
 
 
-def stages(flow: Flow, homes: tuple[Home, ...] | list[Home], frame: int) -> tuple[Place, ...]:
+def stages(flow: Flow, homes: Sequence[Home], frame: int) -> tuple[Place, ...]:
     """The places that do forward nodes of a loop, in the order in which values pass through them.
 
     A place comes behind those that its values have crossed; of places alike in that the one that is used first.
