@@ -221,7 +221,8 @@ class World:
             "fit": Call(tfnb.fit, {"fetch": self.train, "data": [ones], "feeds": [x], "epochs": 1, "steps": 1,
                                    "batch_size": None,
                                    "shuffle": False, "seed": 0, "callbacks": (), "mode": "sync", "resume": False,
-                                   "memory_budget": "1GB", "microbatches": None, "allow_plain_collectives": False}),
+                                   "memory_budget": "1GB", "microbatches": None, "schedule": None,
+                                   "allow_plain_collectives": False}),
             "compare": Call(tfnb.compare, {"fetch": self.train, "data": [ones], "modes": {"a": {}},
                                            "watch": self.loss, "seeds": 1, "feeds": [x]}),
             "races": Call(tfnb.races, {"*steps": self.train}),
@@ -430,8 +431,9 @@ ABSENT = {
         Optimizer.update_rows Rule.initial Rule.names Rule.update Rule.update_rows""",
     "torch's own arguments": "Tensor.dim_order Tensor.is_contiguous Tensor.numpy",
     "other rooms of tfnb call them": """
-        Cluster.ahead Cluster.cut Cluster.in_chunks Cluster.news Cluster.recover Cluster.restoring Cluster.run
-        Cluster.show Cluster.train IndexedSlices.called IndexedSlices.eval Queue.puts QueueHandle.drop Session.limited
+        Cluster.ahead Cluster.cut Cluster.heads Cluster.in_chunks Cluster.news Cluster.recover Cluster.restoring
+        Cluster.run Cluster.show
+        Cluster.train IndexedSlices.called IndexedSlices.eval Queue.puts QueueHandle.drop Session.limited
         Session.looked_at Session.step_of Session.train Source.back_to Source.ensure_position Spec.fits Spec.is_on
         Tensor.apply_ Tensor.as_subclass
         Tensor.look_as

@@ -297,7 +297,10 @@ def test_fit_accumulates_and_says_which_loss_is_no_mean_over_rows():
         ({"microbatches": 2.0}, InvalidArgument, "an int of at least 1, not 2.0"),
         ({"microbatches": 2, "mode": "async"}, InvalidArgument, "microbatches=2 belong to mode='sync', not to 'async'"),
         ({"microbatches": 2, "backup": 1}, InvalidArgument, "there is no backup=1"),
-        ({"microbatches": 2, "mode": "pipeline"}, Unimplemented, "mode='pipeline' is not there yet"),
+        ({"mode": "pipeline"}, InvalidArgument, "say how many, microbatches=8"),
+        ({"microbatches": 2, "schedule": "gpipe"}, InvalidArgument, "schedule='gpipe' belongs to mode='pipeline'"),
+        ({"microbatches": 2, "mode": "pipeline", "schedule": "x"}, InvalidArgument, "one of '1f1b', 'gpipe', not 'x'"),
+        ({"microbatches": 2, "mode": "pipeline", "backup": 1}, InvalidArgument, "backup=1 belongs to mode='sync'"),
     ],
 )
 def test_wrong_microbatches_are_refused(options, error, message):

@@ -28,7 +28,7 @@ from tfnb.cluster.members.farewell import Farewell
 from tfnb.cluster.members.registered import Registered
 from tfnb.cluster.members.supervisor import LOOK, Supervisor
 from tfnb.cluster.notebook.card import Status
-from tfnb.cluster.notebook.collections import in_chunks
+from tfnb.cluster.notebook.collections import head, in_chunks
 from tfnb.cluster.notebook.overview import PATIENCE, Overview
 from tfnb.cluster.notebook.pinned_values import PinnedValues
 from tfnb.cluster.notebook.queue_homes import QueueHomes
@@ -52,6 +52,8 @@ from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
 from tfnb.recording.marks.notes import user_level
+from tfnb.state.batch_order import Arrays, Rows
+from tfnb.state.chunks import Chunked, like
 from tfnb.state.queue_contents import Held, held_by, labelled
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import machine_of
@@ -389,6 +391,14 @@ class Cluster:
     def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[Batch | None]:
         """What `train` takes, made of arrays: `Steps.ahead`."""
         return self._steps.ahead(step, data, begin)
+
+    def heads(self, data: Arrays) -> list[torch.Tensor]:
+        """The rows of the first batch of arrays; of collections on the workers their first rows."""
+        first = Rows([like(array) for array in data.arrays], data.order).batch(0)
+        return [
+            head(self.client, array, data.order.batch_size) if isinstance(array, Chunked) else rows
+            for array, rows in zip(data.arrays, first, strict=True)
+        ]
 
     def in_chunks(self, data: Any, timeout: float | None) -> Any:
         """Data for `ahead`: Dask collections are computed and kept on the workers, and never come here."""

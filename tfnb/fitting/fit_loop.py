@@ -29,10 +29,10 @@ from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import (
     begin,
+    division_of,
     exact_of,
     known_keys,
     look_at_means,
-    microbatches_of,
     mode_of,
     operations_of,
     watched_by,
@@ -40,6 +40,7 @@ from tfnb.fitting.fit_options import (
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
+from tfnb.session.divided_feeds import Division
 from tfnb.session.saved_state import Ahead
 from tfnb.session.structures import graph_of
 from tfnb.state.batch_order import Arrays
@@ -110,9 +111,9 @@ def fit(
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = None, validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
     resume: bool | str | PathLike[str] = False, check: str | None = None, exact: bool | None = None,
-    microbatches: int | None = None, checkpoint: Any = None, checkpoint_every: float = 30.0, restarts: int = 5,
-    timeout: float | None = None, progress_after: float = 2.0, memory_budget: int | str | None = None,
-    allow_plain_collectives: bool = False,
+    microbatches: int | None = None, schedule: str | None = None, checkpoint: Any = None,
+    checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
+    progress_after: float = 2.0, memory_budget: int | str | None = None, allow_plain_collectives: bool = False,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -144,7 +145,8 @@ def fit(
     added up weighted by rows, as the tasks of a cluster with as many of them do it in mode ``"sync"``, with the same
     random numbers; a loss that is a mean over rows trains as with the whole batch, and ``exact`` says whether one that
     is none is looked for. Watched numbers are means by rows, whole numbers sums, maxima and minima those of
-    all rows. Running statistics of batch norm move once for each microbatch, in order. Not on a cluster.
+    all rows. Running statistics of batch norm move once for each microbatch, in order. On a cluster in mode
+    ``"pipeline"`` alone.
 
     checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, which says what is kept (without one the newest
     five). Every ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that
@@ -193,7 +195,11 @@ def fit(
     task, a rank, holds all Variables and the state of the optimizer, sums gradients with the others by gloo, without
     the servers, and makes the same update; a learning rate that a callback sets holds from the next piece of steps,
     half a second, on. It goes on with the ranks that are left, or join. Its sums are not encrypted: a cluster
-    with TLS takes it with ``allow_plain_collectives=True`` only. Another call may have another mode: it
+    with TLS takes it with ``allow_plain_collectives=True`` only. ``"pipeline"``: the nodes of a step that ask for a
+    task, `tfnb.device`, are a stage there; values go from stage to stage for one of the ``microbatches`` after the
+    other, and the Variables have the bits of the same call in this process. schedule: ``"1f1b"``, where stage s of S
+    works on S - s microbatches at a time, the least of them first, and holds the activations of no more; ``"gpipe"``
+    does all of them forward, then backward, and holds all. Another call may have another mode: it
     goes on with the variables and the state of the optimizer as they are. In the midst of a training a callback changes
     it: ``progress.change("async")``.
 
@@ -209,7 +215,7 @@ def fit(
     6
     """
     __tracebackhide__ = True
-    how = mode_of(mode, backup, staleness, allow_plain_collectives)
+    how = mode_of(mode, backup, staleness, allow_plain_collectives, schedule)
     exact, saver = exact_of(exact), saver_of(checkpoint, checkpoint_every)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
@@ -221,7 +227,7 @@ def fit(
     limited = session.limited(memory_budget)
     user_code_ran()
     names, watched = watched_by(watch, fetch, session)
-    parts = microbatches_of(microbatches, session, how)
+    division = division_of(microbatches, session, how)
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
     checked = _validation(session, validation, feeds, names, watched)
@@ -242,12 +248,12 @@ def fit(
         progress_after, checkpoints, Budget(Restarts(most=restarts)),
     )  # fmt: skip
     if session.cluster is None:
-        taken = _here(session, fetch, watched, source, run, check, parts, exact=exact)
+        taken = _here(session, fetch, watched, source, run, check, division, exact=exact)
     else:
 
         def there(watched: tuple[Any, ...]) -> Taken:
             waits = validation is not None or (run.callbacks.follow_epochs and how.is_joint)
-            return _there(session, fetch, watched, source, run, check, by_pass=waits, exact=exact)
+            return _there(session, fetch, watched, source, run, check, division, by_pass=waits, exact=exact)
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
         taken = there(watched) if looks is None else looks.followed(watched, there)
@@ -274,9 +280,10 @@ def fit(
 
 def _here(
     session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
-    microbatches: int, *, exact: bool | None,
+    division: Division, *, exact: bool | None,
 ) -> Taken:  # fmt: skip
     """Each step, taken in this process, which stands still after each epoch."""
+    microbatches = division.microbatches
     if microbatches > 1:
         fetch = operations_of(fetch, session)
     keys: tuple[Any, ...] = ()
@@ -291,7 +298,7 @@ def _here(
             keys = batch.keys
             call = session.make_callable((fetch, watched), keys, check=check, microbatches=microbatches)
             if microbatches > 1 and exact is not False:
-                look_at_means(session, (fetch, watched), batch, microbatches)
+                look_at_means(session, (fetch, watched), keys, batch.values, microbatches)
             written = next(iter(session.written((fetch, watched), keys)), None)
             run.code = partial(session.code, (fetch, watched), keys, microbatches=microbatches)
         run.steps.begins(batch.position, written)
@@ -321,14 +328,20 @@ def _by_epoch(taken: Taken, run: _Run) -> Taken:
 
 
 def _there(
-    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None, *,
-    by_pass: bool, exact: bool | None,
+    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
+    division: Division, *, by_pass: bool, exact: bool | None,
 ) -> Taken:  # fmt: skip
     """Steps that the connected cluster takes, in groups; by_pass: its tasks stand still after each epoch."""
     options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left, "check": check}
-    options |= {"exact": exact, "budget": run.budget}
+    options |= {"exact": exact, "budget": run.budget, "division": division}
+    is_looked_at = division.microbatches > 1 and exact is not False
+    if division.microbatches > 1:
+        fetch = operations_of(fetch, session)
     if source.rows is not None and source.total is not None:
         options["by_pass"] = by_pass
+        if is_looked_at and source.total:
+            heads = session.cluster.heads(source.rows)
+            look_at_means(session, (fetch, watched), source.keys, heads, division.microbatches)
         yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, options)
         return
     each = _awaited(source.each, run)
@@ -336,6 +349,8 @@ def _there(
     if first is None:
         return
     known_keys(session, first.keys, named=True)
+    if is_looked_at:
+        look_at_means(session, (fetch, watched), first.keys, first.values, division.microbatches)
     run.steps.begins()
     begun: dict[int, Batch] = {}  # by number, without its values, until a copy of the Variables has seen its step
 
@@ -564,7 +579,13 @@ class _Run:
         user_code_ran()
         self.why_over = progress.stopped or self.why_over
         if progress.changed is not None:
-            self.mode = self._change = mode_of(*progress.changed)
+            new = mode_of(*progress.changed)
+            if self.mode.is_pipeline or new.is_pipeline:
+                raise InvalidArgument(
+                    f"a training in mode={str(self.mode)!r} does not go on in mode={str(new)!r}: a step of a pipeline "
+                    "is another program; begin another training, fit(...) goes on with the Variables as they are"
+                )
+            self.mode = self._change = new
 
     def change(self) -> Mode | None:
         """The mode that a callback asked for last, once."""

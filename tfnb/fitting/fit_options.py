@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -13,16 +13,18 @@ from tfnb.cluster.notebook.divided_rows import look_at_microbatches
 from tfnb.cluster.notebook.steps_there import batches as batches_of
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, Unimplemented
 from tfnb.graph import Spec, Variable
+from tfnb.passes.flow.microbatch_schedules import SCHEDULES
 from tfnb.recording import Operation, Tensor
 from tfnb.recording.marks.notes import user_level
 from tfnb.session import Session
+from tfnb.session.divided_feeds import WHOLE, Division
 from tfnb.session.structures import structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
-from tfnb.train.batches import Batch, name_of
+from tfnb.train.batches import name_of
 from tfnb.train.modes import SyncReplicas
 
-LATER = ("downpour", "sandblaster", "pipeline")
+LATER = ("downpour", "sandblaster")
 
 
 def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -144,16 +146,21 @@ def exact_of(exact: Any) -> bool | None:
     return exact
 
 
-def microbatches_of(microbatches: Any, session: Session, mode: Mode) -> int:
-    """How many microbatches a step has; raises InvalidArgument, or Unimplemented where there is a cluster."""
+def division_of(microbatches: Any, session: Session, mode: Mode) -> Division:
+    """Into how many microbatches a step is divided; raises InvalidArgument, or Unimplemented with a cluster."""
+    if microbatches is None and mode.is_pipeline:
+        raise InvalidArgument("mode='pipeline' divides each step into microbatches: say how many, microbatches=8")
     if microbatches is None or (type(microbatches) is int and microbatches == 1):
-        return 1
+        return WHOLE
     if type(microbatches) is not int or microbatches < 1:
         raise InvalidArgument(f"microbatches is how many a step has, an int of at least 1, not {microbatches!r}")
+    if mode.is_pipeline:  # in this process the loop over microbatches, with the same values
+        return Division(microbatches, "" if session.cluster is None else mode.schedule)
     if session.cluster is not None:
         raise Unimplemented(
-            f"microbatches={microbatches} are of trainings in this process, and a cluster is connected, whose tasks "
-            "divide the rows of a step: leave out microbatches, or close the cluster"
+            f"microbatches={microbatches} are of trainings in this process and of mode='pipeline', and a cluster is "
+            f"connected, whose tasks divide the rows of a step in mode={mode.name!r}: leave out microbatches, close "
+            "the cluster, or place stages on its tasks (tfnb.device) for mode='pipeline'"
         )
     if mode.name != "sync":
         raise InvalidArgument(
@@ -161,12 +168,14 @@ def microbatches_of(microbatches: Any, session: Session, mode: Mode) -> int:
         )
     if mode.backup:
         raise InvalidArgument(f"microbatches={microbatches} are done by one process: there is no backup={mode.backup}")
-    return microbatches
+    return Division(microbatches)
 
 
-def look_at_means(session: Session, fetches: Any, batch: Batch, microbatches: int) -> None:
+def look_at_means(
+    session: Session, fetches: Any, keys: Sequence[Any], values: Sequence[Any], microbatches: int
+) -> None:  # fmt: skip
     """Warn, once for each step and number of microbatches, of a loss that is no mean over the rows of a batch."""
-    step, tensors = session.step_of(fetches, dict(zip(batch.keys, batch.values, strict=True)))
+    step, tensors = session.step_of(fetches, dict(zip(keys, values, strict=True)))
     known: set[Any] = step.whole.attached.setdefault("divided", set())
     updates = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign")
     key = updates, step.fetches, "microbatches", microbatches
@@ -187,8 +196,14 @@ def operations_of(fetch: Any, session: Session) -> list[Any]:
     return [leaf for leaf, (spec, op) in ops if spec is None or op == "tfnb.assign"]
 
 
-def mode_of(mode: Any, backup: Any, staleness: Any, allow_plain_collectives: Any = False) -> Mode:
+def mode_of(
+    mode: Any, backup: Any, staleness: Any, allow_plain_collectives: Any = False, schedule: Any = None
+) -> Mode:  # fmt: skip
     """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
+    if schedule is not None and mode != "pipeline":
+        raise InvalidArgument(f"schedule={schedule!r} belongs to mode='pipeline', not to {mode!r}")
+    if schedule is not None and schedule not in SCHEDULES:
+        raise InvalidArgument(f"schedule is one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}")
     if not isinstance(allow_plain_collectives, bool):
         raise InvalidArgument(f"allow_plain_collectives is True or False, not {allow_plain_collectives!r}")
     if allow_plain_collectives and mode != "allreduce":
@@ -217,4 +232,6 @@ def mode_of(mode: Any, backup: Any, staleness: Any, allow_plain_collectives: Any
             "mode='bounded' takes staleness, the number of steps that a task may be ahead of the slowest one: an int "
             f"of at least 0, not {staleness!r}"
         )
+    if mode == "pipeline":
+        return Mode(mode, schedule=SCHEDULES[0] if schedule is None else schedule)
     return Mode(mode, backup, staleness, is_plain=allow_plain_collectives)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tfnb.graph.node import Node, Owner, Source, Value
@@ -152,6 +152,17 @@ def unique(name: str, taken: Iterable[str]) -> str:
     while f"{name}_{number}" in taken:
         number += 1
     return f"{name}_{number}"
+
+
+def distinct(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes with a name each: of those alike the first keeps it."""
+    taken: set[str] = set()
+    found = []
+    for node in nodes:
+        name = unique(node.name, taken)
+        taken.add(name)
+        found.append(node if name == node.name else replace(node, name=name))
+    return found
 
 
 class Names:

@@ -18,7 +18,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.graph import Contents, Dim, Node, Ref, Spec, Subgraph, Value, Variable
-from tfnb.graph.contents import unique
+from tfnb.graph.contents import distinct, unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.ops import WHILE
 from tfnb.graph.spec import flows
@@ -28,6 +28,7 @@ from tfnb.passes.prune import StepGraph, feed_symbols, prune
 from tfnb.passes.resolve import State, resolve
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
+GRADIENT = frozenset({"gradient"})  # also of sums over microbatches: a stage takes them up with its backward pass
 _SHARE = Spec(torch.float64, ())
 
 
@@ -57,14 +58,16 @@ class Microbatches:
     moved: tuple[Variable, ...]
 
 
-def in_microbatches(step: StepGraph) -> Microbatches:
-    """The step with a loop over microbatches.
+def in_microbatches(step: StepGraph, most: int = 1, schedule: str = "") -> Microbatches:
+    """The step with a loop over microbatches, one after the other.
+
+    schedule: of a pipeline, over ``most`` microbatches, see `tfnb.passes.flow.microbatch_schedules`.
 
     Fetches: operations, and numbers, each merged by its way of `tfnb.passes.flow.merges`: one that depends on rows is
     the mean over microbatches weighted by rows, a count their sum, an extreme that of all rows. Raises InvalidArgument
     where no feed has rows, Unimplemented naming what microbatches cannot do.
     """
-    return _Loop(step).made()
+    return _Loop(step, most, schedule).made()
 
 
 @dataclass
@@ -72,6 +75,8 @@ class _Loop:
     """One loop over microbatches in the making."""
 
     step: StepGraph
+    most: int = 1  # microbatches at a time
+    schedule: str = ""
     state: State = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
     varying: set[int] = field(default_factory=set)  # nodes whose values differ by microbatch
@@ -245,7 +250,7 @@ class _Loop:
         for node_id, variable in moved_reads.items():
             same[Value(node_id)] = states[variables.index(variable)]
         wide = [_wide(self._spec(value)) for value in carried]
-        totals = [given(f"total {self.by_id[v.node].name}", spec) for v, spec in zip(carried, wide, strict=True)]
+        totals = [given(f"total.{self.by_id[v.node].name}", spec) for v, spec in zip(carried, wide, strict=True)]
         for value in self.step.feeds:
             if value in self.rows:
                 same[value] = given(self.by_id[value.node].name, self._spec(value))
@@ -280,16 +285,16 @@ class _Loop:
                 made = _node("add_share", op, (total, of(value), share), spec, total=0, value=1, share=2)
             else:
                 made = _node(ways[value], op, (total, of(value)), spec, self_=0, other=1)
-            body.append(made)
+            body.append(replace(made, tags=GRADIENT))
             outputs.append(made.value())
         for value in stacked:
             if ways[value] == "rows":
                 made = _node("weighted", "aten.mul.Tensor", (of(value), share), self._spec(value), self_=0, other=1)
-                body.append(made)
+                body.append(replace(made, tags=GRADIENT))
                 outputs.append(made.value())
             else:
                 outputs.append(of(value))
-        part = Subgraph(Contents(tuple(body)), tuple(inputs), tuple(outputs))
+        part = Subgraph(Contents(tuple(distinct(body))), tuple(inputs), tuple(outputs))
         return build.step_of(part, variables, ways, captured, shapes, shares, inner)
 
 
@@ -308,8 +313,8 @@ class _Build:
         for value in loop.step.feeds:
             if value in loop.rows:
                 spec = Spec(torch.int64, (count, len(loop._spec(value).shape)))
-                shapes[value] = self._placed(f"shapes of {loop.by_id[value.node].name}", spec)
-        return shapes, self._placed("shares", Spec(torch.float64, (count,)))
+                shapes[value] = self._placed(f"{loop.by_id[value.node].name}.shapes", spec)
+        return shapes, self._placed("microbatches.shares", Spec(torch.float64, (count,)))
 
     def _placed(self, name: str, spec: Spec) -> Value:
         self.front.append(Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,)))
@@ -338,8 +343,8 @@ class _Build:
             "captures": tuple(map(ref, captured)),
             "limit": None, "cond": None, "body": body,
             "rows": tuple(len(loop._spec(v).shape) for v in stacked),
-            "reverse": False, "back_prop": False, "parallel_iterations": 1, "recompute": False, "swap_memory": None,
-            "replicas": True,
+            "reverse": False, "back_prop": False, "parallel_iterations": loop.most, "recompute": False,
+            "swap_memory": None, "replicas": True, **({"schedule": loop.schedule} if loop.schedule else {}),
         }  # fmt: skip
         wide = [_wide(loop._spec(v)) for v in carried]
         outs = [*(v.spec for v in variables), *wide, Spec(torch.int64, ())]
@@ -364,12 +369,12 @@ class _Build:
         new |= {v: same.get(x, x) for v, x in state.final.items() if v not in new}
         assigns = [replace(last[v], inputs=(new[v],), control=(), effects=()) for v in state.final]
         done = tuple(Value(node.id) for node in assigns)
-        group = Node(id=new_id(), name="apply", op="tfnb.group",
+        group = Node(id=new_id(), name="microbatches.apply", op="tfnb.group",
                      inputs=(*done, whole_loop.value(len(reads) + len(zeros))),
                      attrs={"values": tuple(map(Ref, range(len(done) + 1)))})  # fmt: skip
         early = [node for node in state.nodes.values() if node.id in before]
         nodes = (*self._fed(), *self.front, *(replace(n, effects=()) for n in early), *made, *behind, *assigns, group)
-        graph = step.whole.derive(Contents(nodes, step.graph.contents.guards))
+        graph = step.whole.derive(Contents(tuple(distinct(nodes)), step.graph.contents.guards))
 
         def fetch(value: Value) -> Value:
             if not loop.by_id[value.node].outputs:
@@ -412,7 +417,7 @@ class _Build:
         found, nodes = [], self.loop.step.graph.nodes
         for variable in variables:
             read = next((n for n in nodes if n.op == "tfnb.read" and n.attrs["variable"] is variable), None)
-            node = Node(id=new_id(), name=f"{variable.name} before", op="tfnb.read", outputs=(variable.spec,),
+            node = Node(id=new_id(), name=f"{variable.name}.before", op="tfnb.read", outputs=(variable.spec,),
                         attrs={"variable": variable}, device=None if read is None else read.device)  # fmt: skip
             self.inside.append(node)
             found.append(node.value())
@@ -425,7 +430,7 @@ class _Build:
             spec = _wide(self.loop._spec(value))
             attrs = {"size": list(spec.shape), "fill_value": begin(ways[value], spec.dtype), "dtype": spec.dtype,
                      "device": torch.device(spec.device), "pin_memory": False}  # fmt: skip
-            node = Node(id=new_id(), name="none", op="aten.full.default", outputs=(spec,), attrs=attrs)
+            node = Node(id=new_id(), name="microbatches.zeros", op="aten.full.default", outputs=(spec,), attrs=attrs)
             self.inside.append(node)
             found.append(node.value())
         return found
@@ -436,7 +441,9 @@ class _Build:
         size = Dim(unique("E", {s for n in self.loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}))
         for value, shape in shapes.items():
             spec = self.loop._spec(value)
-            node = _node("flat", "aten.reshape.default", (value,), Spec(spec.dtype, (size,), spec.device), self_=0)
+            node = _node(
+                "microbatches.flat", "aten.reshape.default", (value,), Spec(spec.dtype, (size,), spec.device), self_=0
+            )
             self.inside.append(replace(node, attrs={**node.attrs, "shape": [-1]}))
             found.append((node.value(), shape))
         return found
@@ -447,7 +454,7 @@ class _Build:
         for index, value in enumerate(carried, first):
             same[value], spec = whole.value(index), self.loop._spec(value)
             if whole.outputs[index].dtype is not spec.dtype:
-                node = _node("narrow", "aten._to_copy.default", (same[value],), spec, self_=0)
+                node = _node("microbatches.narrow", "aten._to_copy.default", (same[value],), spec, self_=0)
                 self.inside.append(replace(node, attrs={**node.attrs, "dtype": spec.dtype}))
                 same[value] = node.value()
         return same
@@ -464,7 +471,9 @@ class _Build:
             if value.node not in counts:
                 counts[value.node] = Dim(unique("R", known | {count.expr for count in counts.values()}))
             entries = Spec(spec.dtype, (counts[value.node], *spec.shape[1:]), spec.device)
-            node = _node("entries", "aten.reshape.default", (whole.value(first + 2 * place),), entries, self_=0)
+            node = _node(
+                "microbatches.entries", "aten.reshape.default", (whole.value(first + 2 * place),), entries, self_=0
+            )
             self.inside.append(replace(node, attrs={**node.attrs, "shape": [-1, *spec.shape[1:]]}))
             same[value] = node.value()
         return same

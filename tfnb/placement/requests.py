@@ -81,6 +81,19 @@ def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,), servers: in
     return tuple(sorted(chosen))
 
 
+def ensure_stages(found: Sequence[Asked]) -> None:
+    """Raise InvalidArgument where nodes do not ask for two tasks at least, the stages of a pipeline."""
+    asked_for = sorted(
+        {each.request.task for each in found if each.request.job != "ps" and each.request.task is not None}
+    )
+    if len(asked_for) < 2:
+        some = f"all that do ask for task:{asked_for[0]}" if asked_for else "none of its nodes asks for a task"
+        raise InvalidArgument(
+            f"mode='pipeline' takes a step in stages, and {some}: record each stage inside of "
+            "tfnb.device('task:0'), tfnb.device('task:1') ..., or use another mode"
+        )
+
+
 def ensure_on_servers(found: Sequence[Asked], devices: Mapping[int, Sequence[str]], undivided: str | None) -> None:
     """Raise Unimplemented for the first node that asks for a server and is not done there.
 

@@ -10,7 +10,7 @@ import difflib
 import itertools
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -136,6 +136,10 @@ class Feeder:
     def spread(self, given: Iterable[T]) -> list[T]:
         """What is given for each key, for each of ``values``."""
         return [value for row, value in zip(self._rows, given, strict=True) for _ in range(row.count)]
+
+    def more(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What is fed beside the values of a batch: nothing."""
+        return ()
 
     def _ensure_fit(self, shapes: Shapes) -> None:
         __tracebackhide__ = True

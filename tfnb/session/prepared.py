@@ -24,7 +24,7 @@ from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.python_state import Watched, watched
 from tfnb.session.breakpoints import stopping
-from tfnb.session.divided_feeds import DividedFeeder
+from tfnb.session.divided_feeds import DividedFeeder, Division
 from tfnb.session.feeding import Feeder
 from tfnb.session.printed import line, printing
 from tfnb.session.structures import fed_by, flat, places_of, structure, value_of, variable_of
@@ -139,13 +139,14 @@ def prepare(
 
 
 def prepare_divided(
-    graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode], microbatches: int
+    graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode], division: Division
 ) -> Prepared:  # fmt: skip
-    """`prepare` of a step over so many microbatches. Raises Unimplemented where it has breakpoints."""
+    """`prepare` of a step over microbatches. Raises Unimplemented where it has breakpoints."""
+    microbatches, schedule = division
     made: list[Microbatches] = []
 
     def divided(step: StepGraph) -> StepCode:
-        made.append(in_microbatches(step))
+        made.append(in_microbatches(step, microbatches if schedule else 1, schedule))
         return code(made[0].step)
 
     prepared = prepare(graph, fetches, feed_keys, divided)

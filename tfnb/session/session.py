@@ -38,6 +38,7 @@ from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
 from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
+from tfnb.session.divided_feeds import WHOLE, Division
 from tfnb.session.feeding import Fed
 from tfnb.session.prepared import Prepared, prepare, prepare_divided, same_step
 from tfnb.session.saved_state import SavedState
@@ -81,10 +82,10 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("memory_budget", "cluster"): "memory_budget holds for steps that run here: close the cluster",
     ("memory_budget", "queues"): "memory_budget needs generated code, without queues and executor='dataflow'",
     (
-        "microbatches",
+        "accumulation",
         "cluster",
-    ): "microbatches are of trainings in this process: close the cluster, or leave them out, as "
-    "its tasks divide the rows of a step",
+    ): "microbatches are of trainings in this process, and of fit(mode='pipeline'): close the cluster, or leave them "
+    "out, as its tasks divide the rows of a step",
     (
         "microbatches",
         "memory_budget",
@@ -241,7 +242,8 @@ class Session:
         if IndexedSlices in map(type, feeds):
             flat = self.make_callable(fetches, parts_of(feeds), check=check, microbatches=microbatches)
             return lambda *values: flat(*spread(zip(feeds, values, strict=True)).values())
-        prepared = self._prepare(fetches, feeds, microbatches)
+        division = Division(microbatches)
+        prepared = self._prepare(fetches, feeds, division)
 
         def watched(*values: Any) -> Any:
             watch = None if self._is_twin else self.graph.attached.get("watch")
@@ -253,7 +255,7 @@ class Session:
         def call(*values: Any) -> Any:
             nonlocal prepared
             if not prepared.is_of(self.graph):
-                prepared = self._prepare(fetches, feeds, microbatches)
+                prepared = self._prepare(fetches, feeds, division)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
             prepared.ensure_fresh()
@@ -347,8 +349,8 @@ class Session:
 
     def train(
         self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any] | None] | tuple[Arrays, int], *,
-        mode: str, timeout: float | None, check: str | None = None, by_pass: bool = False, begin: int = 0,
-        **options: Any,
+        mode: Any, timeout: float | None, check: str | None = None, by_pass: bool = False, begin: int = 0,
+        division: Division = WHOLE, **options: Any,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """`fit` on the cluster: ``fetches`` once for each step of ``data``, in groups of steps as they are applied.
 
@@ -357,11 +359,12 @@ class Session:
         data: values of ``feeds`` for each step, or arrays of which each step takes some rows, and the number of steps.
         begin: steps over these arrays that were taken before. by_pass: tasks stand still after each pass over the
         arrays; after other values, where there is a None among them. An empty group then says that they do, until the
-        next group is asked for. mode, check, options: as `run` and `Cluster.train` have them.
+        next group is asked for. division: of each step into microbatches. mode, check, options: as `run` and
+        `Cluster.train` have them.
         """
         cluster = self.cluster
         if isinstance(data, tuple):
-            prepared = self._prepare(fetches, tuple(feeds))
+            prepared = self._prepare(fetches, tuple(feeds), division)
             prepared.ensure_fresh()
             step = self._sent(prepared, "training")
             arrays, total = data
@@ -370,7 +373,7 @@ class Session:
             if IndexedSlices in map(type, feeds):
                 flat = lambda values: tuple(spread(zip(feeds, values, strict=True)).values())  # noqa: E731
                 data = (None if values is None else flat(values) for values in data)
-            prepared = self._prepare(fetches, parts_of(feeds))
+            prepared = self._prepare(fetches, parts_of(feeds), division)
             prepared.ensure_fresh()
             step = self._sent(prepared, "training")
             fed = (None if values is None else (prepared.feeder.fed(values)[0], self.runs.take()) for values in data)
@@ -399,7 +402,7 @@ class Session:
             replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor
             for array, tensor in zip(prepared.feeder.spread(arrays), given, strict=True)
         ]
-        return Ahead(tuple(fed), order, total, run, by_pass)
+        return Ahead(tuple(fed), order, total, run, by_pass, prepared.feeder.more)
 
     def _cut(self, prepared: Prepared, isolation: str, timeout: float | None) -> Cut:
         """Copies of what a step reads, and of the Variables that are fetched with it."""
@@ -514,10 +517,10 @@ class Session:
                 if what == option and holds[situation]:
                     raise Unimplemented(text)
 
-    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...], microbatches: int = 1) -> Prepared:
+    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...], division: Division = WHOLE) -> Prepared:
         __tracebackhide__ = True
         self._steps.ensure_open()
-        about = microbatches, self.memory_budget, torch.get_default_dtype()  # see `tfnb.passes.fractions`
+        about = division, self.memory_budget, torch.get_default_dtype()  # see `tfnb.passes.fractions`
         key = (key_of(fetches), tuple(map(key_of, feed_keys)), *about)
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
@@ -525,9 +528,10 @@ class Session:
             with uncollected():
                 old = None if prepared is None else prepared.code
                 code = partial(self._code, old=old)
-                if microbatches > 1:
-                    self._ensure_together("microbatches", None)
-                    prepared = prepare_divided(self.graph, fetches, feed_keys, code, microbatches)
+                if division.microbatches > 1:
+                    for option in ("microbatches", *(() if division.schedule else ("accumulation",))):
+                        self._ensure_together(option, None)
+                    prepared = prepare_divided(self.graph, fetches, feed_keys, code, division)
                 else:
                     prepared = prepare(self.graph, fetches, feed_keys, code)
             self._prepared[key] = prepared
@@ -620,7 +624,7 @@ class Session:
         >>> session.run(y, {x: torch.zeros(1, 3)}), session.code(y, [x])
         (tensor([[1., 1., 1.]]), 'generated code')
         """
-        code = self._prepare(fetches, tuple(feeds), microbatches).code
+        code = self._prepare(fetches, tuple(feeds), Division(microbatches)).code
         return code.code() if code.is_lowered else ""
 
     def limited(self, memory_budget: int | str | None) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,6 +107,7 @@ class Ahead:
     """Data that is sent to the tasks once, or told where it lies: rows of arrays, in an order of the seed alone.
 
     ``total``: steps. ``run``: which run each of them is. ``by_pass``: tasks stand still after each pass over the data.
+    ``more``: what is fed beside the rows of a step, made of these.
     """
 
     arrays: tuple[torch.Tensor | Chunked, ...]
@@ -114,6 +115,7 @@ class Ahead:
     total: int
     run: Callable[[int], int]
     by_pass: bool = False
+    more: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda rows: ()
 
     def ends_pass(self, step: int) -> bool:
         """Whether tasks stand still before a step."""
@@ -133,6 +135,7 @@ class Mode(NamedTuple):
 
     ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
     is meant for. ``elastic``: whether fewer than ``required`` ones go on. ``is_plain``: `allow_plain_collectives`.
+    ``schedule``: of a pipeline.
     """
 
     name: str = "sync"
@@ -142,11 +145,17 @@ class Mode(NamedTuple):
     replicas: int = 0
     elastic: bool = True
     is_plain: bool = False  # whether ranks may sum in plain text on a cluster that encrypts
+    schedule: str = ""
 
     @property
     def is_joint(self) -> bool:
         """Whether all tasks make each step together."""
-        return self.name in ("sync", "allreduce")
+        return self.name in ("sync", "allreduce", "pipeline")
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether each task is a stage of each step."""
+        return self.name == "pipeline"
 
     @property
     def may_have_spare(self) -> bool:
@@ -154,9 +163,10 @@ class Mode(NamedTuple):
         return bool(self.backup or self.required)
 
     def __str__(self) -> str:
-        options = {"staleness": self.staleness} if self.staleness is not None else {}
+        options: dict[str, Any] = {"staleness": self.staleness} if self.staleness is not None else {}
         options |= {"backup": self.backup} if self.backup else {}
+        options |= {"schedule": self.schedule} if self.schedule else {}
         return " ".join([self.name, *(f"{name}={value}" for name, value in options.items())])
 
 
-MODES = ("sync", "async", "bounded", "allreduce")
+MODES = ("sync", "async", "bounded", "allreduce", "pipeline")

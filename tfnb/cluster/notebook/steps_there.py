@@ -46,7 +46,7 @@ from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.execution.tracing.trace import Trace
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
-from tfnb.placement.requests import asked, ensure_on_servers, numbers_of, tasks_of
+from tfnb.placement.requests import asked, ensure_on_servers, ensure_stages, numbers_of, tasks_of
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
 from tfnb.state.step_groups import StepGroup, of_one
@@ -203,7 +203,7 @@ class Steps:
         begin: so many of its steps were taken before.
         """
         arrays = data.arrays
-        fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=True))
+        fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=False))
         budgets = (member.info.get("budget") for member in self._engine.tasks)
         room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
         if fits and envelope.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
@@ -220,7 +220,8 @@ class Steps:
             for at in itertools.chain.from_iterable(missing):
                 if data.ends_pass(at) and at != begin:
                     yield None
-                yield rows.batch(at), data.run(at)
+                tensors = rows.batch(at)
+                yield [*tensors, *data.more(tensors)], data.run(at)
 
         return batches(step, each(), itertools.chain.from_iterable(missing))
 
@@ -241,6 +242,7 @@ class Steps:
         begins; each is a group of its own then. Asynchronous tasks end their steps in any order: a group has their
         numbers. ``check``, ``compile``: as of `run`. ``see``, too: then tasks do not divide the rows of a step.
         A step whose nodes ask for several tasks is taken in parts, one step after the other, whatever the mode.
+        pipeline: such a step over microbatches, which each of its tasks, a stage, takes in the order of the schedule.
         ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
         warn where they are not.
 
@@ -255,6 +257,8 @@ class Steps:
         self._waiting.ensure_open()
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
+        if how.is_pipeline:
+            ensure_stages(asked(step.graph.nodes))
         placed, why = self._placed_for(step, how, see, check, compile, one_by_one)
         is_stepwise = why or not placed.writes
         tasks = sum(member.is_there for member in self._engine.places.values())
@@ -270,7 +274,7 @@ class Steps:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
         steps = (
-            self._stepwise(step, placed, source, end, see, applied, seen)
+            self._stepwise(step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline)
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
         )
@@ -306,7 +310,8 @@ class Steps:
         self, step: StepGraph, how: Mode, see: See | None, check: bool, compile: Compile, one_by_one: str
     ) -> tuple[Placed, str]:
         """The plans of a training, and why its steps are taken one after the other; warns where that was not asked."""
-        placed = self.place(step, parallel=see is None, check=check, compile=compile)
+        placed = self.place(step, parallel=see is None and not how.is_pipeline, check=check, compile=compile)
+        is_cut = bool(placed.parts) or how.is_pipeline
         undivided = placed.undivided or ""
         one_by_one = "a breakpoint is set" if see is not None else one_by_one
         if placed.late is not None:
@@ -319,10 +324,10 @@ class Steps:
             if reason:
                 undivided = f"{_LATE}: {reason}"
                 placed = self.place(step, parallel=False, check=check, compile=compile)
-        why = "its parts lie on several tasks" if placed.parts else undivided or one_by_one
-        if why and how != Mode():
+        why = "its parts lie on several tasks" if is_cut else undivided or one_by_one
+        if why and how != Mode() and not how.is_pipeline:
             warnings.warn(f"mode={how} takes one step after the other: {why}", stacklevel=user_level(None))
-        elif undivided and see is None and not placed.parts:
+        elif undivided and see is None and not is_cut:
             text = f"every step runs whole on one task, not in parallel: {undivided}"
             warnings.warn(text, stacklevel=user_level(None))
         return placed, why
@@ -383,9 +388,9 @@ class Steps:
 
     def _stepwise(
         self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], end: float | None,
-        see: See | None, applied: AppliedSteps, seen: SeenSteps,
+        see: See | None, applied: AppliedSteps, seen: SeenSteps, *, is_whole: bool,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """Every step driven from here, for what no loop of a task can do by itself."""
+        """Every step driven from here, for what no loop of a task can do by itself. is_whole: no task divides rows."""
         copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
 
         def now() -> AppliedSteps:
@@ -406,7 +411,7 @@ class Steps:
                 continue
             left = self._left(end)
             self._variables.send_for_step(step.variables, thorough=False)
-            taken = batch if see is None else replace(batch, rows=None)
+            taken = replace(batch, rows=None) if is_whole else batch
             counted = partial(_append, later, batch.number)
             values, rows_of = self._step(step, placed, taken, left, "a training step", (), see, counted)
             parts = [_picked(placed.fetched, part) for part in values]

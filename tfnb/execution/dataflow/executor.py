@@ -150,8 +150,11 @@ class Driver:
         for task in machine.tasks:
             lanes.add(task)
         machine.tasks.clear()
-        alone = lanes.only() if not (machine.waits or machine.receiving) else None
-        if alone is not None:  # nothing else to do: not worth a thread
+        alone = lanes.own() if inbox.empty() else None
+        if alone is None and not (machine.waits or machine.receiving):
+            alone = lanes.only()  # nothing else to do: not worth a thread
+        if alone is not None:
+            machine.at = alone.step
             machine.finish(alone, alone.step.call(*alone.args))  # type: ignore[misc]
             return
         lanes.start()

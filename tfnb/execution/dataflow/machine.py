@@ -57,12 +57,13 @@ class Step:
     call: of the slots from ``base`` to ``stop``, of which the first ``count`` are inputs; gives a tuple with a value
     for each of ``outs``, lists of edges (step, slot). A slot of -1 is a control edge. waits: inputs and control inputs
     until it is ready; of a Merge, control inputs alone. inner: the template that an Enter goes to. constant: an Enter's
-    value is there in each iteration. rank: the work that lies behind it. lane: where it runs, if it is WORK.
+    value is there in each iteration. rank: the work that lies behind it. lane: where it runs, if it is WORK. phase: of
+    WORK of a stage; a lower one comes before earlier iterations (`tfnb.passes.flow.microbatch_schedules`).
     """
 
     __slots__ = (
         "base", "call", "constant", "count", "frame", "index", "inner", "kills", "kind", "lane", "none",
-        "number", "op", "outs", "rank", "stop", "to", "waits",
+        "number", "op", "outs", "phase", "rank", "stop", "to", "waits",
     )  # fmt: skip
 
     def __init__(self, kind: int, frame: Template, call: Callable[..., Sequence[Any]] | None = None) -> None:
@@ -74,6 +75,7 @@ class Step:
         self.inner: Template | None = None
         self.constant = False
         self.rank = 0.0
+        self.phase = 0
         self.lane: str | None = None
         self.op: Any = None  # what the plan says of it
         self.index = len(frame.steps)
@@ -198,8 +200,11 @@ class Task:
         self.step, self.iteration, self.args = step, iteration, args
 
     def __lt__(self, other: Task) -> bool:
-        mine, theirs = self.iteration.number, other.iteration.number
-        return mine < theirs if mine != theirs else self.step.rank > other.step.rank
+        return self._key < other._key
+
+    @property
+    def _key(self) -> tuple[int, int, float]:
+        return self.step.phase, self.iteration.number, -self.step.rank
 
 
 class Machine:

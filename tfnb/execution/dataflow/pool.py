@@ -1,7 +1,8 @@
 """Where work of a step runs that takes long: lanes over one pool of threads.
 
 A device is a lane with one task at a time; what names no device shares one that is as wide as the machine. A lane takes
-the earliest iteration first, and there what the most work waits for.
+the earliest iteration first, and there what the most work waits for. The lane OWN is the thread of the step itself,
+which hears what came in between two of its tasks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from tfnb.execution.dataflow.machine import Task
 
+OWN = "own"
 _THREADS = ThreadPoolExecutor(256, thread_name_prefix="tfnb-lane")  # started when they are needed, and then kept
 
 
@@ -39,9 +41,18 @@ class Lanes:
         name = task.step.lane
         lane = self._lanes.get(name)
         if lane is None:
-            lane = self._lanes[name] = _Lane(1 if name is not None else os.cpu_count() or 1)
+            width = 0 if name == OWN else 1 if name is not None else os.cpu_count() or 1
+            lane = self._lanes[name] = _Lane(width)
         heappush(lane.tasks, task)
         self.waiting += 1
+
+    def own(self) -> Task | None:
+        """The first task of the step's own thread, which is taken."""
+        lane = self._lanes.get(OWN)
+        if lane is None or not lane.tasks:
+            return None
+        self.waiting -= 1
+        return heappop(lane.tasks)
 
     def only(self) -> Task | None:
         """The task, if there is just one and none runs; it is taken."""

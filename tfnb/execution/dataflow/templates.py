@@ -32,10 +32,11 @@ from tfnb.execution.dataflow.machine import (
     Step,
     Template,
 )  # fmt: skip
+from tfnb.execution.dataflow.pool import OWN
 from tfnb.execution.lowering.lower import subprogram, unfed
 from tfnb.execution.lowering.program import Program
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
-from tfnb.graph.contents import unique
+from tfnb.graph.contents import distinct
 from tfnb.graph.graph import new_id
 from tfnb.passes import ONCE, stack
 from tfnb.passes.flow import frames
@@ -43,6 +44,7 @@ from tfnb.passes.flow.cut import RECV as RECEIVES
 from tfnb.passes.flow.cut import SEND as SENT
 from tfnb.passes.flow.cut import Edge, Part, needed
 from tfnb.passes.flow.frames import Op, Port
+from tfnb.passes.flow.microbatch_schedules import is_backward, phase
 
 LONG = 2**21  # multiplications that are worth a thread of their own
 _NOMINAL = 32  # taken for a size that only a run knows
@@ -256,20 +258,23 @@ class Planner:
         ends = [port for port in taken if self._is_end(port)]
         outs = [port for port in taken if port not in ends]
         subgraph = Subgraph(
-            Contents((*given.values(), *_distinct(nodes))), tuple(node.value() for node in given.values()),
+            Contents((*given.values(), *distinct(nodes))), tuple(node.value() for node in given.values()),
             tuple(node_of(self.flow.ops[port.op]).value(port.index) for port in outs),
         )  # fmt: skip
         outputs = [value for value in subgraph.outputs if value is not None]
         program = subprogram(subgraph, outputs, self.seed, once=_UNSTACKED if self.is_cut else ONCE)
         self.programs.append(program)
-        kind = WORK if len(members) == 1 and not self.is_cut and self._takes_long(first) else CALL
+        schedule = self.flow.frames[first.frame].schedule if self.is_cut else ""
+        is_long = len(members) == 1 and not self.is_cut and self._takes_long(first)
+        kind = WORK if schedule or is_long else CALL
         run = next((op.run for op in found if op.run is not None), None)
         function = self.function(program)
         forward = function if not ends else ended(function)
         step = self._step(kind, first.frame, forward, [*given, *([] if run is None else [run])], after)
         if run is None:
             self._preset(step, 0)
-        step.op, step.lane = first, node_of(first).device
+        step.op, step.lane = first, OWN if schedule else node_of(first).device
+        step.phase = phase(schedule, is_backward=all(is_backward(node_of(op)) for op in found))
         self.makers.update({port: (step, index) for index, port in enumerate(outs)})
         self.makers.update({port: (step, len(outs)) for port in ends})
 
@@ -367,17 +372,6 @@ _PRODUCTS = ("mm", "matmul", "conv", "attention", "linear", "lstm", "gru", "recu
 
 def _count(shape: Sequence[Any]) -> int:
     return math.prod(size if isinstance(size, int) else _NOMINAL for size in shape)
-
-
-def _distinct(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes with a name each, and none like an input's."""
-    taken: set[str] = set()
-    found = []
-    for node in nodes:
-        name = unique(node.name, taken)
-        taken.add(name)
-        found.append(replace(node, name=name))
-    return found
 
 
 def _rank(templates: Iterable[Template]) -> None:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from tfnb.graph import Node
 from tfnb.passes.flow import frames
-from tfnb.passes.flow.frames import Flow, Op, Port
+from tfnb.passes.flow.frames import Flow, Frame, Op, Port
+from tfnb.passes.flow.microbatch_schedules import stages, window
 from tfnb.passes.flow.places import Home, Place
 
 SEND, RECV, ELSEWHERE = "send", "recv", "elsewhere"
@@ -201,7 +202,18 @@ class Partition:
         }  # fmt: skip
         feeds = {number: kind for number, kind in here.items() if flow.ops[number].kind == frames.FEED}
         effects = tuple(n for n in self.effects if self._home(Port(n)) == place)
-        return Part(place, replace(flow, ops=tuple(own)), ends, feeds, effects, sends, receives)
+        own_flow = replace(flow, ops=tuple(own), frames=self._windows(place))
+        return Part(place, own_flow, ends, feeds, effects, sends, receives)
+
+    def _windows(self, place: Place) -> tuple[Frame, ...]:
+        """The frames, with as many iterations at once as the schedule of a loop gives the stage of a place."""
+        found = list(self.flow.frames)
+        for number, frame in enumerate(found):
+            if frame.schedule and place in (places := stages(self.flow, self.homes, number)):
+                stage, most = places.index(place), frame.parallel
+                parallel = window(frame.schedule, stage, len(places), most)
+                found[number] = replace(frame, parallel=parallel)
+        return tuple(found)
 
     def _crossing(self, kind: str, edge: Edge, inputs: tuple[Port, ...]) -> Op:
         """A send or a receive, in the frame of the value."""

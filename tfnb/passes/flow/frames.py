@@ -78,11 +78,15 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The iterations of the loop ``node``, inside of the frame ``parent``; the root has one iteration."""
+    """The iterations of the loop ``node``, inside of the frame ``parent``; the root has one iteration.
+
+    schedule: of a loop over microbatches that is cut into stages, see `tfnb.passes.flow.microbatch_schedules`.
+    """
 
     parent: int
     node: Node | None
     parallel: int
+    schedule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +282,8 @@ class _Loop:
     def __init__(self, lowering: _Lowering, place: _Place, node: Node) -> None:
         self.to, self.place, self.node, self.attrs = lowering, place, node, node.attrs
         self.frame = len(lowering.frames)
-        lowering.frames.append(Frame(place.frame, node, node.attrs.get("parallel_iterations", 10)))
+        parallel, schedule = node.attrs.get("parallel_iterations", 10), node.attrs.get("schedule", "")
+        lowering.frames.append(Frame(place.frame, node, parallel, schedule))
         self.after = lowering.after(place, node)
         self.limits: list[Port] = []
 
