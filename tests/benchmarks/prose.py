@@ -13,14 +13,29 @@ TOPS = ("tfnb", "kernels", "magics", "widgets")
 
 # Words that stand for a noun the reader must find elsewhere. "that" counts only where no noun or clause follows.
 PRONOUN = re.compile(
-    r"\b(?:what|whatever|which|whichever|those|these(?= (?:are|were|is|of|and|or|in)\b|[.,;:])|it|they|them)\b"
+    r"\b(?:what|whatever|which|whichever|those|these(?= (?:are|were|is|of|and|or|in)\b|[.,;:])|it)\b"
     r"|^That\b|\b(?:of|than|for|by|from|with|on|to|as|at|in|and|do|does|about|after|before) that(?=[.,;:)]|$)",
     re.IGNORECASE,
 )
 # Participles of verbs that have no "-ed": a class with such a name says what happened to something, not what it is.
 IRREGULAR = {
     *("Given", "Told", "Held", "Brought", "Heard", "Begun", "Made", "Done", "Kept", "Left", "Sent", "Taken", "Seen"),
-    *("Drawn", "Found", "Put", "Written", "Read", "Known", "Cut", "Built", "Bound", "Spent", "Lent", "Met", "Won", "Lost"),
+    *(
+        "Drawn",
+        "Found",
+        "Put",
+        "Written",
+        "Read",
+        "Known",
+        "Cut",
+        "Built",
+        "Bound",
+        "Spent",
+        "Lent",
+        "Met",
+        "Won",
+        "Lost",
+    ),
     *("Thrown", "Grown", "Shown", "Chosen", "Broken", "Spoken", "Run", "Gone", "Come", "Become", "Meant", "Sought"),
 }
 NOUNS = {"Cut", "Run", "Put", "Read", "Feed", "Need", "Speed", "Seed", "Embed"}  # nouns, too

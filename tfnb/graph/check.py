@@ -1,4 +1,4 @@
-"""The checker: what must hold of every graph, as a table of (name, predicate, message).
+"""The checker: the invariants of every graph, as a table of (name, predicate, message).
 
 Runs at each commit of a recording and, under pytest, after each pass, so it is linear in nodes and quick: the
 predicates look up facts that one sweep collected. The message says what is wrong, where, and what causes it.
@@ -40,7 +40,7 @@ def check(contents: Contents) -> None:
 
 
 class _Facts:
-    """What the predicates look up, collected in one sweep over the nodes."""
+    """Facts for the predicates, collected in one sweep over the nodes."""
 
     def __init__(self, contents: Contents) -> None:
         nodes = contents.nodes
@@ -74,7 +74,9 @@ def _used(node: Node) -> tuple[set[int], list[Dim]]:
 
 
 class Rule(NamedTuple):
-    """``holds(node, place, facts)`` must be true of every node; ``message`` says what is wrong and why."""
+    """An invariant: ``holds(node, place, facts)`` must be true of every node; ``message`` names the fault and its
+    cause.
+    """
 
     name: str
     holds: Callable[[Node, int, _Facts], bool]
@@ -135,7 +137,7 @@ def _unbound(node: Node, place: int, facts: _Facts) -> str:
 
 
 def _misfit(node: Node) -> str:
-    """What is wrong with the subgraphs of a node that holds some; empty if they fit."""
+    """Describe the misfit between a node and its subgraphs; empty if they fit."""
     attrs, count = node.attrs, len(node.outputs)
     try:
         if node.op == COND:

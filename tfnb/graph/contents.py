@@ -1,4 +1,4 @@
-"""What a graph holds at one version: nodes in program order and the facts derived from them. Immutable."""
+"""Contents of a graph at one version: nodes in program order and the facts derived from them. Immutable."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _cell(node: Node) -> str:
 
 
 def unique(name: str, taken: Iterable[str]) -> str:
-    """``name``, or ``name_1``, ``name_2`` ... if it is taken.
+    """``name``, or ``name_1``, ``name_2`` ... if the name is taken.
 
     >>> unique("loss", {"loss": 0, "loss_1": 0})
     'loss_2'

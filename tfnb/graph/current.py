@@ -1,4 +1,4 @@
-"""The thread's stack of open recordings, and what is asked of one from below.
+"""The thread's stack of open recordings, and the interface of a recording for the rooms below `tfnb.recording`.
 
 Only the stack: what a recording does is `tfnb.recording`'s. Everything that differs inside a recording asks here.
 """
@@ -15,7 +15,7 @@ import torch
 
 
 class Autograd(Protocol):
-    """The gradients and hooks of an open recording, which `tfnb.eager` keeps."""
+    """Gradients and hooks of an open recording; `tfnb.eager` implements the protocol."""
 
     @property
     def hooks(self) -> Mapping[Any, Mapping[int, Callable[..., Any]]]: ...  # by value
@@ -26,7 +26,7 @@ class Autograd(Protocol):
 
 
 class Recording(Protocol):
-    """An open recording, as the rooms above it use it."""
+    """An open recording, as the rooms above `tfnb.graph` use one."""
 
     @property
     def graph(self) -> Any: ...

@@ -1,4 +1,4 @@
-"""What a node asks of the place where it runs: ``/job:J/replica:R/task:T/device:TYPE:I``, any part may be missing.
+"""The device request of a node: ``/job:J/replica:R/task:T/device:TYPE:I``, any part may be missing.
 
 Short forms are ``cpu``, ``cuda:1``, ``task:0`` and ``ps:0``. Text and fields only: `tfnb.placement.requests` says
 whether a place meets a request.
@@ -20,7 +20,7 @@ _FORM = "expected parts of /job:NAME/replica:0/task:0/device:TYPE:0, or one of c
 
 
 class Request(NamedTuple):
-    """The fields of a device string; None where it leaves one open.
+    """The fields of a device string; None for a field that the string leaves open.
 
     >>> str(Request(job="worker", task=1, kind="cpu", number=0))
     '/job:worker/task:1/device:CPU:0'
@@ -41,7 +41,7 @@ class Request(NamedTuple):
         return "".join([*parts, *device, *(["/soft"] if self.soft else [])])
 
     def within(self, outer: Request) -> Request:
-        """This request, with the fields that it leaves open from the scope around it; a kind brings its number."""
+        """This request, completed field by field by the scope around it; a device kind brings its number along."""
         of_kind = self if self.kind is not None else outer
         return Request(
             outer.job if self.job is None else self.job, outer.replica if self.replica is None else self.replica,
@@ -74,7 +74,7 @@ Scope = str | Callable[["Node"], str | None] | None
 
 
 def softened(of_node: Callable[[Node], str | None]) -> Callable[[Node], str | None]:
-    """A function of the node whose requests are not asked for where they cannot be met."""
+    """A device function whose requests are soft: ignored where no place can meet them."""
 
     def soft(node: Node) -> str | None:
         text = of_node(node)
@@ -84,7 +84,7 @@ def softened(of_node: Callable[[Node], str | None]) -> Callable[[Node], str | No
 
 
 def nested(inner: Scope, outer: Scope) -> Scope:
-    """What a scope inside of another one asks for: field by field the inner one's; None asks for nothing.
+    """Combine the device scopes of two nested blocks: fields of the inner scope win, and None requests nothing.
 
     Of a function of the node, None leaves the node to the scope around.
 

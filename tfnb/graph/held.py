@@ -1,4 +1,4 @@
-"""The tensor object behind a Variable: a Parameter or buffer, and the modules that hold it.
+"""The tensor object behind a Variable: a Parameter or buffer, and the modules that own the object.
 
 A module may come to hold another object in its place (`load_state_dict(assign=True)`, `layer.weight = ...`): the
 Variable goes with the module. Nothing here keeps a module or a tensor object alive.
@@ -21,7 +21,7 @@ _TABLES = "_parameters", "_buffers"
 
 
 class Watch(NamedTuple):
-    """What tells whether a tensor is what it was, where that is looked at from C.
+    """Condition under which a Variable's tensor is unchanged, in a form that compiled code can check.
 
     object: lives, and stands in each of ``places``: module, name of its table, name there. find: gives the same tensor
     again. All of it holds as long as `CHANGES` is what it was.
@@ -62,7 +62,9 @@ class Held:
             self._only = self.places[0] if len(self.places) == 1 else None
 
     def tensor(self) -> torch.Tensor | None:
-        """The object now; None if it died. Raises FailedPrecondition where modules that shared it hold two."""
+        """The current tensor object; None if the object died. Raises FailedPrecondition where sharing modules
+        hold two.
+        """
         now: torch.Tensor | None = None
         for place, name in self.places:
             module = place()
@@ -82,7 +84,7 @@ class Held:
         return now
 
     def wants_gradient(self) -> bool:
-        """``requires_grad`` of the object, which may be set at any time; once it died, as last seen.
+        """``requires_grad`` of the tensor, which users may set at any time; the last known value once the tensor died.
 
         What was computed, and a module holds in place of a buffer, is no leaf and is not trained.
         """
@@ -92,13 +94,13 @@ class Held:
         return self._wanted
 
     def is_buffer(self) -> bool:
-        """Whether modules hold the object, and all of them as a buffer."""
+        """Whether modules hold the object, and every module holds the object as a buffer."""
         modules = [(place(), name) for place, name in self.places]
         tables = [(module._parameters, module._buffers, name) for module, name in modules if module is not None]
         return bool(tables) and all(name in buffers and name not in own for own, buffers, name in tables)
 
     def values(self) -> torch.Tensor:
-        """The storage, not a copy; outside of recordings the same object as long as the tensor lies where it lay."""
+        """The storage, not a copy; outside of recordings the same object until the tensor moves in memory."""
         seen, only = self._seen, self._only
         if seen is not None and only is not None:  # on the path of every step: as below, in few calls
             module, name, tensor = only[0](), only[1], self._object()
@@ -117,7 +119,7 @@ class Held:
         return found
 
     def watched(self) -> Watch | None:
-        """What says, without asking, that `values` are those of now; None where there is more to it.
+        """The condition under which `values` stays the same; None if no such check exists.
 
         They are as long as the object lives, lies in memory where it lies, and its places hold it.
         """

@@ -14,7 +14,7 @@ from tfnb.graph.spec import Dim, Spec
 
 
 class Value(NamedTuple):
-    """Output ``index`` of the node with id ``node``; hashes, so it is the key for values everywhere."""
+    """Output ``index`` of the node with id ``node``. Hashable: the key for values everywhere."""
 
     node: int
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a Value
@@ -28,7 +28,7 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the user wrote it: a label (``In[3]``, or a file), line from 1, the line's text."""
+    """Position in the user's code: a label (``In[3]``, or a file), the line number from 1, and the line's text."""
 
     label: str
     line: int
@@ -95,7 +95,7 @@ class Node:
 
     @property
     def where(self) -> dict[str, Any]:
-        """What an error about the node names: arguments of `TfnbError`."""
+        """Keyword arguments of `TfnbError` that locate the node."""
         return {"node": self.name, "op": self.op, **where(self.source)}
 
     def value(self, index: int = 0) -> Value:

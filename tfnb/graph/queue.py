@@ -1,4 +1,4 @@
-"""Queue: what a graph knows of a queue. Data only; what it holds is the business of `tfnb.state`."""
+"""Queue: the description of a queue in a graph. Data only; `tfnb.state` holds the elements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of queue. options: their names. The last ``kept_back`` components of what is put cannot be taken.
+    """A kind of queue, with the names of its options. The last ``kept_back`` components of an element are never
+    dequeued.
 
     tells: a put tells whether its element was kept. one_length: the tensors of what is taken have as many rows as one
     another. numbered: what is taken begins with a number.

@@ -1,4 +1,4 @@
-"""From nodes to JSON objects: what `tfnb.graph.forms.serial` writes. The inverse is `tfnb.graph.forms.decode`."""
+"""From nodes to JSON objects, for `tfnb.graph.forms.serial`. The inverse is `tfnb.graph.forms.decode`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def spec_json(spec: Spec) -> dict[str, Any]:
 
 
 class Writer:
-    """Iterations nodes into JSON objects and collects what they share: sources, owners, constants."""
+    """Turns nodes into JSON objects and collects their shared sources, owners and constants in tables."""
 
     def __init__(self, contents: Contents, *, only: tuple[str, ...] = ()) -> None:
         self.position = contents.position
@@ -108,7 +108,7 @@ class Writer:
         return {key: value for key, value in named.items() if value is not None and value != [] and value != {}}
 
     def subgraph(self, subgraph: Subgraph) -> dict[str, Any]:
-        """Nodes are named by their position inside; what is shared stands in this writer's tables."""
+        """A subgraph, whose nodes are named by position; shared objects stand in this writer's tables."""
         inner = copy(self)
         inner.position = subgraph.contents.position
         inner._tables()
@@ -120,7 +120,7 @@ class Writer:
         }
 
     def recursion(self, function: Recursion) -> dict[str, Any]:
-        """Its number; the first time also what it is."""
+        """The number of a function, with its definition at the first mention."""
         if function in self.recursions:
             return {"id": self.recursions[function]}
         number = self.recursions[function] = len(self.recursions)
@@ -143,7 +143,7 @@ class Writer:
         )
 
     def queue(self, queue: Queue) -> list[Any]:
-        """Its number, name, capacity (None: no limit), dtype and shape of each component, and of which kind it is."""
+        """Number, name, capacity (None: no limit), dtype and shape of each component, and kind of a queue."""
         number = self.queues.setdefault(queue, len(self.queues))
         parts = [[dtype_name(dtype), None if shape is None else list(shape)] for dtype, shape in queue.components]
         kind = [] if queue.kind == "fifo" else [queue.kind, [list(option) for option in queue.options.items()]]

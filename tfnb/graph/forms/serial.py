@@ -1,4 +1,4 @@
-"""Graphs as JSON, with constants in a safetensors file beside it. No pickle, no code: loading is safe.
+"""Graphs as JSON, with constants in a safetensors file beside the JSON. No pickle, no code: loading is safe.
 
 Nodes are named by their position. Leaves that JSON lacks are objects with one ``$`` key: ``{"$dim": "4*B"}``,
 ``{"$ref": 0}``, ``{"$tuple": [..]}``. Reading is strict: unknown fields, duplicate keys, NaN literals and sizes over
@@ -83,7 +83,7 @@ def _read_constants(path: Path, digest: str | None) -> dict[str, torch.Tensor]:
 
 
 def dumps(name: str, seed: int, contents: Contents) -> tuple[str, dict[str, torch.Tensor]]:
-    """The JSON text, one node per line, and the constants that it refers to by key."""
+    """The JSON text, one node per line, and the constants by the keys used in the text."""
     writer = Writer(contents)
     return _text(_fields(name, seed, contents, writer)), writer.tensors
 
@@ -121,7 +121,7 @@ def loads(
     *,
     trusted: bool = False,
 ) -> tuple[str, int, Contents]:
-    """What `dumps` wrote. ``variables`` by label are used as they are; others are made, uninitialised."""
+    """Load a text of `dumps`. ``variables`` by label are reused; missing ones are made uninitialised."""
     return build(parse(text), tensors, new_id, variables or {}, trusted)
 
 
