@@ -44,7 +44,7 @@ Original = Callable[..., Any]
 
 
 class Patch(NamedTuple):
-    """One row: attributes of one or more owners, what makes a replacement of each original, and why."""
+    """A patch: attributes of one or more owners, the factory of each replacement, and the reason."""
 
     owners: Callable[[], list[Any]]
     names: tuple[str, ...]
@@ -52,7 +52,9 @@ class Patch(NamedTuple):
     why: str
 
     def places(self) -> Iterator[tuple[Any, str]]:
-        """Each owner that has a name, and that; AttributeError for one that none has: torch gave it another."""
+        """(owner, name) of each attribute to patch; AttributeError if no owner has the name: torch renamed the
+        attribute.
+        """
         owners = self.owners()
         for name in self.names:
             having = [owner for owner in owners if hasattr(owner, name)]
@@ -108,7 +110,9 @@ def _unrecorded(original: Original) -> Any:
 
 
 def _refused(why: str, but: Callable[[Any], bool] = lambda first: False) -> Callable[[Original], Any]:
-    """A call that is an error inside a recording. ``but``: of which first argument it is not."""
+    """Replace a call by an error inside a recording. ``but``: predicate on the first argument for calls that stay
+    allowed.
+    """
 
     def make(original: Original) -> Any:
         is_method = "." in original.__qualname__
@@ -296,7 +300,9 @@ def surroundings() -> Iterator[None]:
 
 @contextmanager
 def _without_caches() -> Iterator[None]:
-    """They would carry plain casts of parameters into a recording, cut off from them, and recorded ones out of it."""
+    """Empty the caches of parametrizations and autocast inside: they would carry plain casts into a recording, and
+    recorded ones out.
+    """
     cached = dict(parametrize._cache)
     parametrize._cache.clear()
     torch.clear_autocast_cache()

@@ -74,7 +74,7 @@ follow_modules = Shared(_hooks)
 
 
 def _refuse_backward_hooks(module: torch.nn.Module, recording: Recording) -> None:
-    """They hang on the engine of autograd, which a recording has not; they must not be passed over in silence."""
+    """Raise Unsupported for backward hooks: they need the autograd engine, and a recording has none."""
     everywhere = nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks
     if torch.is_grad_enabled() and (everywhere or module._backward_hooks or module._backward_pre_hooks):
         raise Unsupported(

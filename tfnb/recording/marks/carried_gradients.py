@@ -61,7 +61,9 @@ _uses: weakref.WeakKeyDictionary[Variable, list[GradientUse]] = weakref.WeakKeyD
 
 @dataclass(slots=True)
 class _Gradient:
-    """The ``.grad`` of one Parameter while a block is recorded; ``first``, ``cleared``: ids between those of nodes."""
+    """The ``.grad`` of one Parameter while a block is recorded; ``first``, ``cleared``: ids between the ids of
+    nodes.
+    """
 
     source: Source | None
     adds: bool
@@ -71,7 +73,7 @@ class _Gradient:
 
 
 class CarriedGradients:
-    """The gradients of Parameters that one block fills, collected while it is recorded."""
+    """The gradients of Parameters filled by one block, collected while the block is recorded."""
 
     def __init__(self, recording: Any) -> None:
         self._rec = recording
@@ -80,7 +82,7 @@ class CarriedGradients:
         self._outside: set[Variable] = set()  # whose Parameter has a real ``.grad``
 
     def read(self, holder: Any, grad: torch.Tensor | None) -> None:
-        """The block takes a ``.grad``: if there is none yet, a `zero_grad` of it would clear it."""
+        """The block reads a ``.grad``; an absent gradient is noted as cleared by a later `zero_grad`."""
         found = self._gradient(holder)
         if found is None:
             self._see_empty(holder)
@@ -112,7 +114,7 @@ class CarriedGradients:
         return self._found.get(holder) if isinstance(holder, Variable) else None
 
     def _see_empty(self, holder: Any) -> None:
-        """``holder`` is still the Parameter itself where the block has not used it yet."""
+        """Note an empty ``.grad``; ``holder`` is the Parameter itself if the block has not used the Parameter yet."""
         parameter = _parameter(holder) if isinstance(holder, Variable) else holder
         if parameter is not None:
             self._clear[parameter] = True
@@ -120,13 +122,13 @@ class CarriedGradients:
     # -- at the end of the block ------------------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Keep what the block does, for those that are recorded later."""
+        """Keep this block's gradient uses, for blocks recorded later."""
         for variable, use in self._now().items():
             others = (other for other in _uses.get(variable, ()) if not self._is_mine(other) and other.is_recorded)
             _uses[variable] = [*others, use]
 
     def notes(self) -> Iterator[tuple[Source | None, str]]:
-        """One note, or none: the line, and what runs do with its gradients."""
+        """One note or none: the line, and the effect of runs on its gradients."""
         now = self._now()
         for told in (self._of_earlier, self._of_outside, self._of_later, self._of_runs):
             found = told(now)
@@ -154,7 +156,7 @@ class CarriedGradients:
         return uses
 
     def _is_left(self, grad: torch.Tensor | None) -> bool:
-        """Whether a ``.grad`` at the end of the block was computed by it, and not cleared."""
+        """Whether a ``.grad`` at the end of the block was computed by the block, and not cleared."""
         if grad is None or not is_recorded(grad):
             return False
         return self._rec.node(self._rec.look(grad).value.node).op not in _ZEROS
@@ -163,7 +165,9 @@ class CarriedGradients:
         return use.owner == self._rec.owner.key and use.graph() is self._rec.graph
 
     def _others(self, variable: Variable) -> list[GradientUse]:
-        """The uses of blocks that plain PyTorch runs with this one: of all cells, in a script of those of one graph."""
+        """Gradient uses of the blocks that plain PyTorch runs with this one: all cells, or in a script blocks of one
+        graph.
+        """
         found = [use for use in _uses.get(variable, ()) if not self._is_mine(use) and use.is_recorded]
         return found if self._rec.is_cell else [use for use in found if use.graph() is self._rec.graph]
 
@@ -216,7 +220,7 @@ class CarriedGradients:
 
 
 def _parameter(holder: Any) -> torch.Tensor | None:
-    """The Parameter of a Variable; None for what has no ``.grad`` outside of recordings."""
+    """The Parameter of a Variable; None for objects without ``.grad`` outside of recordings."""
     return holder.held.tensor() if isinstance(holder, Variable) and holder.held is not None else None
 
 

@@ -51,7 +51,7 @@ def user_code_ran() -> None:
 
 @dataclass(slots=True)
 class _Entered:
-    """A module whose forward a recording entered: its attributes before that, and ids of the nodes of its calls."""
+    """A module whose forward a recording entered: its attributes before the call, and ids of the nodes of its calls."""
 
     module: torch.nn.Module
     label: str
@@ -64,7 +64,7 @@ class _Entered:
 
 @dataclass(frozen=True, slots=True)
 class ModuleGuard:
-    """What a recording read of one module; ``state`` is as `_state` gives it."""
+    """State read from one module by a recording; ``state`` has the form of `_state`."""
 
     module: weakref.ref[torch.nn.Module]
     label: str
@@ -81,7 +81,7 @@ class ModuleGuard:
         return self.spans is None or any(at in span for span in self.spans for at in ids)
 
     def is_kept(self) -> bool:
-        """Whether everything is as it was, as far as its module lives."""
+        """Whether the module's state is unchanged, or the module is dead."""
         module = self.module()
         if module is None:
             return True
@@ -91,7 +91,7 @@ class ModuleGuard:
             return False
 
     def changes(self) -> Iterator[str]:
-        """What is another thing now."""
+        """Descriptions of the changed parts of the module's state."""
         module = self.module()
         if module is None:
             return
@@ -133,7 +133,7 @@ def _state(
     module: torch.nn.Module, attributes: Sequence[str], children: Sequence[str], is_whole: bool,
     tensors: Sequence[tuple[str, str]],
 ) -> list[Any]:  # fmt: skip
-    """All that a guard compares of a module, in one list: comparing two of them is one call in C."""
+    """The state of a module compared by a guard, in one list, so that a comparison is one call in C."""
     own, forward = module.__dict__, type(module).forward
     found = [forward.__code__ if type(forward) is FunctionType else forward, own.get("forward"), None]
     if attributes:
@@ -160,12 +160,12 @@ class FlagGuard(NamedTuple):
     state: tuple[Any, ...]
 
     def is_kept(self) -> bool:
-        """Whether the flag and the hooks are as they were, as far as the object lives."""
+        """Whether the flag and the hooks are unchanged, or the tensor is dead."""
         tensor = self.tensor()
         return tensor is None or self.state == _flags(tensor) or self.variable in _frozen_inside
 
     def changes(self) -> Iterator[str]:
-        """What is another thing now."""
+        """Descriptions of the changed flag or hooks."""
         tensor = self.tensor()
         if tensor is not None:
             now = _flags(tensor)
@@ -183,7 +183,7 @@ def _flags(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class GroupGuard(NamedTuple):
-    """The parameters of each group of a torch optimizer of which a step was recorded, by their ids."""
+    """Parameter ids of each group of a torch optimizer with a recorded step."""
 
     optimizer: weakref.ref[torch.optim.Optimizer]
     state: tuple[tuple[int, ...], ...]
@@ -195,7 +195,7 @@ class GroupGuard(NamedTuple):
         return optimizer is None or self.state == _groups(optimizer)
 
     def changes(self) -> Iterator[str]:
-        """What is another thing now."""
+        """A description of the changed groups."""
         optimizer = self.optimizer()
         if optimizer is not None:
             old, now = ([len(group) for group in groups] for groups in (self.state, _groups(optimizer)))
@@ -216,7 +216,7 @@ class NumberGuard(NamedTuple):
     namespace: Namespace
 
     def now(self) -> Any:
-        """The numbers that the name stands for; None where it stands for other things, or for nothing."""
+        """The numbers bound to the name now; None if its value is no number, or the name is unbound."""
         return numbers(self.namespace.get(self.read.name))
 
 
@@ -233,7 +233,7 @@ class PythonGuards:
     told: set[str] = field(default_factory=set)  # notes, once each
 
     def needed(self, ids: Collection[int], variables: Collection[Variable], *, trains: bool) -> PythonGuards | None:
-        """The guards of a run of these nodes; None for none. trains: it reaches gradients or updates."""
+        """The guards for a run of these nodes; None for none. trains: whether the run includes gradients or updates."""
         found = PythonGuards(
             self.label, self.is_cell,
             [guard for guard in self.modules if guard.is_of(ids)],
@@ -244,12 +244,12 @@ class PythonGuards:
 
     @property
     def cure(self) -> str:
-        """What to do where something changed."""
+        """The remedy for a changed block: how to record again."""
         return f"run {self.label} again, or %tfgraph refresh" if self.is_cell else "record it again"
 
     @property
     def all(self) -> list[ModuleGuard | FlagGuard | GroupGuard]:
-        """The guards that make the block stale where they fail."""
+        """The guards whose failure makes the block stale."""
         return [*self.modules, *self.flags, *self.groups]
 
     def is_kept(self) -> bool:
@@ -257,7 +257,7 @@ class PythonGuards:
         return all(guard.is_kept() for guard in self.all)
 
     def stale(self) -> StaleNode:
-        """The error that names what changed since the recording."""
+        """The StaleNode error with the changes since the recording."""
         changes = [change for guard in self.all if not guard.is_kept() for change in guard.changes()]
         more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""
         return StaleNode(
@@ -270,7 +270,7 @@ class PythonGuards:
         return bool(self.numbers) or any(guard.training is not None for guard in self.modules)
 
     def notes(self) -> Iterator[str]:
-        """What changed and is only said, once each."""
+        """Notes of changes that do not make the block stale, once each."""
         for guard in self.numbers:
             now = guard.now()
             if now is not None and now != guard.value and str(guard.read) not in self.told:
@@ -294,7 +294,7 @@ class PythonGuards:
 
 
 class Watched:
-    """The guards of one prepared step, and when to compare them.
+    """The guards of one prepared step, and the schedule of their comparisons.
 
     A comparison that takes more than twice as long as the last one counts as twice: the processor did something else.
     """
@@ -306,7 +306,7 @@ class Watched:
         self._seen = -1
 
     def check(self, tell: Callable[[str], None]) -> None:
-        """Compare where that is due: raise StaleNode for what changed, ``tell`` what is only to be said."""
+        """Compare the guards if due: raise StaleNode for stale ones, ``tell`` the notes of the others."""
         now = time.perf_counter()
         if now < self._next and self._seen == _executed[0]:
             return
@@ -328,7 +328,7 @@ def stale_owners(attached: Mapping[str, Any]) -> list[str]:
 
 
 def watched(attached: Mapping[str, Any], nodes: Iterable[Node]) -> Watched | None:
-    """What is to be compared before runs of these nodes of a graph; None for nothing."""
+    """The guards to compare before runs of these nodes of a graph; None for none."""
     blocks: Mapping[str, PythonGuards] = attached.get(GUARDS, {})
     if not blocks:
         return None
@@ -353,7 +353,7 @@ class Kept(NamedTuple):
 
 
 class PythonReads:
-    """Python state that one block reads, collected while it is recorded."""
+    """Python state read by one block, collected while the block is recorded."""
 
     def __init__(self, recording: Any, reads: Sequence[NameRead] = (), namespace: Namespace | None = None) -> None:
         self._rec, self._namespace = recording, namespace
@@ -404,7 +404,7 @@ class PythonReads:
         _frozen_inside.add(variable)
 
     def guards(self, label: str, nodes: Iterable[Node], *, is_cell: bool) -> PythonGuards:
-        """At the end of the block: what runs of its nodes are to find unchanged."""
+        """The guards of the block's Python state, made at the end of the block."""
         groups = [GroupGuard(weakref.ref(o), _groups(o), frozenset(ids)) for o, ids in self._updates.items()]
         found = PythonGuards(label, is_cell, groups=groups)
         used = self._used(variables := _variables(nodes))
@@ -436,7 +436,7 @@ class PythonReads:
                 yield ModuleGuard(weakref.ref(module), label, (read.attribute,), (), False, (), state, None, None)
 
     def _of_containers(self, used: Collection[int]) -> Iterator[ModuleGuard]:
-        """Guards of what lies between: lists of modules, and modules of which only methods or parts were called."""
+        """Guards of containers in between: lists of modules, and modules with only methods or parts called."""
         named = (module for module in self._reads.values() if isinstance(module, torch.nn.Module))
         stack: list[tuple[torch.nn.Module, str, tuple[range, ...] | None]] = [
             *((e.module, e.label, None if e.spans is None else tuple(e.spans)) for e in self._entered.values()),
@@ -460,7 +460,7 @@ class PythonReads:
         return self._entered.keys() | {id(module) for module in places if module is not None}
 
     def kept(self) -> Iterator[Kept]:
-        """State that the block changed, although its code reads it first."""
+        """Notes of state that the block's code reads first and then changes."""
         cure = (
             "in Python, from call to call: every run of the graph begins with the value that the recording found. Keep "
             "it in a buffer (register_buffer) or a tfnb.Variable"

@@ -1,4 +1,4 @@
-"""What a DataLoader makes while a cell records is data of outside, and no part of the graph.
+"""A DataLoader's batches made while a cell records: outside data, not part of the graph.
 
 May import what is below `tfnb.recording.overrides`. A loader, its workers, and the code of its dataset get none of the
 recording: they work on plain tensors, as they do in other cells, and a dataset may keep what it made. A batch that the

@@ -1,4 +1,4 @@
-"""Ops that have no form in a graph: refused with the line, and what to write instead."""
+"""Ops without a form in a graph: refused with the line and an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One loop node from functions: what `tfnb.control_flow` and the gradients of loops are made of."""
+"""One loop node from functions: the common base of `tfnb.control_flow` and of the gradients of loops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ Sequences = Sequence[Tensor | tuple[Tensor, Tensor]]  # stacked rows, or element
 
 
 class Saver(Protocol):
-    """The loop or branch whose values a body asks for: what is no input of it it gives, one row for each iteration."""
+    """The loop or branch differentiated by a body: provides intermediate values that are no inputs, one row an
+    iteration.
+    """
 
     @property
     def inner(self) -> Inner:
@@ -97,7 +99,8 @@ class Loop:
     path: str = ""
 
     def record(self, cond: Function | None, body: Function) -> Result:
-        """The loop of ``body(*carried, *one row of each of xs)``, which returns the next carried values, then rows.
+        """Record the loop of ``body(*carried, *one row of each of xs)``, which returns the next carried values, then
+        rows.
 
         Raises ShapeError for a carried value that changes its shape, InvalidArgument for one that changes its dtype.
         """
@@ -167,7 +170,7 @@ class Loop:
     # -- regions ----------------------------------------------------------------------------------------------
 
     def _body(self, body: Function, given: list[Given], rows: list[Given]) -> Region:
-        """The body; what it writes of outside is carried behind the other carried values."""
+        """Record the body; outside tensors written in the body are appended to the carried values."""
         apart: set[Base] = set()
         while True:
             self.late.clear()
@@ -240,7 +243,7 @@ class Loop:
         return Given(replace(spec, shape=spec.shape[1:]), f"row_{place}", sample)
 
     def _iterations(self, sequences: Sequence[list[Entry]]) -> Size:
-        """The size of the axis along which rows are stacked."""
+        """Length of the axis along which rows are stacked."""
         lengths = [self._spec(entries[-1]).shape[0] for entries in sequences]
         if len({n for n in lengths if isinstance(n, int)}) > 1:
             at = self.recorder.tape.at()
@@ -259,7 +262,7 @@ class Loop:
         return replace(spec, shape=tuple(size if size == old else self.fresh() for size, old in pairs))
 
     def _check(self, inner: Sequence[Spec], before: Sequence[Value], region: Region) -> None:
-        """Each carried value leaves the body as it came, and every row has the same shape."""
+        """Check that each carried value keeps its spec, and that every row has the same shape."""
         recorder, at = self.recorder, self.recorder.tape.at()
         names = [
             *self.names,
@@ -301,7 +304,7 @@ def zeros(recorder: Recording, spec: Spec) -> torch.Tensor:
 
 
 def gathered(loop: Loop, row: Spec, shape: tuple[Size, ...] | int, iterations: Size) -> list[Spec]:
-    """The specs of the outputs for rows of one spec: stacked, or where they differ their elements and shapes."""
+    """Specs of the outputs for rows of one spec: stacked, or the elements and shapes of ragged rows."""
     if not isinstance(shape, int):
         return [replace(row, shape=(iterations, *shape))]
     return [replace(row, shape=(loop.fresh(),)), Spec(torch.int64, (iterations, shape))]

@@ -106,7 +106,7 @@ def _stand_in(x: Any) -> Any:
 
 
 def _on_samples(func: Any, args: Any, kwargs: Any) -> Any:
-    """An op on the samples; one that would write into them is refused."""
+    """Run an op on the samples; refuse an op that would write into them."""
     __tracebackhide__ = True
     for written in _written(func, args, kwargs):
         raise _refused(func._schema.name.partition("::")[2], written)

@@ -1,4 +1,4 @@
-"""The open recording as the folders below the recorder see it: a protocol, which `dispatch.recorder` fulfils."""
+"""The protocol of an open recording for the folders below the recorder; implemented by `dispatch.recorder`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Recording(current.Recording, Protocol):
 
     @property
     def samples_wait(self) -> bool:
-        """Whether the samples of what is recorded now are computed when somebody looks."""
+        """Whether samples of new nodes are computed lazily, on first access."""
 
     # -- tensors ------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Recording(current.Recording, Protocol):
     # -- what nodes recorded inside carry -----------------------------------------------------------------------
 
     def on(self) -> AbstractContextManager[None]:
-        """Record what runs inside."""
+        """Record the calls inside."""
 
     def scope(self, name: str | None) -> AbstractContextManager[str]:
         """A name scope."""
