@@ -1,4 +1,4 @@
-"""Programs of one signature within a memory budget, one plan for the sizes of the feeds, which decide what fits."""
+"""Programs of one signature within a memory budget: one plan for each choice of feed sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sizes = tuple[torch.Size, ...]
 
 @dataclass(slots=True, eq=False)
 class Planned:
-    """One choice of feed sizes: what runs, its plan, and what the last run did with the rows of loops."""
+    """A plan for one choice of feed sizes: the program, its memory plan, and the row statistics of the last run."""
 
     shapes: Sizes
     program: Program
@@ -42,7 +42,7 @@ class Planned:
         return "; ".join([text, *map(str, self.plan.loops)])
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """The program's code; its loops share what the plan leaves."""
+        """Run the program's code; its loops share the memory left by the plan."""
         again = {found.node.id: found.held for found in self.plan.loops if found.fate == "is computed again"}
         with memory_budget.within(self.plan.left, self.spill, again) as found:
             try:
@@ -69,13 +69,13 @@ class Budget:
         return found
 
     def plans(self) -> Iterator[tuple[str, Planned]]:
-        """What was planned so far, with names and shapes of the feeds."""
+        """The plans made so far, with names and shapes of the feeds."""
         names = [self.first.whole.contents.by_id[value.node].name for value in self.first.feeds]
         for shapes, found in tuple(self._found.items()):
             yield ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True)), found
 
     def _planned(self, shapes: Sizes) -> Planned:
-        """A program that is there already, if it fits for these sizes too, else one more."""
+        """Reuse a program that fits the budget at these sizes, or lower another one."""
         first = self.first
         bound = feed_symbols(first.whole.contents, first.feeds)
         sizes = {name: shapes[first.feeds.index(value)][axis] for name, (value, axis) in bound.items()}

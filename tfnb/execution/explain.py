@@ -19,7 +19,7 @@ from tfnb.recording.values.workspace import workspace
 
 
 def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | None]) -> TfnbError:
-    """What ``error``, raised by the generated code of ``program`` on these feeds, means to the user.
+    """The user's error for ``error``, raised by the generated code of ``program`` on these feeds.
 
     program: a Program, or a Dataflow of several. A feed that is None is one that nobody needed.
     """
@@ -54,13 +54,13 @@ def _inside(program: Any) -> dict[int, Node]:
 
 
 def _asked(program: Any, node: Node) -> str:
-    """The line of a function that the user's line called, with which a node was recorded."""
+    """The line inside a called function at which a node was recorded, if known."""
     at = workspace(program.whole).asked.get(node.id)
     return "" if at is None else f"\n  in {line_of(*at)}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Accelerators have a class for it, torch's allocator on the CPU a sentence."""
+    """Whether an error means out of memory: a class on accelerators, a sentence of torch's allocator on the CPU."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
@@ -82,7 +82,7 @@ def deadline(program: Program, timeout: float) -> Deadline:
 
 
 def failing_node(program: Any, error: BaseException) -> Node | None:
-    """The node whose generated line raised, by the traceback's line in the generated code, or that stood in it.
+    """The failing node, from the traceback's line in the generated code, or attached to the error.
 
     In a loop or branch it is the innermost one.
     """
@@ -101,7 +101,7 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
 
 
 def _codes(program: Any) -> Iterator[Program | Quick]:
-    """All generated code of what was lowered."""
+    """All generated code of a lowered step, with inner programs."""
     if isinstance(program, Program):
         yield program
         yield from parts(program.quick)

@@ -1,4 +1,4 @@
-"""Steps run by the dataflow machine: loops overlap their iterations, and what waits holds no thread.
+"""Steps run by the dataflow machine: loop iterations overlap, and waiting operations hold no thread.
 
 The thread of the step does what is cheap and all decisions; what takes long goes to a `Pool`; what waits for a queue
 comes back as an event. A step in parts runs all of them here, or one that meets the others by messages. Semantics
@@ -61,7 +61,9 @@ class Borrowed:
 
 
 class Here:
-    """Parts of one process: what one of them sends is there for the other. Each message meets once."""
+    """Peers in one process: a value sent by one part is at once available to the other. Each message is
+    matched once.
+    """
 
     round = 0
 
@@ -97,7 +99,7 @@ Meet = Callable[[Callable[[BaseException], None]], Peers]
 
 
 class Came(NamedTuple):
-    """What a RECV step waited for."""
+    """The value of a RECV step."""
 
     task: Task | Acknowledged
     value: Any
@@ -105,7 +107,7 @@ class Came(NamedTuple):
 
 
 class Driver:
-    """One step: its thread does what the machine has ready, and waits for tasks, queues and other parts."""
+    """One step: its thread runs the machine's ready work, and waits for tasks, queues and other parts."""
 
     def __init__(self, found: StepFlow, plans: Sequence[Plan], borrowed: Borrowed, meet: Meet | None = None) -> None:
         self.found, self.plans, self.borrowed, self.graph = found, plans, borrowed, found.step.whole.name
@@ -166,7 +168,7 @@ class Driver:
             self._take(inbox.get_nowait())
 
     def _next(self) -> Any:
-        """What comes in next; None after a while, so that the step can be stopped."""
+        """The next event; None after a poll interval, so that the step can be stopped."""
         is_blocked = not self.lanes.running and (self.machine.receiving > 0 or self.machine.holding > 0)
         if not self.lanes.running and (not is_blocked or isinstance(self.peers, Here)):
             assert self.machine.waits, "parts wait for one another"  # all of them are here
@@ -221,7 +223,7 @@ class Driver:
         return attempt
 
     def _own(self, value: Any) -> torch.Tensor:
-        """A value to be put, in memory that nothing else uses; what was put before is used by its queue."""
+        """A value to enqueue, in memory of its own; memory enqueued before belongs to its queue."""
         found: torch.Tensor = (Borrowed(self.put) if self.put else self.borrowed).own(self.borrowed.own(value))
         self.put.append(found)
         return found
@@ -241,12 +243,12 @@ class Driver:
         return f"{node.name} of graph {self.graph}" + (f" ({node.source})" if node.source else "")
 
     def _may(self) -> set[tuple[Home, str]]:
-        """What the step does to which queues in all."""
+        """The (queue, kind of operation) pairs of the whole step."""
         nodes = (step.op.node for plan in self.plans for step in plan.waits)
         return {(machine_of(node.attrs["queue"]), _kind(node)) for node in nodes}
 
     def _later(self) -> list[Operation]:
-        """What has not run yet and uses a queue, and the attempts that wait before it."""
+        """Pending queue operations, and the waiting attempts before each."""
         behind: dict[int, list[Attempt]] = {}
         for attempt, task in self.machine.waits.items():
             for number in self.found.queue_uses_behind(task.step.number):
@@ -258,12 +260,12 @@ class Driver:
         ]
 
     def _at(self) -> Node | None:
-        """What the step is busy with: a task in a thread, else what the machine did last."""
+        """The node at work: a task in a thread, else the machine's last step."""
         step = next((task.step for task in self.lanes.running), self.machine.at)
         return None if step is None or step.op is None else step.op.node
 
     def _abandon(self) -> None:
-        """Leave nothing behind: no attempt in a queue, no task that runs. What was taken is given back by who began."""
+        """Clean up: withdraw attempts from queues, and drop tasks. The owner of the step returns dequeued elements."""
         queues: dict[Home, list[Attempt]] = {}
         for attempt in self.queues.attempts:
             if not attempt.is_over:
@@ -274,17 +276,17 @@ class Driver:
 
 
 def _kind(node: Node) -> Kind:
-    """What a node does to its queue."""
+    """The kind of operation of a node on its queue."""
     return cast(Kind, node.op.partition(".")[2])
 
 
 def described(attempt: Attempt) -> str:
-    """What waits, for what and how long, for messages."""
+    """A description of a waiting attempt, for messages: operation, queue, duration."""
     return f"{attempt.what}: {attempt.act} ({attempt.machine.level}), for {time.monotonic() - attempt.since:.1f} s"
 
 
 def _outputs(attempt: Attempt, node: Node) -> tuple[Any, ...]:
-    """What a node that used a queue gives, and that it is done."""
+    """The outputs of a queue operation's node, followed by its control output."""
     found = outcome(node.attrs["queue"], attempt, node.attrs)
     for tensor, spec in zip(found, node.outputs, strict=True):
         fits = tensor.dim() == len(spec.shape) and all(
@@ -305,7 +307,7 @@ def _placed(error: TfnbError, node: Node) -> TfnbError:
 
 
 class Dataflow:
-    """A step lowered for the machine: what a session asks of a `Program`.
+    """A step lowered for the machine, with the interface of a `Program` for sessions.
 
     parts: those that run in this process, all of the step or the one of a place.
     """
@@ -338,7 +340,7 @@ class Dataflow:
 
     @cached_property
     def traced(self) -> tuple[PlaceTracer, list[Plan]]:
-        """Plans whose regions tell a tracer what they run, for one step at a time."""
+        """A tracer, and plans whose regions report to the tracer, for one step at a time."""
         tracer = PlaceTracer()
         return tracer, self._planned(tracer.watching)
 
@@ -372,7 +374,7 @@ class Dataflow:
         return [borrowed.own(value) for value in found[:count]], pending
 
     def _pending(self, found: Sequence[Any], live: Mapping[Variable, torch.Tensor], borrowed: Borrowed) -> Pending:
-        """What is to be written of what was found for the written Variables."""
+        """The pending writes of the computed values of the written Variables."""
         pending = Pending([], [], [], self.writes)
         rows: dict[UpdateRow, list[Any]] = {}
         kinds: dict[tuple[str, str], Update] = {}
@@ -431,7 +433,7 @@ def needs_dataflow(step: StepGraph, executor: str) -> bool:
 def lowered(
     step: StepGraph, executor: str, last: Sequence[Pass] = LAST, wanted: Wanted | None = None
 ) -> Program | Dataflow:
-    """The step lowered for ``executor``: as one function, unless it needs dataflow. wanted: of its parts."""
+    """Lower a step for ``executor``: as one function, unless the step needs dataflow. wanted: of its parts."""
     if executor == "parts":
         return Dataflow(in_parts(step, wanted), None if wanted is None else wanted.here)
     if needs_dataflow(step, executor):

@@ -1,4 +1,4 @@
-"""From the dataflow form to the machine's templates: what nobody takes is dropped, nodes become generated code.
+"""From the dataflow form to the machine's templates: unused ops are dropped, nodes become generated code.
 
 Nodes that wait for the same ports become one region, a generated function, so that no node waits for more than its own
 inputs. What takes long (products, convolutions, ops of other libraries) is a region of its own, and goes to a pool.
@@ -59,7 +59,7 @@ Edges = list[tuple[Step, int]]
 
 @dataclass(slots=True)
 class Plan:
-    """What a machine runs of a part: the template of the root frame, and where what it starts with goes."""
+    """A part's plan for the machine: the template of the root frame, and the edges of its inputs."""
 
     root: Template
     feeds: list[Edges]
@@ -71,7 +71,8 @@ class Plan:
 
 
 class Planner:
-    """One plan under construction. spec: of the root's values, fed ones included. updates: what the commit does.
+    """One plan under construction. spec: of the root's values, fed ones included. updates: those deferred to the
+    commit.
 
     function: of a region's program, what computes it.
     """
@@ -145,14 +146,14 @@ class Planner:
     # -- what is there, and what is needed --------------------------------------------------------------------
 
     def sources(self, op: Op) -> list[Port]:
-        """The ports that an op waits for when it runs."""
+        """The ports awaited by an op at run time."""
         inputs = op.inputs
         if op.kind == frames.NODE and node_of(op).op == ops.WITH_GRADIENT:
             inputs = tuple(op.inputs[ref.input] for ref in node_of(op).attrs["values"])
         return [*replace(op, inputs=inputs).sources]
 
     def _kept(self, ends: Iterable[Port], effects: Sequence[int]) -> list[int]:
-        """Ops that lead to what is wanted, and what is done for what it does."""
+        """Ops needed for the requested ends and effects."""
         return needed(self.flow, tuple(ends), effects)
 
     def _known(self) -> Iterator[tuple[tuple[int, Value], Spec]]:
@@ -301,7 +302,7 @@ class Planner:
         step.stop += 1
 
     def _op(self, number: int) -> None:
-        """The step of an op that is in no region; none for what is given or stands for another port."""
+        """Make the step of an op outside of regions; none for inputs and aliases of other ports."""
         op = self.flow.ops[number]
         node = op.node
         inputs, after = list(op.inputs), list(op.after)

@@ -27,7 +27,7 @@ from tfnb.recording.values.interpret import absent, number, too_deep
 
 
 class Lowered(Protocol):
-    """What a subgraph was lowered to."""
+    """A lowered subgraph."""
 
     @property
     def forward(self) -> Callable[..., tuple[Any, ...]]: ...
@@ -117,7 +117,7 @@ class Loop:
         return out if sums is None else self.united(out, len(init))
 
     def _columns(self, rows: Any) -> list[Any]:
-        """What takes the rows: stacked or kept."""
+        """The collector of each row output: stacked rows or kept rows."""
         return [
             (rows[row], *kind) if loops is None else Kept(pair=isinstance(rows[row], int), once=len(loops) == 1)
             for row, kind, loops in zip(self.rows, self.kinds, self.kept, strict=True)
@@ -126,7 +126,7 @@ class Loop:
     def _stacks(
         self, space: MemoryBudget, columns: list[Any], rows: Any, state: Sequence[torch.Tensor], again: Replay
     ) -> Iterator[RowStack]:
-        """What takes the kept rows within the room of a run, in place of these columns."""
+        """Yield row stacks for the kept rows within the memory of a run, in place of these columns."""
         lengths = [*(len(x[1] if type(x) is tuple else x) for x in again.xs[:1]), again.limit]
         iterations = min([n for n in lengths if n is not None], default=None) if self.cond is None else None
         leaves, held = self.node.attrs.get("swap_memory") is not False, space.again.get(self.id)
@@ -178,7 +178,7 @@ class Loop:
         return Ahead(xs[product.rows], weight.t() if product.turned else weight, bias)
 
     def sums(self, init: Any) -> Sums | None:
-        """What takes the terms of sums that no iteration adds up."""
+        """The collector of the terms of sums taken out of the iterations."""
         found = self.apart
         if not found.totals:
             return None
@@ -188,7 +188,7 @@ class Loop:
         return Sums(terms, totals, self.zero, len(at))
 
     def united(self, out: list[Any], carried: int) -> list[Any]:
-        """The carried values in order, of which the sums come last."""
+        """The carried values in order, with the sums inserted."""
         totals = self.apart.totals
         sums = {total.place: made.t() if total.turned else made
                 for total, made in zip(totals, out[len(out) - len(totals) :], strict=True)}  # fmt: skip
@@ -208,7 +208,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Watcher(Protocol):
-    """Looks at what runs inside of loops and branches: gives the functions to call in place of the generated ones."""
+    """Observes loops and branches: gives the functions to call in place of the generated ones."""
 
     def loop(self, loop: Loop) -> AbstractContextManager[tuple[Any, Any]]: ...
 
@@ -251,7 +251,7 @@ class Cond:
         return self.complete(missing, given, shapes) if any(missing) else list(given)
 
     def complete(self, missing: Sequence[bool], given: Iterable[Any], shapes: Any) -> list[Any]:
-        """The outputs, with something for those that a side lacks: None where that is what it means."""
+        """The outputs of a branch, completed by placeholders for missing ones (None for optional outputs)."""
         found = iter(given)
         return [
             next(found) if not lacks else None if place in self.optional else absent(spec, shapes[place])

@@ -38,21 +38,21 @@ _LOG = logging.getLogger(__name__)
 
 
 class Device(Protocol):
-    """What captures calls on one device; all that it captures shares memory, so only one may run at a time."""
+    """A device that captures calls; captures share memory, so only one may run at a time."""
 
     def generator(self) -> torch.Generator:
         """A generator for one random op of captured code."""
 
     def warm(self, call: Callable[[], Outs]) -> Outs:
-        """``call()``, where it will be captured."""
+        """Run ``call()`` where it will be captured."""
 
     def capture(
         self, call: Callable[[], Outs], generators: Sequence[torch.Generator]
     ) -> tuple[Outs, Callable[[], None]]:
-        """What ``call`` gives, in memory that stays, and what fills it anew; `call` draws from these generators."""
+        """Capture ``call``: its results, in memory that stays, and the function that recomputes them."""
 
     def after(self) -> None:
-        """What this thread starts on the device from here on comes after the last launch."""
+        """Order this thread's later work on the device after the last launch."""
 
 
 DEVICES: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaGraphs}
@@ -68,7 +68,7 @@ def device_of(program: Program) -> torch.device:
 
 
 def obstacle(program: Program, device: torch.device) -> str | None:
-    """Why a program's code cannot be captured: what it decides or reads on the host; None where nothing is known."""
+    """The reason why a program cannot be captured, such as host decisions or reads; None if no reason is known."""
     calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
     if len(calls) < FEWEST:
         return f"it is {len(calls)} calls"
@@ -87,7 +87,7 @@ def obstacle(program: Program, device: torch.device) -> str | None:
 
 
 def _on_host(program: Program, node: Any, device: str) -> str | None:
-    """What of a node waits for the host or another device."""
+    """The reason why a node waits for the host or another device; None if it does not."""
     by_id = program.graph.contents.by_id
     given = [by_id[value.node].outputs[value.index] for value in node.inputs if value.node in by_id]
     if any(spec.device != device for spec in node.outputs):
@@ -127,7 +127,7 @@ class Captures:
         return self.why_not or Captured(request.program, request.forward, self)
 
     def claim(self) -> bool:
-        """Whether this thread may launch: it is the first one that asks."""
+        """Whether this thread may launch: the first thread to ask owns the captures."""
         if self._thread is None:
             self._thread = threading.get_ident()
         return self.is_mine
@@ -222,7 +222,7 @@ class Captured:
         return self._run(self._launch, args)
 
     def release(self) -> None:
-        """Give the memory back; a few steps later it may be captured again."""
+        """Free the memory; the step may be captured again a few steps later."""
         self._launch, self._steps = None, 0
         self.captures.forget(self)
 
@@ -250,7 +250,7 @@ class Captured:
         return outs
 
     def _made(self, args: Sequence[Any]) -> tuple[Launch, Outs]:
-        """A capture that was compared with the code itself, and what it gives for these arguments."""
+        """Capture and compare with the code itself; returns the launch, and the results for these arguments."""
         device = self.captures.device
         buffers = {at: torch.empty_like(args[at]).copy_(args[at]) for at in self._taken() if self._is_copied(at)}
         static = [buffers.get(at, arg) for at, arg in enumerate(args)]
@@ -274,7 +274,7 @@ class Captured:
         return [at for at, node in enumerate(tensors) if any(user.op != "output" for user in node.users)]
 
     def _is_copied(self, at: int) -> bool:
-        """Whether it is copied for each launch: feeds, and what moved too often."""
+        """Whether an operand is copied for each launch: feeds, and Variables that moved too often."""
         return at < len(self.program.feeds) or self._moves[at] >= MOVES
 
     def _with_generators(self) -> tuple[Forward, tuple[Seeded, ...]]:
@@ -292,7 +292,7 @@ class Captured:
 
 
 def _are_close(found: Any, wanted: Any) -> bool:
-    """Whether two runs of the same kernels gave these: some add in any order, so single elements may mean nothing."""
+    """Whether two runs of the same kernels agree in norm: sums in varying order make single elements differ."""
     if not isinstance(found, torch.Tensor) or not (found.is_floating_point() or found.is_complex()):
         return found is wanted or bool(torch.equal(torch.as_tensor(found), torch.as_tensor(wanted)))
     here, there = (x.detach().nan_to_num().flatten() for x in (found, wanted))

@@ -32,7 +32,7 @@ _FOREVER = 2**62
 
 @dataclass
 class Permit:
-    """Whether loops may compile now, and what became of those that tried."""
+    """Permission for loops to compile now, and counts of the results."""
 
     open: bool = True
     compiled: int = 0
@@ -40,7 +40,7 @@ class Permit:
 
 
 def obstacle() -> str | None:
-    """Why nothing can be compiled on this machine; None where it can."""
+    """The reason why this machine cannot compile; None if it can."""
     return NO_COMPILER if cpp_compiler() is None else None
 
 
@@ -65,7 +65,7 @@ class CompiledLoops:
 
 
 def native(program: Program, permit: Permit) -> Program:
-    """The program with its loops, also those of its branches, in C++ where that is possible."""
+    """The program with its loops, branches' loops included, in C++ where possible."""
     targets = {
         node: Native(node.target, permit) if isinstance(node.target, Loop) else _branches(node.target, permit)
         for node in program.module.graph.nodes if isinstance(node.target, (Loop, Cond))
@@ -118,7 +118,7 @@ class Native:
         return made
 
     def _open_inner(self) -> None:
-        """The loop stays as it is; those inside may be compiled."""
+        """Keep the loop as generated code; inner loops may be compiled."""
         if not self._inner:
             self._inner, loop = True, copy.copy(self.loop)
             loop.body = native(cast(Program, loop.body), self.permit)
@@ -127,7 +127,7 @@ class Native:
 
 
 def _key(init: Any, xs: Any, captures: Any, shapes: Any) -> tuple[Any, ...]:
-    """What a compiled loop is made for; the number of rows to go through is no part of it."""
+    """The cache key of a compiled loop; the number of rows is no part."""
     fixed = [(t.dtype, t.shape, t.stride(), t.device, t.is_neg()) for t in (*init, *captures)]
     rows = [
         (x.dtype, x.shape[1:], x.stride(), x.device, x.is_neg()) if isinstance(x, torch.Tensor) else None for x in xs
@@ -136,7 +136,7 @@ def _key(init: Any, xs: Any, captures: Any, shapes: Any) -> tuple[Any, ...]:
 
 
 def look() -> None:
-    """Compiled loops call this now and then, and Python raises here what a signal or another thread wants."""
+    """Called by compiled loops at intervals, so that Python can raise signals and stops."""
 
 
 class _Compiled:
@@ -157,7 +157,7 @@ class _Compiled:
         self.refused, self.ended = cpp.REFUSED, cpp.ENDED
 
     def __call__(self, init: Any, xs: Any, captures: Any, limit: int | None) -> list[torch.Tensor] | None:
-        """What the loop gives; None where only generated code does that."""
+        """The results of the loop; None where only generated code can compute the loop."""
         state = [tensor.clone(memory_format=torch.contiguous_format) for tensor in init]
         lengths = [len(x) for x in xs]
         most = min([*lengths, _FOREVER if limit is None else max(limit, 0)])

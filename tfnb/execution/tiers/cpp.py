@@ -78,7 +78,7 @@ Row = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Source:
-    """The code of a loop; called with pointers to the state, to what it is given, and to where rows go."""
+    """The code of a loop; called with pointers to the state, the operands, and the row outputs."""
 
     text: str
     constants: list[torch.Tensor]  # their pointers come last
@@ -87,7 +87,7 @@ class Source:
 def source(
     node: Node, init: Sequence[Layout], xs: Sequence[Layout], captures: Sequence[Layout], rows: Sequence[Row]
 ) -> Source:
-    """The code of a ``tfnb.while`` for tensors of these layouts; ``rows``: those that are wanted.
+    """The code of a ``tfnb.while`` for tensors of these layouts; ``rows``: the requested ones.
 
     Raises Unimplemented, or whatever inductor raises, where it has to be run in another way.
     """
@@ -179,7 +179,7 @@ class _Loops(Code):
     def inlined(
         self, part: Subgraph, outputs: Sequence[Value | None], inputs: Sequence[TensorBox]
     ) -> list[TensorBox]:  # fmt: skip
-        """The code of a subgraph; its outputs, which are all there."""
+        """The code of a subgraph; returns its present outputs."""
         wanted = [value for value in outputs if value is not None]
         contents = part.contents
         values: dict[Value, TensorBox] = {}
@@ -241,7 +241,7 @@ class _Loops(Code):
         return []
 
     def cond(self, node: Node, attrs: Mapping[str, Any]) -> Sequence[TensorBox]:
-        """Branches: what one does not give has the right shape and no meaning."""
+        """The code of a branch: an output that one side lacks gets the right shape and arbitrary contents."""
         name = self.truth(attrs["pred"])
         shapes: list[tuple[int, ...] | None] = [None] * len(node.outputs)
         rooms: list[tuple[str, TensorBox]] = []

@@ -53,7 +53,7 @@ class Fused:
 
 
 def obstacle(program: Program) -> str | None:
-    """Why a program has no fused code: it runs on the CPU, or does what inductor is not given."""
+    """The reason why a program has no fused code: the CPU, or ops not given to inductor."""
     if device_of(program).type == "cpu":
         return "it runs on the CPU"
     for node in program.module.graph.nodes:

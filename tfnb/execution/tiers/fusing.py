@@ -1,4 +1,4 @@
-"""Compiles what `tfnb.execution.tiers.fused` asks for, in the compiler's process."""
+"""Compiles the requests of `tfnb.execution.tiers.fused`, in the compiler's process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tfnb.execution.tiers.operand_checks import OperandChecks
 
 
 def build_in(folder: Path) -> dict[str, Any]:
-    """Compile the request in the folder: what the compiler's process calls."""
+    """Compile the request in the folder; called by the compiler's process."""
     request = NativeRequest.load(folder / REQUEST)
     request.as_asked()
     build(request.program().undonated(), request.operands, folder)
@@ -33,7 +33,7 @@ def build_in(folder: Path) -> dict[str, Any]:
 
 
 def build(program: Program, operands: Sequence[Operand], folder: Path) -> None:
-    """Compile a program for operands that lie so; raises Unimplemented, or what torch raises."""
+    """Compile a program for operands of these layouts; raises Unimplemented, or an error of torch."""
     if len(program.feeds) + len(program.variables) != len(operands):
         raise Unimplemented("the step was read back as another one")
     step = fx.GraphModule(program.module, pure(program, OperandChecks())[0])

@@ -66,13 +66,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def limit_copies(bytes: int) -> None:
-    """Let this process compile no step that reads more than so many bytes, which is compared on copies."""
+    """Compile no step in this process that reads more bytes: comparisons work on copies."""
     global MOST_COPIED
     MOST_COPIED = max(0, min(MOST_COPIED, bytes))
 
 
 def mode(wanted: str) -> Mode:
-    """What ``compile=`` means: for ``"auto"`` the environment's TFNB_COMPILE counts, if it is set."""
+    """The meaning of ``compile=``: for ``"auto"`` the environment's TFNB_COMPILE, if set."""
     found = os.environ.get("TFNB_COMPILE", wanted) if wanted == "auto" else wanted
     if found not in MODES:
         raise InvalidArgument(f"compile is one of {', '.join(map(repr, MODES))}, not {found!r}")
@@ -81,13 +81,13 @@ def mode(wanted: str) -> Mode:
 
 @cache
 def say_once() -> None:
-    """What a user should know when something is to be compiled for the first time."""
+    """Warn once, at the first compilation, if this machine has no compiler."""
     if (why := obstacle()) is not None:
         warnings.warn(f"{why}; steps run as generated code", stacklevel=user_level(None) - 1)
 
 
 class Generated:
-    """The generated code of a program: written when it first runs, so never for a step that the cache has."""
+    """The generated code of a program, written at the first run, and so never for a step found in the cache."""
 
     def __init__(self, program: Any) -> None:
         self._program = program
@@ -113,7 +113,7 @@ class Tiers:
         self._captures = None if mode == "off" else Captures.of(program)
 
     def forward(self, shapes: tuple[torch.Size, ...]) -> Forward:
-        """What computes the next step, for feeds of these shapes."""
+        """The function of the next step, for feeds of these shapes."""
         if self.mode == "off":
             return self._generated.code
         found = self._sizes.get(shapes)
@@ -125,7 +125,7 @@ class Tiers:
         return found.forward if turns is None else found.turn(turns, shapes)
 
     def _found(self, shapes: tuple[torch.Size, ...]) -> Sizes:
-        """What these shapes get: code of their own, that of many sizes, or generated code."""
+        """Code for these shapes: specialized code, the code for varying sizes, or generated code."""
         is_single = any(shapes[place][axis] < LEAST for place, axis, _ in self._axes)
         if self._own < MOST or (is_single and self._own == MOST):  # the size one is a number of its own for torch
             self._own += 1
@@ -140,12 +140,12 @@ class Tiers:
         return found
 
     def close(self) -> None:
-        """Nobody waits for what is being compiled."""
+        """Release the compiler: no caller waits for its results."""
         for sizes in list(self._sizes.values()):
             COMPILER.release(sizes)
 
     def status(self) -> list[str]:
-        """A line for each choice of sizes: which code runs and why."""
+        """A line for each choice of sizes: the running code and the reason."""
         names = [self.program.whole.contents.by_id[value.node].name for value in self.program.feeds]
         lines = [
             ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, key, strict=True)) + f": {sizes.status}"
@@ -154,7 +154,7 @@ class Tiers:
         return lines if self._varying is None else [*lines, f"other sizes [...]: {self._varying.status}"]
 
     def code(self, shapes: tuple[torch.Size, ...] | None = None) -> str:
-        """Which code runs and why, for feeds of these shapes or of those that came first; empty if none ran so."""
+        """The running code and the reason, for feeds of these shapes or of the first run; empty before any run."""
         if self.mode == "off":
             return "generated code"
         found = self._sizes.get(shapes) if shapes is not None else next(iter(self._sizes.values()), None)
@@ -188,7 +188,7 @@ class Sizes:
 
     @cached_property
     def generated(self) -> Forward:
-        """Generated code, which is launched whole after a few steps, where that goes."""
+        """Generated code, replaced by a captured launch after a few steps, where possible."""
         if self._captures is None:
             return self._plain
         found, self._why = first([self._captures], Request(self.program, self._plain))
@@ -200,14 +200,14 @@ class Sizes:
 
     @property
     def status(self) -> str:
-        """Which code runs and why."""
+        """The running code and the reason."""
         if self._captures is None:
             return self.code
         runs = self._fast.code if self._fast is not None and self.forward is self._fast else self.generated
         return f"{self.code}, {runs.status if isinstance(runs, Captured) else f'not captured: {self._why}'}"
 
     def recall(self, shapes: Sequence[torch.Size]) -> None:
-        """Take what an earlier process compiled, if it found that its code agrees and is faster, or was told to."""
+        """Load code compiled by an earlier process, if it agreed and was faster, or if compilation is mandatory."""
         if self._device.type != "cpu" or not isinstance(self.program, Program):
             return
         try:
@@ -235,13 +235,13 @@ class Sizes:
         return outs
 
     def _begin(self, args: Sequence[Any]) -> threading.Event:
-        """Let the worker compile; the event comes when it has decided."""
+        """Let the worker compile; the returned event is set at its decision."""
         self.code = "generated code; compiling in the background"
         say_once()
         return WORKER.submit(self, args)
 
     def _now(self, *args: Any) -> Sequence[Any]:
-        """Wait for the compiler; an interrupt or a deadline ends the waiting, and later runs find what it made."""
+        """Wait for the compiler; an interrupt or deadline ends the wait, and later runs use the result."""
         if self._job is None:
             self._job = self._begin(args)
         start = time.monotonic()
@@ -254,7 +254,7 @@ class Sizes:
         return self.generated(*args) if getattr(self.forward, "writes", False) else self.forward(*args)
 
     def compile(self, args: Sequence[Any]) -> None:
-        """What the worker does: build, compare with generated code, and decide where that can be done at once."""
+        """The worker's job: build, compare with generated code, and decide at once where possible."""
         start = time.perf_counter()
         try:
             if (lacks := obstacle()) is not None:
@@ -291,7 +291,7 @@ class Sizes:
             self._time_once(self._fast, args)
 
     def _time_once(self, fast: Forward, args: Sequence[Any]) -> None:
-        """Decide at once, with the step that was the reason to compile: no other step writes what it reads.
+        """Decide at once, by the step that caused the compilation: no other step writes its operands.
 
         A loop may take a thousand times as long in the next step as in this one.
         """
@@ -341,12 +341,12 @@ class Sizes:
         wait(self._busy)
 
     def _decide(self, status: str) -> None:
-        """Compiled code is faster; what it cost is told with it."""
+        """Choose compiled code, and report its cost."""
         self._note(is_faster=True, status=status)
         self._keep(f"{status}; {self.cost}")
 
     def _note(self, **facts: Any) -> None:
-        """Keep what was found out for other processes."""
+        """Store findings for other processes."""
         if self._package is not None:
             self._package.note(**facts)
 
@@ -408,7 +408,7 @@ class Guarded:
         return None if self.writes else self._sizes.generated(*args)
 
     def is_over_within(self, timeout: float | None) -> bool:
-        """Whether a call, which nothing can stop, ends long before a deadline."""
+        """Whether an uninterruptible call ends long before a deadline."""
         return timeout is None or (self.seconds is not None and FAR * self.seconds < timeout)
 
 

@@ -57,7 +57,7 @@ class Everything(Tracer):
     # -- the step ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """What the generated code gives."""
+        """Run the generated code with probes."""
         self.memory.borrow((args, self.code.constants))
         wait(devices(args))
         with watched(self), frozen(), ExitStack() as names:  # a collection would count for the node that is running
@@ -69,7 +69,7 @@ class Everything(Tracer):
         return outs
 
     def commit(self, pending: Pending) -> None:
-        """Write everything, as an event of its own; of a step without Variables nobody asks for it."""
+        """Write everything, as a separate event; not called for steps without Variables."""
         storages = [variable.storage for variable in self.program.writes]
         start = self.clock.now()
         super().commit(pending)
@@ -86,7 +86,7 @@ class Everything(Tracer):
         self.profile = profile
 
     def trace(self) -> Trace:
-        """What was kept."""
+        """The recorded trace."""
         program, events = self.program, tuple(self.events)
         return Trace(
             program.whole, program.fetches, events, tuple(self.memory.points), self.seconds, self.began,
@@ -98,7 +98,7 @@ class Everything(Tracer):
     # -- the clock --------------------------------------------------------------------------------------------
 
     def arrived(self, value: Any) -> float:
-        """The time at which a value was there."""
+        """The time at which a value was ready."""
         if self._is_cpu:
             return self.clock.now()
         found = devices(value)
@@ -108,7 +108,7 @@ class Everything(Tracer):
         return self.clock.now()
 
     def resume(self, at: float) -> float:
-        """The clock goes on from this time; what it is now."""
+        """Set the clock back to ``at``; returns the time."""
         self.last = self.clock.back(at)
         if not self._is_cpu:
             self._took = begun(self.device)
@@ -162,7 +162,7 @@ class Everything(Tracer):
         return bool(self._running) and len(self._around) == len(self._running)
 
     def call(self, program: Any, args: Sequence[Any], inputs: int) -> tuple[Any, Held]:
-        """What a program gives, and the memory of that; the first ``inputs`` are noted, too."""
+        """The result of a program, and its memory; the first ``inputs`` are noted, too."""
         start = self.clock.now()
         self._own[self._path] = self._own.get(self._path, 0.0) + start - self.last
         code = Probed.of(program)
@@ -217,7 +217,7 @@ class Everything(Tracer):
         self._given += held
 
     def begin(self, loop: LoopTrace, number: int) -> Iteration | None:
-        """An iteration begins: it, if it is one to keep."""
+        """Begin an iteration; returns it if it is one to keep."""
         if len(self._around) != len(self._running) - 1 or number % loop.every:
             return None
         found = Iteration(number, self._around[-1] if self._around else None, self.clock.now())
@@ -225,7 +225,7 @@ class Everything(Tracer):
         return found
 
     def done(self, loop: LoopTrace, iteration: Iteration | None, at: float, *, whole: bool) -> None:
-        """It ended now; not ``whole``: there was none, as the condition did not hold."""
+        """End an iteration; not ``whole``: the condition failed, so there was none."""
         if iteration is not None:
             self._around.remove(iteration)
             iteration.end = at
@@ -246,14 +246,16 @@ class LoopRun:
         self._summands: Held = []  # of sums that are taken so many iterations at a time
 
     def cond(self, *args: Any) -> Any:
-        """The condition, which begins an iteration."""
+        """Run the condition, which begins an iteration."""
         self._begin()
         out, held = self.tracer.call(self.loop.cond, args, self.loop.changing)
         self.tracer.memory.free(held, self.tracer.clock.now())
         return out
 
     def body(self, *args: Any) -> Any:
-        """The body, which ends it; its results are held until the next iteration ends, rows until the loop does."""
+        """Run the body, which ends an iteration; its carried values are held until the next end, rows until
+        the loop's.
+        """
         self._begin()
         tracer, memory = self.tracer, self.tracer.memory
         out, held = tracer.call(self.loop.body, args, self.loop.changing)

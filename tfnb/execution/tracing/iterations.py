@@ -1,4 +1,4 @@
-"""What a traced run saw inside of loops and branches: amounts of each node, values of iterations.
+"""Records from inside loops and branches: amounts of each node, values of iterations.
 
 A place inside is a path: the ids of the loops and branches around a node, from the outside in, then its own.
 """
@@ -20,7 +20,7 @@ OUTPUTS = 3  # of one node that are looked at
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A value in brief: ``numbers`` are all that it has, or its least and its greatest, where it has more than `FEW`.
+    """A summary of a value: ``numbers`` are all its elements, or minimum and maximum for more than `FEW`.
 
     Of NaN and infinite elements there are counts only. Values without an order (complex, sparse) have no numbers.
     """
@@ -33,7 +33,7 @@ class Seen:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the numbers are all of it."""
+        """Whether the numbers are all elements."""
         return torch.Size(self.shape).numel() <= FEW
 
 
@@ -58,7 +58,7 @@ def seen(value: torch.Tensor) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A node in one iteration: when, how long without the nodes inside of it, its bytes, its first outputs.
+    """A node in one iteration: start, seconds without inner nodes, bytes, summaries of its first outputs.
 
     The inputs of an iteration took no time: NaN.
     """
@@ -71,7 +71,7 @@ class Note:
 
 @dataclass(slots=True, eq=False)
 class Iteration:
-    """One iteration of a loop, the first is 0; ``around``: of the loop around it; ``sides`` of branches."""
+    """One iteration of a loop, counted from 0; ``around``: the enclosing loop's iteration; ``sides`` of branches."""
 
     number: int
     around: Iteration | None
@@ -83,7 +83,7 @@ class Iteration:
 
 @dataclass(slots=True)
 class LoopTrace:
-    """A loop in one step: how many iterations, in how many runs of it, and those that were kept: every n-th."""
+    """A loop in one step: the numbers of its iterations and runs, and the kept iterations, every n-th."""
 
     path: Path
     around: Path | None  # of the loop around it
@@ -108,7 +108,7 @@ class LoopTrace:
 
 @dataclass(slots=True)
 class Amount:
-    """What a node inside took and made in all iterations of a step, without what ran inside of it."""
+    """Total seconds and bytes of an inner node over all iterations of a step, without nested nodes."""
 
     node: Node
     seconds: float = 0.0
@@ -124,7 +124,7 @@ class LoopTraces:
         self.loops: dict[Path, LoopTrace] = {}
 
     def add(self, loop: LoopTrace, iteration: Iteration, running: Iterable[Iteration]) -> None:
-        """Keep an iteration that is done, if it is still one of the n-th; ``running`` are the iterations around it."""
+        """Keep a finished iteration, if still an n-th one; ``running`` are the enclosing iterations."""
         if iteration.number % loop.every:
             return
         loop.kept.append(iteration)
@@ -137,7 +137,7 @@ class LoopTraces:
             self.settle(running)
 
     def settle(self, running: Iterable[Iteration] = ()) -> None:
-        """Leave out what is no n-th iteration, and iterations within those."""
+        """Drop iterations that are no n-th ones, with their nested iterations."""
         stay: set[Iteration | None] = {None, *running}
         for loop in self.loops.values():  # a loop comes after the one around it
             loop.kept = [one for one in loop.kept if one.number % loop.every == 0 and one.around in stay]

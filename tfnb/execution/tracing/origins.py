@@ -16,7 +16,7 @@ from tfnb.graph import Graph, Node
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A value of a step: its name, what it is, its numbers where they are few, its health, where bad ones began."""
+    """A value of a step: its name, spec, health, its numbers if few, and the origin of nonfinite ones."""
 
     name: str
     spec: str
@@ -48,7 +48,7 @@ class Origin:
 
     @property
     def first(self) -> Origin:
-        """Where the first of it began: the infinite numbers of which an op made NaN, else itself."""
+        """The first origin: the infinite numbers from which an op made NaN, else this origin."""
         return self.before or self
 
     def lines(self, graph: Graph) -> Iterator[str]:

@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class PlaceTracer:
-    """What ran at one place in one step, from whatever thread; ``points``: live bytes, where one function is the step.
+    """The trace of one place in one step, over all threads; ``points``: live bytes, if one function is the step.
 
     ``watching`` and ``whole`` give the functions that stand in for those of programs.
     """
@@ -43,11 +43,11 @@ class PlaceTracer:
         self.points: list[tuple[int, int]] = []
 
     def begin(self) -> None:
-        """Forget what ran before."""
+        """Clear the trace."""
         self.spans, self.points = [], []
 
     def prepare(self, programs: Iterable[Program]) -> None:
-        """Make the code with probes of these programs, so that no step waits for that."""
+        """Make probed code for these programs ahead of time, so that no step waits."""
         for program in programs:
             Probed.of(program)
 
@@ -57,7 +57,7 @@ class PlaceTracer:
         return lambda *args: code.forward(_Spans(self, code), *args)
 
     def whole(self, program: Program) -> Callable[..., tuple[Any, ...]]:
-        """The function of a program that is all that the place computes: it counts the live bytes, too."""
+        """A probed function of a program that is the whole part of a place; counts live bytes, too."""
         code = Probed.of(program)
 
         def forward(*args: Any) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ class _Spans(Probe):
 
 
 class _LiveSpans(_Spans):
-    """The probes of a program's one call, which count the bytes that are alive."""
+    """The probes of one call of a program, counting live bytes."""
 
     __slots__ = ("held", "memory", "zero")
 

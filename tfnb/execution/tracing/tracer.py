@@ -1,4 +1,4 @@
-"""The tracer: a step runs as generated code with probes, and what they call keeps what was asked for.
+"""The tracer: a step runs as generated code with probes, and the probes record the requested data.
 
 `tfnb.execution.tracing.everything` keeps all of it.
 """
@@ -27,7 +27,7 @@ class Tracer:
         self.began = time.time_ns()
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """What the generated code gives for these feeds, storages and run number."""
+        """Run the generated code for these feeds, storages and run number."""
         raise NotImplementedError
 
     def commit(self, pending: Pending) -> None:
@@ -38,5 +38,5 @@ class Tracer:
         """The step is over, and the caller holds ``results``; profile: of torch's own profiler."""
 
     def trace(self) -> Trace:
-        """What was kept."""
+        """The recorded trace."""
         raise NotImplementedError

@@ -26,7 +26,7 @@ from tfnb.graph.ops import REGIONS
 
 
 class ValueHealth(Everything):
-    """Health of each node's values, and the origin of those that are not finite."""
+    """Health of each node's values, and the origin of nonfinite ones."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -40,7 +40,7 @@ class ValueHealth(Everything):
     # -- the step ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """What the generated code gives."""
+        """Run the generated code with checks of its operands and values."""
         program, by_id = self.program, self.program.whole.contents.by_id
         names = [by_id[value.node].name for value in program.feeds]
         for name, arg in zip([*names, *(f"Variable {v.name}" for v in program.variables)], args, strict=False):
@@ -67,7 +67,7 @@ class ValueHealth(Everything):
                 at += length
 
     def trace(self) -> Trace:
-        """What was kept."""
+        """The recorded trace, with health and origins."""
         return replace(super().trace(), health=self.health, origins=self.origins)
 
     # -- what is looked at ------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class ValueHealth(Everything):
                 self.origins.setdefault(path, bad)
 
     def _source(self, look: Look, at: Any) -> list[Known]:
-        """What is known of a value that a call takes; of a constant when it is first asked for."""
+        """Known facts of an operand; facts of a constant are computed at its first use."""
         if at not in look.known and at.op == "get_attr":
             node = look.code.program.node_of.get(at.name)
             constant = getattr(look.code.program.module, at.target, None)
@@ -118,7 +118,7 @@ class ValueHealth(Everything):
     def _origin(
         self, look: Look, node: Node | None, made: Known, sources: Sequence[Known], tensor: torch.Tensor
     ) -> Origin:
-        """Where the bad numbers of what a call made of its sources began."""
+        """The origin of bad numbers in a call's result."""
         is_region = node is not None and node.op in REGIONS
         if is_region:
             before = self._known.get(tensor)  # a result of a branch is that of the inner call

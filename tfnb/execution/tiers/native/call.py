@@ -1,4 +1,4 @@
-"""Calls of a package: what they are given is looked at each time, and Python's lock is free while they run.
+"""Calls of a package: operands are checked each time, and Python's lock is released during the call.
 
 A package itself checks nothing: a tensor of another size would be read beyond its end, one with other strides written
 outside of its view, and memory that is given twice changed while it is read. What does not fit is not run.
@@ -130,7 +130,7 @@ class Package:
         self, variables: Sequence[Variable], access: Access, written: Sequence[Variable],
         fetched: Sequence[int | None], known: Direct | None,
     ) -> Direct | None:  # fmt: skip
-        """The same step in one call, for the storages of the last call, which are those of the Variables.
+        """The same step in one call, for the storages of the last call, which are the Variables' own.
 
         None where the operands have to be looked at one by one. known: what this gave before.
         """

@@ -40,7 +40,7 @@ class Direct:
     changes: int
 
     def is_of(self, kept: Any, watches: Sequence[Watch]) -> bool:
-        """Whether it was made for these."""
+        """Whether the call was made for these operands and watches."""
         return (
             self.kept is kept
             and self.changes == CHANGES.value
@@ -49,7 +49,7 @@ class Direct:
 
 
 def watched(variables: Iterable[Variable]) -> tuple[Watch, ...] | None:
-    """What tells that Variables still have the storages that they have; None where nothing does."""
+    """Conditions under which Variables keep their storages; None if some Variable has none."""
     found = tuple(variable.watched() for variable in variables)
     return None if None in found else found  # type: ignore[return-value]
 
@@ -58,7 +58,7 @@ def direct_call(
     make: Callable[[Any], Any], package: Any, step: int, kept: Any, watches: Sequence[Watch], access: Access,
     written: Iterable[Variable], fetched: tuple[int | None, ...],
 ) -> Callable[..., list[Any] | None] | None:  # fmt: skip
-    """What `Direct.call` is; None where torch's memory is not plain to see.
+    """The function `Direct.call`; None if the layout of torch's objects is not as expected.
 
     make: ``tfnb_direct`` of a package, whose C says what it is given here; the rest lives as long as the call.
     """
@@ -124,6 +124,6 @@ def _words(at: int, count: int) -> list[int]:
 
 
 def _places(memory: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[int]:
-    """Where each piece of memory has the word that is wanted of it."""
+    """Offsets at which each memory block has its expected word."""
     pairs = list(zip(memory, wanted, strict=True))
     return [at for at in range(len(memory[0])) if all(words[at] == word for words, word in pairs)]

@@ -1,4 +1,4 @@
-"""A lowered step as a module of plain torch that takes all it needs and writes Variables at its end.
+"""A lowered step as a module of plain torch, with all inputs explicit, that writes Variables at its end.
 
 Its inputs are feeds, storages, then `Given`: constants of the graph, and random draws, which are made before the call
 with their own streams. A step *writes* where nothing can fail once the operands are checked; else the module only
@@ -115,21 +115,21 @@ def _draws_before(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Given:
-    """What a step takes beside feeds and storages. draws: calls of the run's number that make the rest."""
+    """Additional operands of a step beside feeds and storages. draws: calls by run number that make random operands."""
 
     constants: tuple[torch.Tensor, ...]
     draws: tuple[Callable[[int, Sequence[Any]], torch.Tensor], ...]
 
     @classmethod
     def of(cls, program: Program, operands: Iterable[Operand]) -> Given:
-        """That of a program, for operands that lie so."""
+        """The additional operands of a program, for operands of these layouts."""
         drawing = [node for node in program.module.graph.nodes if isinstance(node.target, Drawing)]
         layouts: Mapping[fx.Node, Any] = _Layouts.of(program, operands) if drawing else {}
         return cls(tuple(_constants(program)), tuple(_draw(program, node, layouts[node]) for node in drawing))
 
 
 def _constants(program: Program) -> Iterator[torch.Tensor]:
-    """The constants that are operands, and then those of loops, as they lie once they were read from a file."""
+    """Constants that are operands, then the constants of loops, contiguous as after reading from a file."""
     yield from (getattr(program.module, name).contiguous() for name in _lifted(program))
     for loop in _loops(program):
         yield from _constants(_body(loop))
@@ -189,7 +189,7 @@ def _zeros(fake: FakeTensor) -> torch.Tensor:
 def exportable(
     program: Program, operands: Sequence[Operand], table: Mapping[Any, Callable[..., Any]], axes: Sequence[Axis] = ()
 ) -> tuple[fx.GraphModule, list[torch.Tensor], About]:
-    """The module, examples of its operands, and what it gives; raises Unimplemented, or what torch raises.
+    """The module, examples of its operands, and its manifest; raises Unimplemented, or an error of torch.
 
     table: decompositions of the compiler. axes: those that vary.
     """
@@ -228,7 +228,7 @@ def exportable(
 
 
 def _drawn_axes(program: Program, operands: Sequence[Operand], axes: Sequence[Axis], first: int) -> Iterator[Axis]:
-    """The axes of what is drawn that vary, found by drawing for other sizes, too."""
+    """The varying axes of random operands, found by drawing at other sizes."""
     sizes = {symbol: operands[place].shape[axis] for place, axis, symbol in axes}
     if not sizes:
         return
@@ -247,7 +247,7 @@ def _drawn_axes(program: Program, operands: Sequence[Operand], axes: Sequence[Ax
 
 @contextmanager
 def _sized(examples: Sequence[torch.Tensor], axes: Sequence[Axis]) -> Iterator[Sequence[torch.Tensor]]:
-    """The examples with symbols for what varies; raises Unimplemented if tracing them decided about a size."""
+    """The examples with symbolic sizes on varying axes; raises Unimplemented if tracing specialized a size."""
     if not axes:
         yield examples
         return
@@ -265,7 +265,7 @@ def _sized(examples: Sequence[torch.Tensor], axes: Sequence[Axis]) -> Iterator[S
 
 
 def pure(program: Program, checks: OperandChecks) -> tuple[fx.Graph, list[int | None]]:
-    """The program's graph from all operands; for each of its outputs the place among those it computes, or ~operand.
+    """The program's graph over all operands; for each output its index among computed outputs, or ~operand.
 
     Operands are feeds, storages and what `Given` says; the run's number, which only draws take, counts after storages.
     """
@@ -303,7 +303,7 @@ def pure(program: Program, checks: OperandChecks) -> tuple[fx.Graph, list[int | 
 
 
 def _traced(body: Program, checks: OperandChecks) -> Body:
-    """A loop's body, which takes its constants last."""
+    """A loop's body, with its constants as last arguments."""
     body = body.undonated()
     graph, places = pure(body, checks)
     step = fx.GraphModule(body.module, graph)
@@ -316,7 +316,7 @@ def _traced(body: Program, checks: OperandChecks) -> Body:
 
 
 def _target(program: Program, node: fx.Node) -> Any:
-    """What a call does, where it writes into a value of its loop: the same without that."""
+    """The target of a call, out of place if it writes into a carried value."""
     owner = program.node_of.get(node.name)
     writer = None if owner is None or not program.written else writer_of(owner.op)
     if owner is None or writer is None or node.target is not writer[0]:

@@ -1,4 +1,4 @@
-"""Steps in which generated code runs between packages: one for each straight segment, as `graph_split` cuts them.
+"""Steps with generated code between packages: one package for each straight segment of `graph_split`.
 
 A segment only computes; what the step writes is committed after it, as it is for generated code.
 """
@@ -25,7 +25,7 @@ SEGMENTS = "segments"  # the fact how the operands of each lie; None of one that
 
 
 class SegmentedStep:
-    """Computes a step as ``program.forward`` does. lacks: why it is not one package.
+    """Computes a step like ``program.forward``. lacks: the reason why the step is not one package.
 
     Raises Unfit, OperandRefused or PackageFailed; an error of generated code is a refusal, since the code of the whole
     step raises it with its line.
@@ -72,7 +72,7 @@ def operands(args: Sequence[Any]) -> tuple[Operand, ...] | None:
 
 
 def fitting(step: Forward, layouts: Sequence[Operand]) -> Callable[..., Sequence[Any]]:
-    """A step of a segment that copies what crosses into it where that lies in another way."""
+    """A segment's step that copies crossing values of other layouts."""
 
     def forward(*args: Any) -> Sequence[Any]:
         try:

@@ -1,4 +1,4 @@
-"""The native tier: asked by the chooser, it lets a step be compiled in another process and loads the package."""
+"""The native tier: compiles steps in another process and loads the packages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Native:
         return str(found.package.facts["status"])
 
     def recalled(self, program: Program, shapes: Sequence[torch.Size]) -> Step | None:
-        """The code for feeds of these sizes, one element behind the other, if it lies in the cache."""
+        """The cached code for contiguous feeds of these sizes, if any."""
         by_id = program.whole.contents.by_id
         specs = [by_id[value.node].outputs[value.index] for value in program.feeds]
         feeds = [torch.empty(shape, dtype=spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
@@ -128,7 +128,9 @@ class Native:
 
 
 def _lies(variable: Variable) -> torch.Tensor:
-    """A tensor that lies as its value does; on a cluster's task, where it has none, one element behind the other."""
+    """A tensor with the layout of a Variable's value; contiguous on a cluster's task, where the Variable
+    has no value.
+    """
     if variable.initialized:
         return variable.storage
     spec = variable.spec
@@ -180,7 +182,7 @@ class NativeStep:
         self._direct: Direct | None = None
 
     def direct(self) -> Callable[..., list[Any] | None] | None:
-        """`Direct.call` of the whole step, after a call of it; None where there is none."""
+        """`Direct.call` of the whole step, after a first call; None if unavailable."""
         if not self._made or (self._written and not self.writes):
             return None
         places = self._places[: self._n_fetches]
