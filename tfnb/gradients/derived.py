@@ -1,4 +1,4 @@
-"""Gradients that torch derives itself: autograd's own formula of an op, recorded while it runs.
+"""Gradients by autograd's own formula of an op, recorded while it runs.
 
 The op is called once more on stand-ins for the recorded tensors, with autograd on. That computes nothing, since the
 call gives what was recorded. Then autograd runs backward from there, and each ATen call that it makes is recorded. So
@@ -38,7 +38,7 @@ _KERNEL = re.compile(r"^Autograd\w*(?:\[alias\])?: registered at", re.MULTILINE)
 
 
 def dispatched_to_autograd() -> AbstractContextManager[None]:
-    """Calls inside reach the kernels of autograd, which a recording leaves out."""
+    """Inside, calls reach autograd's kernels, which recordings exclude."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in _KEYS:
         excluded = excluded - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
@@ -46,7 +46,7 @@ def dispatched_to_autograd() -> AbstractContextManager[None]:
 
 
 class StandIn(torch.Tensor):
-    """Has dtype and layout of a recorded tensor, and autograd's records of it; its shape is that of ``like``."""
+    """Has the dtype and layout of a recorded tensor, with an autograd history; its shape is that of ``like``."""
 
     recorded: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class StandIn(torch.Tensor):
 
 
 class Derivation(TorchDispatchMode):
-    """Records what autograd calls on stand-ins; the first call of ``op`` gives stand-ins for ``outs``."""
+    """Records autograd's calls on stand-ins; the first call of ``op`` returns stand-ins for ``outs``."""
 
     def __init__(self, recorder: Recording, op: Any, outs: list[Any]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def _grouped(op: Any, outs: list[Any]) -> Any:
 
 
 def has_formula(op: str) -> bool:
-    """Whether torch may know the gradient of an op: of its own ops, and of those with a kernel for the key Autograd.
+    """Whether torch may know the gradient of an op: true for ATen ops, and for ops with an Autograd kernel.
 
     That kernel is what ``register_autograd`` of torch.library makes, or what a library in C++ registered.
     """
@@ -111,7 +111,7 @@ def has_formula(op: str) -> bool:
 
 
 def derived_rule(op: str, recorder: Recording) -> Rule:
-    """The rule that autograd has for an ATen op; it gives NotImplemented where torch has none for these sizes."""
+    """The rule of autograd for an ATen op; returns NotImplemented if torch has none for these sizes."""
 
     def rule(n: Forward, dys: Any) -> Any:
         mode = Derivation(recorder, overload(op), [*n.outs])

@@ -1,4 +1,4 @@
-"""Passes: functions from Graph to Graph, and what they ask of a graph.
+"""Passes: functions from Graph to Graph, and their shared analyses.
 
 `pipeline` has their order. `prune` keeps what a run needs. Until nothing changes: `fractions` keep their dtype, `fold`
 constants, `simplify` by a table, `merge` equal nodes (`region_merging`: loops and branches). Once, what a commit does

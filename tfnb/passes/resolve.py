@@ -1,4 +1,4 @@
-"""What a step does to variables, with the writes taken out: reads after a write become the written value.
+"""Elimination of a step's writes to variables: reads after a write become the written value.
 
 After `resolve`, the nodes of a step are pure dataflow, each written variable has one final value, and it is known which
 nodes depend on an optimizer update. Pure; imports the graph.
@@ -28,7 +28,7 @@ class State:
     updated: frozenset[int]
 
     def resolved(self, value: Value) -> Value:
-        """The value it stands for."""
+        """The value that stands for this one."""
         return self.same.get(value, value)
 
     def updated_ancestors(self, value: Value) -> set[int]:

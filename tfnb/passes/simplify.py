@@ -21,7 +21,7 @@ _OPTIONS = ("has_biases", "num_layers", "bidirectional", "batch_first")
 
 
 class Look:
-    """The graph as a row sees it: what produces a value, and who else takes it."""
+    """The graph as seen by a rewrite: producers and consumers of values."""
 
     def __init__(self, graph: Graph, fixed: Collection[int]) -> None:
         self._nodes = {node.id: node for node in graph.nodes}
@@ -29,11 +29,11 @@ class Look:
         self._fixed = fixed
 
     def update(self, node: Node) -> None:
-        """A node as it is now."""
+        """Replace a node by its rewritten form."""
         self._nodes[node.id] = node
 
     def producer(self, value: Value) -> Node | None:
-        """The node behind a value, if it may be looked through: not what is fed."""
+        """The node that produces a value; None for fed values, whose producers must not be looked at."""
         node = self._nodes.get(value.node)
         return None if node is None or node.id in self._fixed else node
 
@@ -43,7 +43,7 @@ class Look:
         return None if node is None else node.outputs[value.index]
 
     def only_user(self, value: Value) -> bool:
-        """Whether one node takes the value, and it is not fetched."""
+        """Whether exactly one node consumes the value, and no fetch."""
         return len(self._consumers.get(value, ())) == 1 and value.node not in self._fixed
 
     def users(self, value: Value) -> list[Node]:
@@ -77,7 +77,7 @@ def row(name: str, *ops: str) -> Callable[[Rewrite], Rewrite]:
 
 
 def simplify(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-    """Apply the table once to every node. Nothing is removed here: prune drops what nobody needs any more."""
+    """Apply the table once to every node. Removes nothing: prune drops unused nodes."""
     fixed = {value.node for value in (*fetches, *feeds)}
     look = Look(graph, {value.node for value in feeds})
     same: dict[Value, Value] = {}
@@ -97,7 +97,7 @@ def simplify(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Va
 
 
 def _is_ordered(node: Node, found: Value | Node, look: Look) -> bool:
-    """Whether what runs before the nodes that a rewrite passes over runs before what is left of them."""
+    """Whether a rewrite keeps the control dependencies of the nodes it bypasses."""
     left = found.inputs if isinstance(found, Node) else (found,)
     before = [look._nodes[v.node] for v in node.inputs if v not in left and v.node in look._nodes]
     if any(not set(each.control) <= set(node.control) for each in before):
@@ -120,13 +120,13 @@ def _input(node: Node, name: str = "self") -> Value | None:
 
 
 def _unchanged(node: Node, look: Look) -> Value | None:
-    """The input, if it has the very dtype, shape and device of the output."""
+    """The input, if its dtype, shape and device equal the output's."""
     source = _input(node)
     return source if source is not None and look.spec(source) == node.outputs[0] else None
 
 
 def _before(node: Node, look: Look, *ops: str) -> Node | None:
-    """What produces the input, if it is one of ``ops``."""
+    """The producer of the input, if it is one of ``ops``."""
     source = _input(node)
     producer = None if source is None else look.producer(source)
     return producer if producer is not None and producer.op in {f"aten.{op}" for op in ops} else None
@@ -199,7 +199,7 @@ def _(node: Node, look: Look) -> Value | None:
 
 
 def _takes_any_memory(node: Node) -> bool:
-    """Whether an op's outputs are new memory, whatever the strides of its inputs: torch's own kernels are like that."""
+    """Whether an op allocates its outputs, for all strides of its inputs: true for torch's own kernels."""
     if not node.op.startswith("aten."):
         return False
     op = overload(node.op)
@@ -236,8 +236,7 @@ def _(node: Node, look: Look) -> Node | None:
 
 @row("a + (zeros with v added to row i) -> a with v added to row i", "add.Tensor")
 def _(node: Node, look: Look) -> Node | None:
-    """The cotangent of ``x[:, i]`` in a loop, which is added to that of earlier iterations: x-sized zeros in each
-    otherwise.
+    """Accumulate the cotangent of ``x[:, i]`` in a loop in place, without zeros of the size of x in each iteration.
 
     Only of one row: of two that are the same the sum would be rounded in another order.
     """
@@ -280,7 +279,7 @@ def _(node: Node, look: Look) -> Node | None:
 
 @row("a recurrent net, whose gradient is taken -> the net that keeps what it needs", *_NETS)
 def _(node: Node, look: Look) -> Node | None:
-    """As with attention, the gradient's rule computes the forward once more. In a region to be recomputed it shall."""
+    """Share the forward that a recurrent net's gradient computes again, unless the region is to be recomputed."""
     if any(tag.startswith("recompute:") for tag in node.tags):
         return None
     for other in look.users(node.inputs[0]):
@@ -292,7 +291,7 @@ def _(node: Node, look: Look) -> Node | None:
 
 
 def _summands(node: Node, look: Look, op: str) -> tuple[list[Node], int, int]:
-    """The nodes that a tree of additions adds up, their ``dim`` and how many rows it has.
+    """The summands of a tree of additions, with their ``dim`` and number of rows.
 
     No node, unless all are ``op``, used only here, and put values into zeros of one shape along one axis.
     """

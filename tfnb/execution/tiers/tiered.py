@@ -59,8 +59,8 @@ NATIVE, VARYING = Native(), Native(varies=True)
 AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
 COMPILED: tuple[Tier, ...] = (CompiledLoops(), NATIVE)
 FUSED: tuple[Tier, ...] = (Fused(),)
-"""Tiers that are asked before the first step; when steps have taken long, on the CPU; and on other devices. CUDA graphs
-launch the code of either."""
+"""The tables of tiers: `AT_ONCE` is asked before the first step, `COMPILED` on the CPU once steps have taken long,
+`FUSED` on other devices. CUDA graphs launch the code of any of these."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -101,7 +101,9 @@ class Generated:
 
 
 class Tiers:
-    """The code of one program, by the sizes of its feeds."""
+    """The code of one program, by the sizes of its feeds: of the first tier in `AT_ONCE`, `COMPILED` or
+    `FUSED` that fits.
+    """
 
     def __init__(self, program: Any, mode: Mode) -> None:
         self.program, self.mode, self._generated = program, mode, Generated(program)

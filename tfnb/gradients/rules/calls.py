@@ -68,7 +68,7 @@ def _entries(active: Sequence[bool], of: Definition, args: Sequence[Any], node: 
 
 
 def _again(recorder: Recording, nodes: Sequence[Node], same: dict[Value, Value]) -> list[Node]:
-    """The nodes once more, on the values in ``same``, which gets theirs."""
+    """Copies of the nodes, on the values in ``same``, to which their outputs are added."""
     made = []
     ids: Mapping[int, int] = {node.id: new_id() for node in nodes}
     for node in nodes:

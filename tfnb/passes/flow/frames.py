@@ -35,7 +35,7 @@ COUNTER = ("iterations", 0)
 
 
 class Port(NamedTuple):
-    """Output number ``index`` of op number ``op``; behind a node's outputs stand "it is done", then its order token."""
+    """Output number ``index`` of op number ``op``. After a node's outputs come its completion and its order token."""
 
     op: int
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a Port
@@ -62,7 +62,7 @@ class Op:
 
     @property
     def sources(self) -> tuple[Port, ...]:
-        """All ports that it waits for."""
+        """All input ports."""
         run = () if self.run is None else (self.run,)
         return (*self.inputs, *self.after, *(port for _, port in self.sizes), *run)
 
@@ -96,7 +96,7 @@ class Flow:
     done: Mapping[int, tuple[Port, ...]]  # of the root's nodes, by id
 
     def value(self, port: Port) -> Value | None:
-        """The value that a port of a node is, or of what is fed; None for others."""
+        """The value of a node's port or of a fed op; None for others."""
         op = self.ops[port.op]
         fed: Value | None = op.part if op.kind == FEED else None
         return Value(op.node.id, port.index) if op.kind == NODE and op.node is not None else fed
@@ -104,7 +104,7 @@ class Flow:
 
 @dataclass(slots=True)
 class _Place:
-    """A scope while it is lowered."""
+    """A scope during lowering."""
 
     number: int
     frame: int
@@ -205,7 +205,7 @@ class _Lowering:
         self, outer: _Place, node: Node, part: str, given: Sequence[Port], *, frame: int, pivot: Port,
         free: Iterable[Port] = (), run: Port | None = None, tokens: Mapping[Any, Port] | None = None,
     ) -> _Place:  # fmt: skip
-        """The scope of a subgraph, lowered. given: its inputs; free: those that are live also where it does not run."""
+        """Lower the scope of a subgraph. given: its inputs; free: those live even if the scope does not run."""
         subgraph: Subgraph = node.attrs[part]
         contents = subgraph.contents
         ports = dict(zip(subgraph.inputs, given, strict=True))
@@ -273,7 +273,7 @@ class _Lowering:
 
 
 class _Loop:
-    """One loop while it is lowered."""
+    """A loop during lowering."""
 
     def __init__(self, lowering: _Lowering, place: _Place, node: Node) -> None:
         self.to, self.place, self.node, self.attrs = lowering, place, node, node.attrs
@@ -403,7 +403,7 @@ class _Loop:
 
 
 def checks(op: Op) -> bool:
-    """Whether an op looks at what its whole scope relies on, or is of a loop or branches that do."""
+    """Whether an op checks an assumption of its scope, or belongs to a loop or branch with such checks."""
     if op.kind in (EXIT, TRUTH):
         return op.node is not None and is_guarding(op.node)
     return op.kind == SIZES or (op.kind == NODE and op.node is not None and op.node.op == "tfnb.guard")

@@ -40,7 +40,7 @@ TASK = Place(-1)
 
 
 class Rule(Enum):
-    """By which rule an op has its home. Those of other ops name one: `Home.beside`."""
+    """The rule that placed an op. Rules by other ops name the op in `Home.beside`."""
 
     REQUEST, QUEUE, OPERAND, USER, LOOP, DEFAULT, ANYWHERE = (
         "request", "queue", "operand", "user", "loop", "default", "anywhere",
@@ -48,7 +48,7 @@ class Rule(Enum):
 
 
 class Home(NamedTuple):
-    """Where an op is done; None: anew wherever it is wanted. By which rule, and beside which other op.
+    """The place of an op, the rule, and the op it is placed beside. No place: recomputed wherever needed.
 
     also: places that do it anew instead of receiving its value from there.
     """
@@ -86,12 +86,12 @@ def requested(nodes: Iterable[Node], tasks: Collection[int] | None = None) -> di
 
 
 def is_split(node: Node, sites: Mapping[int, Place]) -> bool:
-    """Whether what is inside of a loop or branch is at several places, or at another one than the node asks for."""
+    """Whether the inside of a loop or branch spans several places, or lies at another place than the node."""
     return len({sites[inner.id] for inner in (node, *nested(node)) if inner.id in sites}) > 1
 
 
 def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Home, ...]:
-    """The home of each op, and by which rule. sites: places that nodes ask for, by id."""
+    """The home of each op, with its rule. sites: places requested by nodes, by id."""
     anew = [_is_anywhere(flow, op) for op in flow.ops]
     asked = [None if free else _asked(op, sites) for op, free in zip(flow.ops, anew, strict=True)]
     found = [Home(None) if place is None else Home(place, Rule.REQUEST) for place in asked]
@@ -141,7 +141,7 @@ def _queues(flow: Flow, asked: Sequence[Place | None]) -> dict[Any, Place]:
 
 
 def _is_hard(node: Node) -> bool:
-    """Whether a node asks for a place that it has to have."""
+    """Whether a node has a hard device request."""
     return node.device is not None and not parse(node.device).soft
 
 
@@ -164,7 +164,7 @@ def _is_anywhere(flow: Flow, op: Op) -> bool:
 
 
 def _with(flow: Flow, op: Op) -> tuple[int, ...]:
-    """The ops beside which an op is done before all others."""
+    """The ops that determine the home of an op with priority."""
     ports: Sequence[Port] = op.inputs
     match op.kind:
         case frames.MERGE if len(ports) == 2 and flow.ops[ports[1].op].kind == frames.NEXT:
@@ -177,7 +177,7 @@ def _with(flow: Flow, op: Op) -> tuple[int, ...]:
 
 
 def _before(flow: Flow, op: Op) -> Iterator[int]:
-    """The ops beside which it is done if those of `_with` have no home; of a loop, where the first value is made."""
+    """Fallbacks of `_with`: the producers of an op's inputs; for a loop, of its initial value."""
     for port in op.inputs:
         source = flow.ops[port.op]
         yield source.inputs[0].op if op.kind == frames.MERGE and source.kind == frames.ENTER else port.op
@@ -192,7 +192,7 @@ def _going_round(flow: Flow) -> dict[int, int]:
 
 
 def _users(flow: Flow) -> list[list[int]]:
-    """By op, the ops that take a value of it."""
+    """By op, the ops that take its values."""
     found: list[list[int]] = [[] for _ in flow.ops]
     for number, op in enumerate(flow.ops):
         for port in op.inputs:
