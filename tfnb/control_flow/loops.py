@@ -129,7 +129,7 @@ def _in_pieces(
     recorder: Recorder, cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: Any, invariants: Any,
     **how: Any,
 ) -> Any:  # fmt: skip
-    """A loop over pieces of 1, 2, 3, ... iterations, whose gradient computes a piece again when it comes to it.
+    """A loop over pieces of 1, 2, 3, ... iterations, whose gradient recomputes a piece when it reaches it.
 
     So nobody has to know how many iterations there are: m pieces have m (m + 1) / 2 iterations, the last one m.
     """
@@ -170,7 +170,7 @@ def _limit(recorder: Recorder, most: Any) -> int | Tensor | None:
 def _known_elements(
     recorder: Recorder, iteration: Callable[..., Any], init: Any, rows: Sequence[Spec], what: str
 ) -> Any:
-    """The loop variables, with arrays that know their elements: as one call of the body writes them, which is undone.
+    """The loop variables, with element specs of arrays inferred from one call of the body, which is undone.
 
     iteration: the next loop variables, from those and one row of each sequence.
     """
@@ -192,7 +192,7 @@ def _known_elements(
 
 
 def known_elements(recorder: Recorder, items: Any, specs: Sequence[Spec | None], what: str) -> Any:
-    """The structure, with arrays that know their elements: by what is recorded of each array's inside of a body."""
+    """The structure, with arrays of known element specs, as inferred from the recording of a body."""
     for spec in filter(None, specs):
         if not bound_outside(recorder, spec):
             raise InvalidArgument(
@@ -220,7 +220,7 @@ def _tensor(item: Any) -> Any:
 def _same_form(
     recorder: Recorder, found: Any, form: TreeSpec, start: Sequence[Tensor], body: Callable[..., Any], what: str
 ) -> list[Any]:  # fmt: skip
-    """The leaves of what a body returned; raises InvalidArgument if it has another structure than what it got."""
+    """The leaves of a body's result; raises InvalidArgument if its structure differs from the loop variables'."""
     leaves, got = flat(found)
     if got != form and len(start) == 1 and len(leaves) == 1:
         got = form  # one variable, returned without its tuple
@@ -236,7 +236,7 @@ def _same_form(
 
 
 def _number(leaf: Any, like: Tensor) -> Any:
-    """A Python number in the dtype of its loop variable where that holds it, as in ``tensor + number``."""
+    """A Python number in the dtype of its loop variable if representable, as in ``tensor + number``."""
     if not isinstance(leaf, (bool, int, float, complex)):
         return leaf
     fits = torch.result_type(like, leaf) == like.dtype
@@ -382,7 +382,7 @@ def _scan(
 
 
 def _same_length(recorder: Recorder, rows: Sequence[Tensor], what: str) -> None:
-    """Raises ShapeError for tensors of several lengths; where only a run knows those, it looks."""
+    """Raise ShapeError for tensors of different lengths; lengths known only at run time are guarded."""
     for row in rows[1:]:
         same: Any = rows[0].shape[0] == row.shape[0]
         known = same if isinstance(same, bool) else recorder.symbols.truth(same)

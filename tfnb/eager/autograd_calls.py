@@ -51,7 +51,7 @@ class Calls(TorchFunctionMode):
 
 
 def _is_of_func(args: Any) -> bool:
-    """Whether torch.func calls: it has an autograd of its own, in which its wrapped tensors stand."""
+    """Whether torch.func makes the call: it has its own autograd for its wrapped tensors."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return torch._C._are_functorch_transforms_active() or any(
         wrapped(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor)

@@ -62,7 +62,7 @@ def autograd_backward(
 
 @contextmanager
 def _under_way() -> Iterator[bool]:
-    """Inside, what is added to a ``.grad`` is seen by who called; gives whether that was so before."""
+    """Inside, additions to ``.grad`` are handled by the caller; yields whether that was so before."""
     token = _filling.set(True)
     try:
         yield token.old_value is True

@@ -28,7 +28,7 @@ _KEY = "breakpoints"  # in `Graph.attached`: name -> Breakpoint
 
 @dataclass(frozen=True)
 class Breakpoint:
-    """Where runs of a graph stop: the name of a value, the condition, and what it is in words."""
+    """A breakpoint of a graph: the name of a value, the condition, and its text."""
 
     name: str
     holds: Callable[[torch.Tensor], bool]
@@ -40,7 +40,7 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A breakpoint in one step: its node, and what it looks at, by name: the inputs of the node, and its own value."""
+    """A breakpoint in one step: its node, and the values to show by name: the node's inputs and output."""
 
     at: Breakpoint
     node: Node
@@ -161,7 +161,7 @@ def _name(graph: Graph, item: Any) -> str:
 
 
 def _meant(graph: Graph, name: str) -> Value | None:
-    """The value at a breakpoint; None where its cell was recorded again without it."""
+    """The value at a breakpoint; None if its cell was recorded again without it."""
     try:
         return graph.value(name)
     except NotFound:
@@ -177,7 +177,7 @@ def _text(condition: Any) -> str:
 
 
 def _holds(name: str, condition: Any) -> Callable[[torch.Tensor], bool]:
-    """The condition as a function; what fails in it is an error that names the breakpoint."""
+    """The condition as a function, whose failures become errors naming the breakpoint."""
     if condition is None:
         return lambda _: True
     if condition in _BAD:

@@ -1,4 +1,4 @@
-"""Feeds of a step over microbatches: those of the whole batch, and where its microbatches begin and end."""
+"""Feeds of a step over microbatches: the whole batch, and the bounds of its microbatches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DividedFeeder:
         self.values, self.names = whole.values, whole.names
 
     def fed(self, given: Iterable[Any]) -> Fed:
-        """The batch as `Feeder.fed` has it, then the shapes of the microbatches of each feed, and their shares."""
+        """The batch as converted by `Feeder.fed`, then the microbatches' shapes for each feed, and their shares."""
         tensors, shapes = self.whole.fed(given)
         halves = [tensor for tensor, is_divided in zip(tensors, self.divided, strict=True) if is_divided]
         rows = len(halves[0])

@@ -1,4 +1,4 @@
-"""A signature of a session, ready to run: what was fetched and fed, the code of it, and what becomes of the results."""
+"""A signature of a session, ready to run: its fetches and feeds, code, and handling of results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tfnb.state.step_groups import StepGroup
 
 
 class Look(NamedTuple):
-    """Further fetches of a step, and what becomes of their values: a print or a breakpoint of its graph."""
+    """Further fetches of a step with a consumer of their values: a print or a breakpoint of its graph."""
 
     wanted: tuple[Value, ...]
     see: Callable[[Sequence[Any]], None]
@@ -57,22 +57,22 @@ class Prepared:
     default: torch.dtype = field(default_factory=torch.get_default_dtype)  # the code is for: `tfnb.passes.fractions`
 
     def is_of(self, graph: Graph) -> bool:
-        """Whether it is of the graph's version and of torch's default dtype of now."""
+        """Whether the signature matches the graph's version and torch's current default dtype."""
         return self.version == graph.version and self.default is torch.get_default_dtype()
 
     def ensure_fresh(self) -> None:
-        """Raise StaleNode where Python state that was recorded has changed; warn of what is only to be said."""
+        """Raise StaleNode if recorded Python state has changed; warn of lesser changes."""
         if self.python is not None:
             self.python.check(_warn)
 
     @property
     def stops(self) -> bool:
-        """Whether a breakpoint may stop it."""
+        """Whether a breakpoint may stop the step."""
         return bool(self.looks) and any(look.stops for look in self.looks)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it asks for nothing beside the step itself."""
+        """Whether the signature needs nothing beside the step itself."""
         return not (self.trailing or self.asked or self.feeder.repeats or self.stops)
 
     @property
@@ -98,7 +98,7 @@ class Prepared:
                 look.see(results[start:end])
 
     def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
-        """The values of the fetched Variables after the step; those that it did not write are of the cut."""
+        """The values of the fetched Variables after the step; unwritten ones come from the snapshot."""
         copies, writes = {} if cut is None else cut.copies, self.code.step.writes
         return [v.value() if v in writes or v not in copies else copies[v] for v in self.trailing]
 
@@ -106,7 +106,7 @@ class Prepared:
 def prepare(
     graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode]
 ) -> Prepared:  # fmt: skip
-    """Resolve what is fetched and fed; ``code`` makes what runs the step."""
+    """Resolve fetches and feeds; ``code`` makes the code of the step."""
     version = graph.version
     leaves: list[Any] = []
     nested = structure(fetches, leaves)
@@ -139,7 +139,7 @@ def prepare(
 def prepare_divided(
     graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode], microbatches: int
 ) -> Prepared:  # fmt: skip
-    """`prepare` of a step over so many microbatches. Raises Unimplemented where it has breakpoints."""
+    """`prepare` for a step over so many microbatches. Raises Unimplemented if the graph has breakpoints."""
     made: list[Microbatches] = []
 
     def divided(step: StepGraph) -> StepCode:
@@ -163,7 +163,7 @@ def _warn(note: str) -> None:
 
 
 def _warn_left_out(step: StepGraph) -> None:
-    """Say once what a block of the step writes and the step does not."""
+    """Warn once of writes in a block of the step that the step leaves out."""
     notes: list[Note] = step.whole.attached.get(LEFT, [])
     for note in left_out(notes, step.graph.contents):
         notes.remove(note)
@@ -183,7 +183,7 @@ def _placed(looks: Sequence[Look], start: int) -> Iterator[tuple[Look, int, int]
 
 
 def _looked(looks: Sequence[Look], rebuild: Callable[[Sequence[Any]], Any], start: int, results: Sequence[Any]) -> Any:
-    """``rebuild`` of the results without those that only looks are for; the step is over, and prints."""
+    """``rebuild`` for the results without the fetches of looks; prints are made, since the step is over."""
     end = start
     for look, begin, end in _placed(looks, start):
         if not look.stops:

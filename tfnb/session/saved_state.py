@@ -1,4 +1,4 @@
-"""What a session saves and restores, of one moment: Variables, queues, positions of sources, numbers of optimizers."""
+"""State that a session saves and restores, of one moment: Variables, queues, positions of sources, optimizers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_OPTIMIZERS = "optimizers", "schedulers"  # positions that only a whole resto
 
 
 class Moment(NamedTuple):
-    """What a session had at one moment: values and contents of queues by label, and its `positions`."""
+    """A session's state at one moment: values and queue contents by label, and its `positions`."""
 
     values: Mapping[str, torch.Tensor]
     positions: Mapping[str, Any]
@@ -57,10 +57,9 @@ class Moment(NamedTuple):
 
 @dataclass
 class Inputs:
-    """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, queues
-    that no node uses, restored contents by label of queues that are not known yet, schedulers of torch optimizers,
-    restored states by label of those that are not known yet, steps of a training of `fit` that is not at its end, and
-    the one in progress."""
+    """Inputs shared by the sessions of a graph: sources by name, queues, schedulers of torch optimizers, restored state
+    of those not known yet, and the steps of an unfinished training.
+    """
 
     sources: dict[str, Source] = field(default_factory=dict)
     positions: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -74,7 +73,8 @@ class Inputs:
 
 
 class SavedState:
-    """What `Session.save` writes and `restore` puts back: Variables, queues, positions of sources and random streams.
+    """The state written by `Session.save` and read by `restore`: Variables, queues, positions of sources and random
+    streams.
 
     The sessions of a graph share `Inputs`; ``steps``, which numbers its runs, and ``cluster``, if it has one of
     its own, are of one session.
@@ -86,11 +86,11 @@ class SavedState:
         self._hashed: tuple[Contents, str] | None = None
 
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
-        """Write it to one file, as of one moment: `Session.save`."""
+        """Write the state to one file, as of one moment: `Session.save`."""
         return checkpoint.save(path, *self.unwritten())
 
     def unwritten(self) -> checkpoint.Unwritten:
-        """What `save` writes, in memory: copies of one moment."""
+        """The state to `save`, in memory: copies of one moment."""
         moment = self.moment()
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
         for label, (facts, kept) in self.inputs.contents.items():
@@ -112,7 +112,7 @@ class SavedState:
 
     @contextmanager
     def _standing(self, training: StepsTaken | None) -> Iterator[None]:
-        """A block in which no element is read on its way to a queue, or drawn by a training."""
+        """A block in which no element is in transit to a queue or drawn by a training."""
         source = None if training is None else training.source
         drawn = source.standing() if isinstance(source, QueueElements) else nullcontext()
         with standing(self.inputs.sources.values()), drawn:
@@ -148,7 +148,7 @@ class SavedState:
         }
 
     def go_back(self, moment: Moment) -> None:
-        """Everything is as it was, or nothing is changed; Variables and queues that are newer stay as they are.
+        """Restore a moment, all or nothing; Variables and queues made since stay unchanged.
 
         One note tells which hyperparameters of torch optimizers changed, and another one names the schedulers that
         stay as they are.
@@ -189,7 +189,7 @@ class SavedState:
     def _restoring(
         self, values: Mapping[Variable, torch.Tensor], queues: Mapping[str, Queue], held: Mapping[str, Held]
     ) -> Iterator[Callable[[], None]]:
-        """A block in which a call lets Variables and queues be this; whatever may fail of it fails before."""
+        """A block whose callable restores Variables and queues; everything that may fail fails before."""
         for variable, value in values.items():
             variable.ensure_fits(value)
         if (cluster := connected(self._cluster)) is not None:
@@ -231,7 +231,7 @@ class SavedState:
         return f"restored the param groups of {label}, but not the state of {named}: {how}"
 
     def _queues(self) -> dict[str, Queue]:
-        """Those that are there still, by label."""
+        """The existing queues, by label."""
         everyone = [*queues_of(self._graph.nodes), *self.inputs.queues]
         return queue_contents.labelled(queue for queue in everyone if not getattr(queue, "gone", ""))
 
@@ -242,7 +242,7 @@ class SavedState:
         return self._positions_behind(None if training is None else training.applied)
 
     def _positions_behind(self, taken: Taken | None, held: Mapping[str, Held] = _NO_QUEUES) -> dict[str, Any]:
-        """The same behind the steps of a training that count, and behind what queues hold."""
+        """Positions behind the counted steps of a training, and behind the contents of queues."""
         marks = [one.marks for one in held.values()]
         inputs, training = self.inputs, self.inputs.training
         sources = inputs.positions | {name: position_behind(one, marks) for name, one in inputs.sources.items()}
@@ -277,7 +277,7 @@ class SavedState:
     def restore(
         self, path: str | PathLike[str], *, strict: bool = True, mapping: Mapping[str, str] | None = None
     ) -> None:
-        """Become what a file holds, all or nothing: `Session.restore`."""
+        """Load the state from a file, all or nothing: `Session.restore`."""
         saved, about = checkpoint.load(path)
         tensors, held = queue_contents.split(saved, about.get("queues", ()))
         if not strict or mapping:
@@ -341,7 +341,7 @@ class SavedState:
 
     @property
     def resumed(self) -> int:
-        """The step behind which a training that was stopped goes on; 0 where steps before it are missing."""
+        """The step after which a stopped training resumes; 0 if earlier steps are missing."""
         return 0 if self.inputs.has_gaps else self.trained
 
     def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:

@@ -153,7 +153,7 @@ class Session:
 
     @property
     def runs(self) -> RunNumbers:
-        """The numbers of its runs, by which random nodes draw."""
+        """The run counter, from which random nodes draw."""
         return self._steps.runs
 
     # -- running ------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Session:
         check: Literal["nan"] | None = None,
         isolation: Literal["snapshot"] | None = None,
     ) -> Any:
-        """The values of ``fetches``, with their structure; only what they need is executed.
+        """The values of ``fetches``, with their structure; only their ancestors are executed.
 
         fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
         feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds; a compiled step that
@@ -274,7 +274,7 @@ class Session:
     def looked_at(
         self, fetches: Any, feeds: Mapping[Any, Any], more: Mapping[str, Any], **options: Any
     ) -> tuple[Any, dict[str, torch.Tensor]]:
-        """`run`, in generated code, and those of ``more`` (Values and Variables) that there are in the step anyway."""
+        """`run` in generated code, together with the items of ``more`` that the step computes anyway."""
         __tracebackhide__ = True
         step = self._prepare(fetches, parts_of(tuple(feeds))).code.step
         made = step.graph.contents.by_id.keys() - {value.node for value in step.feeds}
@@ -283,7 +283,7 @@ class Session:
         return results, values
 
     def _generated(self) -> Session:
-        """The same session in generated code, for runs with further fetches and feeds, which are no runs of users."""
+        """A twin session in generated code, for internal runs with further fetches and feeds."""
         if self._twin is None:
             self._twin = Session(self.graph, cluster=self._cluster, compile="off", executor=self._executor)
             self._twin._once, self._twin._is_twin, self._twin._steps.runs = self._once, True, self.runs
@@ -291,7 +291,7 @@ class Session:
         return self._twin
 
     def passes(self, fetches: Any, feeds: Iterable[Any] = (), *, sizes: Mapping[str, int] | None = None) -> Passes:
-        """What the passes make of what a run of ``fetches`` needs: nodes, bytes and predicted peak after each.
+        """Results of the passes on a run of ``fetches``: nodes, bytes and predicted peak after each pass.
 
         feeds: what would be fed, placeholders or other tensors. sizes: of axes that vary, by name, for the bytes; 32
         is taken for others. Runs nothing. A notebook draws what is new, gone and changed.
@@ -402,7 +402,7 @@ class Session:
         return Ahead(tuple(fed), order, total, run, by_pass)
 
     def _cut(self, prepared: Prepared, isolation: str, timeout: float | None) -> Cut:
-        """Copies of what a step reads, and of the Variables that are fetched with it."""
+        """A snapshot of the Variables read by a step, and of those fetched with it."""
         if isolation != "snapshot":
             raise InvalidArgument(f"isolation is None or 'snapshot', not {isolation!r}")
         self._ensure_together("isolation", prepared.code)
@@ -411,7 +411,7 @@ class Session:
     def _directly(
         self, prepared: Prepared, values: Iterable[Any], timeout: float | None = None
     ) -> list[Any] | None:  # fmt: skip
-        """The step in one call; None where it did nothing, and `_execute` does it."""
+        """The step in one call; None if the call declined, to be run by `_execute`."""
         direct = prepared.direct  # another thread may forget it meanwhile
         if direct is None or self._steps.is_closed or self._cluster is not None or connected() is not None or notices:
             return None
@@ -539,7 +539,7 @@ class Session:
                 self._prepared.pop(key, None)
 
     def _code(self, step: StepGraph, *, old: StepCode | None) -> StepCode:
-        """What runs a step; where another cell changed, what there is."""
+        """The code of a step, reused if only other cells changed."""
         if old is not None and same_step(old.step, step):
             return old
         code = StepCode(
@@ -551,7 +551,7 @@ class Session:
     # -- files ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
-        """Write the graph's variables to one safetensors file; the result says what it holds.
+        """Write the graph's variables to one safetensors file; returns a summary of its contents.
 
         With them go what the queues, accumulators and barriers of the graph hold, the numbers in the param groups of
         its torch optimizers, the states of schedulers that `reads` names, the positions of its random streams, of the
@@ -566,7 +566,7 @@ class Session:
     def restore(
         self, path: str | PathLike[str], *, strict: bool = True, mapping: Mapping[str, str] | None = None
     ) -> Session:
-        """Assign the variables from a file, and let queues hold what they held, all or none; returns the session.
+        """Assign the variables from a file, and restore the contents of queues, all or none; returns the session.
 
         Steps under way that used one of these queues raise Aborted and write nothing: run them again. What waits for
         elements takes those that are there then. On a cluster everything is brought to the servers before the first
@@ -604,11 +604,11 @@ class Session:
         return self._prepare(fetches, tuple(feeds)).code.step.writes
 
     def status(self) -> list[str]:
-        """For each signature run here and each choice of feed sizes, which code runs and why."""
+        """A line for each signature run here and each choice of feed sizes: the running code and the reason."""
         return [line for code in self._codes() for line in code.status()]
 
     def code(self, fetches: Any, feeds: Sequence[Any] = (), *, microbatches: int = 1) -> str:
-        """Which code runs a signature here, and why, for the sizes that it ran with first; empty if it did not run.
+        """The code that runs a signature here, and the reason, for the first sizes; empty before its first run.
 
         >>> import tfnb
         >>> with tfnb.record() as g:
@@ -622,7 +622,7 @@ class Session:
         return code.code() if code.is_lowered else ""
 
     def limited(self, memory_budget: int | str | None) -> AbstractContextManager[None]:
-        """Within it runs and callables have this memory budget; None keeps the session's. Raises InvalidArgument."""
+        """Inside, runs and callables have this memory budget; None keeps the session's. Raises InvalidArgument."""
         return self._limited(self.memory_budget if memory_budget is None else byte_count(memory_budget))
 
     @contextmanager
@@ -634,7 +634,7 @@ class Session:
             self.memory_budget = kept
 
     def plans(self) -> list[tuple[str, Planned]]:
-        """With a memory budget: names and sizes of the feeds of each signature run here, and what was planned."""
+        """With a memory budget: names and sizes of the feeds of each signature run here, and the plan."""
         budgets = (code.budget for code in self._codes())
         return [row for found in budgets if found and found.budget == self.memory_budget for row in found.plans()]
 

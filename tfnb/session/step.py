@@ -23,7 +23,7 @@ from tfnb.session.feeding import Feeder
 
 
 class Step:
-    """One step: `fetch` and `feed` what was declared, each once. Leaving the block early writes nothing."""
+    """One step in pieces: `fetch` and `feed` declared names, each once. Leaving the block early writes nothing."""
 
     def __init__(
         self, program: Program, feeder: Feeder, run: int, *, fetch: Callable[[Any], int | None],

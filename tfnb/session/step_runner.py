@@ -1,4 +1,4 @@
-"""One step of a session: computed with the locks of its Variables, then committed. It can be stopped meanwhile."""
+"""One step of a session: computed under the locks of its Variables, then committed; can be stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tfnb.state.run_numbers import RunNumbers
 
 
 class StepRunner:
-    """Runs steps one by one or side by side, as threads ask; knows which are under way, and their numbers."""
+    """Runs steps in sequence or concurrently, as threads request; tracks running steps, and numbers all."""
 
     def __init__(self, graph: str) -> None:
         self.graph = graph  # its name
@@ -83,7 +83,7 @@ class StepRunner:
         return results  # type: ignore[no-any-return]
 
     def stoppable(self, program: Any, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
-        """``call(*args)``, which `close`, the deadline, and a reset of what the hold in front is of, end."""
+        """``call(*args)``, stopped by `close`, by the deadline, or by a reset of the held Variables."""
         __tracebackhide__ = True
         running, hold = Running(), next((arg for arg in args[:1] if isinstance(arg, Hold)), None)
         self.running.add(running)
@@ -114,7 +114,7 @@ class StepRunner:
         return program.write(tensors, [variable.storage for variable in program.variables], run, forward)
 
     def _locked(self, hold: Hold, *args: Any) -> Any:
-        """`_compute` with the locks, which the step keeps until it committed."""
+        """`_compute` with the locks, held until the commit."""
         __tracebackhide__ = True
         if not hold.is_granted:
             _take(hold)
@@ -124,7 +124,9 @@ class StepRunner:
         self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int,
         cut: Cut | None,
     ) -> Any:  # fmt: skip
-        """`_compute` of a step that waits inside, or reads copies: the locks come after it, if nobody wrote since."""
+        """`_compute` for a step that waits inside, or reads a snapshot: locks are taken afterwards, if versions are
+        unchanged.
+        """
         __tracebackhide__ = True
         kept = () if program.access is None else program.access.variables  # not those that it writes without order
         seen = versions(kept) if cut is None else {v: cut.versions[v] for v in kept}
@@ -162,7 +164,7 @@ _NOTHING_USED = nullcontext()
 
 
 def _take(hold: Hold) -> None:
-    """Wait for the locks; the error of a deadline says for which."""
+    """Wait for the locks; the error of a deadline names the Variables."""
     start = time.monotonic()
     try:
         LOCKS.take(hold)

@@ -119,7 +119,7 @@ def _place(node: ast.AST, place: Any) -> None:
 
 
 class _Placed:
-    """A mixin: what is made of a statement stands where the statement stood."""
+    """A mixin that gives generated statements the position of their original."""
 
     def visit(self, node: Any) -> Any:
         origin = anno.getanno(node, anno.Basic.ORIGIN, default=None) if isinstance(node, ast.AST) else None
@@ -143,7 +143,7 @@ class _Function:
 
 
 class _Scopes(_Placed, converter.Base):
-    """A scope around each function's body, which is what gives its value."""
+    """Wraps each function's body in a scope object, whose result is the function's value."""
 
     def visit_FunctionDef(self, node: Any) -> Any:
         with self.state[_Function] as scope:
@@ -174,7 +174,7 @@ class _Returns(_Placed, return_statements.ReturnStatementsTransformer):
 
 
 class _Bodies(_Placed, control_flow.ControlFlowTransformer):
-    """Bodies as functions. What a cell binds is needed after it, and what a function binds of outside."""
+    """Bodies as functions. Names bound in a cell, and outside names bound in a function, count as live afterwards."""
 
     def __init__(self, context: Any, closures: set[str]) -> None:
         super().__init__(context)
@@ -186,7 +186,7 @@ class _Bodies(_Placed, control_flow.ControlFlowTransformer):
         return found | frozenset(filter(self._is_needed, modified))
 
     def _is_needed(self, name: Any) -> bool:
-        """Whether a name is of outside of the function, or of one inside of it: malt does not see who reads those."""
+        """Whether a name is global, nonlocal or read by an inner function: malt does not see their readers."""
         scope = self.state[control_flow._Function].scope
         return name in scope.globals or name in scope.nonlocals or str(name) in self.closures
 

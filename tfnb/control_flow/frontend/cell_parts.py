@@ -1,4 +1,4 @@
-"""The statements of a cell, each as code by itself: a factory where it is converted."""
+"""The statements of a cell as separate code objects: factories of converted code, or plain code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import,
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Statements of a cell: their code, which is a factory unless they stay as they are, and why they do."""
+    """Statements of a cell: their code, either a factory or unchanged Python, and the reason for the latter."""
 
     code: CodeType
     is_factory: bool
@@ -47,7 +47,7 @@ def cell_parts(
 
 
 def cell_text(body: Sequence[ast.stmt], result: ast.expr | None) -> str:
-    """The text of a cell as `cell_parts` converts it: calls of operators, and why the rest stays Python."""
+    """The text of a cell as converted by `cell_parts`: calls of operators, and reasons for unconverted code."""
     found = []
     for group in _grouped([*body, *([] if result is None else [placed(result, ast.Expr(result))])]):
         line = group[0].lineno
@@ -62,7 +62,7 @@ def cell_text(body: Sequence[ast.stmt], result: ast.expr | None) -> str:
 
 
 def _defined(tree: ast.stmt) -> ast.AST:
-    """A definition, as it is converted when it is called."""
+    """A definition in the form it is converted to when called."""
     tree = copy.deepcopy(tree)
     return with_operators(tree) if isinstance(tree, ast.FunctionDef) and worth(tree) else tree
 
@@ -125,8 +125,9 @@ def _names(body: Iterable[ast.AST]) -> set[str]:
 
 
 def _stays(statement: ast.stmt) -> bool:
-    """Whether a statement of a cell stays as it is: definitions are converted when they are called, and IPython's
-    magics look at the frame they stand in."""
+    """Whether a statement of a cell stays unconverted: definitions, converted when called, and magics that use their
+    frame.
+    """
     is_magic = any(isinstance(n, ast.Name) and n.id == "get_ipython" for n in ast.walk(statement))
     return isinstance(statement, _DEFINITIONS) or is_magic
 

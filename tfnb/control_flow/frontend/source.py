@@ -94,7 +94,7 @@ def _as_function(node: ast.Lambda) -> ast.FunctionDef:
 
 
 def _prepared(tree: Any, owner: str | None) -> Any:
-    """Without what belongs to the place of the definition: decorators, defaults, annotations, private names."""
+    """A definition without decorators, defaults, annotations and private names, which belong to its original scope."""
     given = tree.args
     given.defaults = [placed(tree, ast.Constant(None)) for _ in given.defaults]
     given.kw_defaults = [d and placed(tree, ast.Constant(None)) for d in given.kw_defaults]
@@ -166,7 +166,7 @@ def with_operators(
 
 
 def _left_to_python(node: ast.AST) -> str | None:
-    """Why a function that has this in it is left to Python."""
+    """The reason why a function with this statement is left to Python; None if there is none."""
     if isinstance(node, (ast.Yield, ast.YieldFrom, ast.AsyncFunctionDef)):
         return "a `yield` in a lambda, or an async function, is in it"
     if isinstance(node, ast.Match):

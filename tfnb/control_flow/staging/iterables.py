@@ -1,4 +1,4 @@
-"""Iterables of staged loops, and Python's ``range``, ``enumerate``, ``zip`` and ``len`` of what varies."""
+"""Iterables of staged loops; and ``range``, ``enumerate``, ``zip`` and ``len`` for varying sizes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Range(WholeNumbers):
 
 
 def _of_samples(arg: Any) -> int:
-    """The number that it is for the samples; a run must have the same one."""
+    """The sample's number, guarded for runs."""
     recorder = recorder_for(arg) if isinstance(arg, Tensor) and arg.sample is not None else None
     if recorder is None or recorder.refuse is not None:  # in a loop, it may be another one in each iteration
         return int(arg)
@@ -199,7 +199,7 @@ def _len(item: Any) -> Any:
 
 
 def _list(*args: Any) -> Any:
-    """``list`` of a generator appends as a loop does, which may be a staged one."""
+    """``list``, for a generator by appending in a loop, which may be staged."""
     if not args or not isinstance(args[0], Generator):
         return list(*args)
     found = made([])

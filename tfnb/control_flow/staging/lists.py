@@ -32,7 +32,7 @@ _OPERATORS = """
 
 
 class _Stands:
-    """A stand-in for elements of a list. Code that takes it for one is told what to write."""
+    """A stand-in for elements of a list, whose use raises an error with a remedy."""
 
     def refuse(self) -> NoReturn:
         """Raise Unsupported."""
@@ -51,7 +51,7 @@ for _name in _OPERATORS.split():
 
 
 class Growing(_Stands):
-    """The last item of a list while the body of a loop that appends to it is recorded."""
+    """The last item of a list during the recording of a loop that appends to the list."""
 
     def refuse(self) -> NoReturn:
         recorder = recorder_if_open()
@@ -83,7 +83,7 @@ class Appended(_Stands):
 
 @dataclass
 class Growth:
-    """Collects what the body of one loop appends to lists of outside: one tensor to each, in every iteration.
+    """Collects the elements that a loop's body appends to outside lists: one tensor to each, in every iteration.
 
     around: the containers that were made in the body that the loop stands in, if it stands in one.
     """
@@ -95,7 +95,7 @@ class Growth:
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Around the body: lists that it appends to cannot be looked at."""
+        """Around the body: lists that grow in it cannot be read."""
         self.depth = status.depth
         marked = list(self.lists)
         for each in marked:

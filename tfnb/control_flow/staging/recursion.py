@@ -26,7 +26,7 @@ LIMIT = 1000
 
 
 def function(fn: Callable[..., Any] | None = None, *, limit: int = LIMIT) -> Any:
-    """A function whose nodes are one box under its name, and which may call itself.
+    """A function drawn as one box under its name, possibly recursive.
 
     Tensors among its arguments, in lists, tuples and dicts, may be of any dtype and shape in each call; what else it is
     given is fixed while it is recorded. A function that calls nothing of its own is recorded in place. One that calls
@@ -54,7 +54,7 @@ def function(fn: Callable[..., Any] | None = None, *, limit: int = LIMIT) -> Any
 
 
 def converted(function: Any) -> Any:
-    """``function`` as converted code calls it; as it is, where none runs."""
+    """``function`` as called from converted code; unchanged outside of converted code."""
     return OPERATORS.fn(function) if status.active else function
 
 
@@ -111,7 +111,7 @@ class Function:
 
 
 class Call:
-    """One call in a recording: tensors apart from what is fixed."""
+    """One call in a recording, with tensors separated from fixed arguments."""
 
     def __init__(self, of: Function, recorder: Recorder, args: Any, kwargs: Any) -> None:
         self.recorder, self.of, self._name = recorder, of, of._name
