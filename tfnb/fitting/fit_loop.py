@@ -62,7 +62,7 @@ _PLAIN = "generated code"  # needs no word
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What `fit` did: how many steps, in how many seconds, and the watched values.
+    """The result of `fit`: numbers of steps and seconds, and the watched values.
 
     ``history`` has one entry for each epoch (pass over the data), also one that was cut short: ``epoch``, ``step`` (the
     last one of it), and for each watched value its mean over the epoch, weighted by rows. ``curve`` has them along the
@@ -274,7 +274,7 @@ def _here(
     session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
     microbatches: int, *, exact: bool | None,
 ) -> Taken:  # fmt: skip
-    """Each step, taken in this process, which stands still after each epoch."""
+    """Steps taken in this process, with a standstill after each epoch."""
     if microbatches > 1:
         fetch = operations_of(fetch, session)
     keys: tuple[Any, ...] = ()
@@ -297,7 +297,7 @@ def _here(
 
 
 def _by_epoch(taken: Taken, run: _Run) -> Taken:
-    """The same without those of no steps, cut where an epoch begins.
+    """Reports split at epoch boundaries, without empty ones.
 
     ``run`` hears of the end of each: when everything stands still, else before the first step of the next one.
     """
@@ -371,7 +371,7 @@ def _of_arrays(
     session: Session, fetches: Any, keys: tuple[Any, ...], rows: Arrays, total: int, run: _Run,
     options: Mapping[str, Any],
 ) -> Taken:  # fmt: skip
-    """The same for arrays, which tasks take their rows of by themselves."""
+    """Reports for arrays, from which tasks take their rows themselves."""
     each, begun = rows.order.per_pass if options["by_pass"] else total, run.step
     run.steps.numbered_from(begun)
     run.steps.begins(min(each - begun % each, total - begun))
@@ -401,7 +401,7 @@ def _told(epochs: Sequence[int], rows: Sequence[int], group: StepGroup) -> Told:
 
 
 def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
-    """The user's data: nothing is half done while waiting for it, so an interrupt counts at once."""
+    """The user's data: an interrupt while waiting for data takes effect at once, since no step is half done."""
     while True:
         run.is_waiting = True
         run.stop_if_wanted()
@@ -414,7 +414,7 @@ def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
 
 @dataclass
 class _Counted:
-    """What is counted of the steps that were told. ``numbers``: of them on a cluster."""
+    """Counts of the reported steps. ``numbers``: their numbers on a cluster."""
 
     metrics: Metrics
     step: int
@@ -520,7 +520,7 @@ class _Run:
                 self._say_recovered(group.lost)
 
     def _go_back(self, kept: AppliedSteps, place: Callable[[int], tuple[int, int]]) -> None:
-        """Only these steps count: those of later ones are taken again, and of untold ones nobody knows the values."""
+        """Count only these steps: later steps are taken again, and values of unreported ones are unknown."""
         self._taken_back, self._counted = self._counted.numbers, deepcopy(self._kept)
         since, self._since = self._since, []
         for told in since:
@@ -542,7 +542,7 @@ class _Run:
             self._lines = self.cluster.news(self._lines)[0]
 
     def epoch_over(self, epoch: int) -> None:
-        """An epoch is over: its values, and what is to be called."""
+        """End an epoch: collect its values, and call the callbacks."""
         __tracebackhide__ = True
         self._read()
         try:
@@ -558,7 +558,7 @@ class _Run:
         self._heed(self.callbacks.on_epoch(Progress(self.step, epoch, values, self._counted.samples)))
 
     def _heed(self, progress: Progress) -> None:
-        """What a callback asked for; it may have changed what recordings read."""
+        """Apply the requests of a callback, which may have changed recorded Python state."""
         user_code_ran()
         self.why_over = progress.stopped or self.why_over
         if progress.changed is not None:
@@ -571,7 +571,7 @@ class _Run:
 
     @property
     def left(self) -> float | None:
-        """Seconds that it may take yet."""
+        """Remaining seconds of the time limit."""
         return None if self.timeout is None else self.timeout - (time.perf_counter() - self._start)
 
     @property
@@ -580,7 +580,7 @@ class _Run:
         return {**self._metrics.means(), **self._validated.get(max(self._validated, default=0), {})}
 
     def _look(self, seconds: float) -> None:
-        """What is done a few times a second."""
+        """Periodic work, a few times a second: metrics, display, deadline."""
         __tracebackhide__ = True
         self._read()
         self._say_who_came()
@@ -645,7 +645,7 @@ class _Run:
         return text
 
     def failed(self, error: BaseException) -> None:
-        """The end by an error, which learns its step."""
+        """End by an error, with the step added to the error."""
         with suppress(KeyboardInterrupt):
             self._checkpoints.end(last=False)
         self._finish(f"failed after step {self.step}: {type(error).__name__}")
@@ -656,7 +656,7 @@ class _Run:
 
 
 def _user_level() -> int:
-    """The stacklevel at which a warning of the caller points to the line that called `fit`."""
+    """The stacklevel that points a warning of the caller to the line that called `fit`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code is not fit.__code__:
         frame, level = frame.f_back, level + 1
@@ -686,7 +686,7 @@ def _interrupts(run: _Run) -> Iterator[None]:
 def _validation(
     session: Session, data: Any, feeds: Any, names: Sequence[str], watched: tuple[Any, ...]
 ) -> Callable[[_Run], dict[str, float]]:  # fmt: skip
-    """What gives the watched values over the validation data, by name."""
+    """A function for the watched values over the validation data, by name."""
     if data is None:
         return lambda run: {}
     if not names:

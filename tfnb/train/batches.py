@@ -153,7 +153,7 @@ def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor | Chunked, ...]) -> 
 
 
 def name_of(key: Any) -> str:
-    """What to call a feed key or fetch in a message."""
+    """The name of a feed key or fetch, for messages."""
     return key if isinstance(key, str) else str(getattr(key, "name", key))
 
 
@@ -161,7 +161,7 @@ def name_of(key: Any) -> str:
 
 
 def batch_count(data: Any) -> int | None:
-    """The number of items in one pass over ``data``, or None where ``len`` of it raises.
+    """The number of items in one pass over ``data``, or None where ``len`` raises.
 
     A DataLoader over an IterableDataset has ``__len__`` and raises TypeError; a stream's own ``__len__`` may raise
     any exception.
@@ -176,7 +176,7 @@ def batch_count(data: Any) -> int | None:
 
 
 def is_single_pass(data: Any) -> bool:
-    """Whether ``data`` is an iterator, which gives its items once.
+    """Whether ``data`` is an iterator, and so gives its items once.
 
     Only an iterator is asked for ``iter``: that of a DataLoader would start its worker processes.
     """
@@ -225,7 +225,7 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) 
 
 
 def _pass_of(source: Source) -> Iterator[Any]:
-    """The rest of a pass, or the next one where it stood at the end of a pass."""
+    """The rest of a pass, or the next pass if none is left."""
     found = False
     for item in source:
         found = True

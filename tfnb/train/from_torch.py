@@ -145,7 +145,7 @@ class Hyperparameters:
 
 
 def _formula(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each setting, by the names of the op, what a recorded step cannot take anew at each run."""
+    """The settings that are fixed in a recorded step, by the names of the op; other settings are read at each run."""
     numbers = NUMBERS[OPTIMIZERS[kind].op]
     decisive = SWITCHES | {"eps"}  # rows without gradient stay as they are where nothing is divided by 0
     return {
@@ -156,7 +156,7 @@ def _formula(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FromTorch(Optimizer):
-    """What `from_torch` gives. A step updates the parameters of the optimizer only, each as its group says."""
+    """The optimizer made by `from_torch`: updates the parameters of the torch optimizer only, each by its group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(0.0)  # each group has its own
@@ -223,7 +223,7 @@ class FromTorch(Optimizer):
         return Rule(self._label, group["lr"], **settings_of(self._label, group))
 
     def _hyperparameters(self, number: int) -> Hyperparameters:
-        """Those of a group, for steps that are recorded with its formula of now."""
+        """The hyperparameters of a group, for steps recorded with its current formula."""
         made = Hyperparameters(self.optimizer, number)
         known = self._groups.setdefault(number, [])
         if made.formula not in [one.formula for one in known]:
@@ -241,13 +241,13 @@ class FromTorch(Optimizer):
         return self._kept[key]
 
     def _begin(self, rule: Rule, parameter: torch.Tensor, names: Collection[str]) -> None:
-        """Make what slots start with, some of it by the learning rate of now."""
+        """Make the initial slot values, some of them from the current learning rate."""
         with _disable_current_modes(), torch.no_grad():
             made = rule.initial(parameter.detach())
         self._first.setdefault(parameter, {}).update({name: made[name] for name in names})
 
     def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """A slot in torch's state. What is not there yet is put there when it is needed outside of a recording."""
+        """A slot in torch's state. A missing slot is created when needed outside of a recording."""
         state = self.optimizer.state.get(parameter, {})
         if state.get(name) is not None:
             return self._as_tensor(state, name)
@@ -265,7 +265,7 @@ class FromTorch(Optimizer):
         return self._first[parameter][name]
 
     def _as_tensor(self, state: dict[str, Any], name: str) -> torch.Tensor:
-        """What stands in a state; the count of SparseAdam is a number until a graph needs it."""
+        """An entry of a state as a tensor; the count of SparseAdam is a number until a graph needs it."""
         if not isinstance(state[name], torch.Tensor):
             number = _plain(state[name])
             if current.recording() is not None:
@@ -300,7 +300,7 @@ class FromTorch(Optimizer):
 
 
 def _by_rows(recorder: Recorder, grad: Tensor) -> IndexedSlices | None:
-    """The entries of a gradient that is nothing but that of one look-up in a table, as nobody changed it."""
+    """The entries of a gradient that is exactly the gradient of one table look-up."""
     node = grad.node
     if node.op != "aten.embedding_dense_backward.default" or node.attrs["scale_grad_by_freq"]:
         return None

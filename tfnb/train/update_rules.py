@@ -27,7 +27,7 @@ SPARSE = ("exact", "lazy")
 
 
 class Definition(NamedTuple):
-    """What an optimizer is.
+    """The definition of a torch optimizer.
 
     op: of `tfnb.kernels.optim` or `borrowed`. slots: their names, in the order of the op; ``name?a&b`` only where the
     settings a and b are set. still: whether a row without gradient stays as it is, and its slots, so that exact steps
@@ -93,7 +93,7 @@ _STARTS: Mapping[str, Callable[[torch.Tensor, Rule], torch.Tensor]] = {
 
 
 def _count(w: torch.Tensor, start: float, rule: Rule) -> torch.Tensor:
-    """A number beside a variable, of the dtype that torch.optim gives it; SparseAdam takes powers of it in Python."""
+    """A counter beside a variable, in the dtype of torch.optim; SparseAdam takes its powers in Python."""
     wide = torch.get_default_dtype() is torch.float64 and rule.definition.op not in _FUSED
     dtype = torch.float64 if wide or rule.kind == "SparseAdam" else torch.float32
     return torch.tensor(start, dtype=dtype, device=w.device)
@@ -165,7 +165,7 @@ class Rule(Optimizer):
 
 
 def settings_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a param group of torch's, the settings that the op of the optimizer takes, and what its slots start with."""
+    """The settings of a torch param group used by the optimizer's op or by its initial slots."""
     schema = getattr(torch.ops.tfnb, OPTIMIZERS[kind].op).default._schema
     known = {argument.name for argument in schema.arguments if argument.kwarg_only} - {"lr"}
     known |= {"initial_accumulator_value"}
@@ -182,7 +182,7 @@ def parts_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
-    """A setting of torch by the names of the op, which has one for each part of a pair."""
+    """A setting of torch under the names of the op, which has one name for each part of a pair."""
     if name not in _PAIRS or (name == "eps" and isinstance(value, Real)):  # some have one eps, others a pair
         return [(name, value)]
     if not isinstance(value, (tuple, list)) or len(value) != 2:
@@ -205,7 +205,7 @@ def _setting(owner: str, name: str, value: Any) -> Any:
 
 
 class SGD(Rule):
-    """Stochastic gradient descent, with momentum if it is not 0."""
+    """Stochastic gradient descent, with momentum if nonzero."""
 
     def __init__(
         self, lr: Any = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
@@ -319,7 +319,7 @@ class AdamW(Adam):
 
 
 class LazyAdam(Adam):
-    """Adam that changes only the rows of a row-sparse gradient; on dense gradients it is Adam."""
+    """Adam that changes only the rows of a row-sparse gradient; plain Adam on dense gradients."""
 
     def __init__(
         self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
