@@ -19,7 +19,9 @@ from tfnb.kernels.optim import Column, Rate, update
 
 
 class Function(NamedTuple):
-    """What torch has: ``call(ws, grads, *slots, lr=..., **settings)`` writes; and its settings with their defaults."""
+    """A function of torch: ``call(ws, grads, *slots, lr=..., **settings)`` writes in place; with the settings'
+    defaults.
+    """
 
     call: Callable[..., None]
     settings: dict[str, Any]

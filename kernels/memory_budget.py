@@ -103,14 +103,14 @@ class MemoryBudget:
         return True
 
     def keep(self, bytes: int) -> bool:
-        """Keep so much of what is held, to run iterations again; False where that is too much."""
+        """Keep ``bytes`` of held memory as states to rerun iterations from; False if too much."""
         if (self.states + bytes) * STATES > self.bytes:
             return False
         self.states += bytes
         return True
 
     def insist(self, bytes: int) -> None:
-        """Hold more, also where there is no room: a loop needs it now."""
+        """Hold more, regardless of the budget: a loop needs the memory now."""
         if not self.take(bytes):
             self.held += bytes
             self.counts.most = max(self.counts.most, self.held)
@@ -120,7 +120,7 @@ class MemoryBudget:
         self.held -= bytes
 
     def drop(self, block: SpillBlock) -> None:
-        """Hold a block's rows no more; those that came back, which share their memory, until `reclaim`."""
+        """Release a block's rows; rows brought back, which share its memory, are released at `reclaim`."""
         block.dropped()
         if block.moved:
             self._spent.append(block.bytes)
@@ -128,7 +128,7 @@ class MemoryBudget:
             self.give(block.bytes)
 
     def reclaim(self, keep: int = 0) -> None:
-        """What came back and was taken is held no more, but for the last so many blocks."""
+        """Release memory of consumed blocks, except for the last ``keep``."""
         while len(self._spent) > keep:
             self.give(self._spent.popleft())
 
@@ -142,7 +142,7 @@ class MemoryBudget:
         return sum(block.bytes for block in self._leaving)
 
     def out(self, block: SpillBlock) -> None:
-        """Move a block out; it is held until that is done."""
+        """Move a block out; its memory stays held until the copy is complete."""
         self.counts.out += block.bytes
         block.where = AWAY
         if self.at_once(block):
@@ -155,7 +155,7 @@ class MemoryBudget:
             self._leaving.append(block)
 
     def _move(self, block: SpillBlock) -> None:
-        """Copy a block to the spill file, whose lag this shows: quick copies pay back what slow ones took."""
+        """Copy a block to the spill file, and update the file's lag: quick copies make up for slow ones."""
         start = perf_counter()
         block.move(self.spill)
         lag = self.spill.lag + perf_counter() - start - block.bytes / RATE
@@ -178,7 +178,7 @@ class MemoryBudget:
         return block.bytes <= AT_ONCE and block.device.type == "cpu" and self.spill.lag < LATE
 
     def _submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
-        """Call it in the thread that copies."""
+        """Submit a call to the copying thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfnb-swap")
         return self._thread.submit(call, *args)

@@ -63,7 +63,7 @@ class SpillBlock:
         self.ready: Any = None
 
     def mark(self) -> None:
-        """In the thread that computes: what it started so far comes before the next copy."""
+        """In the computing thread: order the next copy after the work started so far."""
         if self.device.type != "cpu":
             self.ready = torch.accelerator.current_stream(self.device).record_event()
 
@@ -87,7 +87,7 @@ class SpillBlock:
         self.moved = moved
 
     def left(self) -> None:
-        """What `move` copied is held here no more."""
+        """Release the rows copied by `move`."""
         self.leaving, self.rows = None, []
 
     def memory_here(self) -> None:
@@ -101,7 +101,7 @@ class SpillBlock:
             torch._foreach_copy_(self.back, [moved.memory for moved in self.moved], non_blocking=True)
 
     def arrived(self) -> None:
-        """What `bring` copied is used from here on."""
+        """Use the rows copied by `bring` from here on."""
         self.coming, self.where = None, HERE
         self._lie(self.back)
         if self.device.type != "cpu":
@@ -110,7 +110,7 @@ class SpillBlock:
         self.back = []
 
     def lent(self) -> None:
-        """The rows are taken where they lie in the spill file, which the CPU can read."""
+        """Let the rows be read in place in the spill file, on the CPU."""
         self._lie(moved.memory for moved in self.moved)
 
     def _lie(self, memories: Iterable[torch.Tensor]) -> None:
@@ -132,24 +132,24 @@ class SpillBlock:
         self.rows, self.where = [], AWAY
 
     def end(self) -> None:
-        """Hold nothing; what refers to the block may be there until Python's collector finds it."""
+        """Release everything; references to the block may remain until a garbage collection."""
         self.rows, self.moved, self.back = [], [], []
 
 
 def _popped(rows: list[T]) -> Iterator[T]:
-    """Those of a list, the last one first, which leave it."""
+    """Pop the items of a list, last one first."""
     return map(list.pop, repeat(rows, len(rows)))
 
 
 def emptied(rows: list[T]) -> list[T]:
-    """What a list held, in order. It touches none of it, which takes longer where that is out of the caches."""
+    """The items of a list in order, emptying the list, without touching the items (slow when out of the caches)."""
     found = [*_popped(rows)]
     found.reverse()
     return found
 
 
 def _stream(device: torch.device, ready: Any) -> AbstractContextManager[None]:
-    """A stream of one's own behind what is ready then, waited for at the end."""
+    """A separate stream ordered after ``ready``, awaited at the end."""
     return nullcontext() if device.type == "cpu" else _behind(device, ready)
 
 
