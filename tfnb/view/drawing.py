@@ -1,4 +1,4 @@
-"""A graph's drawing: which boxes are unfolded at first, their faces, and the whole picture as SVG.
+"""A graph's drawing: the boxes unfolded at first, their faces, and the whole picture as SVG.
 
 Every box has a card (folded) and, if it holds others, a frame (unfolded). The page gets the picture and the other face
 of each group, so it can fold and unfold without asking anyone.
@@ -71,7 +71,7 @@ class Drawing:
         self.opened = self._opened(min(boxes, MOST), wanted if len(wanted) <= MARKED else ())
 
     def path(self, node: int) -> tuple[int, ...]:
-        """The ids of a node of the drawing and of those around it, as they were recorded."""
+        """The recorded ids of a node of the drawing and of its enclosing nodes."""
         return self._paths.get(node, (node,))
 
     @staticmethod
@@ -104,7 +104,7 @@ class Drawing:
         return frozenset(opened)
 
     def seen(self, key: Key) -> Key:
-        """The key of the box that a node is seen in at first: itself, or the outermost folded box around it."""
+        """The key of the visible box for a node: itself, or the outermost folded box around it."""
         return next((key[:depth] for depth in range(1, len(key)) if key[:depth] not in self.opened), key)
 
     # -- faces ------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Drawing:
         return [shorten(line, 200) for line in lines]
 
     def face(self, name: str, unfolded: bool) -> str:
-        """One face of the group with that key, as SVG: what a live view asks for."""
+        """One face of the group with this key as SVG, on request of a live view."""
         box = self.root.at(tuple(map(int, name.split("."))))
         return self.frame(box, ())[0].svg if unfolded else self.card(box).svg
 
@@ -177,7 +177,7 @@ class Drawing:
 
     @cached_property
     def outline(self) -> str:
-        """What the picture shows, in words: for those who cannot see it."""
+        """A description of the picture in words, for users who cannot see it."""
         seen = [f"{box.title} {box.detail}".strip() for box in self.root.children[:OUTLINE]]
         more = f", and {len(self.root.children) - OUTLINE} more" if len(self.root.children) > OUTLINE else ""
         return f"A dataflow graph from top to bottom: {', then '.join(shorten(word, 60) for word in seen)}{more}."
@@ -190,7 +190,7 @@ class Drawing:
         return self.picture(self.opened)
 
     def picture(self, opened: Collection[Key | str]) -> str:
-        """The drawing with these boxes, or those of these names, unfolded, laid out anew; raises LayoutFailed."""
+        """The drawing with these boxes (by key or name) unfolded, laid out anew; raises LayoutFailed."""
         keys = {tuple(map(int, key.split("."))) if isinstance(key, str) else key for key in opened}
         drawn = self._level(self.root, keys)
         wide, high = n(drawn.width), n(drawn.height)
@@ -219,7 +219,7 @@ def _id_of(which: Which, contents: Contents) -> int | None:
 
 
 def _passes(box: Box) -> list[str]:
-    """What switches a box hangs on: the passes of its nodes, of which a small one has none but its own."""
+    """The switches that toggle a box: the passes of its nodes; small nodes have only their own."""
     if box.is_small:
         return ["variable"]
     return sorted({facts.tone(node) for node in box.nodes if node.op not in facts.SMALL})

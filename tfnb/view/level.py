@@ -39,7 +39,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A drawn child: its face, its ports if it is unfolded, and what makes it SVG at a position."""
+    """A drawn child: its face, its ports if unfolded, and a function that makes SVG at a position."""
 
     face: Face
     ports: Ports
@@ -139,7 +139,7 @@ class Level:
         return _falling(points)
 
     def _direct(self, edge: Edge) -> list[Point]:
-        """A curve for an edge beyond what is laid out."""
+        """A curve for an edge without a layout."""
         (x0, y0), (x1, y1) = self._centre(edge.tail), self._centre(edge.head)
         y0 += self.children[edge.tail].face.height / 2 if isinstance(edge.tail, int) else 0
         y1 -= self.children[edge.head].face.height / 2 if isinstance(edge.head, int) else 0

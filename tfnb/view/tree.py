@@ -70,7 +70,7 @@ def _ordered(contents: Contents, cell: str | None) -> list[Item]:
 
 
 def _adopted(items: list[Item], contents: Contents) -> list[Item]:
-    """Sums of partial gradients, which belong to no forward node, beside the gradients they come between."""
+    """Place sums of partial gradients, without a forward node, beside their neighbouring gradients."""
     for place in range(1, len(items) - 1):
         node, before, behind = items[place].node, items[place - 1].steps, items[place + 1].steps
         if _is_sum(node, contents) and "gradient" in items[place - 1].node.tags:
@@ -188,13 +188,13 @@ def _only_writes(box: Box) -> bool:
 
 
 def _is_fed(box: Box) -> bool:
-    """Whether a group is what a loop or branch is given, and the constants and variables that these are."""
+    """Whether a group consists of a loop's or branch's arguments, with their constants and variables."""
     *others, last = box.children or (box,)
     return bool(others) and last.kind == "op" and last.node.op == ARGUMENT and all(each.is_small for each in others)
 
 
 def _merged(outer: Box, inner: Box) -> Box:
-    """The only child with what its parent knew: a line gives its code, a scope or pass its name."""
+    """Merge an only child with its parent: a line gives its code, a scope or pass its name."""
     if outer.kind in ("line", "cell"):
         inner.code, inner.where = inner.code or outer.title, inner.where or outer.where
         return inner

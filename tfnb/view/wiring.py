@@ -1,4 +1,4 @@
-"""The edges of one level: between its boxes, and to ports on its frame for what comes from and goes outside.
+"""The edges of one level: between its boxes, and to ports on its frame for edges from and to the outside.
 
 An end is the place of a child, an `Inlet` (the box outside that the value comes from, the same at every depth) or an
 `Outlet` (the child inside that gives the value).
@@ -41,7 +41,7 @@ class Edge:
 
 
 class Link(NamedTuple):
-    """One node's use of another; ``value`` is None where it only runs later. A quiet one is words, not an edge."""
+    """One node's use of another; ``value`` is None for a control dependency. A quiet link is words, not an edge."""
 
     producer: int
     consumer: int
@@ -72,8 +72,9 @@ class Wiring:
         return found
 
     def _effect(self, effect: int, step: int) -> Link:
-        """From a statement to the step that runs it, or back where it stands below that. Statistics of modules are
-        quiet: with counters of batch norm as edges no network would be a chain."""
+        """A link from a statement to the step that runs it, or back if it stands below. Statistics of modules are
+        quiet: with counters of batch norm as edges no network would be a chain.
+        """
         place = self.contents.position
         quiet = "buffer" in self.contents.by_id[effect].tags
         return Link(min(effect, step, key=place.__getitem__), max(effect, step, key=place.__getitem__), None, quiet)
@@ -116,7 +117,7 @@ class Wiring:
         return found
 
     def uses(self, box: Box) -> list[Node]:
-        """Nodes outside a box whose values it takes quietly."""
+        """Nodes outside a box with quiet links into it."""
         inside = {node.id for node in box.nodes}
         quiet = (link for node in box.nodes for link in self.links.get(node.id, ()) if link.quiet)
         return [self.contents.by_id[i] for i in dict.fromkeys(k.producer for k in quiet if k.producer not in inside)]
