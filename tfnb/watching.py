@@ -73,7 +73,7 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Course:
-    """What was seen of one thing: a curve of its value (of its mean, if it has several), or its last histogram."""
+    """The observed values of one item: a curve (of means, if it has several elements), or its last histogram."""
 
     def __init__(self, name: str, is_histogram: bool) -> None:
         self.name, self.is_histogram = name, is_histogram
@@ -110,7 +110,7 @@ class Course:
 
 
 class Watch:
-    """What `watch` follows of one graph. Shown, it is a table of curves and histograms, or the same as text.
+    """The values of one graph followed by `watch`. Shown as a table of curves and histograms, or as text.
 
     ``courses`` has what was seen, by name; ``steps`` counts the runs of the graph since.
     """
@@ -136,7 +136,7 @@ class Watch:
     # -- what a session calls ---------------------------------------------------------------------------------
 
     def next_step(self) -> int:
-        """Count a run: its number, with which `step` makes it, or 0 where it is an ordinary one."""
+        """Count a run; returns the number with which `step` runs it, or 0 for an ordinary run."""
         step = self.steps = next(self._number)
         return step if self._to_time or self._is_due(step, time.perf_counter()) else 0
 
@@ -180,7 +180,7 @@ class Watch:
     def followed(
         self, watched: tuple[Any, ...], taken: Callable[[tuple[Any, ...]], Generator[Told, None, None]]
     ) -> Generator[Told, None, None]:  # fmt: skip
-        """The steps of a `fit` that others take: ``taken(watched)``, with what this follows among the results.
+        """The steps of a `fit` taken by others: ``taken(watched)``, with the followed items added to the results.
 
         Of nodes it has those with one number; Variables are fetched from where they live.
         """
@@ -202,7 +202,7 @@ class Watch:
             yield told._replace(values=told.values[: len(watched)])
 
     def _items(self) -> dict[str, Any]:
-        """What to fetch, by name; of a graph that was recorded again as it is now."""
+        """The items to fetch, by name, updated if the graph was recorded again."""
         if self._version != self.graph.version:
             self._version, self._found = self.graph.version, wanted(self.graph, self._names, self._hist, gone=True)
             self._without.clear()
@@ -234,12 +234,12 @@ class Watch:
         self._plot.show(self._repr_html_(), repr(self))
 
     def settle(self) -> None:
-        """A cell ended: show what was seen last."""
+        """Show the latest values at the end of a cell."""
         if self._plot is not None and self._is_fresh:
             self.show()
 
     def stop(self) -> Watch:
-        """Look no more; the picture stays as it is. Returns itself."""
+        """Stop following; the picture stays. Returns itself."""
         if self.graph.attached.get("watch") is self:
             del self.graph.attached["watch"]
         if self._plot is not None:
@@ -262,7 +262,7 @@ def watch(
     *what: Any, every: int | None = None, hist: bool = False, graph: Graph | str | None = None, writer: Any = None,
     show: bool = True,
 ) -> Watch:  # fmt: skip
-    """Follow values during the runs of a graph, also those of `fit` and on a cluster; adds no node.
+    """Follow values during the runs of a graph, including those of `fit` and on a cluster; adds no node.
 
     what: recorded tensors, Variables, Parameters or names, with ``*`` and ``?`` (``"conv*/weight"``; ``/`` and ``.``
     are the same); a name that ends with ``:hist`` has a histogram. hist: all have. Of other tensors with more than one
@@ -310,7 +310,7 @@ def watch(
 
 
 def wanted(graph: Graph, names: Iterable[str], hist: bool, *, gone: bool = False) -> dict[str, tuple[Any, bool]]:
-    """What each name or pattern means: a Value or Variable, and whether it has a histogram.
+    """The meaning of each name or pattern: a Value or Variable, and whether to show a histogram.
 
     gone: leave out what is not there. Raises NotFound with near names, InvalidArgument for too many.
     """
@@ -384,5 +384,5 @@ def _is_scalar(graph: Graph, item: Any) -> bool:
 
 
 def _is_empty(item: Any) -> bool:
-    """Whether it is a Variable without a value."""
+    """Whether an item is a Variable without a value."""
     return isinstance(item, Variable) and item.home is None and not item.initialized
