@@ -41,7 +41,7 @@ def while_loop(
     state: Sequence[torch.Tensor] = tuple(init)
     iterations, carried = 0, len(init)
     given = zip(*sequences) if xs else repeat(())  # noqa: B905  # as many as iterations are taken
-    columns = [_Stacked(row) if isinstance(row, tuple) else row for row in rows]
+    columns = [_StackedColumn(row) if isinstance(row, tuple) else row for row in rows]
     puts = [column.put for column in columns]
     while limit is None or iterations < limit:
         number = _number(run, iterations, limit, reverse, replicas) if draws else run
@@ -120,7 +120,7 @@ def _plain_loop(
     return [*state, _count(iterations)]
 
 
-class _Stacked:
+class _StackedColumn:
     """A column whose rows are stacked or packed."""
 
     def __init__(self, row: Row) -> None:

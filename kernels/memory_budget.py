@@ -33,7 +33,7 @@ STATES = 3  # at most one part of so many of the room is for what is held to run
 
 
 @dataclass(slots=True)
-class Offloaded:
+class OffloadCounts:
     """Bytes of rows that loops of one run kept: in all, moved out and back, the most held at once, computed again."""
 
     saved: int = 0
@@ -61,7 +61,7 @@ class MemoryBudget:
     def __init__(self, bytes: int, spill: SpillFile, again: Mapping[int, Collection[int]]) -> None:
         self.bytes, self.held, self.spill, self.again = bytes, 0, spill, again
         self.states = 0  # bytes that are held to run iterations again
-        self.counts = Offloaded()
+        self.counts = OffloadCounts()
         self._stacks: list[Leaving] = []  # those that may move, the oldest first
         self._leaving: list[SpillBlock] = []
         self._spent: deque[int] = deque()  # bytes of blocks whose last rows may still be in somebody's hands

@@ -33,7 +33,7 @@ class Column(Protocol):
 def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
     """The number of rows of a sequence, and its rows in the order of a consuming loop.
 
-    x: a tensor, the elements and the shapes of rows, `Ahead`, or kept rows, which may stand in both places of a pair.
+    x: a tensor, the elements and the shapes of rows, `RowProducts`, or kept rows (in both places of a pair).
     """
     x = x[0] if isinstance(x, tuple) and not isinstance(x[0], torch.Tensor) else x
     if isinstance(x, tuple):
@@ -42,7 +42,7 @@ def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
 
 
 def rows_from(x: Any, iteration: int, *, reverse: bool) -> Iterator[torch.Tensor]:
-    """The rows from this iteration on, with the same bits; of a tensor or `Ahead`."""
+    """The rows from this iteration on, with the same bits; of a tensor or `RowProducts`."""
     first = iteration - iteration % ITERATIONS
     rows = _stacked(x, reverse, first) if isinstance(x, torch.Tensor) else x.taken(reverse, first)
     return islice(rows, iteration - first, None)
@@ -75,7 +75,7 @@ def row_at(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int
     return lambda at: flat[ends[at] - prod(sizes[at]) : ends[at]].view(sizes[at])
 
 
-class Ahead:
+class RowProducts:
     """The sequence of ``x @ weight``, or ``bias + x @ weight``, for each row x of a tensor; `ITERATIONS` rows each."""
 
     def __init__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -176,7 +176,7 @@ class _Last:
         return self.sums.end()
 
 
-class Kept:
+class KeptRows:
     """Rows consumed by other loops only: one tensor an iteration, not stacked. Both a column and a sequence.
 
     pair: they stand for elements and for shapes. once: one loop takes them, so what it took is gone.

@@ -56,7 +56,7 @@ class SpillBlock:
         self.first, self.iterations, self.state, self.gone = first, len(rows[0]), state, False
         self.where, self.pinned = HERE, False  # pinned: a loop takes its rows now
         self.device = rows[0][0].device
-        self.moved: list[_Moved] = []  # the columns, if they are in the spill file
+        self.moved: list[_SpilledColumns] = []  # the columns, if they are in the spill file
         self.back: list[torch.Tensor] = []  # memory for what comes back
         self.leaving: Future[None] | None = None
         self.coming: Future[None] | None = None
@@ -80,10 +80,10 @@ class SpillBlock:
         with _stream(self.device, self.ready):
             for columns in kinds.values():
                 rows = [row for column in columns for row in self.rows[column]]
-                layout = (_Alike if self.alike else _Layout)(rows)
+                layout = (_UniformRows if self.alike else _Layout)(rows)
                 memory = spill.take(layout.count, layout.dtype, self.device)
                 layout.put(rows, memory)
-                moved.append(_Moved(layout, columns, memory))
+                moved.append(_SpilledColumns(layout, columns, memory))
         self.moved = moved
 
     def left(self) -> None:
@@ -195,7 +195,7 @@ class _Layout:
         return rows if self.order is None else [row.permute(self.places) for row in rows]
 
 
-class _Alike(_Layout):
+class _UniformRows(_Layout):
     """Rows of one shape."""
 
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
@@ -215,7 +215,7 @@ class _Alike(_Layout):
         return self.placed(memory.view(self.whole).unbind(0))
 
 
-class _Moved(NamedTuple):
+class _SpilledColumns(NamedTuple):
     """Columns of one kind in the spill file, one after the other."""
 
     layout: _Layout

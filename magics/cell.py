@@ -37,7 +37,7 @@ class CellSyntaxError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class CellProgram:
     """A compiled body: ``label`` is ``In[3]``, ``filename`` the file of its frames, ``silent`` a final semicolon."""
 
     shell: InteractiveShell
@@ -89,7 +89,7 @@ class Program:
             raise
 
 
-def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Program:
+def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> CellProgram:
     """The body of ``%%magic line``, ready to run; raises CellSyntaxError."""
     __tracebackhide__ = True
     label, filename = place(shell)
@@ -107,7 +107,7 @@ def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Progr
     except SyntaxError as error:
         raise CellSyntaxError(_advise(error), shell) from None
     silent = DisplayHook.semicolon_at_end_of_expression(source)
-    return Program(shell, label, filename, statements, result, silent, tree, None if last is None else last.value)
+    return CellProgram(shell, label, filename, statements, result, silent, tree, None if last is None else last.value)
 
 
 def place(shell: InteractiveShell) -> tuple[str, str]:

@@ -29,7 +29,8 @@ SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
     "tfnb.graph.spec.Spec", "tfnb.recording.values.tensor.Operation", "tfnb.session.session.Session",
     "tfnb.fitting.fit_loop.RunResult", "tfnb.fitting.background.RunHandle", "tfnb.execution.tracing.trace.Trace",
-    "tfnb.magics.text_table.Table", "tfnb.watching.Watch", "tfnb.graph.queue.Queue", "tfnb.session.breakpoints.Stopped",
+    "tfnb.magics.text_table.Table", "tfnb.watching.Watch", "tfnb.graph.queue.Queue",
+    "tfnb.session.breakpoints.BreakpointValues",
     "tfnb.fitting.comparing.Comparison", "tfnb.state.checkpoint.Checkpoint",
 )  # fmt: skip
 

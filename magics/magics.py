@@ -30,7 +30,7 @@ from tfnb.magics.options import device, existing, magic, near, parsed
 from tfnb.magics.rerun import Cells, Change, RecordedCell, change
 from tfnb.magics.run_magics import RunMagics
 from tfnb.magics.sticky import Sticky
-from tfnb.magics.text_table import COLUMNS, Lines, Table, variable_row
+from tfnb.magics.text_table import COLUMNS, Table, TextLines, variable_row
 from tfnb.magics.watch import recorded_by, shadowed
 
 NOTHING = (
@@ -388,12 +388,12 @@ class TfnbMagics(RunMagics):
             graph = self._graph(options.graph, *options.names)
             fetches = [self._fetch(graph, name) for name in options.names]
             found = tfnb.session.default_session(graph).passes(fetches, graph.placeholders)
-            return self._out(options, Lines(f"{found!r}\n{found.diff()}") if options.text else found)
+            return self._out(options, TextLines(f"{found!r}\n{found.diff()}") if options.text else found)
         if len(options.names) != 2:
             raise UsageError(f"two graphs are compared; got: {' '.join(options.names)} (or is it %tfdiff --passes?)")
         before, after = map(self._graph, options.names)
         found = before.diff(after)
-        return self._out(options, Lines(found) if options.text else found)
+        return self._out(options, TextLines(found) if options.text else found)
 
     def _assigned(self, graph: Any, line: str, cell: str | None) -> dict[str, Any]:
         """Run a body on a copy of the namespace; returns the values given to names of placeholders."""

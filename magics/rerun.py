@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tfnb
-from tfnb.magics.cell import Program
+from tfnb.magics.cell import CellProgram
 
 FEW = 4  # names of one kind that a line tells
 _MADE = ("tfnb.read", "tfnb.assign", "tfnb.constant")
@@ -21,7 +21,7 @@ _MADE = ("tfnb.read", "tfnb.assign", "tfnb.constant")
 class RecordedCell:
     """A cell's compiled body, the options of its magic, and its owner in the graph."""
 
-    program: Program
+    program: CellProgram
     options: Namespace
     owner: str
 

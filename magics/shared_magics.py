@@ -94,7 +94,8 @@ class SharedMagics(Magics):
         cards = {
             tfnb.Tensor: tfnb.view.tensor_html, tfnb.Variable: tfnb.view.variable_html, tfnb.Spec: tfnb.view.spec_html,
             tfnb.Operation: tfnb.view.operation_html, tfnb.Session: tfnb.view.session_html,
-            tfnb.view.reprs.Queue: tfnb.view.queue_html, tfnb.session.breakpoints.Stopped: tfnb.view.values_html,
+            tfnb.view.reprs.Queue: tfnb.view.queue_html,
+            tfnb.session.breakpoints.BreakpointValues: tfnb.view.values_html,
             tfnb.state.checkpoint.Checkpoint: tfnb.view.checkpoint_html,
         }  # fmt: skip
         card = next((card for kind, card in cards.items() if isinstance(shown, kind)), None)

@@ -18,10 +18,10 @@ def variable_row(label: str, variable: Any) -> tuple[Any, ...]:
     return label, str(spec), math.prod(spec.shape) * spec.dtype.itemsize, str(variable.device), variable.trainable
 
 
-class Lines(str):
+class TextLines(str):
     """A string shown by a cell as its lines.
 
-    >>> Lines("a\\nb")
+    >>> TextLines("a\\nb")
     a
     b
     """

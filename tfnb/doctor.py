@@ -30,7 +30,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """All findings; ``ok`` if nothing needed is missing."""
 
     findings: tuple[Finding, ...]
@@ -49,13 +49,13 @@ class Report:
         return f"<pre>{xml(repr(self))}</pre>"
 
 
-def doctor() -> Report:
+def doctor() -> DoctorReport:
     """Check everything that tfnb needs and can use here; takes some seconds, since a cluster is started."""
     checks: dict[str, Callable[[], str]] = {
         "devices": _devices, "compiler": _compiler, "packages": _packages, "drawing": _drawing, "cluster": _cluster,
     }  # fmt: skip
     packages = (_package(name) for name in PACKAGES.split())
-    return Report((_python(), *packages, *map(_extra, EXTRAS), *(_tried(*check) for check in checks.items())))
+    return DoctorReport((_python(), *packages, *map(_extra, EXTRAS), *(_tried(*check) for check in checks.items())))
 
 
 def _tried(what: str, check: Callable[[], str]) -> Finding:

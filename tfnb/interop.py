@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from tfnb.errors import FeedError, InvalidArgument, Unimplemented
-from tfnb.execution.lowering.checked_calls import Branch, Drawing
-from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
+from tfnb.execution.lowering.checked_calls import Branch, RandomCall
+from tfnb.execution.lowering.control_flow_code import Cond, Loop, RecursiveCall
 from tfnb.execution.lowering.lower import lower_optimized
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.native.exportable import FORMS
@@ -31,7 +31,7 @@ aten, higher_order = torch.ops.aten, torch.ops.higher_order
 
 _CURES: Mapping[type, str] = {
     Branch: "its outcome was decided by a value while recording: use torch.where or tfnb.cond",
-    Call: "it calls itself, and torch has no form for that: write a loop",
+    RecursiveCall: "it calls itself, and torch has no form for that: write a loop",
 }
 """Calls that torch has no form for, and what to write instead."""
 
@@ -235,7 +235,7 @@ class _Translation:
             return self._branches(owner, target, *args[1:])
         if isinstance(target, Loop):
             return self._loop(owner, target, *args[1:])
-        if isinstance(target, Drawing):
+        if isinstance(target, RandomCall):
             if self.outer is not None:
                 raise _refused(owner, "it draws inside of a branch or loop: draw before it")
             target, args = overload(owner.op), args[1:]

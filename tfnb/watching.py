@@ -72,7 +72,7 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
     return wide[wide.isfinite()]
 
 
-class Course:
+class Series:
     """The observed values of one item: a curve (of means, if it has several elements), or its last histogram."""
 
     def __init__(self, name: str, is_histogram: bool) -> None:
@@ -121,7 +121,7 @@ class Watch:
         self.graph, self.every, self.steps = graph, every, 0
         self._names, self._hist, self._writer = names, hist, writer
         self._found, self._version = wanted(graph, names, hist), graph.version
-        self.courses = {name: Course(name, is_histogram) for name, (_, is_histogram) in self._found.items()}
+        self.courses = {name: Series(name, is_histogram) for name, (_, is_histogram) in self._found.items()}
         self.note = ""
         self._number = count(1)
         self._looking = threading.Lock()
@@ -207,7 +207,7 @@ class Watch:
             self._version, self._found = self.graph.version, wanted(self.graph, self._names, self._hist, gone=True)
             self._without.clear()
             for name, (_, is_histogram) in self._found.items():
-                self.courses.setdefault(name, Course(name, is_histogram))
+                self.courses.setdefault(name, Series(name, is_histogram))
         return {name: item for name, (item, _) in self._found.items() if not _is_empty(item)}
 
     def _took(self, step: int, values: Mapping[str, torch.Tensor]) -> None:

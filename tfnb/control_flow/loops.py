@@ -31,8 +31,8 @@ from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.graph.spec import tensor_of
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.subgraphs.capture import Given, attempt, bound_outside, record_region
-from tfnb.recording.subgraphs.loop_node import Loop
+from tfnb.recording.subgraphs.capture import Argument, attempt, bound_outside, record_region
+from tfnb.recording.subgraphs.loop_node import LoopRecorder
 
 
 def while_loop(
@@ -97,7 +97,7 @@ def _while(
     leaves, form = flat(init)
     start = tensors(recorder, leaves, "while_loop")
     labels = names(body, init)
-    loop = Loop(recorder, start, labels, specs=invariants(recorder, start, init, shape_invariants), **how)
+    loop = LoopRecorder(recorder, start, labels, specs=invariants(recorder, start, init, shape_invariants), **how)
 
     def test(*carried: Any) -> list[Any]:
         return [truth(recorder, cond(*tree_unflatten(list(carried), form)), "the condition of while_loop")]
@@ -185,8 +185,8 @@ def _known_elements(
         found[:] = [array.spec for array in arrays(state)]
         return []
 
-    given = [Given(spec_of(t), f"variable_{i}", t.sample) for i, t in enumerate(start)]
-    given += [Given(spec, f"row_{i}") for i, spec in enumerate(rows)]
+    given = [Argument(spec_of(t), f"variable_{i}", t.sample) for i, t in enumerate(start)]
+    given += [Argument(spec, f"row_{i}") for i, spec in enumerate(rows)]
     record_region(recorder, call, given, scope=what, iterations=True).undo()
     return known_elements(recorder, init, found, what)
 
@@ -374,7 +374,7 @@ def _scan(
         return [*_same_form(recorder, found[0], form, start, fn, what), *tensors(recorder, leaves, what)]
 
     labels = [f"carry {i}" if len(start) > 1 else "carry" for i in range(len(start))]
-    loop = Loop(
+    loop = LoopRecorder(
         recorder, start, labels, rows, specs=invariants(recorder, start, init), reverse=reverse, what=what, swap=swap
     )  # fmt: skip
     found = loop.record(None, iteration)

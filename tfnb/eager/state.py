@@ -22,7 +22,7 @@ from tfnb.recording.values.variables import known
 from tfnb.recording.writes.in_place_calls import rebind
 
 
-class Autograd:
+class AutogradState:
     """The autograd state of the tensors of one recording, equivalent to torch's engine."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -12,7 +12,7 @@ import torch
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.lowering.program import Program
 from tfnb.kernels import memory_budget
-from tfnb.kernels.memory_budget import Offloaded
+from tfnb.kernels.memory_budget import OffloadCounts
 from tfnb.kernels.spill_file import SpillFile
 from tfnb.memory import MemoryPlan, memory_plan, step_passes, within, working
 from tfnb.passes import ONCE, feed_symbols
@@ -22,14 +22,14 @@ Sizes = tuple[torch.Size, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Planned:
+class SizedPlan:
     """A plan for one choice of feed sizes: the program, its memory plan, and the row statistics of the last run."""
 
     shapes: Sizes
     program: Program
     plan: MemoryPlan
     spill: SpillFile
-    offloaded: Offloaded | None = None
+    offloaded: OffloadCounts | None = None
 
     def __str__(self) -> str:
         text = f"at most {self.plan.peak:,} bytes, {len(self.plan.values)} nodes again"
@@ -56,11 +56,11 @@ class Budget:
 
     def __init__(self, program: Program, budget: int, once: Sequence[Pass] = ONCE) -> None:
         self.first, self.budget, self.once = program, budget, once
-        self._found: dict[Sizes, Planned] = {}
+        self._found: dict[Sizes, SizedPlan] = {}
         self._spill = SpillFile()
         self._lock = threading.Lock()
 
-    def planned(self, shapes: Sizes) -> Planned:
+    def planned(self, shapes: Sizes) -> SizedPlan:
         """The program for feeds of these shapes; raises ResourceExhausted with the smallest budget that is feasible."""
         found = self._found.get(shapes)
         if found is None:
@@ -68,13 +68,13 @@ class Budget:
                 found = self._found[shapes] = self._planned(shapes)
         return found
 
-    def plans(self) -> Iterator[tuple[str, Planned]]:
+    def plans(self) -> Iterator[tuple[str, SizedPlan]]:
         """The plans made so far, with names and shapes of the feeds."""
         names = [self.first.whole.contents.by_id[value.node].name for value in self.first.feeds]
         for shapes, found in tuple(self._found.items()):
             yield ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True)), found
 
-    def _planned(self, shapes: Sizes) -> Planned:
+    def _planned(self, shapes: Sizes) -> SizedPlan:
         """Reuse a program that fits the budget at these sizes, or lower another one."""
         first = self.first
         bound = feed_symbols(first.whole.contents, first.feeds)
@@ -86,6 +86,6 @@ class Budget:
         last = step_passes(self.once, within(self.budget, sizes))
         return self._measured(lower(first.whole, first.fetches, first.feeds, last), shapes, sizes)
 
-    def _measured(self, program: Program, shapes: Sizes, sizes: Mapping[str, int]) -> Planned:
+    def _measured(self, program: Program, shapes: Sizes, sizes: Mapping[str, int]) -> SizedPlan:
         plan = memory_plan(program.graph, program.fetches, program.feeds, sizes, self.budget, program.whole)
-        return Planned(shapes, program, plan, self._spill)
+        return SizedPlan(shapes, program, plan, self._spill)

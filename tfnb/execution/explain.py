@@ -10,9 +10,9 @@ import torch
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TfnbError
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Deadline, Stop
-from tfnb.execution.tiers.compiled_loops import Native
+from tfnb.execution.tiers.compiled_loops import NativeLoop
 from tfnb.execution.tiers.scalarize import Quick, parts
-from tfnb.execution.tracing.probes import Probe, Probed
+from tfnb.execution.tracing.probes import Probe, ProbedCode
 from tfnb.graph import Node, Spec
 from tfnb.recording.marks.notes import line_of
 from tfnb.recording.values.workspace import workspace
@@ -92,7 +92,7 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
         frame = trace.tb_frame
         if frame.f_code in programs:
             found = _at_line(programs[frame.f_code], trace.tb_lineno) or found
-        elif isinstance(loop := frame.f_locals.get("self"), Native):
+        elif isinstance(loop := frame.f_locals.get("self"), NativeLoop):
             found = loop.loop.node  # in C++, or in Python whose loops are compiled
         elif isinstance(probe := frame.f_locals.get("probe"), Probe):  # a traced run's
             found = _at_line(probe.code, trace.tb_lineno) or found
@@ -109,7 +109,7 @@ def _codes(program: Any) -> Iterator[Program | Quick]:
         yield from _codes(inner)
 
 
-def _at_line(program: Program | Quick | Probed, line: int) -> Node | None:
+def _at_line(program: Program | Quick | ProbedCode, line: int) -> Node | None:
     text = program.code.splitlines()
     if not 0 < line <= len(text):
         return None

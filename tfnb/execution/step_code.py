@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tfnb.execution.budgeted import Budget, Planned
+from tfnb.execution.budgeted import Budget, SizedPlan
 from tfnb.execution.dataflow.executor import lowered, needs_dataflow
 from tfnb.execution.tiers.tiered import Mode, Tiers
 from tfnb.memory import step_passes
 from tfnb.passes import ONCE, StepGraph
-from tfnb.passes.flow.step_flow import Wanted
+from tfnb.passes.flow.step_flow import CutOptions
 from tfnb.passes.rewrite import Pass
 
 
@@ -26,7 +26,7 @@ class StepCode:
 
     def __init__(
         self, step: StepGraph, *, executor: str = "auto", compile: Mode = "off", once: Sequence[Pass] = ONCE,
-        memory_budget: int | None = None, parts: Wanted | None = None,
+        memory_budget: int | None = None, parts: CutOptions | None = None,
     ) -> None:  # fmt: skip
         self.step, self.is_dataflow, self._parts = step, needs_dataflow(step, executor), parts
         self._executor, self._compile, self._once, self._memory_budget = executor, compile, once, memory_budget
@@ -60,7 +60,7 @@ class StepCode:
         found = self.budget.planned(shapes)
         return found.program, self.tiers.forward(shapes) if self._fits(found) else found.forward
 
-    def _fits(self, found: Planned) -> bool:
+    def _fits(self, found: SizedPlan) -> bool:
         """Whether the step fits its memory budget unchanged, without recomputed or offloaded values."""
         return found.program is self.program and not found.plan.decisions
 

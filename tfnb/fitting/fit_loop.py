@@ -413,7 +413,7 @@ def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
 
 
 @dataclass
-class _Counted:
+class _StepCounts:
     """Counts of the reported steps. ``numbers``: their numbers on a cluster."""
 
     metrics: Metrics
@@ -432,8 +432,8 @@ class _Run:
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
         self._reads, self._shown_after = reads, shown_after
-        self._counted = _Counted(metrics, begin)
-        self._kept = _Counted(deepcopy(metrics), begin)  # of steps that no lost server takes back
+        self._counted = _StepCounts(metrics, begin)
+        self._kept = _StepCounts(deepcopy(metrics), begin)  # of steps that no lost server takes back
         self._since: list[Told] = []  # later ones
         self._taken_back = AppliedSteps()
         self.budget = budget

@@ -73,7 +73,7 @@ def _used(node: Node) -> tuple[set[int], list[Dim]]:
     return refs, dims
 
 
-class Rule(NamedTuple):
+class Invariant(NamedTuple):
     """An invariant: ``holds(node, place, facts)`` must be true of every node; ``message`` names the fault and its
     cause.
     """
@@ -172,56 +172,56 @@ def _ill_formed(subgraph: Any, part: str, given: int, gives: int) -> str:
 
 
 RULES = (
-    Rule(
+    Invariant(
         "ids are unique",
         lambda node, place, facts: facts.position[node.id] == place,
         lambda node, place, facts: f"has the id {node.id} of another node; take ids from new_id()",
     ),
-    Rule(
+    Invariant(
         "names are well formed",
         lambda node, place, facts: node.name not in facts.unnamed,
         lambda node, place, facts: f"has a bad name; names match ^{NAME.pattern}$",
     ),
-    Rule(
+    Invariant(
         "names are unique",
         lambda node, place, facts: facts.first[node.name] == place,
         lambda node, place, facts: f"has the name of node number {facts.first[node.name]}; see contents.unique()",
     ),
-    Rule("inputs exist", _inputs_known, _bad_input),
-    Rule(
+    Invariant("inputs exist", _inputs_known, _bad_input),
+    Invariant(
         "control inputs exist",
         lambda node, place, facts: not node.control or all(i in facts.position for i in node.control),
         lambda node, place, facts: (
             f"waits for node id {next(i for i in node.control if i not in facts.position)}, which is not in the graph"
         ),
     ),
-    Rule(
+    Invariant(
         "effects exist",
         lambda node, place, facts: not node.effects or all(i in facts.position for i in node.effects),
         lambda node, place, facts: (
             f"also runs node id {next(i for i in node.effects if i not in facts.position)}, which is not in the graph"
         ),
     ),
-    Rule("inputs come earlier", _earlier, _later),
-    Rule("attrs name every input", _refs_match, _bad_refs),
-    Rule(
+    Invariant("inputs come earlier", _earlier, _later),
+    Invariant("attrs name every input", _refs_match, _bad_refs),
+    Invariant(
         "subgraphs fit their node",
         lambda node, place, facts: node.op not in REGIONS or not _misfit(node),
         lambda node, place, facts: _misfit(node),
     ),
-    Rule(
+    Invariant(
         "queue operations name their queue",
         lambda node, place, facts: node.op not in QUEUES or isinstance(node.attrs.get("queue"), Queue),
         lambda node, place, facts: "names no queue; its attr 'queue' is one",
     ),
-    Rule(
+    Invariant(
         "placeholders take no inputs",
         lambda node, place, facts: node.op != "tfnb.placeholder" or (not node.inputs and len(node.outputs) > 0),
         lambda node, place, facts: (
             f"is a placeholder with {len(node.inputs)} inputs and {len(node.outputs)} outputs; it has outputs alone"
         ),
     ),
-    Rule(
+    Invariant(
         "symbols are bound",
         lambda node, place, facts: not facts.unbound or facts.unbound.isdisjoint(facts.used[place][1]),
         _unbound,
@@ -229,7 +229,7 @@ RULES = (
 )
 
 
-def _error(rule: Rule, node: Node, place: int, facts: _Facts) -> TfnbError:
+def _error(rule: Invariant, node: Node, place: int, facts: _Facts) -> TfnbError:
     source = f"\n  {node.source}" if node.source else ""
     where: dict[str, Any] = {"node": node.name, "op": node.op}
     if node.source:

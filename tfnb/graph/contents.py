@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tfnb.graph.node import Node, Owner, Source, Value
+from tfnb.graph.node import Node, Owner, SourceLine, Value
 from tfnb.graph.ops import NAMED
 from tfnb.graph.spec import Dim
 from tfnb.graph.variable import Variable
@@ -20,7 +20,7 @@ class Guard:
     """
 
     expr: str
-    source: Source | None = None
+    source: SourceLine | None = None
     owner: Owner | None = None
     is_local: bool = False
 

@@ -25,7 +25,7 @@ class Autograd(Protocol):
     def set_grad(self, tensor: Any, grad: torch.Tensor | None = None) -> None: ...
 
 
-class Recording(Protocol):
+class OpenRecording(Protocol):
     """An open recording, as the rooms above `tfnb.graph` use one."""
 
     @property
@@ -54,7 +54,7 @@ class Recording(Protocol):
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.open: list[Recording] = []
+        self.open: list[OpenRecording] = []
         self.used_outside = deque[Callable[[], Any]](
             maxlen=1
         )  # the last recorded tensor in an op outside, while it lives
@@ -65,7 +65,7 @@ extensions: list[Callable[[Any], AbstractContextManager[None]]] = []
 """What every recording opens with: registered by the rooms above, called with the recorder."""
 
 
-def recording() -> Recording | None:
+def recording() -> OpenRecording | None:
     """The innermost open recording of this thread."""
     return stack.open[-1] if stack.open else None
 

@@ -20,7 +20,7 @@ from tfnb.graph.subgraph import Subgraph
 from tfnb.graph.variable import Variable
 
 
-class Compared(NamedTuple):
+class Matching(NamedTuple):
     """Pairs of corresponding node ids (before, after), and the nodes that were added, removed or changed."""
 
     same: Mapping[int, int]
@@ -29,14 +29,14 @@ class Compared(NamedTuple):
     changed: tuple[Node, ...]
 
 
-def compared(before: Contents, after: Contents) -> Compared:
+def compared(before: Contents, after: Contents) -> Matching:
     """Match the nodes of two graphs, and list the nodes without a counterpart or with a different one."""
     same = _same(before, after)
     kept = set(same.values())
-    alike = _Alike(before, after, same)
+    alike = _Equality(before, after, same)
     pairs = [(before.by_id[old], after.by_id[new]) for old, new in same.items()]
     differ = {new.id for old, new in pairs if not alike.nodes(old, new)}
-    return Compared(
+    return Matching(
         same,
         tuple(node for node in after.nodes if node.id not in kept),
         tuple(node for node in before.nodes if node.id not in same),
@@ -91,7 +91,7 @@ def _same(before: Contents, after: Contents) -> dict[int, int]:
     nodes those with equal names belong together.
     """
     found = {node.id: node.id for node in before.nodes if node.id in after.by_id}
-    alike, taken = _Alike(before, after, found), set(found)
+    alike, taken = _Equality(before, after, found), set(found)
     free: dict[tuple[str, tuple[Value, ...]], list[Node]] = {}
     for node in after.nodes:
         if node.id not in taken:
@@ -115,7 +115,7 @@ def _same(before: Contents, after: Contents) -> dict[int, int]:
     return found
 
 
-class _Alike:
+class _Equality:
     """Whether nodes, arguments and values of two graphs are the same."""
 
     def __init__(self, before: Contents, after: Contents, same: Mapping[int, int]) -> None:
@@ -163,4 +163,4 @@ class _Alike:
         return bool(a == b)
 
 
-__all__ = ["Compared", "Difference", "compared"]
+__all__ = ["Difference", "Matching", "compared"]

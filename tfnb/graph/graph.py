@@ -17,7 +17,7 @@ from typing import Any
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ensure_type
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
-from tfnb.graph.difference import Compared, Difference, compared
+from tfnb.graph.difference import Difference, Matching, compared
 from tfnb.graph.forms.serial import read_graph, write_graph
 from tfnb.graph.forms.text import text
 from tfnb.graph.node import Node, Value
@@ -166,7 +166,7 @@ class Graph:
         ensure_type(other, Graph, "Graph.diff")
         return Difference.of(self.name, self.contents, other.name, other.contents)
 
-    def since(self, before: Contents) -> Compared:
+    def since(self, before: Contents) -> Matching:
         """The nodes that are new, gone or changed since ``before``: nodes only, no text.
 
         >>> Graph("a").since(Contents()).added

@@ -20,7 +20,7 @@ _STRIDED = torch.strided
 _TABLES = "_parameters", "_buffers"
 
 
-class Watch(NamedTuple):
+class TensorWatch(NamedTuple):
     """Condition under which a Variable's tensor is unchanged, in a form that compiled code can check.
 
     object: lives, and stands in each of ``places``: module, name of its table, name there. find: gives the same tensor
@@ -31,7 +31,7 @@ class Watch(NamedTuple):
     places: tuple[tuple[weakref.ref[torch.nn.Module], str, str], ...] = ()
     find: Callable[[], torch.Tensor] | None = None
 
-    def is_as(self, other: Watch) -> bool:
+    def is_as(self, other: TensorWatch) -> bool:
         """Whether another one looks at the same."""
         return self.object is other.object and self.places == other.places and self.find is other.find
 
@@ -40,7 +40,7 @@ CHANGES = ctypes.c_int64()
 """How often a place was found where a module holds the tensor of a Variable."""
 
 
-class Held:
+class TensorHolder:
     """Where the tensor of one Variable is found."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -118,14 +118,14 @@ class Held:
             self._seen = self._spare = found
         return found
 
-    def watched(self) -> Watch | None:
+    def watched(self) -> TensorWatch | None:
         """The condition under which `values` stays the same; None if no such check exists.
 
         They are as long as the object lives, lies in memory where it lies, and its places hold it.
         """
         tensor = self.tensor()
         if tensor is None:
-            return None if any(place() is not None for place, _ in self.places) else Watch()
+            return None if any(place() is not None for place, _ in self.places) else TensorWatch()
         found = []
         for place, name in self.places:
             module = place()
@@ -135,7 +135,7 @@ class Held:
             if table is None or type(module).__getattribute__ is not object.__getattribute__:
                 return None
             found.append((place, table, name))
-        return Watch(self._object, tuple(found))
+        return TensorWatch(self._object, tuple(found))
 
 
 def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:

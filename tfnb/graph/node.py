@@ -27,7 +27,7 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceLine:
     """Position in the user's code: a label (``In[3]``, or a file), the line number from 1, and the line's text."""
 
     label: str
@@ -38,7 +38,7 @@ class Source:
         return f"{self.label} line {self.line}" + (f":  {self.text}" if self.text else "")
 
 
-def where(source: Source | None) -> dict[str, Any]:
+def where(source: SourceLine | None) -> dict[str, Any]:
     """The cell and line that an error names: arguments of `TfnbError`."""
     return {} if source is None else {"cell": source.label, "line": source.line}
 
@@ -74,7 +74,7 @@ class Node:
     control: tuple[int, ...] = ()
     effects: tuple[int, ...] = ()
     scope: tuple[str, ...] = ()
-    source: Source | None = None
+    source: SourceLine | None = None
     owner: Owner | None = None
     device: str | None = None
     tags: frozenset[str] = frozenset()

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class QueueKind:
     """A kind of queue, with the names of its options. The last ``kept_back`` components of an element are never
     dequeued.
 
@@ -23,15 +23,15 @@ class Kind:
     numbered: bool = False
 
 
-QUEUES: Mapping[str, Kind] = {
-    "fifo": Kind(),
-    "padding": Kind(),
-    "shuffle": Kind(frozenset({"min_after_dequeue", "seed"})),
-    "priority": Kind(),
-    "mean": Kind(kept_back=1, tells=True),
-    "barrier": Kind(frozenset({"parts"}), numbered=True),
-    "tokens": Kind(frozenset({"lease_ms"}), numbered=True),
-    "sparse_mean": Kind(frozenset({"rows", "per_row"}), kept_back=1, tells=True, one_length=True),
+QUEUES: Mapping[str, QueueKind] = {
+    "fifo": QueueKind(),
+    "padding": QueueKind(),
+    "shuffle": QueueKind(frozenset({"min_after_dequeue", "seed"})),
+    "priority": QueueKind(),
+    "mean": QueueKind(kept_back=1, tells=True),
+    "barrier": QueueKind(frozenset({"parts"}), numbered=True),
+    "tokens": QueueKind(frozenset({"lease_ms"}), numbered=True),
+    "sparse_mean": QueueKind(frozenset({"rows", "per_row"}), kept_back=1, tells=True, one_length=True),
 }
 """The kinds of queues. Accumulators are two of them: what is taken is a mean of all that was put."""
 

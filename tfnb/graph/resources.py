@@ -42,7 +42,7 @@ class Resource(Protocol):
         """Drop the contents; later users get an error with the reason ``why``."""
 
 
-class Entry(NamedTuple):
+class ContainerEntry(NamedTuple):
     """One resource in the list of `containers`. owner: the process and thread that made the resource.
 
     used: when it was last used, by a step too, as `time.time` says; None where it was not.
@@ -89,7 +89,7 @@ def container(name: str) -> Iterator[str]:
         _CURRENT.reset(token)
 
 
-def containers(name: str | None = None) -> list[Entry]:
+def containers(name: str | None = None) -> list[ContainerEntry]:
     """The resources of a container, or of all: owner, kind, bytes, and when each was last used.
 
     >>> import tfnb
@@ -102,7 +102,7 @@ def containers(name: str | None = None) -> list[Entry]:
         found = [(one, owner) for one, owner in _ALL.owners.items() if name is None or one.container == name]
     return sorted(
         (
-            Entry(one.container, one.name, one.shared_name, type(one).__name__, owner, one.nbytes, one.used)
+            ContainerEntry(one.container, one.name, one.shared_name, type(one).__name__, owner, one.nbytes, one.used)
             for one, owner in found
         ),
         key=lambda entry: entry[:2],

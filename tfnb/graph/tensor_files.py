@@ -46,7 +46,7 @@ _ALIGNED = 64  # bytes
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-class Drafted(NamedTuple):
+class TensorDraft(NamedTuple):
     """A tensor file that is not written yet: its digest, its header, and its tensors in the order of their bytes."""
 
     digest: str
@@ -66,7 +66,7 @@ class Drafted(NamedTuple):
                 file.write(raw(tensor))
 
 
-def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> Drafted:
+def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> TensorDraft:
     """The file that `write_tensors` writes to ``path``: equal tensors and facts make equal bytes and equal digests.
 
     Raises CheckpointWriteError for facts and tensors that are more than `read_tensors` takes.
@@ -77,7 +77,7 @@ def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[st
         "complex": [key for key, tensor in tensors.items() if tensor.is_complex()],
         "sha256": {key: sha256(tensor) for key, tensor in stored.items()},
     })  # fmt: skip
-    digest = _digest(text, {key: Entry(of.dtype, tuple(of.shape)) for key, of in stored.items()})
+    digest = _digest(text, {key: TensorEntry(of.dtype, tuple(of.shape)) for key, of in stored.items()})
     ordered = dict(sorted(stored.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))  # all are aligned
     header = _header(ordered, {"tfnb": text, "digest": digest})
     if len(header) > HEADER_CAP:
@@ -85,7 +85,7 @@ def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[st
             f"cannot write {path}: {len(stored)} tensors, and what is told of them, make a header of {len(header)} "
             f"bytes; at most {HEADER_CAP} can be read again. What was there before is unchanged"
         )
-    return Drafted(digest, header, tuple(ordered.values()))
+    return TensorDraft(digest, header, tuple(ordered.values()))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:
@@ -124,7 +124,7 @@ def _stored(key: str, tensor: torch.Tensor) -> torch.Tensor:
 # -- headers ------------------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """The header's entry of one tensor, whose bytes begin at ``start``, counted from the end of the header."""
 
     dtype: torch.dtype
@@ -141,7 +141,7 @@ class Entry(NamedTuple):
 class Header:
     """Header of a file: entries by key in the order of their bytes, and metadata texts."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, Any]
     begin: int  # of the first tensor, in the file
 
@@ -205,7 +205,7 @@ def _header_text(path: Path, file: BinaryIO) -> tuple[bytes, int]:
     return file.read(size), room - size
 
 
-def _entry(key: str, record: Any) -> tuple[str, tuple[int, int], Entry]:
+def _entry(key: str, record: Any) -> tuple[str, tuple[int, int], TensorEntry]:
     """Key, byte range and entry of a tensor record; malformed records raise whatever their access raises."""
     shape, offsets = record["shape"], record["data_offsets"]
     start, stop = offsets
@@ -213,7 +213,7 @@ def _entry(key: str, record: Any) -> tuple[str, tuple[int, int], Entry]:
         raise ValueError(f"{key} has sizes or offsets that are none")
     if len(shape) > RANK_CAP or math.prod(size or 1 for size in shape) >= SIZE_CAP:
         raise ValueError(f"{key} has the shape {shape[:8]}..., which no tensor has")
-    entry = Entry(DTYPES[record["dtype"]], tuple(shape), start)
+    entry = TensorEntry(DTYPES[record["dtype"]], tuple(shape), start)
     if entry.nbytes != stop - start:
         raise ValueError(f"{key} takes {entry.nbytes} bytes, and {stop - start} are told")
     return key, (start, stop), entry
@@ -271,7 +271,7 @@ def verified_facts(path: Path) -> tuple[dict[str, Any], str]:
     return about, header.metadata["digest"]
 
 
-def _hashed(path: Path, file: BinaryIO, key: str, entry: Entry) -> str:
+def _hashed(path: Path, file: BinaryIO, key: str, entry: TensorEntry) -> str:
     """The sha256 of the bytes of the next tensor."""
     summed, left = hashlib.sha256(), entry.nbytes
     while left:
@@ -292,7 +292,7 @@ def checked(path: Path, header: Header, about: Mapping[str, Any], sums: Mapping[
         raise CheckpointCorrupt(f"{path}: metadata has another digest than expected, {header.metadata['digest']}")
 
 
-def _digest(text: str, entries: Mapping[str, Entry]) -> str:
+def _digest(text: str, entries: Mapping[str, TensorEntry]) -> str:
     """Digest of the JSON text, with the sha256 of all bytes in it, and of every dtype and shape."""
     specs = [[key, str(entries[key].dtype), list(entries[key].shape)] for key in sorted(entries)]
     return hashlib.sha256(f"{text}\n{json.dumps(specs)}".encode()).hexdigest()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, InvalidType, NotFound, ShapeError, StepAborted, ensure_type
 from tfnb.graph import current, lazy_memory, resources
-from tfnb.graph.held import CHANGES, Held, Watch
+from tfnb.graph.held import CHANGES, TensorHolder, TensorWatch
 from tfnb.graph.spec import Spec, flows, tensor_of
 from tfnb.graph.variable_locks import LOCKS, counter
 
@@ -31,7 +31,7 @@ _NONE: Any = object()  # no initial value is kept
 _INITIALIZING: ContextVar[tuple[Variable | str, ...]] = ContextVar("initializing", default=())
 
 
-class Home(Protocol):
+class ValueOwner(Protocol):
     """The owner of a Variable's value while the value is not in this process: a connected cluster."""
 
     def value(self, variable: Variable) -> torch.Tensor: ...
@@ -119,7 +119,7 @@ class Variable:
         """
         self = cls.__new__(cls)
         self._bind(None, Spec.of(tensor), name, trainable)
-        self.held = Held(tensor)
+        self.held = TensorHolder(tensor)
         return self
 
     @classmethod
@@ -159,7 +159,7 @@ class Variable:
         self._storage = storage
         self._owned = None
         self._shown: Callable[[], torch.Tensor] | None = None
-        self.held: Held | None = None
+        self.held: TensorHolder | None = None
         self._fitting: torch.Tensor | None = None  # what was held when it was last looked at
         self.key = f"v{next(_serial)}"
         self.writes = counter()
@@ -168,7 +168,7 @@ class Variable:
         self.leads: Leader | None = None
         self.spec = spec
         self.shape = torch.Size(spec.sizes({}))
-        self.home: Home | None = None
+        self.home: ValueOwner | None = None
         self.container = resources.placed(container)
         self.shared_name = shared_name
         self._used: float | None = None
@@ -254,7 +254,7 @@ class Variable:
             is_number = isinstance(self._start, Real)
             self.set(_filled(self._start, self.shape, self.dtype) if is_number else _initial(self._start, self))
 
-    def _followed(self, held: Held) -> torch.Tensor:
+    def _followed(self, held: TensorHolder) -> torch.Tensor:
         """The module's current tensor; raises if its shape, dtype or device does not fit this variable."""
         try:
             found = held.values()
@@ -275,13 +275,13 @@ class Variable:
         self._fitting = found
         return found
 
-    def watched(self) -> Watch | None:
+    def watched(self) -> TensorWatch | None:
         """The condition under which `storage` is unchanged; None if no such check exists."""
         if self._owned is not None:
-            return Watch()
+            return TensorWatch()
         if self.held is not None:
             return self.held.watched()
-        return None if self._storage is None else Watch(find=self._storage)
+        return None if self._storage is None else TensorWatch(find=self._storage)
 
     @property
     def definition(self) -> str:

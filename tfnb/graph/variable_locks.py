@@ -42,7 +42,7 @@ def counter() -> ctypes.c_int64:
     return _free.pop()
 
 
-class Stored(Protocol):
+class StoredVariable(Protocol):
     """A Variable. ``writes`` counts its writes, and ``version`` is the current count."""
 
     key: str
@@ -61,12 +61,12 @@ class Access:
 
     __slots__ = ("used", "variables", "written")
 
-    def __init__(self, variables: Iterable[Stored], written: Iterable[Stored] = ()) -> None:
+    def __init__(self, variables: Iterable[StoredVariable], written: Iterable[StoredVariable] = ()) -> None:
         self.variables = tuple(variables)
         self.written = frozenset(variable.key for variable in written)
         self.used = frozenset(variable.key for variable in self.variables) | self.written
 
-    def also(self, variables: Iterable[Stored]) -> Access:
+    def also(self, variables: Iterable[StoredVariable]) -> Access:
         """A copy that reads further Variables."""
         found = Access((*self.variables, *variables))
         found.written, found.used = self.written, found.used | self.used
@@ -115,7 +115,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class VariableSnapshot:
     """Copies of Variables, all of one moment, and how often each had been written by then."""
 
     versions: Mapping[Any, int]
@@ -206,40 +206,40 @@ class Locks:
         finally:
             hold.leave()
 
-    def stop(self, variable: Stored, why: Callable[[Any], BaseException]) -> None:
+    def stop(self, variable: StoredVariable, why: Callable[[Any], BaseException]) -> None:
         """Stop other threads' steps that compute with a Variable, with the error of ``why``; they write nothing."""
         for hold in tuple(self.computing):
             if variable.key in hold.access.used and hold.thread != threading.get_ident() and hold.stop is not None:
                 hold.stop(why)
 
-    def use(self, variables: Iterable[Stored]) -> Use:
+    def use(self, variables: Iterable[StoredVariable]) -> Use:
         """Register the Variables of a program, so that `uses` knows when it last ran."""
         with self._mutex:
             made = Use(frozenset(variable.key for variable in variables))
             self._uses.add(made)
         return made
 
-    def uses(self, variable: Stored) -> list[float | None]:
+    def uses(self, variable: StoredVariable) -> list[float | None]:
         """When each program that uses a Variable last ran."""
         with self._mutex:
             return [use.last for use in self._uses if variable.key in use.keys]
 
-    def read(self, *variables: Stored, timeout: float | None = None) -> Any:
+    def read(self, *variables: StoredVariable, timeout: float | None = None) -> Any:
         """A block in which nobody else writes these Variables."""
         return self.held(Access(variables), timeout)
 
-    def write(self, *variables: Stored) -> Any:
+    def write(self, *variables: StoredVariable) -> Any:
         """A block in which nobody else reads or writes these Variables."""
         return self.held(Access(variables, variables))
 
-    def cut(self, variables: Iterable[Stored], timeout: float | None = None) -> Cut:
+    def cut(self, variables: Iterable[StoredVariable], timeout: float | None = None) -> VariableSnapshot:
         """A consistent snapshot: copies of these Variables' values here, all of one moment."""
         found = tuple(variables)
         with self.read(*found, timeout=timeout):
-            return Cut(versions(found), {variable: lazy_memory.clone(variable.kept) for variable in found})
+            return VariableSnapshot(versions(found), {variable: lazy_memory.clone(variable.kept) for variable in found})
 
 
-def versions(variables: Iterable[Stored]) -> dict[Any, int]:
+def versions(variables: Iterable[StoredVariable]) -> dict[Any, int]:
     """How often each was written so far."""
     return {variable: variable.version for variable in variables}
 

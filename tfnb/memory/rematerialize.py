@@ -97,7 +97,7 @@ def plans(
 
 
 @dataclass(slots=True)
-class _Tried:
+class _Trial:
     """A choice of dropped pieces, each with the place of the drop, and the resulting program."""
 
     dropped: dict[Value, int]
@@ -124,16 +124,16 @@ class _Dropping:
         self._costs: dict[int, float] = {}
         self._banned: set[Value] = set()
 
-    def tried(self, dropped: dict[Value, int]) -> _Tried:
+    def tried(self, dropped: dict[Value, int]) -> _Trial:
         """The program after dropping these pieces."""
         nodes, places = _Copying(self, dropped).program()
         graph = donate(self.graph if not dropped else with_nodes(self.graph, nodes), self.fetches, self.feeds)
         curve = Memory(graph, self.fetches, self.feeds, self.sizes, self.aside).curve()
         peak = max(curve, default=0)
         at = next((i for i, held in enumerate(curve) if held == peak), 0)
-        return _Tried(dropped, nodes, peak, curve.count(peak), places[at] if places else 0)
+        return _Trial(dropped, nodes, peak, curve.count(peak), places[at] if places else 0)
 
-    def lower(self, now: _Tried) -> _Tried | None:
+    def lower(self, now: _Trial) -> _Trial | None:
         """The next plan, with a lower peak; None if nothing helps."""
         while True:
             choice = self._cheapest(now)
@@ -170,7 +170,7 @@ class _Dropping:
             chosen[owner] = at
         return chosen
 
-    def _cheapest(self, now: _Tried) -> list[Value]:
+    def _cheapest(self, now: _Trial) -> list[Value]:
         """Pieces to drop at the peak, the cheapest first."""
         at = now.place
         priced: list[tuple[float, int, Value, int]] = []

@@ -18,14 +18,52 @@ from tfnb.passes.merge import merge
 from tfnb.passes.narrow import narrow
 from tfnb.passes.numbers import numbers
 from tfnb.passes.order import order, split
-from tfnb.passes.pipeline import LAYOUTS, ONCE, PIPELINE, Passes, Stage, optimize, optimized, stages, table, with_fed
+from tfnb.passes.pipeline import (
+    LAYOUTS,
+    ONCE,
+    PIPELINE,
+    Passes,
+    PassResult,
+    optimize,
+    optimized,
+    stages,
+    table,
+    with_fed,
+)
 from tfnb.passes.prune import StepGraph, feed_symbols, prune, step_graph
 from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 __all__ = [
-    "LAID_OUT", "LAYOUTS", "ONCE", "PIPELINE", "Memory", "Passes", "Stage", "StepGraph", "absorb", "channels_last",
-    "chosen_layout", "conditional_updates", "donate", "feed_symbols", "fold", "merge", "narrow", "numbers",
-    "optimize", "optimized", "order", "overwriting", "peak", "prune", "simplify", "split", "stack", "stages",
-    "step_graph", "table", "with_fed",
+    "LAID_OUT",
+    "LAYOUTS",
+    "ONCE",
+    "PIPELINE",
+    "Memory",
+    "PassResult",
+    "Passes",
+    "StepGraph",
+    "absorb",
+    "channels_last",
+    "chosen_layout",
+    "conditional_updates",
+    "donate",
+    "feed_symbols",
+    "fold",
+    "merge",
+    "narrow",
+    "numbers",
+    "optimize",
+    "optimized",
+    "order",
+    "overwriting",
+    "peak",
+    "prune",
+    "simplify",
+    "split",
+    "stack",
+    "stages",
+    "step_graph",
+    "table",
+    "with_fed",
 ]  # fmt: skip

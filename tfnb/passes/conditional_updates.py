@@ -40,7 +40,7 @@ def conditional_updates(graph: Graph, fetches: Collection[Value] = (), feeds: Co
     return _updates_behind(_rows_inside(graph, fixed), fixed)
 
 
-class _Stored:
+class _Accesses:
     """Who reads and assigns each Variable."""
 
     def __init__(self, graph: Graph, fixed: frozenset[Value]) -> None:
@@ -65,7 +65,7 @@ class _Stored:
 
 def _rows_inside(graph: Graph, fixed: frozenset[Value]) -> Graph:
     """Move row writes whose results go to branches only, besides the assignment, into the branches."""
-    stored = _Stored(graph, fixed)
+    stored = _Accesses(graph, fixed)
     found = {value: write for node in graph.nodes for value, write in _taken(node, stored)}
     if not found:
         return graph
@@ -74,7 +74,7 @@ def _rows_inside(graph: Graph, fixed: frozenset[Value]) -> Graph:
     return with_nodes(graph, [_with_writes(node, found, specs) if node.op == COND else node for node in graph.nodes])
 
 
-def _taken(assign: Node, stored: _Stored) -> Iterable[tuple[Value, Node]]:
+def _taken(assign: Node, stored: _Accesses) -> Iterable[tuple[Value, Node]]:
     """Values equal to the one that ``assign`` stores, with the row-writing node, if branches take them."""
     contents = stored.contents
     if assign.op != "tfnb.assign" or len(stored.assigns[assign.attrs["variable"]]) != 1:
@@ -183,7 +183,7 @@ class _Update:
 
 def _updates_behind(graph: Graph, fixed: frozenset[Value]) -> Graph:
     """Updates of branches that only write Variables, behind their branch, with the tag HOISTED."""
-    finder = _Finder(graph, fixed)
+    finder = _UpdateFinder(graph, fixed)
     found = {node.id: updates for node in graph.nodes if node.op == COND and (updates := list(finder.updates(node)))}
     if not found:
         return graph
@@ -209,7 +209,7 @@ def _updates_behind(graph: Graph, fixed: frozenset[Value]) -> Graph:
     return with_nodes(graph, nodes)
 
 
-class _Finder(_Stored):
+class _UpdateFinder(_Accesses):
     """Finds updates that can be hoisted; ``late``: later branches that pass on the updated values."""
 
     def __init__(self, graph: Graph, fixed: frozenset[Value]) -> None:

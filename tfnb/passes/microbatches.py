@@ -24,7 +24,7 @@ from tfnb.graph.ops import WHILE
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes.prune import StepGraph, feed_symbols, prune
-from tfnb.passes.resolve import State, resolve
+from tfnb.passes.resolve import ResolvedStep, resolve
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
 _SHARE = Spec(torch.float64, ())
@@ -74,7 +74,7 @@ class _Loop:
     """One loop over microbatches in the making."""
 
     step: StepGraph
-    state: State = field(init=False)
+    state: ResolvedStep = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
     varying: set[int] = field(default_factory=set)  # nodes whose values differ by microbatch
 

@@ -78,16 +78,18 @@ class _Moves:
     def early(self, turns: Sequence[int] | None = None) -> list[int]:
         """Order in which nodes that free more than they allocate come as early as possible."""
         turns = range(len(self.before)) if turns is None else turns
-        return self._eager(turns, self.before, self.after, _Held(self.memory, from_end=False))
+        return self._eager(turns, self.before, self.after, _HeldMemory(self.memory, from_end=False))
 
     def late(self) -> list[int]:
         """Order in which nodes that allocate more than they free come as late as possible: `early` with time
         reversed.
         """
         turns = range(len(self.before) - 1, -1, -1)
-        return self._eager(turns, self.after, self.before, _Held(self.memory, from_end=True))[::-1]
+        return self._eager(turns, self.after, self.before, _HeldMemory(self.memory, from_end=True))[::-1]
 
-    def _eager(self, turns: Sequence[int], before: list[list[int]], after: list[list[int]], held: _Held) -> list[int]:
+    def _eager(
+        self, turns: Sequence[int], before: list[list[int]], after: list[list[int]], held: _HeldMemory
+    ) -> list[int]:
         """The places in the order of ``turns``, each moved to the front while the held memory does not grow.
 
         A node that neither adds nor frees anything (a view) comes too: what it leads to may free something.
@@ -132,7 +134,7 @@ def _before(graph: Graph) -> list[list[int]]:
     return before
 
 
-class _Held:
+class _HeldMemory:
     """Memory added by each node, as an order grows; with time reversed if ``from_end``."""
 
     def __init__(self, memory: Memory, *, from_end: bool) -> None:

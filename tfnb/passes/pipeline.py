@@ -32,7 +32,7 @@ ROUNDS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PassResult:
     """The graph after a pass: its nodes, total bytes of its values, and predicted peak."""
 
     name: str
@@ -50,15 +50,15 @@ class Passes:
     p[i + 1].graph)`` is what one of them did.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PassResult, ...]
 
-    def __getitem__(self, place: int) -> Stage:
+    def __getitem__(self, place: int) -> PassResult:
         return self.stages[place]
 
     def __len__(self) -> int:
         return len(self.stages)
 
-    def __iter__(self) -> Iterator[Stage]:
+    def __iter__(self) -> Iterator[PassResult]:
         return iter(self.stages)
 
     def diff(self) -> Difference:
@@ -81,15 +81,15 @@ class Passes:
 def table(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None,
     last: Sequence[Pass] = ONCE,
-) -> list[Stage]:  # fmt: skip
+) -> list[PassResult]:  # fmt: skip
     """A row for each of `stages` that left something else. sizes: of symbols, by name; 32 for one that is missing."""
-    rows: list[Stage] = []
+    rows: list[PassResult] = []
     for name, after in stages(step_graph(graph, fetches, feeds), last):
         seen = with_fed(after, graph, feeds)  # the same head for all
         if rows and seen.nodes == rows[-1].graph.nodes:
             continue
         memory = Memory(seen, fetches, feeds, sizes)
-        rows.append(Stage(name, len(seen.nodes), sum(memory.size.values()), memory.peak(), seen))
+        rows.append(PassResult(name, len(seen.nodes), sum(memory.size.values()), memory.peak(), seen))
     return rows
 
 

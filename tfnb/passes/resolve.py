@@ -15,7 +15,7 @@ _GONE = ("tfnb.assign", "tfnb.group")
 
 
 @dataclass(frozen=True)
-class State:
+class ResolvedStep:
     """The pure nodes of a step in program order, and its writes.
 
     ``same``: a value that stands for another (what an assign gives, a read after an assign). ``final``: the new value
@@ -43,7 +43,7 @@ class State:
         return found
 
 
-def resolve(graph: Graph, feeds: Collection[Value]) -> State:
+def resolve(graph: Graph, feeds: Collection[Value]) -> ResolvedStep:
     """The state of a pruned graph; fed values are taken as they are."""
     nodes: dict[int, Node] = {}
     same: dict[Value, Value] = {}
@@ -66,4 +66,4 @@ def resolve(graph: Graph, feeds: Collection[Value]) -> State:
     for node_id, node in nodes.items():
         if any(i not in nodes for i in node.control):
             nodes[node_id] = replace(node, control=tuple(i for i in node.control if i in nodes))
-    return State(nodes, same, final, frozenset(updated))
+    return ResolvedStep(nodes, same, final, frozenset(updated))

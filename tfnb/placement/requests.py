@@ -16,7 +16,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.graph import Node, Variable
-from tfnb.graph.device_request import Request, parse
+from tfnb.graph.device_request import DeviceRequest, parse
 from tfnb.graph.ops import QUEUES
 from tfnb.graph.subgraph import nested, subgraphs
 from tfnb.placement.placement import Homes, server
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
     """A node with a request."""
 
     node: Node
-    request: Request
+    request: DeviceRequest
 
 
 def asked(nodes: Iterable[Node]) -> tuple[Asked, ...]:

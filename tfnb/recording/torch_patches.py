@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
 from tfnb.recording.marks.notes import NESTED
-from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.marks.while_recording import SharedContext, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
 from tfnb.recording.overrides.averaged_models import recorded_update
 from tfnb.recording.overrides.loader_batches import batch
 from tfnb.recording.overrides.override_table import module_rows
-from tfnb.recording.overrides.rng_state import Followed
+from tfnb.recording.overrides.rng_state import FollowedGenerator
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.python_draws import making, numpy_functions, of_class, of_module, seeding
 from tfnb.recording.values.recording import open_recording
@@ -255,7 +255,7 @@ PATCHES = (
           "a compiled module is the module: a recording sees torch's calls, not what a compiler makes of them"),
     Patch(_loaders, ("__iter__", "__next__"), batch, "how a loader draws is no part of the graph, and a batch is data"),
     Patch(_one(torch._utils), ("_rebuild_tensor",), _unrecorded, "what is read from a file is a plain tensor"),
-    Patch(_one(torch.random), ("default_generator",), Followed,
+    Patch(_one(torch.random), ("default_generator",), FollowedGenerator,
           "seeds given inside are noted with their line, since recorded draws have streams of their own"),
     Patch(_one(random), ("random", "getrandbits"), of_module, "numbers that Python draws are noted with their line"),
     Patch(_python_generators, ("random", "getrandbits"), of_class, "the same, of `random.uniform` and all others"),
@@ -286,7 +286,7 @@ def _made() -> Iterator[None]:
         yield
 
 
-_patches = Shared(_made)
+_patches = SharedContext(_made)
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from tfnb.errors import Unimplemented
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.graph import Graph, Node, Value, Variable
-from tfnb.graph.variable_locks import Cut
+from tfnb.graph.variable_locks import VariableSnapshot
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.microbatches import Microbatches, in_microbatches
 from tfnb.placement.requests import Asked, asked
 from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
-from tfnb.recording.marks.python_state import Watched, watched
+from tfnb.recording.marks.python_state import StepGuards, watched
 from tfnb.session.breakpoints import stopping
 from tfnb.session.divided_feeds import DividedFeeder
 from tfnb.session.feeding import Feeder
@@ -39,7 +39,7 @@ class Look(NamedTuple):
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRun:
     """One signature, ready to run."""
 
     code: StepCode
@@ -52,8 +52,8 @@ class Prepared:
     asked: tuple[Asked, ...] = ()  # nodes that ask for a place
     looks: Sequence[Look] = ()  # whose values are fetched behind ``values``
     direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
-    guarded: tiers.Guarded | None = None  # what that is of
-    python: Watched | None = None  # what the recordings read of Python, which no run may find changed
+    guarded: tiers.GuardedCode | None = None  # what that is of
+    python: StepGuards | None = None  # what the recordings read of Python, which no run may find changed
     default: torch.dtype = field(default_factory=torch.get_default_dtype)  # the code is for: `tfnb.passes.fractions`
 
     def is_of(self, graph: Graph) -> bool:
@@ -97,7 +97,7 @@ class Prepared:
             if look.stops:
                 look.see(results[start:end])
 
-    def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
+    def after(self, cut: VariableSnapshot | None = None) -> list[torch.Tensor]:
         """The values of the fetched Variables after the step; unwritten ones come from the snapshot."""
         copies, writes = {} if cut is None else cut.copies, self.code.step.writes
         return [v.value() if v in writes or v not in copies else copies[v] for v in self.trailing]
@@ -105,7 +105,7 @@ class Prepared:
 
 def prepare(
     graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode]
-) -> Prepared:  # fmt: skip
+) -> PreparedRun:  # fmt: skip
     """Resolve fetches and feeds; ``code`` makes the code of the step."""
     version = graph.version
     leaves: list[Any] = []
@@ -130,7 +130,7 @@ def prepare(
     feeder.narrow(step.graph.nodes)
     made = code(step)
     places = () if made.is_cut else asked(step.graph.nodes)  # of a step in parts each place is there
-    return Prepared(
+    return PreparedRun(
         made, feeder, values, rebuild, structured, trailing, version, places, looks,
         python=watched(graph.attached, step.graph.nodes),
     )  # fmt: skip
@@ -138,7 +138,7 @@ def prepare(
 
 def prepare_divided(
     graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode], microbatches: int
-) -> Prepared:  # fmt: skip
+) -> PreparedRun:  # fmt: skip
     """`prepare` for a step over so many microbatches. Raises Unimplemented if the graph has breakpoints."""
     made: list[Microbatches] = []
 

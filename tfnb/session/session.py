@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from tfnb.cluster.connected import connected, notices
 from tfnb.cluster.engine.members import Ahead
 from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
-from tfnb.execution import TRACERS, Checked, Trace, profiling
-from tfnb.execution.budgeted import Planned
+from tfnb.execution import TRACERS, CheckedTracer, Trace, profiling
+from tfnb.execution.budgeted import SizedPlan
 from tfnb.execution.dataflow.executor import EXECUTORS
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
@@ -32,16 +32,16 @@ from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.resources import reset
-from tfnb.graph.variable_locks import LOCKS, Cut
+from tfnb.graph.variable_locks import LOCKS, VariableSnapshot
 from tfnb.memory import byte_count, least_budgets, step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
 from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
 from tfnb.session.feeding import Fed
-from tfnb.session.prepared import Prepared, prepare, prepare_divided, same_step
+from tfnb.session.prepared import PreparedRun, prepare, prepare_divided, same_step
 from tfnb.session.saved_state import SavedState
-from tfnb.session.step import Step
+from tfnb.session.step import PartialRun
 from tfnb.session.step_runner import StepRunner
 from tfnb.session.structures import (
     fed_by,
@@ -139,7 +139,7 @@ class Session:
         self.memory_budget = None if memory_budget is None else byte_count(memory_budget)
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
         self._cluster = cluster
-        self._prepared: dict[Any, Prepared] = {}
+        self._prepared: dict[Any, PreparedRun] = {}
         self._steps = StepRunner(self.graph.name)
         self.state = SavedState(self.graph, self._steps, cluster)
         self.trace: Trace | None = None  # what the last traced run did
@@ -313,7 +313,7 @@ class Session:
         fed = [value for key in feeds for value in fed_by(self.graph, key)]
         return Passes(tuple(table(self.graph, values, fed, sizes, step_passes(self._once))))
 
-    def step(self, fetches: Sequence[Any], feeds: Sequence[Any] = ()) -> Step:
+    def step(self, fetches: Sequence[Any], feeds: Sequence[Any] = ()) -> PartialRun:
         """One step computed in parts, as a context manager: feed something, fetch something, feed more.
 
         fetches: what will be fetched, each once; feeds: what will be fed, each once. What a later fetch shares with an
@@ -339,7 +339,7 @@ class Session:
             raise InvalidArgument(f"a step in parts fetches recorded tensors; record {names}.read()")
         values = {value: place for place, value in enumerate(prepared.values)}
         keys = {fed_by(self.graph, key)[0]: place for place, key in enumerate(feeds)}
-        return Step(
+        return PartialRun(
             prepared.code.program, prepared.feeder, self.runs.take(),
             fetch=lambda item: values.get(value_of(self.graph, item)),
             feed=lambda key: keys.get(fed_by(self.graph, key)[0]),
@@ -386,7 +386,7 @@ class Session:
                 yield prepared.of_group(group)
                 prepared.ensure_fresh()
 
-    def _ahead(self, prepared: Prepared, data: Arrays, total: int, by_pass: bool, begin: int) -> Ahead:
+    def _ahead(self, prepared: PreparedRun, data: Arrays, total: int, by_pass: bool, begin: int) -> Ahead:
         """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""
         __tracebackhide__ = True
         arrays, order = data
@@ -401,7 +401,7 @@ class Session:
         ]
         return Ahead(tuple(fed), order, total, run, by_pass)
 
-    def _cut(self, prepared: Prepared, isolation: str, timeout: float | None) -> Cut:
+    def _cut(self, prepared: PreparedRun, isolation: str, timeout: float | None) -> VariableSnapshot:
         """A snapshot of the Variables read by a step, and of those fetched with it."""
         if isolation != "snapshot":
             raise InvalidArgument(f"isolation is None or 'snapshot', not {isolation!r}")
@@ -409,7 +409,7 @@ class Session:
         return LOCKS.cut((*prepared.code.program.variables, *prepared.trailing), timeout)
 
     def _directly(
-        self, prepared: Prepared, values: Iterable[Any], timeout: float | None = None
+        self, prepared: PreparedRun, values: Iterable[Any], timeout: float | None = None
     ) -> list[Any] | None:  # fmt: skip
         """The step in one call; None if the call declined, to be run by `_execute`."""
         direct = prepared.direct  # another thread may forget it meanwhile
@@ -425,7 +425,9 @@ class Session:
             self.runs.take()
         return results
 
-    def _execute(self, prepared: Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
+    def _execute(
+        self, prepared: PreparedRun, fed: Fed, timeout: float | None, cut: VariableSnapshot | None = None
+    ) -> list[Any]:
         __tracebackhide__ = True
         tensors, shapes = fed
         if self.cluster is not None:
@@ -434,13 +436,13 @@ class Session:
             warnings.warn(notices.pop(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
         results = self._steps.step(prepared, program, tensors, timeout, forward, program.commit, cut)
-        if type(forward) is tiers.Guarded and prepared.is_plain:
+        if type(forward) is tiers.GuardedCode and prepared.is_plain:
             again = prepared.guarded is forward  # a step that runs once needs none
             prepared.direct, prepared.guarded = forward.direct() if again else None, forward
         return results
 
     def _traced(
-        self, prepared: Prepared, fed: Fed, timeout: float | None, how: bool | str, cut: Cut | None
+        self, prepared: PreparedRun, fed: Fed, timeout: float | None, how: bool | str, cut: VariableSnapshot | None
     ) -> list[Any]:
         """`_execute` with a tracer."""
         __tracebackhide__ = True
@@ -465,7 +467,7 @@ class Session:
         self.trace = self.graph.attached["trace"] = trace  # live drawings of the graph look there
 
     def _checked(
-        self, prepared: Prepared, fed: Fed, timeout: float | None, check: str, cut: Cut | None = None
+        self, prepared: PreparedRun, fed: Fed, timeout: float | None, check: str, cut: VariableSnapshot | None = None
     ) -> list[Any]:  # fmt: skip
         """`_execute` of a step that writes nothing that is not finite."""
         __tracebackhide__ = True
@@ -475,7 +477,7 @@ class Session:
         if self.cluster is not None:
             return self._there(prepared, tensors, timeout, check=True)
         program, _ = prepared.code.at(shapes)
-        checked = Checked(program)
+        checked = CheckedTracer(program)
         try:
             return self._steps.step(prepared, program, tensors, timeout, checked.forward, checked.commit, cut)
         finally:
@@ -483,7 +485,7 @@ class Session:
                 self._keep(checked.found.trace())
 
     def _there(
-        self, prepared: Prepared, tensors: list[torch.Tensor], timeout: float | None, *, check: bool = False,
+        self, prepared: PreparedRun, tensors: list[torch.Tensor], timeout: float | None, *, check: bool = False,
         trace: Callable[[Trace], None] | None = None,
     ) -> list[Any]:  # fmt: skip
         """The step on the cluster."""
@@ -495,13 +497,13 @@ class Session:
 
         return [*self._steps.stoppable(prepared.code.step, None, run), *prepared.after()]
 
-    def _sent(self, prepared: Prepared, *options: str) -> StepGraph:
+    def _sent(self, prepared: PreparedRun, *options: str) -> StepGraph:
         """The step for the cluster."""
         for option in ("memory_budget", *options):
             self._ensure_together(option, prepared.code, prepared)
         return prepared.code.step
 
-    def _ensure_together(self, option: str, code: StepCode | None, prepared: Prepared | None = None) -> None:
+    def _ensure_together(self, option: str, code: StepCode | None, prepared: PreparedRun | None = None) -> None:
         """Raise Unimplemented where an option that is asked for does not go with how the step runs."""
         asked = {"memory_budget": self.memory_budget is not None, "queues": code is not None and code.is_dataflow}
         if prepared is not None:
@@ -512,7 +514,7 @@ class Session:
                 if what == option and holds[situation]:
                     raise Unimplemented(text)
 
-    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...], microbatches: int = 1) -> Prepared:
+    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...], microbatches: int = 1) -> PreparedRun:
         __tracebackhide__ = True
         self._steps.ensure_open()
         about = microbatches, self.memory_budget, torch.get_default_dtype()  # see `tfnb.passes.fractions`
@@ -633,7 +635,7 @@ class Session:
         finally:
             self.memory_budget = kept
 
-    def plans(self) -> list[tuple[str, Planned]]:
+    def plans(self) -> list[tuple[str, SizedPlan]]:
         """With a memory budget: names and sizes of the feeds of each signature run here, and the plan."""
         budgets = (code.budget for code in self._codes())
         return [row for found in budgets if found and found.budget == self.memory_budget for row in found.plans()]

@@ -22,7 +22,7 @@ from tfnb.interrupts import from_signal_handler
 from tfnb.session.feeding import Feeder
 
 
-class Step:
+class PartialRun:
     """One step in pieces: `fetch` and `feed` declared names, each once. Leaving the block early writes nothing."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Step:
         self._ended = why
         self._known.clear()
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> PartialRun:
         return self
 
     def __exit__(self, *exc: object) -> None:

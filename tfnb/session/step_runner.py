@@ -13,10 +13,10 @@ from tfnb.errors import Cancelled, FailedPrecondition, TfnbError
 from tfnb.execution import Program
 from tfnb.execution.explain import deadline, explained
 from tfnb.execution.running import Running, Stop
-from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
+from tfnb.graph.variable_locks import LOCKS, NOTHING, Hold, VariableSnapshot, ensure_unchanged, versions
 from tfnb.interrupts import from_signal_handler
 from tfnb.placement.requests import tasks_of
-from tfnb.session.prepared import Prepared
+from tfnb.session.prepared import PreparedRun
 from tfnb.state.queue_machine import whole_steps
 from tfnb.state.run_numbers import RunNumbers
 
@@ -42,8 +42,8 @@ class StepRunner:
             running.stop(lambda _: Cancelled(f"the session of graph {self.graph} was closed during this run"))
 
     def step(
-        self, prepared: Prepared, program: Program, tensors: list[torch.Tensor], timeout: float | None,
-        forward: Callable[..., Any], commit: Callable[[Any], None], cut: Cut | None,
+        self, prepared: PreparedRun, program: Program, tensors: list[torch.Tensor], timeout: float | None,
+        forward: Callable[..., Any], commit: Callable[[Any], None], cut: VariableSnapshot | None,
     ) -> list[Any]:  # fmt: skip
         """Compute, commit, and read the fetched Variables, with the locks of all Variables."""
         __tracebackhide__ = True
@@ -122,7 +122,7 @@ class StepRunner:
 
     def _aside(
         self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int,
-        cut: Cut | None,
+        cut: VariableSnapshot | None,
     ) -> Any:  # fmt: skip
         """`_compute` for a step that waits inside, or reads a snapshot: locks are taken afterwards, if versions are
         unchanged.
@@ -141,7 +141,7 @@ class StepRunner:
 
     def _compute(
         self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int,
-        cut: Cut | None = None,
+        cut: VariableSnapshot | None = None,
     ) -> Any:  # fmt: skip
         __tracebackhide__ = True
         storages = [variable.storage for variable in program.variables]
@@ -153,7 +153,7 @@ class StepRunner:
             raise explained(program, error, tensors) from error
 
 
-def _look(prepared: Prepared, results: Sequence[Any]) -> None:
+def _look(prepared: PreparedRun, results: Sequence[Any]) -> None:
     """Raise where a breakpoint stops the step."""
     __tracebackhide__ = True
     if prepared.looks:

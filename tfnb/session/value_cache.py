@@ -18,12 +18,12 @@ from torch.utils import _pytree
 
 from tfnb.graph import Graph, Value
 from tfnb.graph.files import sha256
-from tfnb.graph.forms.encode import Writer
+from tfnb.graph.forms.encode import GraphWriter
 from tfnb.passes import StepGraph
 from tfnb.passes.rewrite import is_pure
 from tfnb.recording import graph as graph_named
 from tfnb.session.feeding import Fed
-from tfnb.session.prepared import Prepared
+from tfnb.session.prepared import PreparedRun
 
 KEY = "values"  # in `Graph.attached`
 LIMIT = 1 << 30  # bytes
@@ -42,7 +42,7 @@ class ValueCache:
         self._store.clear()
         self.bytes = 0
 
-    def plan(self, prepared: Prepared, fed: Fed) -> Smaller | None:
+    def plan(self, prepared: PreparedRun, fed: Fed) -> Smaller | None:
         """The remaining part of a run with these feeds; None for a run that writes, draws, waits or prints."""
         step = prepared.code.step
         if prepared.code.is_dataflow or step.writes or prepared.trailing or prepared.looks:
@@ -113,7 +113,7 @@ class Smaller:
 
 def _keys(step: StepGraph, fed: Mapping[Value, torch.Tensor]) -> dict[int, str]:
     """Keys of the nodes of a step that have one: pure nodes whose operands have keys."""
-    writer = Writer(step.whole.contents, only=("op", "out", "attrs", "device"))
+    writer = GraphWriter(step.whole.contents, only=("op", "out", "attrs", "device"))
     specs = step.whole.contents.by_id
     shapes = [[str(specs[at.node].outputs[at.index]), list(tensor.shape)] for at, tensor in fed.items()]
     found = {at.node: _content(tensor) for at, tensor in fed.items() if tensor.layout == torch.strided}

@@ -23,7 +23,7 @@ from tfnb.kernels.optim import NUMBERS, SWITCHES
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
 from tfnb.train.optimizer import Optimizer, Pair, Rate, buffer_writes
-from tfnb.train.update_rules import OPTIMIZERS, Rule, parts_of, settings_of
+from tfnb.train.update_rules import OPTIMIZERS, UpdateRule, parts_of, settings_of
 
 _CLASSES = {getattr(torch.optim, name) for name in OPTIMIZERS}
 _TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and pickles leave it out
@@ -71,7 +71,7 @@ def _without_twin(kind: type) -> str:
     )
 
 
-class _Place(NamedTuple):
+class _GroupMember(NamedTuple):
     """A parameter, and the number of its group."""
 
     parameter: torch.Tensor
@@ -204,23 +204,23 @@ class FromTorch(Optimizer):
 
     # -- the torch optimizer's groups and state -------------------------------------------------------------------
 
-    def _places(self) -> list[_Place]:
-        return [_Place(p, i) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+    def _places(self) -> list[_GroupMember]:
+        return [_GroupMember(p, i) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
 
     def _trained(self, recorder: Recorder) -> list[Variable]:
         mine = {known(parameter) for parameter, _ in self._places()}
         return [v for v in super()._trained(recorder) if v in mine]
 
-    def _rule(self, owner: Variable) -> tuple[torch.Tensor, Rule]:
+    def _rule(self, owner: Variable) -> tuple[torch.Tensor, UpdateRule]:
         """The parameter of a variable, and the rule of its group with the hyperparameters of now."""
         for parameter, number in self._places():
             if known(parameter) is owner:
                 return parameter, self._group_rule(number)
         raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it{_at()}")
 
-    def _group_rule(self, number: int) -> Rule:
+    def _group_rule(self, number: int) -> UpdateRule:
         group = self.optimizer.param_groups[number]
-        return Rule(self._label, group["lr"], **settings_of(self._label, group))
+        return UpdateRule(self._label, group["lr"], **settings_of(self._label, group))
 
     def _hyperparameters(self, number: int) -> Hyperparameters:
         """The hyperparameters of a group, for steps recorded with its current formula."""
@@ -230,7 +230,7 @@ class FromTorch(Optimizer):
             known.append(made)
         return next(one for one in known if one.formula == made.formula)
 
-    def _slot(self, rule: Rule, parameter: torch.Tensor, name: str, stem: str) -> Variable:
+    def _slot(self, rule: UpdateRule, parameter: torch.Tensor, name: str, stem: str) -> Variable:
         key = parameter, name
         if key not in self._kept:
             self._begin(rule, parameter, set(rule.names(parameter)) - self._first.get(parameter, {}).keys())
@@ -240,7 +240,7 @@ class FromTorch(Optimizer):
                 self._kept[key] = Variable.looked_up(find, name=f"{stem}/{name}")
         return self._kept[key]
 
-    def _begin(self, rule: Rule, parameter: torch.Tensor, names: Collection[str]) -> None:
+    def _begin(self, rule: UpdateRule, parameter: torch.Tensor, names: Collection[str]) -> None:
         """Make the initial slot values, some of them from the current learning rate."""
         with _disable_current_modes(), torch.no_grad():
             made = rule.initial(parameter.detach())

@@ -79,7 +79,7 @@ _PAIRS = {
     "betas": ("beta1", "beta2"), "eps": ("eps1", "eps2"), "etas": ("etaminus", "etaplus"),
     "step_sizes": ("step_size_min", "step_size_max"),
 }  # fmt: skip
-_STARTS: Mapping[str, Callable[[torch.Tensor, Rule], torch.Tensor]] = {
+_STARTS: Mapping[str, Callable[[torch.Tensor, UpdateRule], torch.Tensor]] = {
     "step": lambda w, rule: _count(w, 0.0, rule),
     "mu": lambda w, rule: _count(w, 1.0, rule),
     "mu_product": lambda w, rule: _count(w, 1.0, rule),
@@ -92,7 +92,7 @@ _STARTS: Mapping[str, Callable[[torch.Tensor, Rule], torch.Tensor]] = {
 """What a slot starts with; others with zeros."""
 
 
-def _count(w: torch.Tensor, start: float, rule: Rule) -> torch.Tensor:
+def _count(w: torch.Tensor, start: float, rule: UpdateRule) -> torch.Tensor:
     """A counter beside a variable, in the dtype of torch.optim; SparseAdam takes its powers in Python."""
     wide = torch.get_default_dtype() is torch.float64 and rule.definition.op not in _FUSED
     dtype = torch.float64 if wide or rule.kind == "SparseAdam" else torch.float32
@@ -103,7 +103,7 @@ def _full(w: torch.Tensor, value: float) -> torch.Tensor:
     return torch.full_like(w, complex(value, value) if w.is_complex() else value)
 
 
-class Rule(Optimizer):
+class UpdateRule(Optimizer):
     """An optimizer of `OPTIMIZERS`, with torch's settings by torch's names."""
 
     def __init__(self, kind: str, lr: Any, *, sparse: str = "exact", **given: Any) -> None:
@@ -159,7 +159,7 @@ class Rule(Optimizer):
         return self.definition.vector is not None and w.dim() < 2
 
     def __repr__(self) -> str:
-        name = self.kind if type(self) is Rule else type(self).__name__
+        name = self.kind if type(self) is UpdateRule else type(self).__name__
         shown = self.settings | ({"sparse": self.sparse} if self.sparse != "exact" else {})
         return f"{name}(lr={self.lr!r}, {', '.join(f'{name}={value}' for name, value in shown.items())})"
 
@@ -204,7 +204,7 @@ def _setting(owner: str, name: str, value: Any) -> Any:
     return float(value)
 
 
-class SGD(Rule):
+class SGD(UpdateRule):
     """Stochastic gradient descent, with momentum if nonzero."""
 
     def __init__(
@@ -248,7 +248,7 @@ class Nesterov(Momentum):
         super().__init__(lr, momentum, 0.0, weight_decay, True, maximize=maximize, sparse=sparse)
 
 
-class Adadelta(Rule):
+class Adadelta(UpdateRule):
     """Steps as long as a running mean of past ones, over that of gradients, each by its root (Zeiler 2012).
 
     >>> Adadelta(rho=0.95)
@@ -266,7 +266,7 @@ class Adadelta(Rule):
             raise InvalidArgument(f"{type(self).__name__}: rho is the weight of the past, from 0 to 1, not {rho}")
 
 
-class Adagrad(Rule):
+class Adagrad(UpdateRule):
     """Steps divided by the root of all squared gradients so far (Duchi et al. 2011)."""
 
     def __init__(
@@ -279,7 +279,7 @@ class Adagrad(Rule):
         )  # fmt: skip
 
 
-class RMSProp(Rule):
+class RMSProp(UpdateRule):
     """Steps divided by the root of a running mean of squared gradients (Hinton's lecture 6e; Graves 2013 centered)."""
 
     def __init__(
@@ -292,7 +292,7 @@ class RMSProp(Rule):
         )  # fmt: skip
 
 
-class Adam(Rule):
+class Adam(UpdateRule):
     """Running means of the gradient and its square (Kingma and Ba 2015); ``amsgrad`` after Reddi et al. 2018."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Colours of a drawing: measurements of a traced run (`Heat`), changes of nodes (`Marks`), and places (`Sites`).
+"""Colours of a drawing: measurements of a traced run (`Heat`), changes of nodes (`ChangeMarks`), and places (`Sites`).
 
 A trace is anything with ``events`` that have ``node``, ``seconds`` and ``bytes``, and ``inside``. For a difference both
 graphs are drawn as one. Imports the words and the box.
@@ -213,7 +213,7 @@ TONES = {"added": "update", "removed": "failing", "changed": "variable"}
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class ChangeMarks:
     """Colours boxes by the changes of their nodes; unchanged ones are plain."""
 
     by_id: Mapping[int, str]
@@ -245,7 +245,7 @@ class Marks:
         return {tone: mark for mark, tone in TONES.items() if mark in self.by_id.values()}
 
 
-def legend(colours: Heat | Marks, root: Box) -> list[list[str]]:
+def legend(colours: Heat | ChangeMarks, root: Box) -> list[list[str]]:
     """Words and colours that boxes inside of ``root`` have."""
     tones = {colours.tone(box) for child in root.children for box in child.walk()}
     return [[words, LIGHT[tone].line] for tone, words in colours.kinds.items() if tone in tones]

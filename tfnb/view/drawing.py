@@ -15,10 +15,10 @@ from tfnb.escaping import shorten, xml
 from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, key_name
-from tfnb.view.colours import Heat, Marks, Vitals, heat, sites
+from tfnb.view.colours import ChangeMarks, Heat, Vitals, heat, sites
 from tfnb.view.face import HEAD, Face, Painter, n, times
 from tfnb.view.inside import opened
-from tfnb.view.level import Drawn, Level, Placed, Ports
+from tfnb.view.level import BoxLevel, LevelDrawing, PlacedBox, Ports
 from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.style import HOT_SHEET, LEGIBLE, PAPER, SANS, SHEET
 from tfnb.view.tree import tree
@@ -58,11 +58,11 @@ class Drawing:
         failed = _id_of(failing, self.contents)
         self.vitals = Vitals(trace.health, inside.paths) if trace is not None and trace.health else None
         red = self._origins(trace, inside.paths) | ({failed} if failed is not None else set())
-        self.colours: Heat | Marks | None = None if marks is None else Marks(marks, inside.paths)
+        self.colours: Heat | ChangeMarks | None = None if marks is None else ChangeMarks(marks, inside.paths)
         if trace is not None:
             self.colours = heat(trace, by, inside.lit, inside.paths)
         self.sliders = LoopSliders(trace, inside, self.wiring) if trace is not None and trace.loops else None
-        self.badges = Marks(badges, inside.paths) if badges else None
+        self.badges = ChangeMarks(badges, inside.paths) if badges else None
         self.sites = sites(graph, self.contents, inside.paths)
         self.painter = Painter(
             self.wiring, red, inside.dead.union(grey), self.colours, self.sliders, self.badges, self.vitals, self.sites
@@ -122,13 +122,13 @@ class Drawing:
         inside = f'<g class="level" {size} transform="translate({n(shift)},{HEAD})">{drawn.svg}</g>'
         return self.painter.frame(box, inside, drawn.width, drawn.height), drawn.ports.moved(shift)
 
-    def _level(self, box: Box, opened: Collection[Key]) -> Drawn:
-        return Level(box, [self._placed(child, opened) for child in box.children], self.wiring, self.sites).draw()
+    def _level(self, box: Box, opened: Collection[Key]) -> LevelDrawing:
+        return BoxLevel(box, [self._placed(child, opened) for child in box.children], self.wiring, self.sites).draw()
 
-    def _placed(self, box: Box, opened: Collection[Key]) -> Placed:
+    def _placed(self, box: Box, opened: Collection[Key]) -> PlacedBox:
         unfolded = box.key in opened
         face, ports = self.frame(box, opened) if unfolded else (self.card(box), Ports())
-        return Placed(face, ports, lambda x, y: self._wrapped(box, face, x, y, unfolded))
+        return PlacedBox(face, ports, lambda x, y: self._wrapped(box, face, x, y, unfolded))
 
     def _wrapped(self, box: Box, face: Face, x: float, y: float, unfolded: bool) -> str:
         words = [f'class="box" data-key="{box.name}" transform="translate({n(x)},{n(y)})" tabindex="0"']

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tfnb.escaping import shorten, xml
 from tfnb.view import facts
 from tfnb.view.box import Box
-from tfnb.view.colours import TONES, Heat, Marks, Sites, Vitals
+from tfnb.view.colours import TONES, ChangeMarks, Heat, Sites, Vitals
 from tfnb.view.inside import ARGUMENT
 from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE, width
@@ -60,9 +60,9 @@ class Painter:
     wiring: Wiring
     failing: frozenset[int] = frozenset()
     grey: frozenset[int] = frozenset()
-    colours: Heat | Marks | None = None
+    colours: Heat | ChangeMarks | None = None
     sliders: LoopSliders | None = None
-    badges: Marks | None = None
+    badges: ChangeMarks | None = None
     vitals: Vitals | None = None
     sites: Sites | None = None
 

@@ -21,7 +21,7 @@ Path = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedGraph:
     """The contents with all subgraphs opened, and ids of nodes in branches that a run took, and did not take.
 
     ``paths``: of each node that is in a loop or branch, the recorded ids of those around it and its own. ``sides``: the
@@ -37,21 +37,21 @@ class Opened:
 
 def opened(
     contents: Contents, taken: Mapping[int, Collection[bool]] | None = None, keep: Collection[int] = ()
-) -> Opened:  # fmt: skip
+) -> OpenedGraph:  # fmt: skip
     """The contents with all subgraphs opened, at any depth.
 
     keep: constants and the like that are shown even where a loop does not use them. taken: the sides that
     a run took, by the branch's id.
     """
     if not any(node.op in REGIONS for node in contents.nodes):
-        return Opened(contents)
+        return OpenedGraph(contents)
     opening = _Opening(taken or {})
     found = [inner for node in contents.nodes for inner in opening.node(node)]
     opening.taken_from.update(value.node for node in contents.nodes for value in node.inputs)
     nodes = tuple(_without_unused(found, opening.taken_from.difference(keep)))
     dead = frozenset(opening.dead)
     shown = Contents(nodes, contents.guards, contents.bindings)
-    return Opened(shown, frozenset(opening.lit) - dead, dead, opening.paths, opening.sides)
+    return OpenedGraph(shown, frozenset(opening.lit) - dead, dead, opening.paths, opening.sides)
 
 
 def _without_unused(nodes: Sequence[Node], taken: Collection[int]) -> Iterator[Node]:

@@ -13,7 +13,7 @@ from typing import Any
 from tfnb.escaping import shorten
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, common, key_name
-from tfnb.view.inside import Opened
+from tfnb.view.inside import OpenedGraph
 from tfnb.view.wiring import Wiring
 
 LONGEST = 30  # characters of a value on a card
@@ -72,7 +72,7 @@ def _named(iteration: Any) -> str:
 class LoopSliders:
     """Records of single loop iterations in a traced run, by the boxes of one drawing."""
 
-    def __init__(self, trace: Any, opened: Opened, wiring: Wiring) -> None:
+    def __init__(self, trace: Any, opened: OpenedGraph, wiring: Wiring) -> None:
         self.loops = tuple(trace.loops)
         self.wiring, self.sides = wiring, opened.sides
         self.calls = {path: amount.calls for path, amount in trace.inside.items()}

@@ -50,7 +50,7 @@ from tfnb.errors import (
     VersionMismatch,
     ensure_type,
 )  # fmt: skip
-from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.marks.while_recording import SharedContext, swapped
 
 T = TypeVar("T")
 
@@ -294,7 +294,7 @@ def _without_main() -> AbstractContextManager[None]:
     return swapped((main, "__spec__", ModuleSpec(f"{parent}__main__", None)))
 
 
-_main_not_imported = Shared(_without_main)
+_main_not_imported = SharedContext(_without_main)
 """Processes that start inside do not import the user's script: it would run again in each of them.
 
 They need nothing of it, and a script that a notebook was made into has no ``if __name__ == "__main__"``.

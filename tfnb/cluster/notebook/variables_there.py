@@ -238,7 +238,7 @@ class VariablesThere:
 
 
 class Home:
-    """The owner of a variable on one server, or on several; see `tfnb.graph.variable.Home`."""
+    """The owner of a variable on one server, or on several; see `tfnb.graph.variable.ValueOwner`."""
 
     def __init__(self, there: VariablesThere, shards: Sequence[int]) -> None:
         self.there, self._shards = there, shards

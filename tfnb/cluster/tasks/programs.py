@@ -26,7 +26,7 @@ from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.explain import explained
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers.tiered import Mode
-from tfnb.execution.tracing.checked_steps import Checked, ensure_finite, try_update
+from tfnb.execution.tracing.checked_steps import CheckedTracer, ensure_finite, try_update
 from tfnb.execution.tracing.health import is_finite
 from tfnb.execution.tracing.origins import not_finite
 from tfnb.execution.tracing.place_tracer import PlaceTracer
@@ -405,7 +405,7 @@ class ComputeProgram:
         """
         storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
         feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, (*feeds, *looked), strict=True)]
-        checked = Checked(self.program).forward if self.meta["check"] else None
+        checked = CheckedTracer(self.program).forward if self.meta["check"] else None
         forward = checked or self.code.tiers.forward(tuple([feed.shape for feed in feeds]))
         if is_traced:
             forward = self.tracer.whole(self.program)

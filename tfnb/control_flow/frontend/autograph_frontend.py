@@ -118,7 +118,7 @@ def _place(node: ast.AST, place: Any) -> None:
         _place(child, place)
 
 
-class _Placed:
+class _KeepsPosition:
     """A mixin that gives generated statements the position of their original."""
 
     def visit(self, node: Any) -> Any:
@@ -142,7 +142,7 @@ class _Function:
     level = 0
 
 
-class _Scopes(_Placed, converter.Base):
+class _Scopes(_KeepsPosition, converter.Base):
     """Wraps each function's body in a scope object, whose result is the function's value."""
 
     def visit_FunctionDef(self, node: Any) -> Any:
@@ -161,19 +161,19 @@ class _Scopes(_Placed, converter.Base):
         return node
 
 
-class _Breaks(_Placed, break_statements.BreakTransformer):
+class _Breaks(_KeepsPosition, break_statements.BreakTransformer):
     pass
 
 
-class _Continues(_Placed, continue_statements.ContinueCanonicalizationTransformer):
+class _Continues(_KeepsPosition, continue_statements.ContinueCanonicalizationTransformer):
     pass
 
 
-class _Returns(_Placed, return_statements.ReturnStatementsTransformer):
+class _Returns(_KeepsPosition, return_statements.ReturnStatementsTransformer):
     pass
 
 
-class _Bodies(_Placed, control_flow.ControlFlowTransformer):
+class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
     """Bodies as functions. Names bound in a cell, and outside names bound in a function, count as live afterwards."""
 
     def __init__(self, context: Any, closures: set[str]) -> None:

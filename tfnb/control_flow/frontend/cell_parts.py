@@ -10,7 +10,7 @@ from types import CodeType
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.frontend.expressions import Plain
-from tfnb.control_flow.frontend.source import CELL, FUNCTION, Place, compiled, with_operators, worth
+from tfnb.control_flow.frontend.source import CELL, FUNCTION, CodeOrigin, compiled, with_operators, worth
 from tfnb.control_flow.frontend.trees import (
     CONTROL,
     bound_names,
@@ -24,7 +24,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import,
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CellPart:
     """Statements of a cell: their code, either a factory or unchanged Python, and the reason for the latter."""
 
     code: CodeType
@@ -36,12 +36,12 @@ class Part:
 
 def cell_parts(
     body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0
-) -> tuple[list[Part], CodeType | None]:
+) -> tuple[list[CellPart], CodeType | None]:
     """The statements of a cell in order, and its final expression; raises CannotStage if that cannot be converted.
 
     A factory is, with the namespace as its globals, a function of the operators that gives a function to be called.
     """
-    parts = _Parts(Place(filename, CELL, CELL, flags))
+    parts = _Parts(CodeOrigin(filename, CELL, CELL, flags))
     found = [parts.part(group) for group in _grouped(body)]
     return found, None if result is None else parts.code([placed(result, ast.Return(result))])[0]
 
@@ -56,7 +56,7 @@ def cell_text(body: Sequence[ast.stmt], result: ast.expr | None) -> str:
         elif _stays(group[0]) or not any(map(worth, group)):
             found.append("\n".join(map(ast.unparse, group)))
         else:
-            tree = _Parts(Place("", CELL, CELL, 0)).tree
+            tree = _Parts(CodeOrigin("", CELL, CELL, 0)).tree
             found.append(_text(line, lambda of=group, tree=tree: tree(copy.deepcopy(of))))  # type: ignore[misc]
     return "\n\n".join(found)
 
@@ -77,12 +77,12 @@ def _text(line: int, tree: Callable[[], ast.AST]) -> str:
 class _Parts:
     """The statements of a cell, one group after the other."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CodeOrigin) -> None:
         self.place = place
         self.above: set[str] = set()  # names bound so far
         self.unsure: set[str] = set()  # those that a statement with control flow bound
 
-    def part(self, group: list[ast.stmt]) -> Part:
+    def part(self, group: list[ast.stmt]) -> CellPart:
         """The next group."""
         mine, is_control = bound_names(group), has_control(group)
         found, why = None, ""
@@ -90,7 +90,7 @@ class _Parts:
             try:
                 code, needed = self.code(copy.deepcopy(group))
                 names = frozenset(mine - self.above - needed) if is_control else frozenset()
-                found = Part(code, True, "", names, isinstance(group[0], (ast.For, ast.While)))
+                found = CellPart(code, True, "", names, isinstance(group[0], (ast.For, ast.While)))
             except CannotStage as error:
                 why = f"line {group[0].lineno}: {error}"
         self.above |= mine
@@ -99,7 +99,7 @@ class _Parts:
         if found is not None:
             return found
         whole = ast.Module(group, [])
-        return Part(compile(whole, self.place.filename, "exec", self.place.flags, dont_inherit=True), False, why)
+        return CellPart(compile(whole, self.place.filename, "exec", self.place.flags, dont_inherit=True), False, why)
 
     def code(self, body: list[ast.stmt]) -> tuple[CodeType, set[str]]:
         """The factory of statements, and the names that they read before they bind them."""

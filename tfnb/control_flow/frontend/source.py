@@ -46,7 +46,7 @@ def function_code(code: CodeType, tree: ast.FunctionDef | ast.Lambda) -> CodeTyp
     tree = _prepared(tree, owner[0] if owner and owner[0] != "<locals>" else None)
     tree = tree if isinstance(tree, ast.FunctionDef) else _as_function(tree)
     body = told_names(with_operators(tree, is_generator=is_generator(code)))
-    place = Place(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE, first)
+    place = CodeOrigin(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE, first)
     return compiled(body, place, code.co_freevars)
 
 
@@ -177,7 +177,7 @@ def _left_to_python(node: ast.AST) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CodeOrigin:
     """The file, name and first line that converted code belongs to."""
 
     filename: str
@@ -187,7 +187,7 @@ class Place:
     first: int = 1
 
 
-def compiled(function: ast.FunctionDef, place: Place, free: Sequence[str]) -> CodeType:
+def compiled(function: ast.FunctionDef, place: CodeOrigin, free: Sequence[str]) -> CodeType:
     """The code of a factory that takes the operators, with the closure that the function has."""
     factory = definition(_FACTORY, no_arguments(), [function, ast.Return(ast.Name(function.name, ast.Load()))])
     factory.args.args = [ast.arg(HIDDEN, None, None)]

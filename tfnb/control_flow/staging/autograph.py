@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tfnb.control_flow.frontend.cell_parts import Part, cell_parts, cell_text
+from tfnb.control_flow.frontend.cell_parts import CellPart, cell_parts, cell_text
 from tfnb.control_flow.staging.conversion import fn, marked
 from tfnb.control_flow.staging.operators import OPERATORS
 from tfnb.control_flow.staging.statement import status
@@ -125,7 +125,7 @@ class Cell:
 
 
 @contextmanager
-def _names(part: Part, names: dict[str, Any]) -> Iterator[None]:
+def _names(part: CellPart, names: dict[str, Any]) -> Iterator[None]:
     """Around a part: hide values of its names from other cells, so that its loops do not start from them."""
     before = {name: names[name] for name in part.names & names.keys() if part.is_loop or _is_stale(names[name])}
     names.update((name, Undefined(name)) for name in before)

@@ -42,7 +42,7 @@ from tfnb.graph import Spec, Variable
 from tfnb.interrupts import from_signal_handler
 from tfnb.recording import Tensor
 from tfnb.recording.subgraphs.capture import Retry, bound_before, bound_outside, now, retried
-from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop, zeros
+from tfnb.recording.subgraphs.loop_node import DISAGREE, LoopRecorder, zeros
 from tfnb.recording.writes.aliases import REFUSED, family, lose
 
 
@@ -95,7 +95,7 @@ class _First:
     has_flag: bool
 
 
-class Stage:
+class LoopStaging:
     """One loop to be staged: its carried names, and their tensors.
 
     by_size: only sizes decide how many iterations it takes, so Python can run it for those of the samples. entered:
@@ -311,7 +311,7 @@ class Stage:
         """The bases of the carried memory before the loop."""
         return [bases_of(self.recorder, leaf) for value in self.first.values() for leaf in tree_flatten(value)[0]]
 
-    def begun(self, loop: Loop, values: Sequence[Any], written: Collection[Any]) -> list[Any]:
+    def begun(self, loop: LoopRecorder, values: Sequence[Any], written: Collection[Any]) -> list[Any]:
         """Names first set by the body, carried from here on, with their values after the iteration.
 
         A name that holds memory which the iteration writes is left without a value.
@@ -399,7 +399,7 @@ class _Attempt:
     head: among the carried values, those of the names are behind the index.
     """
 
-    def __init__(self, stage: Stage, iterations: Iterations) -> None:
+    def __init__(self, stage: LoopStaging, iterations: Iterations) -> None:
         self.stage, self.iterations, self.st, self.recorder = stage, iterations, stage.st, stage.recorder
         stage.plan()
         index = [] if iterations.first is None else [tensor_of(self.recorder, iterations.first)]
@@ -410,7 +410,7 @@ class _Attempt:
     def record(self) -> None:
         """Record the loop and assign its results to the names; raises Retry for new facts about the body."""
         stage, iterations, st = self.stage, self.iterations, self.st
-        loop = self.loop = Loop(
+        loop = self.loop = LoopRecorder(
             self.recorder, self.start, self.labels, iterations.xs, specs=self.specs, limit=iterations.limit,
             what=self.st.what.split()[0], entered=stage.entered,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from tfnb.control_flow.staging.generators import Consumer, Generator
 from tfnb.control_flow.staging.iterables import iterations_of
 from tfnb.control_flow.staging.lists import grown, length, plain
 from tfnb.control_flow.staging.lists import item as item_of
-from tfnb.control_flow.staging.looping import Iterations, Stage, staged_loop
+from tfnb.control_flow.staging.looping import Iterations, LoopStaging, staged_loop
 from tfnb.control_flow.staging.python_numbers import given, needed
 from tfnb.control_flow.staging.statement import (
     Statement,
@@ -159,7 +159,7 @@ def while_stmt(
         before.undo()  # it is recorded again as the condition
         st = Statement("while", staged, names, get, set_)
         entered = sample_truth(staged, found) is not False
-        stage = functools.partial(Stage, st, by_size=not isinstance(found, Tensor), entered=entered)
+        stage = functools.partial(LoopStaging, st, by_size=not isinstance(found, Tensor), entered=entered)
         try:
             iterations = functools.partial(_iterations, stage, test, body)
             because = staged_loop(st, iterations, body if entered else _nothing, peels=entered)
@@ -172,7 +172,7 @@ def while_stmt(
             body()
 
 
-def _iterations(stage: Callable[[], Stage], test: Callable[[], Any], body: Callable[[], None]) -> None:
+def _iterations(stage: Callable[[], LoopStaging], test: Callable[[], Any], body: Callable[[], None]) -> None:
     stage().record(Iterations(test, body))
 
 

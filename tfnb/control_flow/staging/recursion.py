@@ -20,7 +20,7 @@ from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.subgraphs.capture import Retry, retried
-from tfnb.recording.subgraphs.recursive_calls import Definition, opened
+from tfnb.recording.subgraphs.recursive_calls import RecursiveDefinition, opened
 
 LIMIT = 1000
 
@@ -96,7 +96,7 @@ class Function:
 
     def _recursive(self, call: Call, scope: str) -> Any:
         recorder = call.recorder
-        definition = Definition(recorder, self._name, self.limit, [spec_of(t) for t in call.given])
+        definition = RecursiveDefinition(recorder, self._name, self.limit, [spec_of(t) for t in call.given])
         definition.generalise()
 
         def body(*given: Any) -> list[Any]:
@@ -134,7 +134,7 @@ class Call:
             leaves[place] = tensor
         return tree_unflatten(leaves, self.form)
 
-    def recorded(self, definition: Definition) -> Any:
+    def recorded(self, definition: RecursiveDefinition) -> Any:
         """The results of a node."""
         found = definition.call(self.given)
         return tree_unflatten(found, definition.form)

@@ -19,22 +19,22 @@ from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.execution import heap
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.dataflow.flow_calls import UpdateRow, node_of
-from tfnb.execution.dataflow.machine import ACKNOWLEDGE, Acknowledged, Dead, Machine, Peers, Step, Task
+from tfnb.execution.dataflow.machine import ACKNOWLEDGE, Acknowledgement, Dead, Machine, Peers, Step, Task
 from tfnb.execution.dataflow.pool import Lanes
-from tfnb.execution.dataflow.templates import Plan, Planner
+from tfnb.execution.dataflow.templates import MachinePlan, Planner
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program, accesses, ensure_there
 from tfnb.execution.running import Stop, unstoppable
 from tfnb.execution.tracing.place_tracer import PlaceTracer
 from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
-from tfnb.graph.variable_locks import LOCKS, Cut
+from tfnb.graph.variable_locks import LOCKS, VariableSnapshot
 from tfnb.kernels.row_writes import WRITES as ROWS
 from tfnb.memory import LAST
 from tfnb.passes import StepGraph
 from tfnb.passes.flow.cut import Part
 from tfnb.passes.flow.places import Place
-from tfnb.passes.flow.step_flow import StepFlow, Wanted, as_one, in_parts
+from tfnb.passes.flow.step_flow import CutOptions, StepFlow, as_one, in_parts
 from tfnb.passes.in_place_commit import IN_PLACE, written
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
@@ -44,7 +44,7 @@ from tfnb.state.queue_operations import attempt_on, machine_of, outcome, overdue
 from tfnb.state.waits import POLL, WAITS, Operation, Runner
 
 
-class Borrowed:
+class BorrowedMemory:
     """Memory that is not the step's own: that of Variables and constants."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -98,10 +98,10 @@ Meet = Callable[[Callable[[BaseException], None]], Peers]
 """Joins the other parts of a step; what is given is called, from any thread, with the error that ends it."""
 
 
-class Came(NamedTuple):
+class ReceivedValue(NamedTuple):
     """The value of a RECV step."""
 
-    task: Task | Acknowledged
+    task: Task | Acknowledgement
     value: Any
     dead: tuple[int, int] | None
 
@@ -109,7 +109,9 @@ class Came(NamedTuple):
 class Driver:
     """One step: its thread runs the machine's ready work, and waits for tasks, queues and other parts."""
 
-    def __init__(self, found: StepFlow, plans: Sequence[Plan], borrowed: Borrowed, meet: Meet | None = None) -> None:
+    def __init__(
+        self, found: StepFlow, plans: Sequence[MachinePlan], borrowed: BorrowedMemory, meet: Meet | None = None
+    ) -> None:
         self.found, self.plans, self.borrowed, self.graph = found, plans, borrowed, found.step.whole.name
         self.machine = Machine([plan.root for plan in plans], len(found.ends), self._submit, None, self._arrived)
         self.runner = Runner(self._may, lambda: list(self.machine.waits), self._later)
@@ -181,12 +183,12 @@ class Driver:
         finally:
             self.runner.is_blocked = False
 
-    def _arrived(self, task: Task | Acknowledged, value: Any, dead: tuple[int, int] | None) -> None:
+    def _arrived(self, task: Task | Acknowledgement, value: Any, dead: tuple[int, int] | None) -> None:
         """From any thread."""
-        self.inbox.put(Came(task, value, dead))
+        self.inbox.put(ReceivedValue(task, value, dead))
 
     def _take(self, event: Any) -> None:
-        if isinstance(event, Came):
+        if isinstance(event, ReceivedValue):
             self.machine.came(*event)
             return
         if isinstance(event, BaseException):
@@ -224,7 +226,7 @@ class Driver:
 
     def _own(self, value: Any) -> torch.Tensor:
         """A value to enqueue, in memory of its own; memory enqueued before belongs to its queue."""
-        found: torch.Tensor = (Borrowed(self.put) if self.put else self.borrowed).own(self.borrowed.own(value))
+        found: torch.Tensor = (BorrowedMemory(self.put) if self.put else self.borrowed).own(self.borrowed.own(value))
         self.put.append(found)
         return found
 
@@ -327,7 +329,7 @@ class Dataflow:
         self._planned = lambda *function: [
             Planner(part, spec, graph.seed, found.updates, *function).plan(found.feeds) for part in self.parts
         ]
-        self.plans: list[Plan] = self._planned()
+        self.plans: list[MachinePlan] = self._planned()
         self.writes: tuple[Variable, ...] = found.written
         read = (variable for plan in self.plans for variable in plan.storages)
         self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*read, *self.writes)))
@@ -339,14 +341,14 @@ class Dataflow:
         self.forward = None  # there is no one function
 
     @cached_property
-    def traced(self) -> tuple[PlaceTracer, list[Plan]]:
+    def traced(self) -> tuple[PlaceTracer, list[MachinePlan]]:
         """A tracer, and plans whose regions report to the tracer, for one step at a time."""
         tracer = PlaceTracer()
         return tracer, self._planned(tracer.watching)
 
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
-        cut: Cut | None = None, meet: Meet | None = None, *, is_traced: bool = False,
+        cut: VariableSnapshot | None = None, meet: Meet | None = None, *, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; no Variable is written.
 
@@ -362,18 +364,20 @@ class Dataflow:
         kept = [*stored.values(), *constants]
         here = Here() if len(plans) > 1 else None
         join = meet if here is None else lambda failed: here
-        borrowed = Borrowed([*kept, *fed])  # elements outlive what is fed, too
+        borrowed = BorrowedMemory([*kept, *fed])  # elements outlive what is fed, too
         driver = Driver(self.found, plans, borrowed, join)
         found = driver.drive(*(self._start(plan, fed, stored, run) for plan in plans))
         assert here is None or here.is_empty
         self._ensure_live(found)
-        borrowed = Borrowed([*kept, *driver.put])
+        borrowed = BorrowedMemory([*kept, *driver.put])
         count = len(self.fetches)
         pending = self._pending(found[count:], live, borrowed)
         pending.queued = driver.queues
         return [borrowed.own(value) for value in found[:count]], pending
 
-    def _pending(self, found: Sequence[Any], live: Mapping[Variable, torch.Tensor], borrowed: Borrowed) -> Pending:
+    def _pending(
+        self, found: Sequence[Any], live: Mapping[Variable, torch.Tensor], borrowed: BorrowedMemory
+    ) -> Pending:
         """The pending writes of the computed values of the written Variables."""
         pending = Pending([], [], [], self.writes)
         rows: dict[UpdateRow, list[Any]] = {}
@@ -399,7 +403,7 @@ class Dataflow:
 
     @staticmethod
     def _start(
-        plan: Plan, fed: Sequence[torch.Tensor], stored: Mapping[Variable, torch.Tensor], run: int
+        plan: MachinePlan, fed: Sequence[torch.Tensor], stored: Mapping[Variable, torch.Tensor], run: int
     ) -> list[tuple[Any, Any]]:
         """The values that a plan starts with."""
         start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
@@ -431,7 +435,7 @@ def needs_dataflow(step: StepGraph, executor: str) -> bool:
 
 
 def lowered(
-    step: StepGraph, executor: str, last: Sequence[Pass] = LAST, wanted: Wanted | None = None
+    step: StepGraph, executor: str, last: Sequence[Pass] = LAST, wanted: CutOptions | None = None
 ) -> Program | Dataflow:
     """Lower a step for ``executor``: as one function, unless the step needs dataflow. wanted: of its parts."""
     if executor == "parts":

@@ -180,7 +180,7 @@ class Window:
         return [to for to, last in self.settled.items() if ahead - last > WINDOW or self.sent[to] > WINDOW_BYTES]
 
 
-class Acknowledged:
+class Acknowledgement:
     """An acknowledgement by a part of its progress in a loop."""
 
     __slots__ = ("frame", "to")
@@ -290,9 +290,9 @@ class Machine:
             return self._hand_out(step, iteration)
         return True
 
-    def came(self, task: Task | Acknowledged, value: Any, dead: tuple[int, int] | None) -> None:
+    def came(self, task: Task | Acknowledgement, value: Any, dead: tuple[int, int] | None) -> None:
         """Process the value of a RECV step, or a loop's acknowledgement."""
-        if isinstance(task, Acknowledged):
+        if isinstance(task, Acknowledgement):
             self._acknowledged(task.frame, task.to, value)
             return
         self.receiving -= 1
@@ -516,7 +516,7 @@ class Machine:
                 window.asked.add(to)
                 assert self.peers is not None and self.arrived is not None
                 tag = (*_instance(frame), window.acknowledged[to], frame.template.place, to)
-                self.peers.want(ACKNOWLEDGE, tag, partial(self.arrived, Acknowledged(frame, to)))
+                self.peers.want(ACKNOWLEDGE, tag, partial(self.arrived, Acknowledgement(frame, to)))
         self.holding += bool(full) - window.held
         window.held = bool(full)
         return window.held

@@ -58,7 +58,7 @@ Edges = list[tuple[Step, int]]
 
 
 @dataclass(slots=True)
-class Plan:
+class MachinePlan:
     """A part's plan for the machine: the template of the root frame, and the edges of its inputs."""
 
     root: Template
@@ -96,7 +96,7 @@ class Planner:
         }  # fmt: skip
         self.specs = dict(self._known())
 
-    def plan(self, feeds: Sequence[Port]) -> Plan:
+    def plan(self, feeds: Sequence[Port]) -> MachinePlan:
         """The plan for all ends of the part."""
         ends = {port for end in self.part.ends.values() for port in (end.port, *end.after) if port is not None}
         sends = [number for number, op in enumerate(self.flow.ops) if op.kind == SENT]
@@ -120,7 +120,7 @@ class Planner:
             sink.number = place
         return self._sealed(feeds)
 
-    def _sealed(self, feeds: Sequence[Port]) -> Plan:
+    def _sealed(self, feeds: Sequence[Port]) -> MachinePlan:
         for port, edges in self.edges.items():
             if port in self.makers:
                 step, index = self.makers[port]
@@ -137,7 +137,7 @@ class Planner:
             if op.node is not None and op.node.op == "tfnb.constant" and Port(number) in self.edges
         ]  # fmt: skip
         run = next(Port(number) for number, op in enumerate(self.flow.ops) if op.kind == frames.RUN)
-        return Plan(
+        return MachinePlan(
             self.templates[0], [self.edges.get(port, []) for port in feeds], storages, constants,
             self.edges.get(run, []), self.programs,
             [step for template in self.templates for step in template.steps if step.kind == WAIT],

@@ -12,7 +12,7 @@ from tfnb.kernels.random import drawn, mix, seeded
 from tfnb.recording.values.interpret import held, sizes_hold
 
 
-class Drawing:
+class RandomCall:
     """A random op that draws from its node's stream: called with the run's number first."""
 
     def __init__(self, node: Node, graph_seed: int) -> None:
@@ -24,10 +24,10 @@ class Drawing:
         return seeded(self.op, mix(*self.place, run), self.device, args, kwargs)
 
 
-class Seeded:
+class SeededCall:
     """A drawing with its own generator, which `seed` sets for the run: for code captured once."""
 
-    def __init__(self, drawing: Drawing, generator: torch.Generator) -> None:
+    def __init__(self, drawing: RandomCall, generator: torch.Generator) -> None:
         self.op, self.place, self.generator = drawing.op, drawing.place, generator
         self.__name__ = "draw"  # for the generated code
 

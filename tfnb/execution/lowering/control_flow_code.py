@@ -21,12 +21,12 @@ from tfnb.kernels.control import Replay, call, while_loop
 from tfnb.kernels.memory_budget import MemoryBudget, current_budget
 from tfnb.kernels.offload import RowStack
 from tfnb.kernels.random import mix
-from tfnb.kernels.rows import Ahead, Kept, Sums
+from tfnb.kernels.rows import KeptRows, RowProducts, Sums
 from tfnb.memory.loop_rows import of_rows
 from tfnb.recording.values.interpret import absent, number, too_deep
 
 
-class Lowered(Protocol):
+class LoweredSubgraph(Protocol):
     """A lowered subgraph."""
 
     @property
@@ -36,7 +36,7 @@ class Lowered(Protocol):
     def written(self) -> tuple[int, ...]: ...
 
 
-Lower = Callable[..., Lowered]  # of a subgraph, which outputs are wanted; how many inputs a call may write into
+Lower = Callable[..., LoweredSubgraph]  # of a subgraph, which outputs are wanted; how many inputs a call may write into
 
 
 class Loop:
@@ -78,7 +78,7 @@ class Loop:
         self.replicas = attrs.get("replicas", False)
         self.__name__ = "loop"  # for the generated code
 
-    def _body(self, lower: Lower, carried: int, wanted: Sequence[Value]) -> Lowered:
+    def _body(self, lower: Lower, carried: int, wanted: Sequence[Value]) -> LoweredSubgraph:
         """Inputs of the body: carried values, rows, precomputed products, captures, accumulators.
 
         Outputs: carried values, rows, terms to accumulate.
@@ -119,7 +119,7 @@ class Loop:
     def _columns(self, rows: Any) -> list[Any]:
         """The collector of each row output: stacked rows or kept rows."""
         return [
-            (rows[row], *kind) if loops is None else Kept(pair=isinstance(rows[row], int), once=len(loops) == 1)
+            (rows[row], *kind) if loops is None else KeptRows(pair=isinstance(rows[row], int), once=len(loops) == 1)
             for row, kind, loops in zip(self.rows, self.kinds, self.kept, strict=True)
         ]
 
@@ -168,14 +168,14 @@ class Loop:
         found = of_rows(self.node, [self.rows[place] for place in places], {})
         return replace(found, bytes=each, known=bool(each)).refused(iteration, space.bytes, why)
 
-    def products(self, xs: Any, captures: Any) -> list[Ahead]:
+    def products(self, xs: Any, captures: Any) -> list[RowProducts]:
         """The sequences of products that no iteration makes."""
         return [self._ahead(product, xs, captures) for product in self.apart.ahead]
 
-    def _ahead(self, product: Product, xs: Any, captures: Any) -> Ahead:
+    def _ahead(self, product: Product, xs: Any, captures: Any) -> RowProducts:
         weight = captures[product.weight]
         bias = None if product.bias is None else captures[product.bias]
-        return Ahead(xs[product.rows], weight.t() if product.turned else weight, bias)
+        return RowProducts(xs[product.rows], weight.t() if product.turned else weight, bias)
 
     def sums(self, init: Any) -> Sums | None:
         """The collector of the terms of sums taken out of the iterations."""
@@ -259,7 +259,7 @@ class Cond:
         ]
 
 
-class Call:
+class RecursiveCall:
     """Calls of one function that calls itself: called with the run's number, that of the call, and its args.
 
     ``program`` is put in when it is lowered, as it holds this very object.
@@ -267,7 +267,7 @@ class Call:
 
     def __init__(self, node: Node) -> None:
         self.node, self.function = node, node.attrs["function"]
-        self.program: Lowered
+        self.program: LoweredSubgraph
         self.__name__ = "call"  # for the generated code
 
     def __call__(self, run: int, place: int, *args: Any) -> Sequence[torch.Tensor]:

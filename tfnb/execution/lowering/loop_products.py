@@ -63,13 +63,13 @@ def apart(attrs: Mapping[str, Any], outputs: Sequence[Value], plain: Set[int]) -
     known = graph.contents.by_id
     given = tuple(whole.contents.by_id[v.node] for v in whole.inputs if v.node not in known)
     contents = Contents((*given, *graph.nodes), whole.contents.guards)
-    finder = _Finder(attrs, contents, whole.inputs, outputs)
+    finder = _ProductFinder(attrs, contents, whole.inputs, outputs)
     totals = () if attrs["cond"] is not None else tuple(finder.totals())
     ahead = tuple(product for node in contents.nodes if (product := finder.ahead(node, plain)) is not None)
     return Apart(replace(whole, contents=contents), len(attrs["xs"]), ahead, totals)
 
 
-class _Finder:
+class _ProductFinder:
     """Searches a body for extractable products and sums."""
 
     def __init__(

@@ -17,8 +17,8 @@ from torch import fx
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.lowering.bindings import QUICK, writing
-from tfnb.execution.lowering.checked_calls import Branch, Drawing, Relation
-from tfnb.execution.lowering.control_flow_code import REGIONS, Call
+from tfnb.execution.lowering.checked_calls import Branch, RandomCall, Relation
+from tfnb.execution.lowering.control_flow_code import REGIONS, RecursiveCall
 from tfnb.execution.lowering.loop_in_place import NOTHING, in_place, writer_of, writes_last
 from tfnb.execution.lowering.program import Donation, Program, unwritten
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
@@ -60,7 +60,8 @@ def lower_optimized(whole: Graph, graph: Graph, fetches: tuple[Value, ...], feed
 
 
 def subprogram(
-    subgraph: Subgraph, outputs: Iterable[Value], seed: int, calls: dict[Recursion, Call] | None = None, owned: int = 0,
+    subgraph: Subgraph, outputs: Iterable[Value], seed: int, calls: dict[Recursion, RecursiveCall] | None = None,
+    owned: int = 0,
     once: Sequence[Pass] = ONCE,
 ) -> Program:  # fmt: skip
     """The program of a subgraph, from its inputs. calls: of functions that call themselves, lowered already.
@@ -102,7 +103,7 @@ class _Lowering:
         self.counted = counted_in_runs(pruned.contents, self.kept_rows, feed_symbols(graph.contents, feeds))
         self.inner: list[Any] = []
         self.in_place = NOTHING
-        self.calls: dict[Recursion, Call] = {}
+        self.calls: dict[Recursion, RecursiveCall] = {}
         self.late: set[Value] = set()  # what stands for what is stored after the updates
 
     def program(self, checks: Iterable[Guard] = ()) -> Program:
@@ -229,7 +230,7 @@ class _Lowering:
     def _call(self, node: Node) -> None:
         op = overload(node.op)
         args, kwargs = unbind(op, map_leaves(lambda leaf: self._argument(node, leaf), node.attrs))
-        target = QUICK.get(kernel(op), kernel(op)) if node.stream is None else Drawing(node, self.graph.seed)
+        target = QUICK.get(kernel(op), kernel(op)) if node.stream is None else RandomCall(node, self.graph.seed)
         if node.id in self.in_place.nodes:
             target, _ = writer_of(node.op) or (target, 0)
         if node.stream is not None:
@@ -286,7 +287,7 @@ class _Lowering:
         """A call of a function that calls itself: its calls inside are calls of the same object."""
         function = node.attrs["function"]
         if function not in self.calls:
-            call = self.calls[function] = Call(node)
+            call = self.calls[function] = RecursiveCall(node)
             call.program = self._subprogram(function.body, function.body.outputs)
             self.inner.append(call.program)
         args = [self.values[v] for v in node.inputs]

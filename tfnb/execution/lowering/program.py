@@ -16,7 +16,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.graph import Graph, Node, Spec, Value, Variable
 from tfnb.graph.op_facts import facts_of
-from tfnb.graph.variable_locks import LOCKS, Access, Cut, Use
+from tfnb.graph.variable_locks import LOCKS, Access, Use, VariableSnapshot
 from tfnb.interrupts import no_interrupt
 from tfnb.kernels.row_writes import outside
 from tfnb.passes.in_place_commit import IN_PLACE
@@ -80,7 +80,7 @@ class Program:
 
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0,
-        forward: Callable[..., Sequence[Any]] | None = None, cut: Cut | None = None,
+        forward: Callable[..., Sequence[Any]] | None = None, cut: VariableSnapshot | None = None,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; nothing is written.
 

@@ -41,7 +41,7 @@ def compared(
 
     samples: arguments as in a run, which nobody else writes; they are written into.
     """
-    timed = Timed(compiled)
+    timed = TimedCode(compiled)
     differs = next(filter(None, (difference(program, generated, timed, args) for args in samples)), None)
     if differs is not None:
         return {"agrees": False, "is_faster": False, "status": f"compiled code differs: {differs}"}
@@ -147,7 +147,7 @@ def _is_rounding(found: Any, wanted: Any, rounded: Any) -> bool:
     return bool((beyond.clamp(min=0).sort().values <= ROUNDINGS * moves.sort().values).all())
 
 
-class Timed:
+class TimedCode:
     """Code that knows how long its last call took, if there was one."""
 
     def __init__(self, code: Forward) -> None:

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from tfnb.execution.lowering.checked_calls import Branch, Drawing, Relation, Seeded
-from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
+from tfnb.execution.lowering.checked_calls import Branch, RandomCall, Relation, SeededCall
+from tfnb.execution.lowering.control_flow_code import Cond, Loop, RecursiveCall
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.cuda_graphs import CudaGraphs
 from tfnb.execution.tiers.graph_split import behind
-from tfnb.execution.tiers.interface import Forward, Request
+from tfnb.execution.tiers.interface import Forward, TierRequest
 from tfnb.graph.op_facts import facts_of
 from tfnb.interrupts import from_signal_handler
 
@@ -58,7 +58,7 @@ class Device(Protocol):
 DEVICES: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaGraphs}
 """By kind of device; on others nothing is captured."""
 
-_DECIDES = (Branch, Relation, Call, Cond, Loop)
+_DECIDES = (Branch, Relation, RecursiveCall, Cond, Loop)
 
 
 def device_of(program: Program) -> torch.device:
@@ -111,7 +111,7 @@ class Captures:
     def __init__(self, device: Device, why_not: str | None = None) -> None:
         self.device, self.why_not = device, why_not
         self._thread: int | None = None
-        self._kept: OrderedDict[Captured, None] = OrderedDict()
+        self._kept: OrderedDict[CapturedCode, None] = OrderedDict()
 
     name = "launched whole"
 
@@ -122,9 +122,9 @@ class Captures:
         make = DEVICES.get(device.type)
         return None if make is None else cls(make(device), obstacle(program, device))
 
-    def made(self, request: Request) -> Forward | str:
+    def made(self, request: TierRequest) -> Forward | str:
         """Generated code, captured after a few steps."""
-        return self.why_not or Captured(request.program, request.forward, self)
+        return self.why_not or CapturedCode(request.program, request.forward, self)
 
     def claim(self) -> bool:
         """Whether this thread may launch: the first thread to ask owns the captures."""
@@ -137,14 +137,14 @@ class Captures:
         """Whether this is the thread that launches."""
         return self._thread == threading.get_ident()
 
-    def used(self, captured: Captured) -> None:
+    def used(self, captured: CapturedCode) -> None:
         """This one was launched last; one too many goes."""
         self._kept[captured] = None
         self._kept.move_to_end(captured)
         while len(self._kept) > MOST:
             self._kept.popitem(last=False)[0].release()
 
-    def forget(self, captured: Captured) -> None:
+    def forget(self, captured: CapturedCode) -> None:
         """This one has no capture any more."""
         self._kept.pop(captured, None)
 
@@ -163,7 +163,7 @@ class Launch:
     bound: tuple[tuple[int, torch.Tensor, int], ...]
     made: Outs
     given: tuple[int | None, ...]
-    draws: tuple[Seeded, ...]
+    draws: tuple[SeededCall, ...]
 
     def moved(self, args: Sequence[Any]) -> list[int]:
         """Places of arguments that are not where they were."""
@@ -183,7 +183,7 @@ class Launch:
         return tuple(found)
 
 
-class Captured:
+class CapturedCode:
     """Code of one choice of sizes that is captured after a few steps; called as the code is.
 
     forward: what runs before that, and where it cannot be captured.
@@ -277,15 +277,15 @@ class Captured:
         """Whether an operand is copied for each launch: feeds, and Variables that moved too often."""
         return at < len(self.program.feeds) or self._moves[at] >= MOVES
 
-    def _with_generators(self) -> tuple[Forward, tuple[Seeded, ...]]:
+    def _with_generators(self) -> tuple[Forward, tuple[SeededCall, ...]]:
         """The code with a generator for each random op."""
         module = self.program.module
         if not _drawings(module.graph):
             return self.forward, ()
-        graph, copies, draws = fx.Graph(), dict[fx.Node, fx.Node](), list[Seeded]()
+        graph, copies, draws = fx.Graph(), dict[fx.Node, fx.Node](), list[SeededCall]()
         returned: Any = graph.graph_copy(module.graph, copies)
         for node in _drawings(module.graph):
-            draws.append(Seeded(node.target, self.captures.device.generator()))  # type: ignore[arg-type]
+            draws.append(SeededCall(node.target, self.captures.device.generator()))  # type: ignore[arg-type]
             copies[node].target = draws[-1]
         graph.output(returned)
         return replace(self.program, module=fx.GraphModule(module, graph)).forward, tuple(draws)
@@ -302,4 +302,4 @@ def _are_close(found: Any, wanted: Any) -> bool:
 
 
 def _drawings(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if isinstance(node.target, Drawing)]
+    return [node for node in graph.nodes if isinstance(node.target, RandomCall)]

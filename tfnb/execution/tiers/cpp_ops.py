@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A tensor that the loop is given."""
 
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Layout:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
         """The layout of a tensor; raises Unimplemented for tensors without a form in C++."""
         if (
             tensor.device != _CPU
@@ -62,7 +62,7 @@ class Layout:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-class _Checked(CppOverrides):
+class _SafeDivisions(CppOverrides):
     """Divisions of integers by zero end the run, as they do in torch, and not the process."""
 
     @staticmethod
@@ -88,7 +88,7 @@ def _unless_zero(divisor: Any) -> None:
 class _Kernel(CppKernel):
     """Inductor's kernel, with loads from the loop's variables and arrays."""
 
-    overrides = _Checked
+    overrides = _SafeDivisions
 
     def __init__(self, places: Mapping[str, str]) -> None:
         super().__init__(KernelArgs(), 1)
@@ -145,7 +145,7 @@ class Code:
 
     # -- values ----------------------------------------------------------------------------------------------------
 
-    def buffer(self, name: str, place: str, layout: Layout) -> TensorBox:
+    def buffer(self, name: str, place: str, layout: TensorLayout) -> TensorBox:
         """A value whose elements are at ``place``."""
         sizes, strides = ([sympy.Integer(n) for n in numbers] for numbers in (layout.shape, layout.stride))
         made = TensorBox.create(InputBuffer(name=name, layout=FixedLayout(_CPU, layout.dtype, sizes, strides)))
@@ -161,16 +161,18 @@ class Code:
         name = self.name(prefix)
         self.line(f"{DTYPE_TO_CPP[dtype]} {name}{'' if count == 1 else f'[{max(count, 1)}]'};")
         stride = tuple(torch.empty(shape, device="meta").stride())
-        return name, self.buffer(name, name if count == 1 else f"{name}[INDEX]", Layout(dtype, tuple(shape), stride))
+        return name, self.buffer(
+            name, name if count == 1 else f"{name}[INDEX]", TensorLayout(dtype, tuple(shape), stride)
+        )
 
-    def argument(self, layout: Layout, row: str = "") -> TensorBox:
+    def argument(self, layout: TensorLayout, row: str = "") -> TensorBox:
         """One of the tensors that the function is called with; ``row``: the number of the row that is meant."""
         pointer = f"static_cast<const {DTYPE_TO_CPP[layout.dtype]}*>(data[{self.pointers}])"
         self.pointers += 1
         name = self.name("x")
         self.line(f"const {DTYPE_TO_CPP[layout.dtype]}* const {name} = {pointer};")
         if row:
-            inner = Layout(layout.dtype, layout.shape[1:], layout.stride[1:])
+            inner = TensorLayout(layout.dtype, layout.shape[1:], layout.stride[1:])
             return self.buffer(name, f"{name}[{row} * {layout.stride[0]} + INDEX]", inner)
         return self.buffer(name, f"{name}[INDEX]", layout)
 
@@ -297,7 +299,7 @@ class Code:
 
     def constant(self, value: torch.Tensor) -> TensorBox:
         """A constant: its number, or one more tensor that the function is given."""
-        layout = Layout.of(value)
+        layout = TensorLayout.of(value)
         name = self.name("c")
         if value.numel() == 1:
             number = value.item()

@@ -19,7 +19,7 @@ from tfnb.execution.compiling.compiled_packages import REQUEST
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.fused import CODE
-from tfnb.execution.tiers.native.exportable import FORMS, Given, pure
+from tfnb.execution.tiers.native.exportable import FORMS, ExtraOperands, pure
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
 from tfnb.execution.tiers.operand_checks import OperandChecks
 
@@ -37,7 +37,7 @@ def build(program: Program, operands: Sequence[Operand], folder: Path) -> None:
     if len(program.feeds) + len(program.variables) != len(operands):
         raise Unimplemented("the step was read back as another one")
     step = fx.GraphModule(program.module, pure(program, OperandChecks())[0])
-    examples: list[Any] = [*(operand.empty() for operand in operands), *Given.of(program, operands).constants]
+    examples: list[Any] = [*(operand.empty() for operand in operands), *ExtraOperands.of(program, operands).constants]
     alone = config.patch(compile_threads=1)  # it would start a process for each core, for all that it may compile
     with compile_lock, torch.no_grad(), alone, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -26,7 +26,7 @@ MOST = 8  # segments of one step, those with the most calls
 _TAGS = frozenset({ops.IN_PLACE, LAID_OUT})  # of what is not so in a segment
 
 
-class Segment:
+class StepSegment:
     """One straight segment, as a call in the generated code: takes the run's number and the crossing values."""
 
     def __init__(self, program: Program) -> None:
@@ -38,7 +38,7 @@ class Segment:
         return (self.forward or self.program.forward)(*given, run)
 
 
-def cut(program: Program, unfit: Set[fx.Node]) -> tuple[fx.GraphModule, list[Segment]] | None:
+def cut(program: Program, unfit: Set[fx.Node]) -> tuple[fx.GraphModule, list[StepSegment]] | None:
     """Generated code with straight segments as calls, and these segments; None if there are none.
 
     unfit: calls that stay generated code. Segments follow one another where calls of one need what an unfit call makes
@@ -124,7 +124,7 @@ class _Split:
         largest = sorted(counts, key=lambda level: -counts[level])[:MOST]
         return {level: found[level] for level in sorted(largest) if counts[level] >= FEWEST}
 
-    def made(self) -> tuple[fx.GraphModule, list[Segment]]:
+    def made(self) -> tuple[fx.GraphModule, list[StepSegment]]:
         """Build the code, with a call for each segment."""
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         segments = []
@@ -156,7 +156,7 @@ class _Split:
         graph.output(tuple(None if node is None else copied(node) for node in returned))
         return unwritten(self.program.module, graph), segments
 
-    def _segment(self, level: int) -> tuple[Segment, list[fx.Node], list[fx.Node]]:
+    def _segment(self, level: int) -> tuple[StepSegment, list[fx.Node], list[fx.Node]]:
         """A segment, its crossing inputs, and its outputs."""
         members = dict.fromkeys(self.segments[level])
         made = [node for node in members if not members.keys() >= {*self._takers(node)}]
@@ -166,7 +166,7 @@ class _Split:
         graph, given = inside.graph()
         fetches = tuple(inside.value(node) for node in made)
         feeds = tuple(inside.known[node] for node in given)
-        return Segment(lower_optimized(graph, graph, fetches, feeds).undonated()), given, made
+        return StepSegment(lower_optimized(graph, graph, fetches, feeds).undonated()), given, made
 
     def _takers(self, node: fx.Node) -> Iterator[fx.Node]:
         """Consumers of a value, looking through light nodes."""

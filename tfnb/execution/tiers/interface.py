@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TierRequest:
     """A program to be run some other way.
 
     forward: what runs it now. args: as in a run, where code is made for them. owner: who waits for the code. urgent:
@@ -47,11 +47,11 @@ class Tier(Protocol):
     def name(self) -> str:
         """A word for the running code."""
 
-    def made(self, request: Request) -> Forward | str:
+    def made(self, request: TierRequest) -> Forward | str:
         """The code, or the reason for none in a few words; may also raise."""
 
 
-def first(tiers: Iterable[Tier], request: Request) -> tuple[Forward | None, str]:
+def first(tiers: Iterable[Tier], request: TierRequest) -> tuple[Forward | None, str]:
     """The code of the first tier that has some, and its name; None, and why no tier has."""
     why: dict[str, None] = {}
     for tier in tiers:

@@ -18,7 +18,7 @@ from torch import fx
 from tfnb.execution.lowering.checked_calls import Branch
 from tfnb.execution.lowering.control_flow_code import Cond
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.interface import Forward, Request
+from tfnb.execution.tiers.interface import Forward, TierRequest
 from tfnb.execution.tiers.scalar_ops import BESIDE, Number, expression, literal
 from tfnb.graph import Node, Spec
 from tfnb.kernels.row_writes import NUMBERS
@@ -55,15 +55,15 @@ def quick(program: Program) -> Quick | None:
         for length in lengths:
             tensors.update([at] if taking else range(at, at + length))
             at += length
-    return _Writer(program, (), (), {*range(len(returned))} - tensors, {}).written()
+    return _NumberWriter(program, (), (), {*range(len(returned))} - tensors, {}).written()
 
 
-class Scalarized:
+class ScalarTier:
     """The tier: generated code with numbers inside."""
 
     name = "generated code"
 
-    def made(self, request: Request) -> Forward | str:
+    def made(self, request: TierRequest) -> Forward | str:
         """The code, stored in the program for the lines of errors."""
         program = request.program
         if program.quick is None:
@@ -92,7 +92,7 @@ def tensor(number: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tenso
     return torch.full(shape, number, dtype=dtype, device="cpu")
 
 
-class _Writer:
+class _NumberWriter:
     """One program's code under construction.
 
     given: places of the inputs that are numbers; wanted: of the results that shall be; free: of those that may be.
@@ -289,7 +289,7 @@ class _Writer:
         for way, (program, lacks) in cond.branches.items():
             places = [place for place, missing in enumerate(lacks) if not missing]
             inside = {at for at, place in enumerate(places) if place in wanted}
-            found = _Writer(program, given, inside, (), constants).written()  # type: ignore[arg-type]
+            found = _NumberWriter(program, given, inside, (), constants).written()  # type: ignore[arg-type]
             sides[way] = program.forward if found is None else found.forward
             self.inner += [] if found is None else [found]
             self.changed |= found is not None

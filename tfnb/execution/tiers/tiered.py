@@ -30,15 +30,15 @@ from tfnb.execution.compiling.compiler_process import COMPILER, END
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Stop
 from tfnb.execution.tiers.agreement import at_other_sizes, compared, copied, verdict
-from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
+from tfnb.execution.tiers.captured_steps import CapturedCode, Captures, device_of
 from tfnb.execution.tiers.compiled_loops import CompiledLoops, obstacle
-from tfnb.execution.tiers.fused import Fused
-from tfnb.execution.tiers.interface import Abandoned, Forward, Request, Tier, Unfit, first, words
+from tfnb.execution.tiers.fused import FusedTier
+from tfnb.execution.tiers.interface import Abandoned, Forward, Tier, TierRequest, Unfit, first, words
 from tfnb.execution.tiers.native.manifest import LEAST
 from tfnb.execution.tiers.native.request import Axis, varying_axes
-from tfnb.execution.tiers.native.tier import Native
+from tfnb.execution.tiers.native.tier import NativeTier
 from tfnb.execution.tiers.operand_checks import OperandRefused
-from tfnb.execution.tiers.scalarize import Scalarized
+from tfnb.execution.tiers.scalarize import ScalarTier
 from tfnb.execution.tracing.clocks import counter
 from tfnb.execution.tracing.live_memory import devices, room, wait
 from tfnb.graph.collector import frozen
@@ -55,10 +55,10 @@ MOST_UNFIT = 3  # steps of other layouts, after which they are what is to be exp
 MOST_COPIED = 1 << 30  # bytes of what a step reads, on the CPU
 FAR = 10  # times what a step takes: a deadline that far away needs no step that can be stopped
 
-NATIVE, VARYING = Native(), Native(varies=True)
-AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
+NATIVE, VARYING = NativeTier(), NativeTier(varies=True)
+AT_ONCE: tuple[Tier, ...] = (ScalarTier(),)
 COMPILED: tuple[Tier, ...] = (CompiledLoops(), NATIVE)
-FUSED: tuple[Tier, ...] = (Fused(),)
+FUSED: tuple[Tier, ...] = (FusedTier(),)
 """The tables of tiers: `AT_ONCE` is asked before the first step, `COMPILED` on the CPU once steps have taken long,
 `FUSED` on other devices. CUDA graphs launch the code of any of these."""
 
@@ -86,7 +86,7 @@ def say_once() -> None:
         warnings.warn(f"{why}; steps run as generated code", stacklevel=user_level(None) - 1)
 
 
-class Generated:
+class GeneratedCode:
     """The generated code of a program, written at the first run, and so never for a step found in the cache."""
 
     def __init__(self, program: Any) -> None:
@@ -96,7 +96,7 @@ class Generated:
     def code(self) -> Forward:
         """The code."""
         program = self._program
-        found = first(AT_ONCE, Request(program, program.forward))[0] if isinstance(program, Program) else None
+        found = first(AT_ONCE, TierRequest(program, program.forward))[0] if isinstance(program, Program) else None
         return found or program.forward  # type: ignore[no-any-return]
 
 
@@ -106,7 +106,7 @@ class Tiers:
     """
 
     def __init__(self, program: Any, mode: Mode) -> None:
-        self.program, self.mode, self._generated = program, mode, Generated(program)
+        self.program, self.mode, self._generated = program, mode, GeneratedCode(program)
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
         self._own, self._axes = 0, tuple[Axis, ...]()
         self._varying: Sizes | None = None
@@ -171,7 +171,7 @@ class Sizes:
     """
 
     def __init__(
-        self, program: Program, written: Generated, mode: Mode, captures: Captures | None = None, *,
+        self, program: Program, written: GeneratedCode, mode: Mode, captures: Captures | None = None, *,
         varies: bool = False,
     ) -> None:  # fmt: skip
         self._varies = varies
@@ -182,7 +182,7 @@ class Sizes:
         self.turns: dict[Any, dict[Forward, list[float]]] | None = None
         self._device = device_of(program)
         self._clock = counter(self._device)
-        self._fast: Guarded | None = None
+        self._fast: GuardedCode | None = None
         self._package: PackageFolder | None = None
         self.cost = ""  # of compiling
         self._job: threading.Event | None = None  # that of "now", for which steps wait
@@ -193,7 +193,7 @@ class Sizes:
         """Generated code, replaced by a captured launch after a few steps, where possible."""
         if self._captures is None:
             return self._plain
-        found, self._why = first([self._captures], Request(self.program, self._plain))
+        found, self._why = first([self._captures], TierRequest(self.program, self._plain))
         return found or self._plain
 
     @property
@@ -206,7 +206,7 @@ class Sizes:
         if self._captures is None:
             return self.code
         runs = self._fast.code if self._fast is not None and self.forward is self._fast else self.generated
-        return f"{self.code}, {runs.status if isinstance(runs, Captured) else f'not captured: {self._why}'}"
+        return f"{self.code}, {runs.status if isinstance(runs, CapturedCode) else f'not captured: {self._why}'}"
 
     def recall(self, shapes: Sequence[torch.Size]) -> None:
         """Load code compiled by an earlier process, if it agreed and was faster, or if compilation is mandatory."""
@@ -224,7 +224,7 @@ class Sizes:
         facts = found.package.facts
         said = facts.get("status", "")
         if facts.get("is_faster") or (self._mode == "now" and facts.get("agrees")):
-            self._fast = Guarded(self, found, facts.get("seconds_a_step"))
+            self._fast = GuardedCode(self, found, facts.get("seconds_a_step"))
             self._keep(f"{said or 'compiled'}; from the cache")
         elif "is_faster" in facts and self._mode == "auto":
             self.forward, self.code = self.generated, f"generated code ({said}; measured before)"
@@ -265,7 +265,7 @@ class Sizes:
                 return self.drop("compiled code is compared on copies, and there is no room for what the step reads")
             with frozen():
                 tiers = (VARYING,) if self._varies else COMPILED if self._device.type == "cpu" else FUSED
-                found, why = first(tiers, Request(self.program, self._plain, args, self, self._mode == "now"))
+                found, why = first(tiers, TierRequest(self.program, self._plain, args, self, self._mode == "now"))
             if found is None:
                 return self.drop(why)
             self._package = getattr(found, "package", None)
@@ -284,8 +284,8 @@ class Sizes:
             return self.drop(words(error))
         if not facts["agrees"]:
             return self.drop(facts["status"])
-        launched = None if self._captures is None else first([self._captures], Request(self.program, found))[0]
-        self._fast = Guarded(self, launched or found, None if self._varies else facts["seconds_a_step"])
+        launched = None if self._captures is None else first([self._captures], TierRequest(self.program, found))[0]
+        self._fast = GuardedCode(self, launched or found, None if self._varies else facts["seconds_a_step"])
         if self._mode == "now":
             return self._keep(f"compiled; {self.cost}")
         self.forward, self.turns = self.generated, {}
@@ -316,13 +316,13 @@ class Sizes:
         assert self._fast is not None
         about = tuple(size.bit_length() for shape in shapes for size in shape)
         seconds = turns.setdefault(about, {self.generated: [], self._fast: []})
-        return Turn(self, min(seconds, key=lambda code: len(seconds[code])), seconds)
+        return TimedStep(self, min(seconds, key=lambda code: len(seconds[code])), seconds)
 
     def took(self, code: Forward, seconds: float, among: Mapping[Forward, list[float]]) -> None:
         """A timed step is over. among: the seconds of steps of about the same size."""
         turns = self.turns
         runs = getattr(code, "code", code)
-        if turns is None or (isinstance(runs, Captured) and runs.is_settling):
+        if turns is None or (isinstance(runs, CapturedCode) and runs.is_settling):
             return
         among[code].append(seconds)
         pairs = [pair for each in turns.values() for pair in zip(*each.values(), strict=False)]
@@ -356,12 +356,12 @@ class Sizes:
         assert self._fast is not None
         if lacks := getattr(self._fast.code, "lacks", ""):
             status = f"{status}; the rest is generated code: {lacks}"
-        if self._captures is not None and self._captures.is_mine and isinstance(self.generated, Captured):
+        if self._captures is not None and self._captures.is_mine and isinstance(self.generated, CapturedCode):
             self.generated.release()  # what a capture holds is free
         self.forward, self.turns, self.code = self._fast, None, status
 
 
-class Turn:
+class TimedStep:
     """One timed step."""
 
     def __init__(self, sizes: Sizes, code: Forward, among: Mapping[Forward, list[float]]) -> None:
@@ -382,7 +382,7 @@ class Turn:
         self._sizes.took(self._code, time.perf_counter() - self._start, self._among)
 
 
-class Guarded:
+class GuardedCode:
     """Compiled code that gives way to generated code; one that ``writes`` gives None then, and did nothing.
 
     seconds: what a step took, if that is known. direct: gives the whole step as one call without any of this, once it

@@ -18,7 +18,7 @@ from tfnb.execution.tracing.value_health import ValueHealth
 from tfnb.graph import lazy_memory
 
 
-class Checked(Tracer):
+class CheckedTracer(Tracer):
     """A step that raises NonFinite for NaN or infinite results or writes; nothing is written then.
 
     Its code is that of any run; only a step that failed runs again with probes. What the updates of optimizers wrote is

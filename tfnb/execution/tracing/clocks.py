@@ -26,7 +26,7 @@ class Counter(Protocol):
         """``call(*args)``, counted."""
 
 
-class Host:
+class HostTimer:
     """By the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Host:
         return found
 
 
-class Device:
+class DeviceTimer:
     """Time by events of the device; late calls' events may still be pending."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,12 +88,12 @@ class Clock:
         return to
 
 
-_COUNTERS: dict[str, Callable[[torch.device], Counter]] = {"cpu": Host, "meta": Host}
+_COUNTERS: dict[str, Callable[[torch.device], Counter]] = {"cpu": HostTimer, "meta": HostTimer}
 
 
 def counter(device: torch.device) -> Counter:
     """The counter of seconds for calls on this device."""
-    return _COUNTERS.get(device.type, Device)(device)
+    return _COUNTERS.get(device.type, DeviceTimer)(device)
 
 
 def begun(device: torch.device) -> Callable[[], float]:

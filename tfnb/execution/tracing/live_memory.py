@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tfnb.kernels.rows import Kept
+from tfnb.kernels.rows import KeptRows
 
 STEPS = 2  # that run beside one that is the user's: compiled code and what it is compared with
 POINTS = 20_000  # of the curve of live bytes; then the higher of two neighbours
@@ -16,7 +16,7 @@ POINTS = 20_000  # of the curve of live bytes; then the higher of two neighbours
 Held = list[tuple[int, int]]  # key and bytes of memory
 
 
-class Memory:
+class LiveMemory:
     """Live bytes of storages allocated by a step; its operands do not count."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     leaves = dict.fromkeys(tree_leaves(value))
-    found = (item for leaf in leaves for item in (leaf.rows if isinstance(leaf, Kept) else (leaf,)))
+    found = (item for leaf in leaves for item in (leaf.rows if isinstance(leaf, KeptRows) else (leaf,)))
     return [item for item in found if isinstance(item, torch.Tensor)]
 
 

@@ -15,7 +15,7 @@ from tfnb.graph import Graph, Node
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownValue:
     """A value of a step: its name, spec, health, its numbers if few, and the origin of nonfinite ones."""
 
     name: str
@@ -40,8 +40,8 @@ class Origin:
     """
 
     node: Node | None
-    value: Known
-    inputs: tuple[Known, ...] = ()
+    value: KnownValue
+    inputs: tuple[KnownValue, ...] = ()
     path: Path = ()
     iterations: tuple[int, ...] = ()
     before: Origin | None = None
@@ -79,7 +79,7 @@ def _made(found: Health) -> str:
     return " and ".join(word for word, count in found.counts if count and word in ("nan", "-inf", "+inf"))
 
 
-def not_finite(results: Iterable[Known], graph: Graph) -> NonFinite:
+def not_finite(results: Iterable[KnownValue], graph: Graph) -> NonFinite:
     """The error of a step whose results are not all finite: about the first that is not, NaN first."""
     bad = sorted((known for known in results if known.origin), key=lambda known: not known.health.nan)
     if not bad:

@@ -15,8 +15,8 @@ import torch
 
 from tfnb.errors import ResourceExhausted
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tracing.live_memory import Held, Memory, devices, tensors, wait
-from tfnb.execution.tracing.probes import Probe, Probed
+from tfnb.execution.tracing.live_memory import Held, LiveMemory, devices, tensors, wait
+from tfnb.execution.tracing.probes import Probe, ProbedCode
 from tfnb.graph import Node
 
 MOST = 200_000  # spans of one place in one step
@@ -49,19 +49,19 @@ class PlaceTracer:
     def prepare(self, programs: Iterable[Program]) -> None:
         """Make probed code for these programs ahead of time, so that no step waits."""
         for program in programs:
-            Probed.of(program)
+            ProbedCode.of(program)
 
     def watching(self, program: Program) -> Callable[..., tuple[Any, ...]]:
         """The function of a program that is a part of the step."""
-        code = Probed.of(program)
+        code = ProbedCode.of(program)
         return lambda *args: code.forward(_Spans(self, code), *args)
 
     def whole(self, program: Program) -> Callable[..., tuple[Any, ...]]:
         """A probed function of a program that is the whole part of a place; counts live bytes, too."""
-        code = Probed.of(program)
+        code = ProbedCode.of(program)
 
         def forward(*args: Any) -> tuple[Any, ...]:
-            start, memory = time.monotonic_ns(), Memory()
+            start, memory = time.monotonic_ns(), LiveMemory()
             memory.borrow((args, code.constants))
             found = code.forward(_LiveSpans(self, code, memory, start), *args)
             memory.keep(found, (time.monotonic_ns() - start) * 1e-9)
@@ -86,7 +86,7 @@ class _Spans(Probe):
 
     __slots__ = ("code", "since", "tracer")
 
-    def __init__(self, tracer: PlaceTracer, code: Probed) -> None:
+    def __init__(self, tracer: PlaceTracer, code: ProbedCode) -> None:
         self.tracer, self.code, self.since = tracer, code, time.monotonic_ns()
 
     def probe(self, place: int, value: Any) -> None:
@@ -103,7 +103,7 @@ class _LiveSpans(_Spans):
 
     __slots__ = ("held", "memory", "zero")
 
-    def __init__(self, tracer: PlaceTracer, code: Probed, memory: Memory, zero: int) -> None:
+    def __init__(self, tracer: PlaceTracer, code: ProbedCode, memory: LiveMemory, zero: int) -> None:
         super().__init__(tracer, code)
         self.memory, self.zero, self.held = memory, zero, dict[int, Held]()
 

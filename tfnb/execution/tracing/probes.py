@@ -17,14 +17,14 @@ class Probe:
     """The observer of probes: ``probe(place, value)`` after call number ``place`` of the code; ``code`` for errors."""
 
     __slots__ = ()
-    code: Probed
+    code: ProbedCode
 
     def probe(self, place: int, value: Any) -> None:
         """A call of the code gave this."""
         raise NotImplementedError
 
 
-class Probed:
+class ProbedCode:
     """The code of a program with probes, whose first argument is a `Probe`.
 
     ``nodes``: for each probe the recorded node that made the value; ``calls``: the call of the program's code;
@@ -63,11 +63,11 @@ class Probed:
         self.code = module.code
 
     @classmethod
-    def of(cls, program: Program) -> Probed:
+    def of(cls, program: Program) -> ProbedCode:
         """The probed code of a program, made once."""
         if program.probed is None:
             program.probed = cls(program)
-        found: Probed = program.probed
+        found: ProbedCode = program.probed
         return found
 
     def _maker(self, at: fx.Node) -> Node | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tfnb.errors import InvalidArgument, NotFound
 from tfnb.execution.tracing.health import Health
-from tfnb.execution.tracing.iterations import Amount, Iteration, LoopTrace, Note, Path
+from tfnb.execution.tracing.iterations import Amount, IterationTrace, LoopTrace, NodeNote, Path
 from tfnb.execution.tracing.origins import Origin
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.files import replace_file
@@ -39,7 +39,7 @@ class Event:
     path: Path = ()  # of a node in a loop or branch
     depth: int = 0  # loops around it
     kernel: str = ""  # torch's name of what ran, where its profiler saw it
-    iteration: Iteration | None = None  # of the innermost loop around it
+    iteration: IterationTrace | None = None  # of the innermost loop around it
     call: str = "commit"  # what ran, where that is no node
 
     @property
@@ -111,7 +111,7 @@ class Transmission:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """One row of `Trace.table`; ``share`` is of the whole step, ``bytes`` the sum of the outputs."""
 
     name: str
@@ -159,7 +159,7 @@ class Trace:
     colours: str = "time"  # or "bytes": what the drawing is coloured by
     taken: Mapping[int, frozenset[bool]] = field(default_factory=dict)
     inside: Mapping[Path, Amount] = field(default_factory=dict)
-    once: Mapping[Path, Note] = field(default_factory=dict)
+    once: Mapping[Path, NodeNote] = field(default_factory=dict)
     loops: tuple[LoopTrace, ...] = ()
     kernels: tuple[Event, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class Trace:
         """The most bytes that the step held at once."""
         return max((count for _, count in self.live), default=0)
 
-    def table(self, top: int | None = None, *, by: By = "node") -> tuple[Row, ...]:
+    def table(self, top: int | None = None, *, by: By = "node") -> tuple[TraceRow, ...]:
         """The ``top`` rows that took longest: by node, op, line of a cell, scope, or place. Raises InvalidArgument.
 
         The places are threads here, and tasks, servers and the links between them on a cluster.
@@ -216,10 +216,10 @@ class Trace:
             raise NotFound(f"{name} has no health in this trace: run what needs it with trace='health'")
         return self.origins.get(path)
 
-    def _row(self, name: str, detail: str, found: list[tuple[Event | Transmission, int]]) -> Row:
+    def _row(self, name: str, detail: str, found: list[tuple[Event | Transmission, int]]) -> TraceRow:
         seconds = sum(event.seconds for event, _ in found)
         size, calls = sum(event.bytes for event, _ in found), sum(calls for _, calls in found)
-        return Row(name, detail, seconds, seconds / self.seconds if self.seconds else 0.0, size, calls)
+        return TraceRow(name, detail, seconds, seconds / self.seconds if self.seconds else 0.0, size, calls)
 
     def _amounts(self) -> Iterator[tuple[Event, int]]:
         """The events without their inner nodes, then the inner nodes; each with its count."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from tfnb.execution.commit import Pending
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tracing.probes import Probed
+from tfnb.execution.tracing.probes import ProbedCode
 from tfnb.execution.tracing.trace import Trace
 
 
@@ -22,7 +22,7 @@ class Tracer:
     untraced = ""  # which code runs the step when nobody looks, and why
 
     def __init__(self, program: Program) -> None:
-        self.program, self.code = program, Probed.of(program)
+        self.program, self.code = program, ProbedCode.of(program)
         self.device, self.thread = self.code.device, threading.current_thread().name
         self.began = time.time_ns()
 

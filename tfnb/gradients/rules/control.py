@@ -39,14 +39,14 @@ from tfnb.recording.subgraphs.capture import (
     retried,
     subgraph,
 )
-from tfnb.recording.subgraphs.loop_node import Loop, Sequences, gathered
+from tfnb.recording.subgraphs.loop_node import LoopRecorder, Sequences, gathered
 from tfnb.recording.subgraphs.own_gradient import open_recorder
 from tfnb.recording.values.recording import Recording
 
 Optional = Sequence[torch.Tensor | None]
 
 
-class Part:
+class ForwardPart:
     """A subgraph of a forward node to be differentiated.
 
     known: the tensors of outside that inputs are in every iteration; None for others. active: which inputs' cotangents
@@ -168,10 +168,10 @@ def _branches(n: Forward, dys: Cotangents, forms: dict[int, bool], path: str) ->
     recorder, node = open_recorder(), n.outs[0].node  # type: ignore[attr-defined]  # recorded
     operands: list[Any] = list(n.inputs[1:])
     given, active = [dys.given(i) for i in range(len(n.outs))], list(n.needed[1:])
-    parts = [Part(recorder, n.attrs[name], operands, active) for name in ("then", "else")]
+    parts = [ForwardPart(recorder, n.attrs[name], operands, active) for name in ("then", "else")]
     wanted = {i: operands[i] for i, needed in enumerate(active) if needed}
 
-    def backward(part: Part) -> Region:
+    def backward(part: ForwardPart) -> Region:
         def call() -> list[torch.Tensor]:
             dys = [_of_lengths(recorder, dy, part, v) for dy, v in zip(given, part.part.outputs, strict=True)]
             found = part.walk(dys, tables=wanted)
@@ -204,7 +204,7 @@ def _branches(n: Forward, dys: Cotangents, forms: dict[int, bool], path: str) ->
     return entries
 
 
-def _of_lengths(recorder: Recording, dy: Any, part: Part, output: Value | None) -> Any:
+def _of_lengths(recorder: Recording, dy: Any, part: ForwardPart, output: Value | None) -> Any:
     """A cotangent with the sizes of this branch, if sides differ: as rows of the cotangent, in full number.
 
     To say that the sizes are equal would say it of the other branch too.
@@ -247,11 +247,13 @@ def _no_indices(of: torch.Tensor) -> torch.Tensor:
 def _output_specs(recorder: Recording, spec: Spec, is_rows: bool | None) -> tuple[Spec, ...]:
     if not is_rows:
         return (spec,)
-    count = Loop(recorder, (), ()).fresh()  # as many as the branch that is taken looks up
+    count = LoopRecorder(recorder, (), ()).fresh()  # as many as the branch that is taken looks up
     return replace(spec, shape=(count, *spec.shape[1:])), Spec(torch.int64, (count,), spec.device)
 
 
-def _branch_values(n: Forward, node: Node, parts: Sequence[Part], captured: Sequence[Value]) -> dict[Value, Value]:
+def _branch_values(
+    n: Forward, node: Node, parts: Sequence[ForwardPart], captured: Sequence[Value]
+) -> dict[Value, Value]:
     """Values inside of the branches, as outputs of a copy of their node."""
     recorder = parts[0].recorder
     saved = [[v for v in captured if v.node in part.inner.nodes] for part in parts]
@@ -265,7 +267,7 @@ def _branch_values(n: Forward, node: Node, parts: Sequence[Part], captured: Sequ
         "then": parts[0].giving([*saved[0], *absent[1]]), "else": parts[1].giving([*absent[0], *saved[1]]),
         "shapes": (*node.attrs["shapes"], *(_known(told, spec, lambda: 0) for spec in specs)),
     }  # fmt: skip
-    fresh = Loop(recorder, (), ()).fresh
+    fresh = LoopRecorder(recorder, (), ()).fresh
     outputs = [replace(spec, shape=_known(told, spec, fresh)) for spec in specs]
     found = _again(recorder, node, n.inputs, attrs, (*node.outputs, *outputs))[len(node.outputs) :]
     return {v: recorder._entry(t).value for v, t in zip(values, found, strict=True)}
@@ -289,10 +291,10 @@ def _spec(x: Any) -> Spec:
 # -- loops ------------------------------------------------------------------------------------------------------
 
 
-class _Saved:
+class _ForwardLoop:
     """The forward loop, saving the values requested by its gradient."""
 
-    def __init__(self, n: Forward, node: Node, part: Part, xs: Sequences) -> None:
+    def __init__(self, n: Forward, node: Node, part: ForwardPart, xs: Sequences) -> None:
         self.n, self.node, self.part = n, node, part
         first = len(n.attrs["init"])
         self.witnesses: dict[tuple[Value, str], Value] = {}
@@ -329,7 +331,7 @@ class _Saved:
             shapes = [spec.shape if told.issuperset(spec.symbols) else len(spec.shape) for spec in specs]
             own = {**attrs, "body": self.part.giving(more), "rows": (*attrs["rows"], *shapes)}
             iterations = self._iterations()
-            loop = Loop(recorder, (), ())
+            loop = LoopRecorder(recorder, (), ())
             outs = [
                 s for spec, shape in zip(specs, shapes, strict=True) for s in gathered(loop, spec, shape, iterations)
             ]
@@ -367,7 +369,7 @@ class _Saved:
             return node.outputs[row_places(attrs)[0][-1]].shape[0]
         last = next((x[-1] if isinstance(x, tuple) else x for x in self.given.values()), None)
         stops = last is None or attrs["cond"] is not None
-        return Loop(self.part.recorder, (), ()).fresh() if stops else _spec(last).shape[0]
+        return LoopRecorder(self.part.recorder, (), ()).fresh() if stops else _spec(last).shape[0]
 
 
 class _Back:
@@ -386,7 +388,7 @@ class _Back:
             self.xs = [x if isinstance(x, tuple) else self._taken(i, x) for i, x in enumerate(self.xs)]
         places = [*n.places("init"), *self.firsts(), *n.places("captures")]
         known = [*[None] * (self.count + len(self.xs)), *self.kept]
-        self.part = Part(self.recorder, n.attrs["body"], known, [n.needed[place] for place in places])
+        self.part = ForwardPart(self.recorder, n.attrs["body"], known, [n.needed[place] for place in places])
         self._spread()
         active, ends = self.part.active, self.count + len(self.xs)
         self.carried = [i for i in range(self.count) if active[i]]
@@ -428,11 +430,11 @@ class _Back:
         start: list[Any] = [*(dys[i] for i in self.carried), *(_zeros(self.kept[i]) for i in sums)]
         totals = [_spec(self.kept[i]) for i in sums]
         with part.named():
-            loop = Loop(
+            loop = LoopRecorder(
                 self.recorder, start, [f"gradient {i}" for i in range(len(start))], given,
                 rows=[part.spec(part.part.outputs[i]) for i, _ in rows], limit=n.outs[count],  # type: ignore[arg-type]
                 reverse=not n.attrs["reverse"], what="while", swap=n.attrs.get("swap_memory"),
-                parallel=n.attrs["parallel_iterations"], saver=_Saved(n, self.node, part, self.xs),
+                parallel=n.attrs["parallel_iterations"], saver=_ForwardLoop(n, self.node, part, self.xs),
                 specs=[*(part.spec(part.part.outputs[i]) for i in self.carried), *totals],
                 results=[*(_spec(n.inputs[n.places("init")[i]]) for i in self.carried), *totals],
             )  # fmt: skip

@@ -18,7 +18,7 @@ from tfnb.errors import GraphCycleError, GraphFormatError, InvalidArgument, Unkn
 from tfnb.graph import strict_json
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
-from tfnb.graph.node import Node, Owner, Ref, Source, Value
+from tfnb.graph.node import Node, Owner, Ref, SourceLine, Value
 from tfnb.graph.op_facts import admit
 from tfnb.graph.ops import QUEUES as QUEUE_OPS
 from tfnb.graph.queue import QUEUES, Queue
@@ -198,10 +198,10 @@ class _Reader:
         return field(document, key, list, "file", [])
 
     @staticmethod
-    def _source(record: Any, path: str) -> Source:
+    def _source(record: Any, path: str) -> SourceLine:
         match record:
             case [str(label), int(line), str(text)] if not isinstance(line, bool):
-                return Source(label, line, text)
+                return SourceLine(label, line, text)
         raise GraphFormatError(f"{path}: expected [label, line, text], found {_short(record)}")
 
     @staticmethod
@@ -299,7 +299,9 @@ class _Reader:
         return tuple(self.node(record, f"{path}[{place}]", place) for place, record in enumerate(records))
 
     def subgraph(self, record: dict[str, Any], path: str) -> Subgraph:
-        """Read a subgraph of `tfnb.graph.forms.encode.Writer.subgraph`; nodes are named by their position inside."""
+        """Read a subgraph of `tfnb.graph.forms.encode.GraphWriter.subgraph`; nodes are named by their position
+        inside.
+        """
         only(record, SUBGRAPH, path)
         inner = copy(self)
         inner.tags = inner._tags()
@@ -311,7 +313,7 @@ class _Reader:
         return Subgraph(Contents(nodes, tuple(guards)), inputs, outputs)
 
     def recursion(self, record: dict[str, Any], path: str) -> Recursion:
-        """Read a function of `tfnb.graph.forms.encode.Writer.recursion`; the body may name the function."""
+        """Read a function of `tfnb.graph.forms.encode.GraphWriter.recursion`; the body may name the function."""
         only(record, RECURSION, path)
         number = field(record, "id", int, path)
         if "body" not in record:

@@ -11,7 +11,7 @@ import torch
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph.contents import Contents, Guard
-from tfnb.graph.node import Node, Owner, Ref, Source, Value
+from tfnb.graph.node import Node, Owner, Ref, SourceLine, Value
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import Dim, Spec, dtype_name
 from tfnb.graph.subgraph import Recursion, Subgraph
@@ -30,7 +30,7 @@ def spec_json(spec: Spec) -> dict[str, Any]:
     return {"dtype": dtype_name(spec.dtype), "shape": shape, **device}
 
 
-class Writer:
+class GraphWriter:
     """Turns nodes into JSON objects and collects their shared sources, owners and constants in tables."""
 
     def __init__(self, contents: Contents, *, only: tuple[str, ...] = ()) -> None:
@@ -70,7 +70,7 @@ class Writer:
     def value(self, value: Value) -> list[int]:
         return [self.position[value.node], value.index]
 
-    def source(self, source: Source | None) -> int | None:
+    def source(self, source: SourceLine | None) -> int | None:
         if source is None:
             return None
         return self.sources.setdefault((source.label, source.line, source.text), len(self.sources))

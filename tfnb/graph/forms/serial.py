@@ -20,7 +20,7 @@ from tfnb.errors import CheckpointCorrupt, GraphCycleError, GraphFormatError, Un
 from tfnb.graph.contents import Contents
 from tfnb.graph.files import opened, replace_file, sha256
 from tfnb.graph.forms.decode import FILE_CAP, FORMAT, VERSION, build, field, parse
-from tfnb.graph.forms.encode import Writer, variable_json
+from tfnb.graph.forms.encode import GraphWriter, variable_json
 from tfnb.graph.tensor_files import read_tensors, write_tensors
 from tfnb.graph.variable import Variable
 
@@ -29,7 +29,7 @@ from tfnb.graph.variable import Variable
 
 def write_graph(name: str, seed: int, contents: Contents, path: Path) -> None:
     """Write the JSON to ``path`` and constants, if any, to ``path + .safetensors``; each file whole or unchanged."""
-    writer = Writer(contents)
+    writer = GraphWriter(contents)
     fields = _fields(name, seed, contents, writer)
     if writer.tensors:
         about = {"format": "tfnb-constants", "version": VERSION}
@@ -84,11 +84,11 @@ def _read_constants(path: Path, digest: str | None) -> dict[str, torch.Tensor]:
 
 def dumps(name: str, seed: int, contents: Contents) -> tuple[str, dict[str, torch.Tensor]]:
     """The JSON text, one node per line, and the constants by the keys used in the text."""
-    writer = Writer(contents)
+    writer = GraphWriter(contents)
     return _text(_fields(name, seed, contents, writer)), writer.tensors
 
 
-def _fields(name: str, seed: int, contents: Contents, writer: Writer) -> dict[str, Any]:
+def _fields(name: str, seed: int, contents: Contents, writer: GraphWriter) -> dict[str, Any]:
     nodes = [writer.node(node) for node in contents.nodes]  # fills the writer's tables
     guards = [writer.guard(guard) for guard in contents.guards]
     return {
@@ -127,7 +127,7 @@ def loads(
 
 def graph_hash(contents: Contents) -> str:
     """A sha256 of the structure: ops, edges, attrs, specs, constants; not of ids, names, scopes and sources."""
-    writer = Writer(contents, only=("op", "in", "out", "attrs", "control"))
+    writer = GraphWriter(contents, only=("op", "in", "out", "attrs", "control"))
     digest = hashlib.sha256()
     for node in contents.nodes:
         digest.update(_json(writer.node(node)).encode())

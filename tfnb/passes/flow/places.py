@@ -39,7 +39,7 @@ TASK = Place(-1)
 """Whichever task computes a step, or each data-parallel replica on its rows."""
 
 
-class Rule(Enum):
+class PlacementRule(Enum):
     """The rule that placed an op. Rules by other ops name the op in `Home.beside`."""
 
     REQUEST, QUEUE, OPERAND, USER, LOOP, DEFAULT, ANYWHERE = (
@@ -54,7 +54,7 @@ class Home(NamedTuple):
     """
 
     place: Place | None
-    rule: Rule = Rule.ANYWHERE
+    rule: PlacementRule = PlacementRule.ANYWHERE
     beside: int | None = None
     also: frozenset[Place] = frozenset()
 
@@ -94,16 +94,22 @@ def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Home, ...]:
     """The home of each op, with its rule. sites: places requested by nodes, by id."""
     anew = [_is_anywhere(flow, op) for op in flow.ops]
     asked = [None if free else _asked(op, sites) for op, free in zip(flow.ops, anew, strict=True)]
-    found = [Home(None) if place is None else Home(place, Rule.REQUEST) for place in asked]
+    found = [Home(None) if place is None else Home(place, PlacementRule.REQUEST) for place in asked]
     queues = _queues(flow, asked)
     for number, op in enumerate(flow.ops):
         if frames.uses_queue(op) and op.node is not None:
-            found[number] = Home(queues.get(op.node.attrs["queue"]), Rule.QUEUE)  # all that uses it, in one order
+            found[number] = Home(
+                queues.get(op.node.attrs["queue"]), PlacementRule.QUEUE
+            )  # all that uses it, in one order
     going, users = _going_round(flow), _users(flow)
     strong = [_with(flow, op) for op in flow.ops]
     weak = [tuple(_before(flow, op)) for op in flow.ops]
     order = [n for n in range(len(flow.ops)) if not anew[n] and n not in going]
-    rules = ((Rule.OPERAND, strong, order), (Rule.OPERAND, weak, order), (Rule.USER, users, order[::-1]))
+    rules = (
+        (PlacementRule.OPERAND, strong, order),
+        (PlacementRule.OPERAND, weak, order),
+        (PlacementRule.USER, users, order[::-1]),
+    )
     for rule, beside, numbers in rules:
         has_changed = True
         while has_changed:
@@ -118,9 +124,9 @@ def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Home, ...]:
     default = min(sites.values(), default=Place(0))
     for number in order:
         if found[number].place is None:
-            found[number] = Home(default, Rule.DEFAULT)
+            found[number] = Home(default, PlacementRule.DEFAULT)
     for number, merge in going.items():
-        found[number] = Home(found[merge].place, Rule.LOOP, merge)
+        found[number] = Home(found[merge].place, PlacementRule.LOOP, merge)
     return tuple(found)
 
 

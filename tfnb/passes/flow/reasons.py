@@ -16,8 +16,8 @@ from tfnb.graph.subgraph import nested
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import ELSEWHERE, RECV, SEND, Edge, Kind, Part
 from tfnb.passes.flow.frames import Op, Port
-from tfnb.passes.flow.places import Home, Place, Rule, homes, requested
-from tfnb.passes.flow.step_flow import StepFlow, Wanted, in_parts
+from tfnb.passes.flow.places import Home, Place, PlacementRule, homes, requested
+from tfnb.passes.flow.step_flow import CutOptions, StepFlow, in_parts
 from tfnb.passes.prune import step_graph
 
 _UNSEEN = (ELSEWHERE, frames.RUN, frames.START)
@@ -194,20 +194,20 @@ class StepParts:
     def _rule(self, node: Node, op: Op, home: Home) -> str:
         beside = "" if home.beside is None else self.name(Port(home.beside))
         match home.rule:
-            case Rule.REQUEST if node.forward in self._nodes and "gradient" in node.tags:
+            case PlacementRule.REQUEST if node.forward in self._nodes and "gradient" in node.tags:
                 return f"its gradient: where {self._nodes[node.forward].name} is"
-            case Rule.REQUEST if node.device is None:
+            case PlacementRule.REQUEST if node.device is None:
                 return f"all inside of it that asks for a place asks for {home.place}"
-            case Rule.REQUEST:
+            case PlacementRule.REQUEST:
                 return f"asks for {home.place}"
-            case Rule.QUEUE:
+            case PlacementRule.QUEUE:
                 return f"queue {node.attrs['queue'].name}: all that uses it is done at one place"
-            case Rule.OPERAND:
+            case PlacementRule.OPERAND:
                 first = "first operand" if op.inputs and op.inputs[0].op == home.beside else "operand"
                 return f"beside its {first} {beside}"
-            case Rule.USER:
+            case PlacementRule.USER:
                 return f"where it is first used, by {beside}"
-            case Rule.DEFAULT:
+            case PlacementRule.DEFAULT:
                 return "the first place, as nothing beside it has one"
         return "wherever it is wanted"
 
@@ -351,7 +351,7 @@ def parts_of_graph(graph: Graph) -> StepParts:
     made = [node.value(i) for node in graph.nodes for i in range(max(1, len(node.outputs)))]
     feeds = tuple(node.value(i) for node in graph.placeholders for i in range(len(node.outputs)))
     ends = [value for value in made if value not in used or value in feeds]
-    return StepParts(graph, in_parts(step_graph(graph, ends, feeds), Wanted(is_optimized=True)))
+    return StepParts(graph, in_parts(step_graph(graph, ends, feeds), CutOptions(is_optimized=True)))
 
 
 def _size(spec: Spec) -> str:

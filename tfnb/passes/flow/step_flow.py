@@ -69,7 +69,7 @@ class StepFlow:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CutOptions:
     """Options of a cut. tasks: the existing task numbers, None for all requested by nodes.
 
     places: where each fetch is wanted, None for the place that makes it. is_optimized: passes saw the graph already.
@@ -86,15 +86,15 @@ class Wanted:
 
 def as_one(step: StepGraph, native: Callable[[Node], bool]) -> StepFlow:
     """The step as dataflow, in one part. native: whether a loop or branch stays one op."""
-    return _step_flow(step, optimized(step, last=(absorb,)), native, None, Wanted())
+    return _step_flow(step, optimized(step, last=(absorb,)), native, None, CutOptions())
 
 
-def in_parts(step: StepGraph, wanted: Wanted | None = None) -> StepFlow:
+def in_parts(step: StepGraph, wanted: CutOptions | None = None) -> StepFlow:
     """The step cut by the places that its nodes ask for.
 
     Products are stacked before, on each place: so all parts give the bits of one part with the same requests.
     """
-    wanted = wanted or Wanted()
+    wanted = wanted or CutOptions()
     graph = step.graph if wanted.is_optimized else optimized(step, last=(absorb, stack))
     sites = requested(graph.nodes, wanted.tasks)
 
@@ -111,7 +111,7 @@ def optimized_step(step: StepGraph) -> StepGraph:
 
 
 def _step_flow(
-    step: StepGraph, graph: Graph, native: Callable[[Node], bool], sites: Mapping[int, Place] | None, wanted: Wanted
+    step: StepGraph, graph: Graph, native: Callable[[Node], bool], sites: Mapping[int, Place] | None, wanted: CutOptions
 ) -> StepFlow:
     flow, written = frames.resolved(
         frames.lower(graph.contents, step.feeds, symbols_of(step.whole, step.feeds), native=native)

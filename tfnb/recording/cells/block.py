@@ -23,7 +23,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ensure_type, file_label
-from tfnb.graph import Contents, Dim, Graph, Node, Owner, Source, Value, current, ops
+from tfnb.graph import Contents, Dim, Graph, Node, Owner, SourceLine, Value, current, ops
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
@@ -49,7 +49,7 @@ _UNKNOWN_LINE = "a line that is not known"
 _graphs: dict[str, Graph] = {}
 _lock = threading.Lock()
 
-Where = Callable[[], Source | None]
+Where = Callable[[], SourceLine | None]
 Failed = Callable[[Graph, Node | None], None]
 
 
@@ -154,13 +154,13 @@ def record_cell(
     target.ensure_open()
     stop = sys._getframe(2)
 
-    def where() -> Source | None:
+    def where() -> SourceLine | None:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != filename:
             frame = frame.f_back
         if frame is None:
-            return Source(label, 1)
-        return Source(label, frame.f_lineno, linecache.getline(filename, frame.f_lineno).strip())
+            return SourceLine(label, 1)
+        return SourceLine(label, frame.f_lineno, linecache.getline(filename, frame.f_lineno).strip())
 
     key = f"{owner}+{new_id()}" if append else owner
     is_listed = not isinstance(graph, Graph) or _graphs.get(graph.name) is graph
@@ -190,8 +190,8 @@ def _lines(frame: FrameType, label: str) -> Where:
     """A function that gives the current line of a frame; the same object for the same line."""
 
     @cache
-    def at(line: int) -> Source:
-        return Source(label, line, linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip())
+    def at(line: int) -> SourceLine:
+        return SourceLine(label, line, linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip())
 
     return lambda: at(frame.f_lineno)
 

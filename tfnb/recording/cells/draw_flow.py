@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tfnb.errors import file_label
-from tfnb.graph import Source, Value
+from tfnb.graph import SourceLine, Value
 from tfnb.recording.cells.statements import Note
-from tfnb.recording.values.python_draws import Draw, Held, Place, have_drawn
+from tfnb.recording.values.python_draws import Draw, DrawFrame, NamedGenerator, have_drawn
 from tfnb.recording.values.tape import Tape
 
 _ABSORBING = frozenset({
@@ -66,7 +66,7 @@ def notes_of_draws(tape: Tape, names: Mapping[str, Any], results: Mapping[str, V
 
 
 def unheard_draws(
-    held: Iterable[Held], heard: Collection[int], block: FrameType, body: Sequence[ast.stmt],
+    held: Iterable[NamedGenerator], heard: Collection[int], block: FrameType, body: Sequence[ast.stmt],
 ) -> list[Draw]:  # fmt: skip
     """Draws of generators whose state changed without a recorded call, at the lines of the block that name the
     generator.
@@ -80,7 +80,7 @@ def unheard_draws(
         uses = {(n.lineno, methods.get(id(n), "")) for n in nodes if isinstance(n, ast.Name) and n.id == each.name}
         for line, method in sorted(uses or {(block.f_lineno, "")}):
             called = f"{type(each.owner).__name__}.{method}" if method else each.called
-            place = Place(block.f_code.co_filename, line, block.f_code.co_name, block.f_globals)
+            place = DrawFrame(block.f_code.co_filename, line, block.f_code.co_name, block.f_globals)
             found.append(Draw(called, False, (place,), 0))
     return found
 
@@ -88,7 +88,7 @@ def unheard_draws(
 def _note(draw: Draw) -> Note:
     place = draw.places[0]
     text = linecache.getline(place.file, place.line).strip()
-    source = Source(file_label(place.file), place.line, text)
+    source = SourceLine(file_label(place.file), place.line, text)
     if draw.is_clock:
         return Note(source, f"`{draw.called}()` read a clock while recording, so the time is the same in each run: "
                             "make it a placeholder, and feed it")  # fmt: skip
@@ -125,10 +125,10 @@ def _matters(draw: Draw, tape: Tape, names: Mapping[str, Any], results: Mapping[
     return bool(touched) and not flow.absorbs and not draw.is_clock
 
 
-Level = tuple[Place, list[int], list[ast.stmt], "ast.FunctionDef | None"]
+Level = tuple[DrawFrame, list[int], list[ast.stmt], "ast.FunctionDef | None"]
 
 
-def _levels(places: Sequence[Place]) -> list[Level]:
+def _levels(places: Sequence[DrawFrame]) -> list[Level]:
     """The functions from the draw outwards with their lines; frames of one function, as of its loops, are one level.
 
     A function without source is left out.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from tfnb.graph import Contents, Node, Ref, Source, Value, Variable
+from tfnb.graph import Contents, Node, Ref, SourceLine, Value, Variable
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.ops import CALL, DEQUEUE, REGIONS, SIZE, STATEMENT, STEP
@@ -36,7 +36,7 @@ class Note(NamedTuple):
     operations on queues wants.
     """
 
-    source: Source | None
+    source: SourceLine | None
     text: str
     nodes: tuple[Node, ...] = ()
     uses_queues: bool = False
@@ -47,7 +47,7 @@ class Note(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
+class BlockStatement:
     """The nodes of one statement: one write, or all writes of a staged branch or loop."""
 
     nodes: tuple[Node, ...]
@@ -58,10 +58,10 @@ class Statement:
         return any(_is_update(node) and node.attrs["variable"].held is not None for node in self.nodes)
 
 
-class Lost(NamedTuple):
+class UnrunReason(NamedTuple):
     """Why no step of its block runs a statement."""
 
-    source: Source | None
+    source: SourceLine | None
     why: str
     by_hand: str = ""  # how the block updates Parameters beside its steps
     waits: bool = False
@@ -116,7 +116,7 @@ class _Block:
     calls: Sequence[range]
     found: dict[int, tuple[int, ...]] = field(default_factory=dict)
     groups: list[Node] = field(default_factory=list)  # of the statistics of modules, in a block without steps
-    lost: dict[Lost, list[Node]] = field(default_factory=dict)  # what their statements write
+    lost: dict[UnrunReason, list[Node]] = field(default_factory=dict)  # what their statements write
     notes: list[Note] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class _Block:
 
     # -- statements -------------------------------------------------------------------------------------------------
 
-    def _statements(self) -> list[Statement]:
+    def _statements(self) -> list[BlockStatement]:
         """The statements of the block that belong to no step yet, in program order."""
         given = {i for step in self.steps for i in step.effects}
         held = self._reached([*self.live, *(step.id for step in self.steps)])
@@ -183,14 +183,14 @@ class _Block:
             is_free = STATEMENT in node.tags or node.id not in held
             if is_effect(node) and is_free and node.id not in given and node.id not in self.update_of:
                 found.setdefault(self._region(node), []).append(node)
-        return [Statement(tuple(nodes)) for nodes in found.values()]
+        return [BlockStatement(tuple(nodes)) for nodes in found.values()]
 
     def _region(self, node: Node) -> int:
         """Id of the branch or loop that computes the written value; else the node's own id."""
         giver = self.contents.by_id[node.inputs[0].node] if node.op == "tfnb.assign" else node
         return giver.id if giver.op in REGIONS or giver.op == CALL else node.id
 
-    def _give(self, statement: Statement) -> None:
+    def _give(self, statement: BlockStatement) -> None:
         step = self._step_of(statement)
         if step is None:
             self._leave(statement)
@@ -203,24 +203,24 @@ class _Block:
         if more:
             self.found[step.id] = (*self.found.get(step.id, ()), *more)
 
-    def _leave(self, statement: Statement) -> None:
+    def _leave(self, statement: BlockStatement) -> None:
         """Handle a statement of a block without a step: it is lost unless a held value depends on it."""
         if self._does_everything:
             return
         if statement.is_by_hand or self._held.isdisjoint(node.id for node in statement.nodes):
             self._lose(statement, "the block has no step that could run it")
 
-    def _lose(self, statement: Statement, why: str) -> None:
+    def _lose(self, statement: BlockStatement, why: str) -> None:
         first = statement.nodes[0]
         waits = any(uses_queues(self.contents.by_id[i]) for i in self._reached(n.id for n in statement.nodes))
         is_named = STATEMENT not in first.tags
         staged = any(self.contents.by_id[value.node].op in REGIONS for value in first.inputs)
         how = "updated in a staged branch or loop, which is no step of the block" if staged else "written by hand"
         by_hand = how if statement.is_by_hand and not self.steps else ""
-        lost = Lost(first.source, why, by_hand, waits, is_named)
+        lost = UnrunReason(first.source, why, by_hand, waits, is_named)
         self.lost.setdefault(lost, []).extend(statement.nodes)
 
-    def _step_of(self, statement: Statement) -> Node | None:
+    def _step_of(self, statement: BlockStatement) -> Node | None:
         """The step for a statement: the last step whose update the statement reads, else the next below, else
         the last.
         """
@@ -261,7 +261,7 @@ class _Block:
 
     # -- what a step would need for a statement ------------------------------------------------------------------------
 
-    def _lacks(self, statement: Statement, step: Node) -> str:
+    def _lacks(self, statement: BlockStatement, step: Node) -> str:
         """Names of the inputs that the statement needs in a run of the step, beyond the step's own needs; empty for
         none.
         """
@@ -314,7 +314,7 @@ class _Block:
 
     def _note_unheld(self) -> None:
         """Add a note for the steps that nobody can fetch, one for each line."""
-        lost: dict[Source | None, list[Node]] = {}
+        lost: dict[SourceLine | None, list[Node]] = {}
         for step in self.steps:
             if not self._does_everything and step.id not in self._held:
                 lost.setdefault(step.source, []).append(step)
@@ -324,9 +324,9 @@ class _Block:
             cure = f"write `step = {text}` and fetch `step`; " if _GIVES_STEP.fullmatch(text) else ""
             self.notes.append(Note(source, f"no name holds the step {names}, so runs do not take it: {cure}{_CURE}"))
 
-    def _with_modules(self, statements: Sequence[Statement]) -> list[Statement]:
+    def _with_modules(self, statements: Sequence[BlockStatement]) -> list[BlockStatement]:
         """Give statistics to the values that come out of their module's call; returns the other statements."""
-        of_call: dict[range, list[Statement]] = {}
+        of_call: dict[range, list[BlockStatement]] = {}
         left = []
         for statement in statements:
             call = self._call(statement.nodes[0])

@@ -13,7 +13,7 @@ from torch.nn.modules import module as nn_module
 
 from tfnb.errors import Unsupported
 from tfnb.graph.graph import new_id
-from tfnb.recording.marks.while_recording import Shared
+from tfnb.recording.marks.while_recording import SharedContext
 from tfnb.recording.values.recording import Recording, open_recording
 
 
@@ -70,7 +70,7 @@ def _hooks() -> Iterator[None]:
         yield
 
 
-follow_modules = Shared(_hooks)
+follow_modules = SharedContext(_hooks)
 
 
 def _refuse_backward_hooks(module: torch.nn.Module, recording: Recording) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import GraphFormatError, ShapeError, StaleNode, Unsupported
-from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable, ops
+from tfnb.graph import Graph, Guard, Node, Owner, Ref, SourceLine, Spec, Value, Variable, ops
 from tfnb.graph.current import Autograd
 from tfnb.graph.device_request import Scope
 from tfnb.graph.node import leaves
@@ -38,7 +38,7 @@ from tfnb.recording.overrides.constructors import constructing, fixed
 from tfnb.recording.overrides.override_table import OVERRIDES, Stage
 from tfnb.recording.overrides.python_answers import guard_number, settle_size, stands_for_number
 from tfnb.recording.values.outside_tensors import Outside
-from tfnb.recording.values.python_draws import Held
+from tfnb.recording.values.python_draws import NamedGenerator
 from tfnb.recording.values.samples import physical
 from tfnb.recording.values.tape import Tape
 from tfnb.recording.values.tensor import Base, Entry, Operation, Tensor, missing
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
         return False  # the handler is never traced, and the guard costs more than a dispatch
 
     def __init__(
-        self, graph: Graph, owner: Owner, *, where: Callable[[], Source | None], kept: tuple[Node, ...],
+        self, graph: Graph, owner: Owner, *, where: Callable[[], SourceLine | None], kept: tuple[Node, ...],
         names: Callable[[], Mapping[str, Any]], stop: FrameType | None = None, lazy: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self._warned: set[Any] = set()
         self.stop, self.is_cell = stop, False
         self.default_device: Any = None
-        self.held: list[Held] = []  # generators of numbers of Python, as they were when the block began
+        self.held: list[NamedGenerator] = []  # generators of numbers of Python, as they were when the block began
         self.packings: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the tensor of their batch sizes
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now

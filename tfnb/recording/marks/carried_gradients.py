@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.graph import Graph, Source, Variable
+from tfnb.graph import Graph, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 
@@ -40,7 +40,7 @@ class GradientUse:
 
     graph: weakref.ref[Graph]
     owner: str
-    source: Source | None
+    source: SourceLine | None
     adds: bool
     reads: bool
     updates: bool
@@ -65,7 +65,7 @@ class _Gradient:
     nodes.
     """
 
-    source: Source | None
+    source: SourceLine | None
     adds: bool
     first: int
     cleared: int | None = None
@@ -127,7 +127,7 @@ class CarriedGradients:
             others = (other for other in _uses.get(variable, ()) if not self._is_mine(other) and other.is_recorded)
             _uses[variable] = [*others, use]
 
-    def notes(self) -> Iterator[tuple[Source | None, str]]:
+    def notes(self) -> Iterator[tuple[SourceLine | None, str]]:
         """One note or none: the line, and the effect of runs on its gradients."""
         now = self._now()
         for told in (self._of_earlier, self._of_outside, self._of_later, self._of_runs):
@@ -171,14 +171,14 @@ class CarriedGradients:
         found = [use for use in _uses.get(variable, ()) if not self._is_mine(use) and use.is_recorded]
         return found if self._rec.is_cell else [use for use in found if use.graph() is self._rec.graph]
 
-    def _of_earlier(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+    def _of_earlier(self, now: dict[Variable, GradientUse]) -> tuple[SourceLine | None, str] | None:
         return self._of_blocks(
             now, lambda use, other: use.adds and use.reads and other.leaves,
             f"in plain PyTorch backward() adds here to the .grad that {{other}} leaves ({{names}}). {_RULE}, so this "
             f"block has its own gradients alone: {_CLEAR}. Else call backward() of all losses in one block; {_SUM}",
         )  # fmt: skip
 
-    def _of_later(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+    def _of_later(self, now: dict[Variable, GradientUse]) -> tuple[SourceLine | None, str] | None:
         return self._of_blocks(
             now, lambda use, other: use.leaves and other.adds and other.updates,
             f"in plain PyTorch the .grad that backward() leaves here ({{names}}) goes into the update at {{other}}. "
@@ -188,7 +188,7 @@ class CarriedGradients:
 
     def _of_blocks(
         self, now: dict[Variable, GradientUse], carries: Callable[[GradientUse, GradientUse], bool], text: str
-    ) -> tuple[Source | None, str] | None:
+    ) -> tuple[SourceLine | None, str] | None:
         """The note on gradients that go from one block to another: one use is of this block, one of another."""
         pairs = [
             (variable, use, other) for variable, use in now.items()
@@ -199,7 +199,7 @@ class CarriedGradients:
         _, use, other = pairs[0]
         return use.source, text.format(other=other, names=_names(variable for variable, *_ in pairs))
 
-    def _of_outside(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+    def _of_outside(self, now: dict[Variable, GradientUse]) -> tuple[SourceLine | None, str] | None:
         found = [(variable, use) for variable, use in now.items() if variable in self._outside and use.updates]
         if not found or not self._rec.is_cell:
             return None
@@ -209,7 +209,7 @@ class CarriedGradients:
             "compute the other gradients in this block, too"
         )
 
-    def _of_runs(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+    def _of_runs(self, now: dict[Variable, GradientUse]) -> tuple[SourceLine | None, str] | None:
         found = [(variable, use) for variable, use in now.items() if use.adds and use.updates and use.leaves]
         if not found or not self._rec.is_cell:
             return None

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported, file_label
-from tfnb.graph import Node, Source, Variable
+from tfnb.graph import Node, SourceLine, Variable
 from tfnb.graph.node import where
 from tfnb.graph.op_facts import Op, op_name
 from tfnb.recording.marks.user_code import is_foreign
@@ -29,7 +29,8 @@ _NO_RULE = (
 
 
 def explained(
-    func: Op, error: Exception, inputs: Iterable[tuple[str, str]], source: Source | None, readable: Callable[[str], str]
+    func: Op, error: Exception, inputs: Iterable[tuple[str, str]], source: SourceLine | None,
+    readable: Callable[[str], str],
 ) -> Exception:  # fmt: skip
     """A failing op in torch's words, with the (name, spec) of its inputs and the line. Our own errors pass.
 
@@ -68,7 +69,7 @@ def dense(tensor: torch.Tensor, at: Callable[[], str]) -> torch.Tensor:
     return tensor
 
 
-def asked_at(source: Source | None, stop: FrameType | None) -> tuple[str, int] | None:
+def asked_at(source: SourceLine | None, stop: FrameType | None) -> tuple[str, int] | None:
     """File and line of a function that the user's line led to; None where that line itself asked."""
     at = None if source is None else _calling(stop)
     return None if at is None or source is None or (source.line, source.text) == (at[1], _text(*at)) else at
@@ -91,7 +92,7 @@ def _calling(stop: FrameType | None) -> tuple[str, int] | None:
     return None
 
 
-def asked_in(source: Source | None, stop: FrameType | None) -> str:
+def asked_in(source: SourceLine | None, stop: FrameType | None) -> str:
     """The same as the end of a text; empty for None."""
     at = asked_at(source, stop)
     return "" if at is None else f" (asked in {line_of(*at)})"
@@ -151,7 +152,7 @@ def warn_of_sample(name: str, how: str, told: set[tuple[str, str, int]]) -> None
 _BOTH = "torch.where and tfnb's staged control flow have both"
 
 
-def warn_of_branch(source: Source | None, outcome: bool, stop: FrameType | None, because: str | None) -> None:
+def warn_of_branch(source: SourceLine | None, outcome: bool, stop: FrameType | None, because: str | None) -> None:
     """Warn that Python took a branch on a recorded value. because: why the branch is not staged."""
     warnings.warn(
         f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
@@ -172,7 +173,7 @@ def _advice(stop: FrameType | None) -> str:
     )
 
 
-def warn_of_written(asked: Mapping[Variable, Source | None], nodes: Sequence[Node]) -> None:
+def warn_of_written(asked: Mapping[Variable, SourceLine | None], nodes: Sequence[Node]) -> None:
     """Warn that a Variable whose value decided Python's control flow is written: later runs would decide otherwise.
 
     asked: the Variables whose values Python took, and where.
@@ -188,7 +189,7 @@ def warn_of_written(asked: Mapping[Variable, Source | None], nodes: Sequence[Nod
             )
 
 
-def fixed_batches(at: Sequence[Source | None]) -> list[str]:
+def fixed_batches(at: Sequence[SourceLine | None]) -> list[str]:
     """A note that a batch of a DataLoader is the same in every run; none where no batch is used."""
     if not at:
         return []

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.errors import StaleNode
-from tfnb.graph import Node, Source, Variable
+from tfnb.graph import Node, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.attribute_reads import attribute_reads
@@ -50,12 +50,12 @@ def user_code_ran() -> None:
 
 
 @dataclass(slots=True)
-class _Entered:
+class _ModuleVisit:
     """A module whose forward a recording entered: its attributes before the call, and ids of the nodes of its calls."""
 
     module: torch.nn.Module
     label: str
-    source: Source | None
+    source: SourceLine | None
     before: dict[str, Any]
     copies: dict[str, Any]  # of lists and dicts among ``before``
     spans: list[range] | None  # None: in a loop or branch, whose nodes are not known by their ids, or without nodes
@@ -293,7 +293,7 @@ class PythonGuards:
                 )
 
 
-class Watched:
+class StepGuards:
     """The guards of one prepared step, and the schedule of their comparisons.
 
     A comparison that takes more than twice as long as the last one counts as twice: the processor did something else.
@@ -327,7 +327,7 @@ def stale_owners(attached: Mapping[str, Any]) -> list[str]:
     return [key for key, guards in attached.get(GUARDS, {}).items() if not guards.is_kept()]
 
 
-def watched(attached: Mapping[str, Any], nodes: Iterable[Node]) -> Watched | None:
+def watched(attached: Mapping[str, Any], nodes: Iterable[Node]) -> StepGuards | None:
     """The guards to compare before runs of these nodes of a graph; None for none."""
     blocks: Mapping[str, PythonGuards] = attached.get(GUARDS, {})
     if not blocks:
@@ -339,16 +339,16 @@ def watched(attached: Mapping[str, Any], nodes: Iterable[Node]) -> Watched | Non
     owners = {node.owner.key for node in nodes if node.owner is not None}
     needed = (blocks[key].needed(ids, variables, trains=trains) for key in owners & blocks.keys())
     found = [guards for guards in needed if guards is not None]
-    return Watched(found) if found else None
+    return StepGuards(found) if found else None
 
 
 # -- while recording ------------------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
+class CarriedState(NamedTuple):
     """State of Python that a block changes, and so carries from call to call in eager torch."""
 
-    source: Source | None
+    source: SourceLine | None
     text: str
 
 
@@ -357,8 +357,8 @@ class PythonReads:
 
     def __init__(self, recording: Any, reads: Sequence[NameRead] = (), namespace: Namespace | None = None) -> None:
         self._rec, self._namespace = recording, namespace
-        self._entered: dict[int, _Entered] = {}
-        self._open: list[tuple[_Entered, int, int]] = []  # with the first id, and how many nodes there were
+        self._entered: dict[int, _ModuleVisit] = {}
+        self._open: list[tuple[_ModuleVisit, int, int]] = []  # with the first id, and how many nodes there were
         self._updates: dict[torch.optim.Optimizer, set[int]] = {}
         values = {} if namespace is None else {read: namespace.get(read.name, _MISSING) for read in reads}
         self._reads = {read: value for read, value in values.items() if value is not _MISSING}
@@ -376,7 +376,7 @@ class PythonReads:
             before = {name: own[name] for name in attribute_reads(type(module)) if name in own and name != "training"}
             copies = {n: _items(v) for n, v in before.items() if type(v) in _KEPT and len(v) < _FEW}
             label = f"{'.'.join(self._rec.scopes.path)} ({type(module).__name__})"
-            found = _Entered(module, label, self._rec.where(), before, copies, [], module.training)
+            found = _ModuleVisit(module, label, self._rec.where(), before, copies, [], module.training)
             self._entered[id(module)] = found
         elif found.training is not module.training:
             found.training = None
@@ -450,7 +450,7 @@ class PythonReads:
             seen.add(id(module))
             path = label.partition(" (")[0]
             if id(module) not in self._entered:
-                entered = _Entered(module, f"{path} ({type(module).__name__})", None, {}, {}, None, None)
+                entered = _ModuleVisit(module, f"{path} ({type(module).__name__})", None, {}, {}, None, None)
                 yield replace(_guard(entered, used), spans=spans)
             stack += [(child, f"{path}.{name}", spans) for name, child in module._modules.items() if child is not None]
 
@@ -459,7 +459,7 @@ class PythonReads:
         places = (place() for v in variables if v.held is not None for place, _ in v.held.places)
         return self._entered.keys() | {id(module) for module in places if module is not None}
 
-    def kept(self) -> Iterator[Kept]:
+    def kept(self) -> Iterator[CarriedState]:
         """Notes of state that the block's code reads first and then changes."""
         cure = (
             "in Python, from call to call: every run of the graph begins with the value that the recording found. Keep "
@@ -469,14 +469,14 @@ class PythonReads:
             if entered.module._forward_pre_hooks:  # which may set attributes before `forward` reads them
                 continue
             for name in self._changed(entered):
-                yield Kept(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
+                yield CarriedState(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
         names = self._namespace
         for read, value in self._reads.items() if names is not None else ():
             now = names.get(read.name) if names is not None else None
             if not read.attribute and now is not value and self._is_carried(value, now):  # in place: noted there
-                yield Kept(None, f"this cell or block keeps {read.name} {cure}")
+                yield CarriedState(None, f"this cell or block keeps {read.name} {cure}")
 
-    def _changed(self, entered: _Entered) -> Iterator[str]:
+    def _changed(self, entered: _ModuleVisit) -> Iterator[str]:
         own = entered.module.__dict__
         for name, before in entered.before.items():
             if name not in own:
@@ -518,7 +518,7 @@ def _variables(nodes: Iterable[Node]) -> list[Variable]:
     return list(dict.fromkeys(node.attrs["variable"] for node in nodes if node.op == "tfnb.read"))
 
 
-def _guard(entered: _Entered, used: Collection[int]) -> ModuleGuard:
+def _guard(entered: _ModuleVisit, used: Collection[int]) -> ModuleGuard:
     module, own = entered.module, entered.module.__dict__
     modules = own["_modules"]
     children = tuple(n for n, child in modules.items() if child is not None and _has_any(child, used))

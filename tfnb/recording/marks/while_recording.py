@@ -14,7 +14,7 @@ from typing import Any
 _MISSING = object()
 
 
-class Shared:
+class SharedContext:
     """A context manager that is entered by the first who comes, and left by the last who goes."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -68,7 +68,7 @@ def _look_at_seeds(recorder: Recording) -> None:
         _before[recorder] = [state for state, _ in start]
 
 
-class Followed:
+class FollowedGenerator:
     """torch's generator as seen by the functions of torch.random during a recording."""
 
     def __init__(self, original: torch.Generator) -> None:

@@ -36,7 +36,7 @@ def lacks_shapes(op: Op) -> bool:
     return op.namespace not in ("aten", "prims") and not has_fake_kernel(op)
 
 
-class Sampled(Protocol):
+class SampledTensor(Protocol):
     """A fake tensor and its sample, if there is one."""
 
     @property
@@ -46,7 +46,9 @@ class Sampled(Protocol):
     def sample(self) -> torch.Tensor | None: ...
 
 
-def shapes(symbols: Symbols, op: Op, args: Any, kwargs: Any, inputs: Sequence[Sampled], at: Callable[[], str]) -> Any:
+def shapes(
+    symbols: Symbols, op: Op, args: Any, kwargs: Any, inputs: Sequence[SampledTensor], at: Callable[[], str]
+) -> Any:
     """The fake results of ``op``; raises Unsupported if unknown. at: the user's line."""
     error: Exception | None = None
     for kernel in _kernels(op):

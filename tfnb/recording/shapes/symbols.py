@@ -52,7 +52,7 @@ _HINTS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)  # distinct, never 0 o
 
 
 @dataclass(frozen=True)
-class _Named(Source):
+class _NamedSource(Source):
     """The source of a symbol. A substitute for torch._dynamo's ConstantSource, which takes seconds to import."""
 
     label: str
@@ -221,7 +221,7 @@ class Symbols:
         if hint is None:
             used = {self.hint(s) for s in self._values.values()}
             hint = next((h for h in _HINTS if h not in used), 97 + 2 * len(used))
-        source = _Named(f"{letter}_{len(self._letters)}")
+        source = _NamedSource(f"{letter}_{len(self._letters)}")
         symbol = self.env.create_symbol(
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, positive=None
         )

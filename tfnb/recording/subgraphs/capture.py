@@ -40,7 +40,7 @@ AGAIN = "again"  # tag of a forward node's copy that gives more
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Argument:
     """One argument of a recorded function: a spec, a name, and a sample if there is one."""
 
     spec: Spec
@@ -82,7 +82,7 @@ class Region:
 
 
 def record_region(
-    recorder: Recording, function: Function, given: Sequence[Given], *, scope: str, iterations: bool,
+    recorder: Recording, function: Function, given: Sequence[Argument], *, scope: str, iterations: bool,
     held: Sequence[Base] = (), inner: Inner | None = None, entered: bool = True, more: Sequence[Tensor] = (),
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
@@ -169,7 +169,7 @@ def _sealed(recorder: Recording, iterations: bool) -> Any:
     return sealed(recorder, refuse) if iterations else nullcontext()
 
 
-def argument(recorder: Recording, given: Given) -> Tensor:
+def argument(recorder: Recording, given: Argument) -> Tensor:
     """An argument of the function that is being recorded."""
     value = recorder.tape.append("tfnb.placeholder", clean(given.name), (given.spec,))
     fake = recorder.space.fakes[value] = recorder.symbols.fake(given.spec)

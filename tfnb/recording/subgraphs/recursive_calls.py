@@ -16,7 +16,7 @@ from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import Dim, Recursion, Ref, Spec, Value, ops
 from tfnb.graph.spec import Size
 from tfnb.recording.subgraphs.capture import (
-    Given,
+    Argument,
     Region,
     Retry,
     append,
@@ -38,7 +38,7 @@ class Unfinished(BaseException):
     """A call whose result nothing tells yet; a branch takes the word of its other side."""
 
 
-class Definition:
+class RecursiveDefinition:
     """A recursive function, and the facts known of the function so far.
 
     specs: of what it is given, names: what that is called inside; each size that varies is one of its own in each call.
@@ -101,7 +101,7 @@ class Definition:
         recorder = self.recorder
         before, recorder.lazy = recorder.lazy, True  # what a call inside gives has no sample yet
         try:
-            given = [Given(spec, name) for spec, name in zip(self.specs, self.names, strict=True)]
+            given = [Argument(spec, name) for spec, name in zip(self.specs, self.names, strict=True)]
             region = record_region(recorder, body, given, scope=scope, iterations=False)
         finally:
             recorder.lazy = before

@@ -23,7 +23,7 @@ BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced, and copi
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class MetMemory:
     """Memory of outside that a finished recording met."""
 
     storage: StorageWeakRef
@@ -86,7 +86,7 @@ class Outside:
             offset = tensor.storage_offset() - first.storage_offset() + int(handle.storage_offset())
             return aten.as_strided(handle, tensor.shape, tensor.stride(), offset)
 
-    def _others(self, key: int) -> list[Met]:
+    def _others(self, key: int) -> list[MetMemory]:
         """Encounters of the same memory by other recordings whose nodes are in the graph."""
         met = [each for each in self._rec.space.outside.get(key, ()) if not each.storage.expired()]
         standing = {node.owner.key for node in self._rec.tape.kept if node.owner is not None} if met else set()
@@ -106,7 +106,7 @@ class Outside:
                 del known[key]
         for key, (tensor, handle) in self._rec.tape.memory.items():
             if handle._family.variable is None and tensor.layout is torch.strided:
-                met = Met(StorageWeakRef(tensor.untyped_storage()), owner, bool(handle._family.version))
+                met = MetMemory(StorageWeakRef(tensor.untyped_storage()), owner, bool(handle._family.version))
                 known.setdefault(key, []).append(met)
 
     def _captured(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ _PLAIN = random.__file__
 _MANY = 64  # draws of one line of which the way to the graph is looked at
 
 
-class Place(NamedTuple):
+class DrawFrame(NamedTuple):
     """A frame on the call path of a draw: its file and line, the function's name, and the visible names."""
 
     file: str
@@ -63,7 +63,7 @@ class Draw(NamedTuple):
 
     called: str
     is_clock: bool
-    places: tuple[Place, ...]
+    places: tuple[DrawFrame, ...]
     node: int
 
 
@@ -163,11 +163,11 @@ def _remember_seeded(generator: Any) -> None:
         recording.tape.seeded.append(generator)
 
 
-def _outer_code(places: tuple[Place, ...]) -> set[tuple[str, str]]:
+def _outer_code(places: tuple[DrawFrame, ...]) -> set[tuple[str, str]]:
     return {(place.file, place.function) for place in places}
 
 
-class Held(NamedTuple):
+class NamedGenerator(NamedTuple):
     """A generator that the program has a name for, and its state when the recording began."""
 
     name: str
@@ -176,7 +176,7 @@ class Held(NamedTuple):
     state: bytes
 
 
-def held_generators(names: Mapping[str, Any]) -> list[Held]:
+def held_generators(names: Mapping[str, Any]) -> list[NamedGenerator]:
     """The generators bound to names of a block or in its modules: compiled code draws from them without a recorded
     call.
     """
@@ -190,11 +190,11 @@ def held_generators(names: Mapping[str, Any]) -> list[Held]:
     for name, value in named:
         owner = value if isinstance(value, _SOURCES) else getattr(value, "__self__", None)
         if isinstance(owner, _SOURCES):
-            found.append(Held(name, drawing(value) or f"{type(owner).__name__}.random", owner, _state(owner)))
+            found.append(NamedGenerator(name, drawing(value) or f"{type(owner).__name__}.random", owner, _state(owner)))
     return found
 
 
-def have_drawn(held: Iterable[Held], heard: Collection[int]) -> list[Held]:
+def have_drawn(held: Iterable[NamedGenerator], heard: Collection[int]) -> list[NamedGenerator]:
     """The generators that drew in the meantime without a recorded call."""
     return [each for each in held if id(each.owner) not in heard and _state(each.owner) != each.state]
 
@@ -247,11 +247,11 @@ def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "tfnb"
 
 
-def _way(places: tuple[Place, ...]) -> list[tuple[str, int]]:
+def _way(places: tuple[DrawFrame, ...]) -> list[tuple[str, int]]:
     return [(place.file, place.line) for place in places]
 
 
-def _places(frame: FrameType, stop: FrameType | None, is_cell: bool) -> tuple[Place, ...]:
+def _places(frame: FrameType, stop: FrameType | None, is_cell: bool) -> tuple[DrawFrame, ...]:
     """The program's frames from a draw outwards; none for draws that are no part of a step's computation.
 
     That is in code of packages, except for the forward method of a module; where a module is made; and in a loader.
@@ -259,7 +259,7 @@ def _places(frame: FrameType, stop: FrameType | None, is_cell: bool) -> tuple[Pl
     package = _package(frame)
     if package in _NOT_MODULES:
         return ()
-    found: list[Place] = []
+    found: list[DrawFrame] = []
     in_forward = package is None
     for each in _outwards(frame, stop):
         if each is stop and is_cell:
@@ -273,7 +273,7 @@ def _places(frame: FrameType, stop: FrameType | None, is_cell: bool) -> tuple[Pl
         if own == package and code.co_name == "forward":
             in_forward = True
         if own is None or own == package:
-            found.append(Place(code.co_filename, each.f_lineno, code.co_name, each.f_globals))
+            found.append(DrawFrame(code.co_filename, each.f_lineno, code.co_name, each.f_globals))
     return tuple(found) if in_forward else ()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.graph import Graph, Node, Owner, Source, Value, Variable, current
+from tfnb.graph import Graph, Node, Owner, SourceLine, Value, Variable, current
 
 if TYPE_CHECKING:
     from tfnb.recording.marks.python_state import PythonReads
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tfnb.recording.values.workspace import Workspace
 
 
-class Recording(current.Recording, Protocol):
+class Recording(current.OpenRecording, Protocol):
     """One open recording of one owner into one graph."""
 
     graph: Graph
@@ -36,7 +36,7 @@ class Recording(current.Recording, Protocol):
     outside: Outside
     buffers: Any  # `Buffers` of `writes.buffer_assignments`
     python: PythonReads
-    where: Callable[[], Source | None]
+    where: Callable[[], SourceLine | None]
     stop: FrameType | None
     is_cell: bool  # a cell's frames end below `stop`, which is the frame of any other block
     born: WeakIdKeyDictionary

@@ -18,7 +18,7 @@ import sympy
 import torch
 
 from tfnb.errors import InvalidArgument
-from tfnb.graph import Guard, Node, Owner, Source, Spec, Value, Variable, ops
+from tfnb.graph import Guard, Node, Owner, SourceLine, Spec, Value, Variable, ops
 from tfnb.graph.contents import Names
 from tfnb.graph.device_request import Scope
 from tfnb.graph.graph import new_id
@@ -44,7 +44,7 @@ class Marks:
 
 
 @dataclass(eq=False)
-class State:
+class TapeState:
     """The state that a tape puts back. Saving copies the containers, so nothing may change their items in place."""
 
     new: list[Node]
@@ -76,8 +76,8 @@ class State:
     derivatives: list[Derivative] = field(default_factory=list)
     calls: list[range] = field(default_factory=list)  # ids of the nodes of each outermost call of a module
     everything: list[int] = field(default_factory=list)  # groups that run all writes and steps of the block
-    asked: dict[Variable, Source | None] = field(default_factory=dict)  # taken as a Python number or truth: where
-    fixed: list[Source | None] = field(default_factory=list)  # where a batch of a DataLoader became a constant
+    asked: dict[Variable, SourceLine | None] = field(default_factory=dict)  # taken as a Python number or truth: where
+    fixed: list[SourceLine | None] = field(default_factory=list)  # where a batch of a DataLoader became a constant
     draws: list[Any] = field(default_factory=list)  # `values.python_draws.Draw`: what Python drew, each way once
     seeded: list[Any] = field(default_factory=list)  # generators that functions of the program made, with their seeds
     heard: set[int] = field(default_factory=set)  # ids of generators of which a draw is among them, or needs no note
@@ -89,22 +89,22 @@ class State:
         lines = ", ".join(sorted(self.staged, key=self.staged.__getitem__))
         return (f"staged: {lines}", *self.notes) if lines else tuple(self.notes)
 
-    def saved(self) -> State:
+    def saved(self) -> TapeState:
         """A copy, for `put_back`."""
-        return State(**{each.name: copy(getattr(self, each.name)) for each in fields(State)})
+        return TapeState(**{each.name: copy(getattr(self, each.name)) for each in fields(TapeState)})
 
-    def put_back(self, saved: State) -> list[Node]:
+    def put_back(self, saved: TapeState) -> list[Node]:
         """Restore a saved state; returns the removed nodes."""
         gone = [node for node in self.new if node.id not in saved.by_id]
-        for each in fields(State):
+        for each in fields(TapeState):
             setattr(self, each.name, copy(getattr(saved, each.name)))
         return gone
 
 
-class Tape(State):
+class Tape(TapeState):
     """Nodes of earlier owners (``kept``) and the new ones of ``owner``, and the rest of the recording's state."""
 
-    def __init__(self, owner: Owner, where: Callable[[], Source | None], kept: tuple[Node, ...]) -> None:
+    def __init__(self, owner: Owner, where: Callable[[], SourceLine | None], kept: tuple[Node, ...]) -> None:
         labels = {node.attrs["variable"].name for node in kept if node.op == "tfnb.read"}
         super().__init__([], {node.id: node for node in kept}, labels, Names(node.name for node in kept))
         self.owner, self.where, self.kept = owner, where, kept

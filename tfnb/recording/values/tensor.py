@@ -22,7 +22,7 @@ from tfnb.graph.subgraph import path_to
 from tfnb.recording.marks.notes import warn_of_sample
 from tfnb.recording.values.checks import is_check
 from tfnb.recording.values.layout_queries import FORMATS, contiguous
-from tfnb.recording.values.outside_calls import Recorded
+from tfnb.recording.values.outside_calls import RecordedTensor
 from tfnb.recording.values.views import View, renewed_chain
 from tfnb.recording.values.workspace import Workspace
 
@@ -99,7 +99,7 @@ class Base:
         self.version = next(_versions)
 
 
-class Tensor(Recorded):
+class Tensor(RecordedTensor):
     """A recorded tensor. ``.sample`` is its plain value while recording, ``.value`` its place in ``.graph``."""
 
     __module__ = "torch.tfnb"  # opt_einsum, autoray and others look there for the library that a tensor is of

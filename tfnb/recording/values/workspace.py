@@ -19,7 +19,7 @@ from tfnb.recording.shapes.symbols import Symbols
 from tfnb.recording.values.samples import Samples
 
 if TYPE_CHECKING:
-    from tfnb.recording.values.outside_tensors import Met
+    from tfnb.recording.values.outside_tensors import MetMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Workspace:
         self._apart: dict[Value, torch.Tensor] = {}  # fakes that stand for one value alone
         self.samples = Samples(self.symbols.number, self._graph)
         self.live = WeakIdKeyDictionary()  # recorded tensors of finished recordings that somebody still holds
-        self.outside: dict[int, list[Met]] = {}  # memory of plain tensors that recordings met, by storage
+        self.outside: dict[int, list[MetMemory]] = {}  # memory of plain tensors that recordings met, by storage
         self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
         self.asked: dict[int, tuple[str, int]] = {}  # nodes of a function that the user's line called: where in it
         self.told: set[tuple[str, str, int]] = set()  # tensors and lines that took their samples' numbers outside

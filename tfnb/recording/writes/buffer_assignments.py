@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfnb.errors import Unsupported
 from tfnb.graph import Value, Variable
 from tfnb.recording.values.recording import Recording
-from tfnb.recording.values.tape import State
+from tfnb.recording.values.tape import TapeState
 from tfnb.recording.values.tensor import Base, Tensor
 from tfnb.recording.values.variables import known
 from tfnb.recording.writes.aliases import family, may_share
@@ -53,7 +53,7 @@ class Rebound(NamedTuple):
     is_mixed: bool
 
 
-class _Known(NamedTuple):
+class _KnownModule(NamedTuple):
     """A module as first met by this recording."""
 
     module: torch.nn.Module
@@ -80,7 +80,7 @@ class Buffers:
 
     def __init__(self, recording: Recording) -> None:
         self._rec = recording
-        self._known: dict[int, _Known] = {}  # modules that have buffers, by their ids
+        self._known: dict[int, _KnownModule] = {}  # modules that have buffers, by their ids
         self._without: dict[int, torch.nn.Module] = {}  # those that have none
         self._given = WeakIdKeyDictionary()  # the tensors that buffers were given
 
@@ -94,7 +94,7 @@ class Buffers:
                 continue
             own = module.__dict__
             if own.get("_buffers") and not isinstance(module, torch.jit.ScriptModule):  # which makes its tensors anew
-                known_before[key] = _Known(module, own["_buffers"].copy(), is_earlier)
+                known_before[key] = _KnownModule(module, own["_buffers"].copy(), is_earlier)
             else:
                 without[key] = module
             if inner := own.get("_modules"):
@@ -118,12 +118,12 @@ class Buffers:
             return None
         return self._assign(found, name, old, new) if self._is_own(found, name, old) else None
 
-    def _found(self, module: torch.nn.Module, *, has_any: bool) -> _Known | None:
+    def _found(self, module: torch.nn.Module, *, has_any: bool) -> _KnownModule | None:
         """The module as first met by this recording; None if unknown and without buffers so far."""
         if has_any:
             self.meet([module])
         elif self._without.pop(id(module), None) is not None:
-            self._known[id(module)] = _Known(module, {}, is_earlier=True)
+            self._known[id(module)] = _KnownModule(module, {}, is_earlier=True)
         return self._known.get(id(module))
 
     def replace_parameter(self, module: torch.nn.Module, name: str, new: torch.nn.Parameter | None) -> None:
@@ -183,7 +183,7 @@ class Buffers:
             if isinstance(tensor, torch.nn.Parameter) and handle._family.variable is not None:
                 self._compare_parameter(tensor)
 
-    def _compare(self, found: _Known, name: str, now: torch.Tensor | None) -> None:
+    def _compare(self, found: _KnownModule, name: str, now: torch.Tensor | None) -> None:
         expected = self._expected(found, name)
         if isinstance(now, Tensor) and expected is None:
             found.restore(name)
@@ -206,18 +206,18 @@ class Buffers:
 
     # -- assignments ----------------------------------------------------------------------------------------------
 
-    def _expected(self, found: _Known, name: str) -> torch.Tensor | None:
+    def _expected(self, found: _KnownModule, name: str) -> torch.Tensor | None:
         """The tensor of a buffer unless somebody rebound it by ``_buffers[...] = ``."""
         binding = self._rec.tape.bindings.get((id(found.module), name))
         return found.buffers.get(name) if binding is None else binding.given
 
-    def _is_own(self, found: _Known, name: str, old: torch.Tensor | None, *, earlier: bool = False) -> bool:
+    def _is_own(self, found: _KnownModule, name: str, old: torch.Tensor | None, *, earlier: bool = False) -> bool:
         """Whether a module holds its own tensor, not one lent by functional_call; ``earlier``: or held before."""
         if old is not self._expected(found, name):
             return earlier and (old is found.buffers.get(name) or old in self._given)
         return isinstance(found.buffers.get(name), torch.Tensor) and not isinstance(found.buffers[name], Tensor)
 
-    def _assign_late(self, found: _Known, name: str, now: torch.Tensor | None) -> None:
+    def _assign_late(self, found: _KnownModule, name: str, now: torch.Tensor | None) -> None:
         """An assignment that comparison found: recorded where the new value was computed."""
         table = found.module._buffers
         table[name] = self._expected(found, name)
@@ -250,7 +250,7 @@ class Buffers:
         tape.by_id.update((node.id, node) for node in tape.new[at + 1 :])
 
     def _assign(
-        self, found: _Known, name: str, old: torch.Tensor | None, new: torch.Tensor | None
+        self, found: _KnownModule, name: str, old: torch.Tensor | None, new: torch.Tensor | None
     ) -> torch.Tensor | None:  # fmt: skip
         """Record an assignment of a buffer's Variable; returns the recorded tensor that the module is to hold."""
         module, original, rec = found.module, found.buffers[name], self._rec
@@ -349,7 +349,7 @@ class Buffers:
 
     # -- loops and branches -----------------------------------------------------------------------------------------
 
-    def release(self, before: State, versions: dict[Base, int]) -> dict[Base, Rebound]:
+    def release(self, before: TapeState, versions: dict[Base, int]) -> dict[Base, Rebound]:
         """At the end of a loop's or branch's function: turn its rebindings into writes of the Variables' earlier
         memory.
 
@@ -370,7 +370,7 @@ class Buffers:
         self.put_back(dict(tape.bindings), before)
         return rebound
 
-    def put_back(self, bindings: dict[tuple[int, str], Binding], before: State) -> None:
+    def put_back(self, bindings: dict[tuple[int, str], Binding], before: TapeState) -> None:
         """Restore the modules to an earlier state. ``bindings`` were made since; reads are as of then."""
         tape = self._rec.tape
         for key in {**bindings, **before.bindings}:
@@ -388,7 +388,7 @@ class Buffers:
                 self._rec.stand(base, any_of_them.variable)
         tape.bindings = dict(before.bindings)
 
-    def _forget_handle(self, original: torch.Tensor, before: State) -> None:
+    def _forget_handle(self, original: torch.Tensor, before: TapeState) -> None:
         handles = self._rec.tape.handles
         handles.pop(id(original), None)
         if id(original) in before.handles:

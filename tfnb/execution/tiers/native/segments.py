@@ -14,7 +14,7 @@ from torch import fx
 
 from tfnb.execution.compiling.compiled_packages import PackageFolder
 from tfnb.execution.lowering.program import written
-from tfnb.execution.tiers.graph_split import Segment
+from tfnb.execution.tiers.graph_split import StepSegment
 from tfnb.execution.tiers.interface import Forward, Unfit
 from tfnb.execution.tiers.native.call import PackageFailed
 from tfnb.execution.tiers.native.request import Operand
@@ -47,11 +47,11 @@ class SegmentedStep:
             raise OperandRefused from error
 
 
-def given(code: fx.GraphModule, segments: Sequence[Segment], args: Sequence[Any]) -> list[tuple[Any, ...]]:
+def given(code: fx.GraphModule, segments: Sequence[StepSegment], args: Sequence[Any]) -> list[tuple[Any, ...]]:
     """The arguments of each segment in a run of generated code."""
-    found: dict[Segment, tuple[Any, ...]] = {}
+    found: dict[StepSegment, tuple[Any, ...]] = {}
 
-    def noted(segment: Segment, *args: Any) -> Sequence[Any]:
+    def noted(segment: StepSegment, *args: Any) -> Sequence[Any]:
         found[segment] = args
         return segment.program.forward(*args)
 

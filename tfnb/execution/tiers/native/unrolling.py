@@ -40,7 +40,7 @@ def _unrolled(match: Match, body: fx.Node, init: Any, xs: Any, given: Any) -> No
     results = [_is_turned(node, place) for place in range(len(node.meta["val"]))]
     count = int(xs[0].meta["val"].shape[0])
     each = max(1, min(MOST_ITERATIONS, MOST_NODES // len(module.graph.nodes)))
-    loop = _Loop(module, len(init), len(rows), count, each, turned, results[len(init) :])
+    loop = _UnrolledLoop(module, len(init), len(rows), count, each, turned, results[len(init) :])
     made = [value for value in node.meta["val"][len(init) :]]
 
     def function(*operands: Tensor) -> list[Tensor]:
@@ -61,7 +61,7 @@ def _is_turned(scan: fx.Node, place: int) -> bool:
     return True
 
 
-class _Loop:
+class _UnrolledLoop:
     """``count`` iterations of a body: ``each`` of them in the loop's body, the remainder before the loop."""
 
     def __init__(
