@@ -82,7 +82,7 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.graph.difference.Difference": lambda text: graph(text).diff(graph("b"))._repr_html_(),
     "tfnb.doctor.DoctorReport": lambda text: DoctorReport((Finding(text, text),))._repr_html_(),
     "tfnb.cluster.notebook.card.Status": lambda text: card.Status(
-        text, ((text, text),), (card.Row(text, text, text, text),), (text,)
+        text, ((text, text),), (card.CardRow(text, text, text, text),), (text,)
     )._repr_html_(),
     "tfnb.fitting.fit_loop.RunResult": lambda text: fit_loop.RunResult(
         1, [{text: text}], 1.0, [{"step": 1, text: 1.0}, {"step": 2, text: 2.0}], text, text

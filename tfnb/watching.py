@@ -28,7 +28,7 @@ from tfnb.recording import graph as graph_named
 from tfnb.recording import variable as variable_named
 from tfnb.session import Session
 from tfnb.session.structures import graph_of, key_of, value_of
-from tfnb.state.step_groups import Told
+from tfnb.state.step_groups import StepReport
 from tfnb.widgets.curve import bars, blocks, number, svg, table
 
 SHARE = 0.01  # of the time that looking may take, as measured; the caches that it empties come on top
@@ -178,8 +178,8 @@ class Watch:
         self._next = time.perf_counter() + max(least, LEAST, median(self._extra or [0.0]) / SHARE)
 
     def followed(
-        self, watched: tuple[Any, ...], taken: Callable[[tuple[Any, ...]], Generator[Told, None, None]]
-    ) -> Generator[Told, None, None]:  # fmt: skip
+        self, watched: tuple[Any, ...], taken: Callable[[tuple[Any, ...]], Generator[StepReport, None, None]]
+    ) -> Generator[StepReport, None, None]:  # fmt: skip
         """The steps of a `fit` taken by others: ``taken(watched)``, with the followed items added to the results.
 
         Of nodes it has those with one number; Variables are fetched from where they live.

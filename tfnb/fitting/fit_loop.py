@@ -22,7 +22,7 @@ from typing import Any
 
 from tfnb.cluster.engine.members import Mode
 from tfnb.cluster.engine.restarts import Restarts
-from tfnb.cluster.recovery import Budget, Recovery
+from tfnb.cluster.recovery import Recovery, RecoveryBudget
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, TfnbError
 from tfnb.escaping import xml
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
@@ -45,16 +45,16 @@ from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
-from tfnb.state.step_groups import StepGroup, Told
+from tfnb.state.step_groups import StepGroup, StepReport
 from tfnb.state.steps_taken import AppliedSteps, StepsHere, StepsThere
 from tfnb.train.batches import Batch, Batches, batches, is_single_pass, name_of
 from tfnb.train.callbacks import Callbacks, Progress
 from tfnb.train.metrics import Metrics
 from tfnb.widgets.curve import number, svg
 
-Taken = Generator[Told, None, None]
+Taken = Generator[StepReport, None, None]
 
-STANDS = Told((), ())  # tells that everything stands still
+STANDS = StepReport((), ())  # tells that everything stands still
 SHOWN_EVERY = 0.1  # seconds
 NAMED = '; with check="nan" fit stops at the first such step and names the op and line'
 _PLAIN = "generated code"  # needs no word
@@ -237,7 +237,7 @@ def fit(
     checkpoints = Checkpoints(session, saver, checkpoint_every, callbacks, start)
     run = _Run(
         Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks), checked, start, reads, how,
-        progress_after, checkpoints, Budget(Restarts(most=restarts)),
+        progress_after, checkpoints, RecoveryBudget(Restarts(most=restarts)),
     )  # fmt: skip
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check, parts, exact=exact)
@@ -293,7 +293,7 @@ def _here(
             written = next(iter(session.written((fetch, watched), keys)), None)
             run.code = partial(session.code, (fetch, watched), keys, microbatches=microbatches)
         run.steps.begins(batch.position, written)
-        yield Told((batch.epoch,), (batch.rows,), call(*batch.values)[1])
+        yield StepReport((batch.epoch,), (batch.rows,), call(*batch.values)[1])
 
 
 def _by_epoch(taken: Taken, run: _Run) -> Taken:
@@ -394,10 +394,10 @@ def _of_arrays(
                 yield _told(epochs, lengths, group)
 
 
-def _told(epochs: Sequence[int], rows: Sequence[int], group: StepGroup) -> Told:
+def _told(epochs: Sequence[int], rows: Sequence[int], group: StepGroup) -> StepReport:
     _, watched = group.values
     is_known = not any(value is None for value in watched)  # else a lost task told nobody of them
-    return Told(epochs, rows, watched if is_known else (), group.numbers or ())
+    return StepReport(epochs, rows, watched if is_known else (), group.numbers or ())
 
 
 def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
@@ -428,13 +428,13 @@ class _Run:
     def __init__(
         self, metrics: Metrics, front: Any, timeout: float | None, session: Session, callbacks: Callbacks,
         validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None, mode: Mode,
-        shown_after: float, checkpoints: Checkpoints, budget: Budget,
+        shown_after: float, checkpoints: Checkpoints, budget: RecoveryBudget,
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
         self._reads, self._shown_after = reads, shown_after
         self._counted = _StepCounts(metrics, begin)
         self._kept = _StepCounts(deepcopy(metrics), begin)  # of steps that no lost server takes back
-        self._since: list[Told] = []  # later ones
+        self._since: list[StepReport] = []  # later ones
         self._taken_back = AppliedSteps()
         self.budget = budget
         self.why_over: str | None = None  # a callback ended it
@@ -460,7 +460,7 @@ class _Run:
         self._start = self._looked = time.perf_counter()
         self._warned = 0
 
-    def stepped(self, told: Told) -> None:
+    def stepped(self, told: StepReport) -> None:
         """More steps are done."""
         __tracebackhide__ = True
         self.steps.ends()
@@ -494,7 +494,7 @@ class _Run:
     def _metrics(self) -> Metrics:
         return self._counted.metrics
 
-    def _count(self, told: Told) -> None:
+    def _count(self, told: StepReport) -> None:
         counted = self._counted
         counted.step += len(told.epochs)
         counted.samples += sum(told.rows)
@@ -531,7 +531,7 @@ class _Run:
         untold = numbers.missing(range(max(kept.whole, 1 + max(kept.beyond, default=-1))))
         for at in (at for run in untold for at in run if at in kept):
             epoch, rows = place(at)
-            self._count(Told((epoch,), (rows,), (), (at,)))
+            self._count(StepReport((epoch,), (rows,), (), (at,)))
 
     def _say_recovered(self, recovery: Recovery) -> None:
         """Tell the user, in one block."""
@@ -704,7 +704,7 @@ def _validation(
         source = batches(data, feeds=None if isinstance(data, Mapping) else feeds, shuffle=False)
         for at, batch in enumerate(source.each, 1):
             found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))
-            metrics.add(at, Told((1,), (batch.rows,), found))
+            metrics.add(at, StepReport((1,), (batch.rows,), found))
             run.stop_if_wanted()
         metrics.read()
         return {f"val_{name}": value for name, value in metrics.means().items()}

@@ -18,7 +18,7 @@ from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.variable_locks import VariableSnapshot
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.microbatches import Microbatches, in_microbatches
-from tfnb.placement.requests import Asked, asked
+from tfnb.placement.requests import NodeRequest, asked
 from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.python_state import StepGuards, watched
@@ -49,7 +49,7 @@ class PreparedRun:
     structured: Callable[[Sequence[Any]], Any]  # the same of values without those of ``looks``
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
-    asked: tuple[Asked, ...] = ()  # nodes that ask for a place
+    asked: tuple[NodeRequest, ...] = ()  # nodes that ask for a place
     looks: Sequence[Look] = ()  # whose values are fetched behind ``values``
     direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
     guarded: tiers.GuardedCode | None = None  # what that is of

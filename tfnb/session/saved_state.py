@@ -27,13 +27,13 @@ from tfnb.session.checkpoint_graphs import settable
 from tfnb.session.step_runner import StepRunner
 from tfnb.state import checkpoint, param_groups, queue_contents
 from tfnb.state.input_sources import Source
-from tfnb.state.queue_contents import Held
+from tfnb.state.queue_contents import QueueSnapshot
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
 from tfnb.state.source_puts import position_behind, standing
-from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
+from tfnb.state.steps_taken import StepsTaken, StepsThere, TakenSteps
 
-_NO_QUEUES: Mapping[str, Held] = MappingProxyType({})
+_NO_QUEUES: Mapping[str, QueueSnapshot] = MappingProxyType({})
 _OF_OPTIMIZERS = "optimizers", "schedulers"  # positions that only a whole restore takes
 
 
@@ -42,7 +42,7 @@ class Moment(NamedTuple):
 
     values: Mapping[str, torch.Tensor]
     positions: Mapping[str, Any]
-    queues: Mapping[str, Held]
+    queues: Mapping[str, QueueSnapshot]
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class Inputs:
     sources: dict[str, Source] = field(default_factory=dict)
     positions: dict[str, dict[str, int]] = field(default_factory=dict)
     queues: WeakKeyDictionary[Queue, None] = field(default_factory=WeakKeyDictionary)
-    contents: dict[str, queue_contents.Saved] = field(default_factory=dict)
+    contents: dict[str, queue_contents.SavedQueue] = field(default_factory=dict)
     schedulers: list[Any] = field(default_factory=list)
     states: dict[str, Any] = field(default_factory=dict)
     trained: int = 0
@@ -137,7 +137,9 @@ class SavedState:
             return Moment(values, positions, self._with_drawn(held, source, taken))
         return Moment(values, positions, held)
 
-    def _with_drawn(self, held: Mapping[str, Held], source: QueueElements, taken: Taken) -> Mapping[str, Held]:
+    def _with_drawn(
+        self, held: Mapping[str, QueueSnapshot], source: QueueElements, taken: TakenSteps
+    ) -> Mapping[str, QueueSnapshot]:
         """The same, with the elements that a training drew and no step counts of."""
         if taken.position is None:
             return held
@@ -187,7 +189,7 @@ class SavedState:
 
     @contextmanager
     def _restoring(
-        self, values: Mapping[Variable, torch.Tensor], queues: Mapping[str, Queue], held: Mapping[str, Held]
+        self, values: Mapping[Variable, torch.Tensor], queues: Mapping[str, Queue], held: Mapping[str, QueueSnapshot]
     ) -> Iterator[Callable[[], None]]:
         """A block whose callable restores Variables and queues; everything that may fail fails before."""
         for variable, value in values.items():
@@ -241,12 +243,14 @@ class SavedState:
         training = self.inputs.training
         return self._positions_behind(None if training is None else training.applied)
 
-    def _positions_behind(self, taken: Taken | None, held: Mapping[str, Held] = _NO_QUEUES) -> dict[str, Any]:
+    def _positions_behind(
+        self, taken: TakenSteps | None, held: Mapping[str, QueueSnapshot] = _NO_QUEUES
+    ) -> dict[str, Any]:
         """Positions behind the counted steps of a training, and behind the contents of queues."""
         marks = [one.marks for one in held.values()]
         inputs, training = self.inputs, self.inputs.training
         sources = inputs.positions | {name: position_behind(one, marks) for name, one in inputs.sources.items()}
-        kept = Taken(inputs.trained, None, self._steps.runs.next, not inputs.has_gaps)
+        kept = TakenSteps(inputs.trained, None, self._steps.runs.next, not inputs.has_gaps)
         trained, position, run, is_whole = taken or kept
         is_read = training is not None and not isinstance(training.source, QueueElements | None)
         if position is not None and is_read:

@@ -55,7 +55,7 @@ from tfnb.session.structures import (
 )
 from tfnb.state import checkpoint
 from tfnb.state.batch_order import Arrays, Rows
-from tfnb.state.chunks import Chunked, like
+from tfnb.state.chunks import ChunkedArray, like
 from tfnb.state.input_sources import Source
 from tfnb.state.queues import TensorQueue
 from tfnb.state.run_numbers import RunNumbers, runs_of
@@ -394,9 +394,9 @@ class Session:
         for at in {0, min(total, order.per_pass) - 1}:
             prepared.feeder.fed(shown.batch(at))
         run = runs_of(self.runs, total, order.per_pass if by_pass else total, begin)
-        given = prepared.feeder.converted([a.stand_in()[:0] if isinstance(a, Chunked) else a for a in arrays])
+        given = prepared.feeder.converted([a.stand_in()[:0] if isinstance(a, ChunkedArray) else a for a in arrays])
         fed = [
-            replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor
+            replace(array, dtype=tensor.dtype) if isinstance(array, ChunkedArray) else tensor
             for array, tensor in zip(prepared.feeder.spread(arrays), given, strict=True)
         ]
         return Ahead(tuple(fed), order, total, run, by_pass)

@@ -21,7 +21,7 @@ from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgume
 from tfnb.graph import Spec
 from tfnb.graph.tensor_files import read_tensors, verified_facts, write_tensors
 from tfnb.state import manifests, param_groups
-from tfnb.state.checkpoint_stores import Store, located
+from tfnb.state.checkpoint_stores import CheckpointStore, located
 from tfnb.state.manifests import Manifest, Shard
 
 FORMAT, VERSION = "tfnb-variables", 1
@@ -90,7 +90,7 @@ def save(
 
 
 def save_shards(
-    store: Store, name: str, unwritten: Unwritten, meta: Mapping[str, Any],
+    store: CheckpointStore, name: str, unwritten: Unwritten, meta: Mapping[str, Any],
     is_whole: Callable[[Shard], bool] = lambda _: False,
 ) -> tuple[Checkpoint, Manifest]:  # fmt: skip
     """Write shards, but for those that are there and whole, and then the manifest that names them.

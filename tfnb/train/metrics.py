@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.state.step_groups import Told
+from tfnb.state.step_groups import StepReport
 
 POINTS = 400  # of a curve
 AT_ONCE = 512  # steps kept as tensors
@@ -30,7 +30,7 @@ class Metrics:
     """Means of watched values.
 
     >>> m = Metrics(["loss"])
-    >>> m.add(2, Told((1, 1), (30, 10), [torch.tensor([1.0, 5.0])]))
+    >>> m.add(2, StepReport((1, 1), (30, 10), [torch.tensor([1.0, 5.0])]))
     >>> m.read()
     >>> m.history, m.curve()
     ([{'epoch': 1, 'step': 2, 'loss': 2.0}], [{'step': 1, 'loss': 1.0}, {'step': 2, 'loss': 5.0}])
@@ -39,14 +39,14 @@ class Metrics:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.bad: list[Bad] = []
-        self._fresh: list[tuple[int, Told]] = []  # that have values, each with its first step
+        self._fresh: list[tuple[int, StepReport]] = []  # that have values, each with its first step
         self._unread = 0  # steps of them
         self._ends: dict[int, int] = {}  # of each epoch its last step so far
         self._totals: dict[int, list[float]] = {}  # of each epoch the rows, and for each name the sum over them
         self._windows: list[tuple[int, int, list[float]]] = []  # last step, steps, sums
         self._width = 1
 
-    def add(self, step: int, told: Told) -> None:
+    def add(self, step: int, told: StepReport) -> None:
         """Add steps up to ``step``. Steps of several epochs may come in any order, as from asynchronous tasks."""
         first = step - len(told.epochs) + 1
         for at, epoch in enumerate(told.epochs, first):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from tfnb.errors import FailedPrecondition, InvalidArgument, InvalidType
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.checkpoint import Checkpoint, Unwritten
-from tfnb.state.checkpoint_folder import CheckpointFolder, Kept, Retention, name_of
+from tfnb.state.checkpoint_folder import CheckpointFolder, CheckpointRecord, Retention, name_of
 from tfnb.train.callbacks import Progress
 
 _MORE_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score")
@@ -115,7 +115,7 @@ class Saver:
         lines += [f"  not counted: {name}: {why}" for name, why in self._folder.others().items()]
         return "\n".join([f"<Saver of {self._folder.path}: {len(found)} checkpoints>", *lines])
 
-    def _shown(self, one: Kept) -> str:
+    def _shown(self, one: CheckpointRecord) -> str:
         value = one.value(self.retention.best)
         return "" if value is None else f": {self.retention.best} {value:.6g}"
 

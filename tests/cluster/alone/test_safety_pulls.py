@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tfnb.cluster.engine.engine import Pulled
+from tfnb.cluster.engine.engine import PulledValues
 from tfnb.cluster.notebook.variables_there import BUSY, REFRESH, STILL, VariablesThere
 
 
@@ -34,10 +34,10 @@ class There(VariablesThere):
     def _done(self, what: str, timeout: float | None, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
         return asyncio.run(work(*args))
 
-    async def copies(self, *_: Any, **__: Any) -> tuple[dict[str, Any], Pulled]:
+    async def copies(self, *_: Any, **__: Any) -> tuple[dict[str, Any], PulledValues]:
         self.pulls += 1
         self.clock.spend(self.still, self.busy)
-        return {}, Pulled({}, self.pulls, {}, {})
+        return {}, PulledValues({}, self.pulls, {}, {})
 
 
 @pytest.mark.parametrize(("still", "busy"), [(0.001, 0.001), (0.4, 0.01), (0.1, 0.3), (3.0, 0.5)])

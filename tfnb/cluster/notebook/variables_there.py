@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tfnb.cluster.engine.engine import Engine, Pulled
+from tfnb.cluster.engine.engine import Engine, PulledValues
 from tfnb.cluster.notebook.holdings import Holdings
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.state_dicts import Hooks
@@ -84,7 +84,7 @@ class VariablesThere:
             raise
         for variable in variables:
             self.held.adopt(variable, homes[variable.key])
-            variable.home = Home(self, [piece.shard for piece in homes[variable.key]])
+            variable.home = RemoteHome(self, [piece.shard for piece in homes[variable.key]])
 
     def drop_gone(self) -> None:
         """Variables that nobody can reach, of a cell that was recorded again, are dropped on the servers too."""
@@ -169,7 +169,7 @@ class VariablesThere:
     async def copies(
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({}), *,
         unheard: bool = False,
-    ) -> tuple[Homes, Pulled]:  # fmt: skip
+    ) -> tuple[Homes, PulledValues]:  # fmt: skip
         """The pieces of Variables, and where these lie; what ``queues`` hold then, see `Engine.pull`."""
         homes, wanted = dict(self.held.homes), dict[int, list[str]]()
         for variable in variables:
@@ -222,7 +222,7 @@ class VariablesThere:
     def release(self) -> None:
         """Variables live here again."""
         for variable in self.held.variables:
-            if isinstance(variable.home, Home) and variable.home.there is self:
+            if isinstance(variable.home, RemoteHome) and variable.home.there is self:
                 variable.home = None
         self.held.clear()
 
@@ -237,7 +237,7 @@ class VariablesThere:
         return [variable for variable in written if variable not in behind]
 
 
-class Home:
+class RemoteHome:
     """The owner of a variable on one server, or on several; see `tfnb.graph.variable.ValueOwner`."""
 
     def __init__(self, there: VariablesThere, shards: Sequence[int]) -> None:

@@ -44,7 +44,7 @@ from tfnb.passes.flow.step_flow import CutOptions, StepFlow, in_parts, optimized
 from tfnb.placement.partition import Split
 
 
-class Sent(NamedTuple):
+class SentValue(NamedTuple):
     """A value that goes to a shard: a feed of its plan, or (then there is a ``key``) the new value of a Variable."""
 
     shard: int
@@ -90,18 +90,18 @@ def part_plans(
     return tuple(plans), {shard: (position[place],) for shard, place in sender.items()}
 
 
-def _sent(split: Split) -> Iterator[Sent]:
+def _sent(split: Split) -> Iterator[SentValue]:
     """What goes to servers."""
     for server in split.servers:
         for border in server.borders:
             gradient = border.variable if border.kind in GRADIENTS else None
-            yield Sent(server.shard, border.value, border.rows, gradient)
+            yield SentValue(server.shard, border.value, border.rows, gradient)
     for variable, value in split.final.items():
         for piece in split.placement.homes[variable.key]:
-            yield Sent(piece.shard, value, piece.rows, key=piece.key)
+            yield SentValue(piece.shard, value, piece.rows, key=piece.key)
 
 
-def _senders(found: StepFlow, sent: Sequence[Sent], first: int, borders: Sequence[Value]) -> dict[int, Place]:
+def _senders(found: StepFlow, sent: Sequence[SentValue], first: int, borders: Sequence[Value]) -> dict[int, Place]:
     """The part that sends to each shard: the one that makes most of what goes there."""
     ends = {end: part.place for part in found.parts for end in part.ends}
     home = {value: ends[first + position] for position, value in enumerate(borders)}
@@ -115,7 +115,11 @@ def _senders(found: StepFlow, sent: Sequence[Sent], first: int, borders: Sequenc
 
 
 def _push(
-    shard: int, sent: Sequence[Sent], servers: Mapping[int, Plan], at: Mapping[tuple[Value, Place], int], place: Place
+    shard: int,
+    sent: Sequence[SentValue],
+    servers: Mapping[int, Plan],
+    at: Mapping[tuple[Value, Place], int],
+    place: Place,
 ) -> dict[str, Any]:
     """What a part sends to a shard, see `ComputeProgram`."""
     mine = [each for each in sent if each.shard == shard]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tfnb.cluster.server.parts import GRADIENTS
-from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
+from tfnb.cluster.tasks.rows_there import LookedUp, RowRequest
 from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, ShapeError, TfnbError
 from tfnb.execution import Pending, Program
 from tfnb.execution.dataflow.executor import Meet
@@ -69,7 +69,7 @@ class PartPlan:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedStep:
     """A step placed on the cluster.
 
     ``fetched``: for each fetch its place among what the compute plan returns, or None. ``after``: a plan that gives
@@ -124,7 +124,7 @@ class Placed:
 # -- the notebook's side --------------------------------------------------------------------------------------
 
 
-def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed:
+def place(split: Split, *, check: bool = False, compile: Mode = "off") -> PlacedStep:
     """The plans of a split step, but for those of parts (`tfnb.cluster.tasks.part_programs`).
 
     check: nobody takes or writes numbers that are not finite. compile: what tasks do with steps that take long.
@@ -166,7 +166,7 @@ def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed
     read: tuple[str, ...] = ()
     if queues and split.placement.writes:
         read = (*split.placement.changed, *(v.key for v in split.compute.contents.variables.values()))
-    return Placed(
+    return PlacedStep(
         compute, servers, numbered(split.fetches), split.placement, after, after_at, split.why_whole, queues, puts,
         read,
     )  # fmt: skip
@@ -389,7 +389,7 @@ class ComputeProgram:
                     f"{node.op} failed: an index is not within the {length} rows of the table\n  node {node.name}"
                     f"\n  at {node.source}", **node.where,
                 )  # fmt: skip
-            wanted.append(Wanted.of(index, pieces))
+            wanted.append(RowRequest.of(index, pieces))
             empty.append(torch.empty(0, width, dtype=dtype))
         return LookedUp.of(wanted, empty)
 

@@ -39,9 +39,9 @@ from tfnb.passes.in_place_commit import IN_PLACE, written
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
-from tfnb.state.queue_machine import Attempt, Home, Kind, StepQueues
+from tfnb.state.queue_machine import Attempt, Kind, QueueHost, StepQueues
 from tfnb.state.queue_operations import attempt_on, machine_of, outcome, overdue
-from tfnb.state.waits import POLL, WAITS, Operation, Runner
+from tfnb.state.waits import POLL, WAITS, QueueOperation, Runner
 
 
 class BorrowedMemory:
@@ -244,12 +244,12 @@ class Driver:
     def _name(self, node: Node) -> str:
         return f"{node.name} of graph {self.graph}" + (f" ({node.source})" if node.source else "")
 
-    def _may(self) -> set[tuple[Home, str]]:
+    def _may(self) -> set[tuple[QueueHost, str]]:
         """The (queue, kind of operation) pairs of the whole step."""
         nodes = (step.op.node for plan in self.plans for step in plan.waits)
         return {(machine_of(node.attrs["queue"]), _kind(node)) for node in nodes}
 
-    def _later(self) -> list[Operation]:
+    def _later(self) -> list[QueueOperation]:
         """Pending queue operations, and the waiting attempts before each."""
         behind: dict[int, list[Attempt]] = {}
         for attempt, task in self.machine.waits.items():
@@ -257,7 +257,7 @@ class Driver:
                 behind.setdefault(number, []).append(attempt)
         nodes = ((node_of(self.found.flow.ops[number]), attempts) for number, attempts in behind.items())
         return [
-            Operation(self._name(node), _kind(node), machine_of(node.attrs["queue"]), attempts)
+            QueueOperation(self._name(node), _kind(node), machine_of(node.attrs["queue"]), attempts)
             for node, attempts in nodes
         ]
 
@@ -268,7 +268,7 @@ class Driver:
 
     def _abandon(self) -> None:
         """Clean up: withdraw attempts from queues, and drop tasks. The owner of the step returns dequeued elements."""
-        queues: dict[Home, list[Attempt]] = {}
+        queues: dict[QueueHost, list[Attempt]] = {}
         for attempt in self.queues.attempts:
             if not attempt.is_over:
                 queues.setdefault(attempt.machine, []).append(attempt)
