@@ -6,11 +6,11 @@ them where they lie in the spill file. Larger blocks, those of other devices, an
 slow are copied by a thread of its own, and come back ahead of use.
 
 To give a thread Python's lock and get it back takes 0.1 milliseconds and more, the more the busier the machine is, and
-on one core nothing is copied beside anything. `bench_swap.py` (LSTM, 1,000 iterations of which 550 fit, 13 MB move;
-torch 2.13, one thread, two cores that others used too): against a run without a budget the step took 1.12 times as long
-with the other thread, 1.05 times with copies at once; where others used less of the cores, 1.03 to 1.05 and 1.02. What
-is left: half a microsecond for each row's tensor that is made again, as much for its copy, and 0.2 milliseconds for
-each block: code that comes once in forty iterations is cold.
+on one core nothing is copied beside anything. `tests/benchmarks/bench_swap.py` (LSTM, 1,000 iterations of which 550
+fit, 13 MB move; torch 2.13, one thread, two cores that others used too): against a run without a budget the step took
+1.12 times as long with the other thread, 1.05 times with copies at once; where others used less of the cores, 1.03 to
+1.05 and 1.02. What is left: half a microsecond for each row's tensor that is made again, as much for its copy, and 0.2
+milliseconds for each block: code that comes once in forty iterations is cold.
 """
 
 from __future__ import annotations

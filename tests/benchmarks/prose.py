@@ -1,63 +1,84 @@
-"""Names and docstrings, counted: docstrings that lean on pronouns, class names used twice, participles, `Any`."""
+"""Names and docstrings, counted: docstrings that lean on pronouns, ambiguous class names, participles, `Any`.
+
+`lines` is the part of `make shape` on prose; `tests/test_house.py` holds the rooms to the counts.
+"""
 
 from __future__ import annotations
 
 import ast
+import builtins
+import keyword
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 TOPS = ("tfnb", "kernels", "magics", "widgets")
 
-# Words that stand for a noun the reader must find elsewhere. "that" counts only where no noun or clause follows.
+# Words that stand for a noun elsewhere; "that" and "these" only where no noun or clause follows.
 PRONOUN = re.compile(
     r"\b(?:what|whatever|which|whichever|those|these(?= (?:are|were|is|of|and|or|in)\b|[.,;:])|it)\b"
     r"|^That\b|\b(?:of|than|for|by|from|with|on|to|as|at|in|and|do|does|about|after|before) that(?=[.,;:)]|$)",
     re.IGNORECASE,
 )
-# Participles of verbs that have no "-ed": a class with such a name says what happened to something, not what it is.
-IRREGULAR = {
-    *("Given", "Told", "Held", "Brought", "Heard", "Begun", "Made", "Done", "Kept", "Left", "Sent", "Taken", "Seen"),
-    *(
-        "Drawn",
-        "Found",
-        "Put",
-        "Written",
-        "Read",
-        "Known",
-        "Cut",
-        "Built",
-        "Bound",
-        "Spent",
-        "Lent",
-        "Met",
-        "Won",
-        "Lost",
-    ),
-    *("Thrown", "Grown", "Shown", "Chosen", "Broken", "Spoken", "Run", "Gone", "Come", "Become", "Meant", "Sought"),
+# A class with such a name says what happened to something, not what it is. Those ending in "-ed" need no list.
+PARTICIPLES = {
+    *("Begun", "Bound", "Broken", "Brought", "Built", "Chosen", "Done", "Drawn", "Found", "Given", "Gone", "Heard"),
+    *("Held", "Kept", "Known", "Left", "Lent", "Lost", "Made", "Met", "Seen", "Sent", "Shown", "Spent", "Taken"),
+    *("Thrown", "Told", "Won", "Written"),
 }
-NOUNS = {"Cut", "Run", "Put", "Read", "Feed", "Need", "Speed", "Seed", "Embed"}  # nouns, too
+NOUNS = {"Feed", "Need", "Seed", "Speed", "Undefined"}  # no participles; malt's name for a name without a value
+NAME = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)")
+FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|md|js|css|c|ipynb|toml))`")
+WORD, QUOTED = re.compile(r"[A-Za-z_]\w*"), re.compile(r"[\"']([A-Za-z_][\w.]*)[\"']")
+# Names of other libraries that no code here mentions.
+FOREIGN = {"GRUCell", "LSTMCell", "RNNCell", "StepLR", "vmap", "zero_grad"}
 
 
 def sources(*tops: str) -> list[Path]:
     """Source files below the folders, by default those of the package."""
-    return [path for top in tops or TOPS for path in sorted((ROOT / top).rglob("*.py")) if not path.is_symlink()]
+    return [path for top in tops or TOPS for path in sorted((ROOT / top).rglob("*.py")) if not _is_linked(path)]
 
 
-def docstrings(path: Path) -> Iterator[tuple[str, str]]:
-    """Qualified name and docstring of each function and class of a file, and of the file itself."""
+def _is_linked(path: Path) -> bool:
+    return any(folder.is_symlink() for folder in path.parents)
 
-    def walk(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+
+@dataclass
+class Facts:
+    """One file: its docstrings by qualified name, class definitions, names in the code, and string constants."""
+
+    docstrings: list[tuple[str, str]] = field(default_factory=list)
+    classes: list[ast.ClassDef] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
+
+
+@cache
+def facts(path: Path) -> Facts:
+    """The facts of a file, which is parsed once; expressions are left to a regular expression, which is quicker."""
+    text = path.read_text()
+    found, rest = Facts(), text.splitlines()
+    stack: list[tuple[ast.AST, str]] = [(ast.parse(text), "")]
+    while stack:
+        node, scope = stack.pop()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            name = f"{name}.{node.name}" if hasattr(node, "name") else name
-            if text := ast.get_docstring(node):
-                yield name.lstrip("."), text
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, name)
-
-    yield from walk(ast.parse(path.read_text()), "")
+            scope = f"{scope}.{node.name}".lstrip(".") if not isinstance(node, ast.Module) else scope
+            if (written := ast.get_docstring(node)) is not None:
+                found.docstrings.append((scope, written))
+                first = node.body[0]
+                rest[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
+            if isinstance(node, ast.ClassDef):
+                found.classes.append(node)
+        blocks = (getattr(node, block, ()) for block in ("body", "orelse", "handlers", "finalbody", "cases"))
+        stack += [(child, scope) for block in blocks if isinstance(block, list) for child in block]
+    code = "\n".join(rest)
+    found.names |= {*WORD.findall(code), *path.relative_to(ROOT).with_suffix("").parts}
+    found.texts |= {*QUOTED.findall(code)}
+    return found
 
 
 def leans(docstring: str) -> bool:
@@ -69,33 +90,60 @@ def shares(*tops: str) -> dict[str, tuple[int, int]]:
     """Docstrings that lean on a pronoun, and all of them, for each folder."""
     counted: dict[str, list[bool]] = defaultdict(list)
     for path in sources(*tops):
-        counted[str(path.parent.relative_to(ROOT))] += [leans(text) for _, text in docstrings(path)]
+        counted[str(path.parent.relative_to(ROOT))] += [leans(text) for _, text in facts(path).docstrings]
     return {folder: (sum(found), len(found)) for folder, found in sorted(counted.items()) if found}
 
 
-def classes() -> dict[str, list[str]]:
-    """Files that define each class name of the package."""
-    found: dict[str, list[str]] = defaultdict(list)
+def classes() -> dict[str, list[tuple[str, ast.ClassDef]]]:
+    """Definitions of each class name of the package, with their files."""
+    found: dict[str, list[tuple[str, ast.ClassDef]]] = defaultdict(list)
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found[node.name].append(str(path.relative_to(ROOT)))
+        for node in facts(path).classes:
+            found[node.name].append((str(path.relative_to(ROOT)), node))
     return dict(found)
 
 
 def ambiguous() -> dict[str, list[str]]:
     """Class names that stand for several classes, with their files."""
-    return {name: files for name, files in sorted(classes().items()) if len(files) > 1}
+    return {name: [file for file, _ in of] for name, of in sorted(classes().items()) if len(of) > 1}
 
 
 def participles() -> list[str]:
-    """Class names that are a single participle."""
-    stems = {name: name.lstrip("_") for name in classes()}
-    return sorted(
-        name
-        for name, stem in stems.items()
-        if stem not in NOUNS and (stem in IRREGULAR or re.fullmatch(r"[A-Z][a-z]+ed", stem))
-    )
+    """Classes named by a single participle; exceptions may be: an error says what happened."""
+    known = classes()
+
+    def is_exception(name: str) -> bool:
+        bases = [base for _, node in known.get(name, ()) for base in map(ast.unparse, node.bases)]
+        return any(base.endswith(("Error", "Exception")) or is_exception(base) for base in bases)
+
+    stems = {name: name.lstrip("_") for name in known}
+    named = {name for name, stem in stems.items() if stem in PARTICIPLES or re.fullmatch(r"[A-Z][a-z]+ed", stem)}
+    return sorted(name for name in named if stems[name] not in NOUNS and not is_exception(name))
+
+
+def unknown_names() -> Iterator[str]:
+    """Names in single backticks of docstrings that are no name of the code, and files that do not exist."""
+    known = {*keyword.kwlist, *dir(builtins), *FOREIGN}.union(*(facts(path).names for path in sources()))
+    texts = set[str]().union(*(facts(path).texts for path in sources()))
+    for path in sources():
+        for name, text in facts(path).docstrings:
+            at = f"{path.relative_to(ROOT)} {name}".strip()
+            for file in FILE.findall(text):
+                if not any((folder / file).exists() for folder in (ROOT, path.parent, *(ROOT / top for top in TOPS))):
+                    yield f"{at}: no file {file}"
+            for found in NAME.findall(FILE.sub("", text)):
+                if found not in texts and not known.issuperset(found.split(".")):
+                    yield f"{at}: no name {found}"
+
+
+def modules_named() -> Iterator[tuple[str, str]]:
+    """Dotted names below ``tfnb`` in docstrings, with their place; ops of a graph, such as ``tfnb.read``, left out."""
+    texts = set[str]().union(*(facts(path).texts for path in sources()))
+    for path in sources():
+        for name, text in facts(path).docstrings:
+            for found in NAME.findall(text):
+                if found.startswith("tfnb.") and found not in texts and not found.endswith(".py"):
+                    yield f"{path.relative_to(ROOT)} {name}".strip(), found
 
 
 def anys() -> int:
@@ -107,13 +155,15 @@ def lines() -> Iterator[str]:
     """Lines of the report."""
     found = shares()
     yield "docstrings whose first line leans on a pronoun"
-    for folder, (leaning, total) in found.items():
-        yield f"  {folder:34}{leaning:6} of {total:5}  {100 * leaning / total:4.0f} %"
-    leaning, total = (sum(column) for column in zip(*found.values(), strict=True))
-    yield f"  {'all':34}{leaning:6} of {total:5}  {100 * leaning / total:4.0f} %"
-    twice = ambiguous()
-    yield f"class names used more than once: {len(twice)} {' '.join(twice)}".rstrip()
-    yield f"participles as class names: {len(participles())} {' '.join(participles())}".rstrip()
+    total = tuple(map(sum, zip(*found.values(), strict=True)))
+    for folder, (leaning, count) in (*found.items(), ("all", total)):
+        yield f"  {folder:34}{leaning:6} of {count:5}  {100 * leaning / count:4.0f} %"
+    for title, names in (
+        ("class names used more than once", list(ambiguous())),
+        ("participles as class names", participles()),
+        ("names in docstrings that do not exist", list(unknown_names())),
+    ):
+        yield f"{title}: {len(names)} {' '.join(names)}".rstrip()
     yield f"`: Any`: {anys()}"
-    starts = Counter(text.split(maxsplit=1)[0] for path in sources() for _, text in docstrings(path))
+    starts = Counter(text.split(maxsplit=1)[0] for path in sources() for _, text in facts(path).docstrings)
     yield "first words of docstrings: " + ", ".join(f"{word} {count}" for word, count in starts.most_common(8))

@@ -94,7 +94,7 @@ class _Constants:
 
 
 def _bytes(spec: Spec) -> float:
-    """Size of a value in bytes; infinite if it varies."""
+    """Size of a value in bytes; infinite for varying sizes."""
     if any(isinstance(size, Dim) for size in spec.shape):
         return float("inf")
     return torch.Size(spec.sizes({})).numel() * spec.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Fractions: a quotient of integers keeps its recorded dtype, whatever torch's default dtype is now.
+"""Fractions: a quotient of integers keeps its recorded dtype, independent of torch's current default dtype.
 
 ``mask / 3`` and ``labels.sqrt()`` take torch's default dtype when they run, and a later cell may have set another one.
 Recordings cast such operands themselves where the default is not float32 (`tfnb.recording.dispatch`), as workers of a

@@ -108,7 +108,7 @@ class _Updates:
         return any(not self._is_unused(n.value()) for n in later)
 
     def _is_unused(self, value: Value) -> bool:
-        """Whether nobody takes the value, but what just has to be there."""
+        """Whether a value has no consumers besides groups, and is not fetched."""
         users = self.contents.consumers.get(value, ())
         return value not in self.fetches and all(self.contents.by_id[i].op == "tfnb.group" for i in users)
 
@@ -144,7 +144,7 @@ def _absorbed(node: Node, graph: Graph, fixed: Collection[Value], feeds: Collect
 
 
 def _is_plain(attrs: Mapping[str, object]) -> bool:
-    """Whether it is w - lr * grad, with or without a momentum, and with a number for the rate."""
+    """Whether an update is w - lr * grad, optionally with momentum, with a number for the rate."""
     others = ("rate", "dampening", "nesterov", "weight_decay", "maximize")
     return isinstance(attrs.get("lr"), float) and not any(attrs.get(name) for name in others)
 

@@ -76,7 +76,7 @@ class _Moves:
         self.movable = [is_pure(node) for node in graph.nodes]
 
     def early(self, turns: Sequence[int] | None = None) -> list[int]:
-        """Order in which nodes that free more than they allocate come as early as possible."""
+        """An order with nodes that free more than they allocate as early as possible."""
         turns = range(len(self.before)) if turns is None else turns
         return self._eager(turns, self.before, self.after, _HeldMemory(self.memory, from_end=False))
 

@@ -105,7 +105,7 @@ def optimized(step: StepGraph, last: Sequence[Pass] = ONCE) -> Graph:
 
 
 def stages(step: StepGraph, last: Sequence[Pass] = ONCE) -> Iterator[tuple[str, Graph]]:
-    """The graph after each pass that changed it; a final `prune` drops unused nodes."""
+    """The graph after each pass with an effect; a final `prune` drops unused nodes."""
     whole, graph, fetches, feeds = step.whole, step.graph, step.fetches, step.feeds
     groups = groups_of(graph)
     yield "prune", graph

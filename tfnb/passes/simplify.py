@@ -97,7 +97,7 @@ def simplify(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Va
 
 
 def _is_ordered(node: Node, found: Value | Node, look: RewriteView) -> bool:
-    """Whether a rewrite keeps the control dependencies of the nodes it bypasses."""
+    """Whether a rewrite keeps the control dependencies of the bypassed nodes."""
     left = found.inputs if isinstance(found, Node) else (found,)
     before = [look._nodes[v.node] for v in node.inputs if v not in left and v.node in look._nodes]
     if any(not set(each.control) <= set(node.control) for each in before):
@@ -114,7 +114,7 @@ def _rewritten(node: Node, look: RewriteView) -> Value | Node | None:
 
 
 def _input(node: Node, name: str = "self") -> Value | None:
-    """The value passed as argument ``name``, if it is a tensor."""
+    """The value of the argument ``name``, if a tensor."""
     ref = node.attrs.get(name)
     return node.inputs[ref.input] if isinstance(ref, Ref) else None
 
@@ -126,7 +126,7 @@ def _unchanged(node: Node, look: RewriteView) -> Value | None:
 
 
 def _before(node: Node, look: RewriteView, *ops: str) -> Node | None:
-    """The producer of the input, if it is one of ``ops``."""
+    """The producer of the input, if its op is among ``ops``."""
     source = _input(node)
     producer = None if source is None else look.producer(source)
     return producer if producer is not None and producer.op in {f"aten.{op}" for op in ops} else None

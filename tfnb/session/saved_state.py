@@ -57,8 +57,12 @@ class Moment(NamedTuple):
 
 @dataclass
 class Inputs:
-    """Inputs shared by the sessions of a graph: sources by name, queues, schedulers of torch optimizers, restored state
-    of those not known yet, and the steps of an unfinished training.
+    """Inputs shared by the sessions of a graph.
+
+    sources: by name; positions: restored ones of sources not known yet. queues: those that no node uses; contents:
+    restored ones, by label, of queues not known yet. schedulers: of torch optimizers; states: restored ones, by label,
+    of schedulers and optimizers not known yet. trained: steps of an unfinished training of `fit`; training: the one in
+    progress.
     """
 
     sources: dict[str, Source] = field(default_factory=dict)

@@ -469,9 +469,11 @@ def check_the_next_step(world: World) -> None:
 
 
 STATES = {
-    *itertools.product(("running",), ("Done", "Error", "Missed", "Lost", "Interrupt", "Tick", "ShardLost")),
-    *itertools.product(("preparing",), ("Prepared", "ShardError", "Lost", "Interrupt", "Tick", "ShardLost")),
-    *itertools.product(("committing",), ("Committed", "ShardError", "Lost", "Interrupt", "Tick")),
+    *itertools.product(
+        ("running",), ("TaskAnswer", "Error", "CallFailure", "TaskLoss", "Interrupt", "Tick", "ShardLost")
+    ),
+    *itertools.product(("preparing",), ("ShardReady", "ShardError", "TaskLoss", "Interrupt", "Tick", "ShardLost")),
+    *itertools.product(("committing",), ("ShardCommit", "ShardError", "TaskLoss", "Interrupt", "Tick")),
 }
 
 

@@ -1,8 +1,8 @@
 """Steps run by the dataflow machine: loop iterations overlap, and waiting operations hold no thread.
 
-The thread of the step does what is cheap and all decisions; what takes long goes to a `Pool`; what waits for a queue
-comes back as an event. A step in parts runs all of them here, or one that meets the others by messages. Semantics
-S-125, S-134, S-136, S-137, S-152.
+The thread of the step does cheap work and takes all decisions; long work goes to the `Lanes` of a pool; an operation
+that waits for a queue comes back as an event. A step in parts runs all of them here, or one that meets the others by
+messages. Semantics S-125, S-134, S-136, S-137, S-152.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Edge(NamedTuple):
 
 
 class End(NamedTuple):
-    """A requested result: a port or none; ports to be completed; and the place that wants it, if not the home."""
+    """A requested result: a port or none; ports to be completed; and the requesting place, if not the home."""
 
     port: Port | None
     after: tuple[Port, ...] = ()
@@ -211,7 +211,7 @@ class Partition:
 
 
 def _sources(op: Op) -> Iterator[tuple[Port, Kind]]:
-    """The input ports of an op, with how much of each it uses."""
+    """The input ports of an op, each with the part of its value that is used."""
     is_group = op.kind == frames.NODE and op.node is not None and op.node.op == "tfnb.group"
     of_size = op.kind == frames.SWITCH and op.part == "size"
     for at, port in enumerate(op.inputs):

@@ -48,7 +48,7 @@ class PlacementRule(Enum):
 
 
 class Home(NamedTuple):
-    """The place of an op, the rule, and the op it is placed beside. No place: recomputed wherever needed.
+    """The place of an op, the rule, and the neighbouring op that decided. No place: recomputed wherever needed.
 
     also: places that do it anew instead of receiving its value from there.
     """

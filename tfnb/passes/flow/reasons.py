@@ -135,7 +135,7 @@ class StepParts:
         return found
 
     def value(self, port: Port) -> Value | None:
-        """The graph value of a port; None if it has none."""
+        """The graph value of a port, if any."""
         return self._step.flow.value(port) or self._values.get(port)
 
     def spec(self, port: Port) -> Spec | None:

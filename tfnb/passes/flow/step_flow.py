@@ -52,7 +52,7 @@ class StepFlow:
 
     @cached_property
     def _users(self) -> list[set[int]]:
-        """By op, the ops that await it."""
+        """By op, its successors: ops with a value or completion of the op among their sources."""
         found: list[set[int]] = [set() for _ in self.flow.ops]
         for number, op in enumerate(self.flow.ops):
             for port in op.sources:
