@@ -1,8 +1,8 @@
 """`connect` and the connected `Cluster`: the blocking face of the engine.
 
-While a cluster is connected its servers own the values of the variables that ran there: a variable moves when a run
-or fit uses it for the first time, and comes home with `Cluster.pull` and `Cluster.close`. Whatever must not be cut by
-Ctrl-C happens in the client's event loop; this thread only waits for it.
+While a cluster is connected its servers own the values of the variables that ran there. A variable moves to the servers
+at its first use by a run or fit; `Cluster.pull` copies values to the notebook, and `Cluster.close` returns ownership.
+Work that Ctrl-C must not interrupt happens in the client's event loop, for which this thread only waits.
 """
 
 from __future__ import annotations

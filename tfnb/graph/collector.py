@@ -25,7 +25,7 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Disable garbage collection inside the block, and exempt the objects made there from later collections.
+    """Disable garbage collection inside the block, and move the objects made there to the oldest generation.
 
     For imports, once in a process: what else was made lately counts as old from here on, too.
     """

@@ -82,7 +82,7 @@ def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[st
     header = _header(ordered, {"tfnb": text, "digest": digest})
     if len(header) > HEADER_CAP:
         raise CheckpointWriteError(
-            f"cannot write {path}: {len(stored)} tensors, and what is told of them, make a header of {len(header)} "
+            f"cannot write {path}: {len(stored)} tensors and the facts about them make a header of {len(header)} "
             f"bytes; at most {HEADER_CAP} can be read again. What was there before is unchanged"
         )
     return TensorDraft(digest, header, tuple(ordered.values()))

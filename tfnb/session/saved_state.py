@@ -61,7 +61,7 @@ class Inputs:
 
     sources: by name; positions: restored ones of sources not known yet. queues: those that no node uses; contents:
     restored ones, by label, of queues not known yet. schedulers: of torch optimizers; states: restored ones, by label,
-    of schedulers and optimizers not known yet. trained: steps of an unfinished training of `fit`; training: the one in
+    of schedulers not known yet. trained: steps of an unfinished training of `fit`; training: the one in
     progress.
     """
 

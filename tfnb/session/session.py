@@ -692,7 +692,7 @@ def limit(graph: Graph, memory_budget: int | str | None) -> Session:
     if budget is not None and budget < smallest:
         raise InvalidArgument(
             f"a memory budget of {budget:,} bytes holds no value of graph {graph.name}; the least sensible "
-            f"one is {largest:,} bytes, what its largest node needs for feeds of one row"
+            f"one is {largest:,} bytes, the needs of its largest node for feeds of one row"
         )
     session = default_session(graph)
     session.memory_budget = budget

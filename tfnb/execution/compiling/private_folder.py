@@ -101,7 +101,7 @@ def _writers(folder: Path, found: os.stat_result) -> str | None:
 
 
 def _has_list(folder: Path) -> bool:
-    """Whether an access control list grants write permission on a folder; the group mode then is only a mask."""
+    """Whether a folder has an access control list, of which the group mode is only the mask."""
     return hasattr(os, "listxattr") and "system.posix_acl_access" in os.listxattr(folder)
 
 

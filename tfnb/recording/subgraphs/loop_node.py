@@ -205,7 +205,7 @@ class LoopRecorder:
             self.recorder, cond, [*given, *self._kept()], scope=self.path, iterations=True, held=self.held
         )
         if region.written:
-            raise Unsupported(f"the condition of {self.what} writes a tensor of outside{self.recorder.tape.at()}")
+            raise Unsupported(f"the condition of {self.what} writes an outside tensor{self.recorder.tape.at()}")
         region.outputs = region.outputs[:1]
         return region
 

@@ -93,7 +93,7 @@ class RecursiveDefinition:
             self.function.define(self._body(region))
             return
         raise InvalidArgument(
-            f"what {self.function.name} returns has another shape whenever it is recorded: {self.results}"
+            f"the results of {self.function.name} change their shape with each recording of its body: {self.results}"
             f"{self.recorder.tape.at()}"
         )
 

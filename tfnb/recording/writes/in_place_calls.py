@@ -58,7 +58,7 @@ def _write(
     with rec.tagged(STRAIGHT if off and direct else frozenset(), rec.tape.marks.forward):
         results = _called(other, passed)
     if any(isinstance(result, (list, tuple)) for result in results):
-        raise _refused(rec, func, "writes lists of tensors beside others: use calls that return what they compute")
+        raise _refused(rec, func, "writes lists of tensors beside others: use out-of-place calls")
     for target, result in zip(targets, results[: len(targets)], strict=True):
         resized = result.dim() != target.dim() and any(a.is_out for a in func._schema.arguments)
         if resized or not (direct or _broadcasts(result, target)):
