@@ -69,10 +69,10 @@ def _number(run: int, iteration: int, limit: int | None, reverse: bool, replicas
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Takes iterations of a loop a second time, with the same bits. Its body does nothing but compute.
+    """Takes iterations of a loop a second time, with the same bits. Its body only computes.
 
-    xs: tensors or `Ahead`. carried: how many values. rows: places of those that are wanted among what the body gives.
-    written: places of carried values that the body writes in place.
+    xs: tensors or `RowProducts`. carried: number of carried values. rows: indices of the requested rows among the
+    outputs of the body. written: indices of carried values that the body writes in place. replicas: as of `while_loop`.
     """
 
     body: Function
@@ -85,6 +85,7 @@ class Replay:
     reverse: bool
     run: int
     draws: bool
+    replicas: bool = False
 
     def own(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The carried values; those written by iterations are copies."""
@@ -99,7 +100,7 @@ class Replay:
         found: list[list[torch.Tensor]] = [[] for _ in self.rows]
         state = self.own(state)
         for iteration in range(first, first + count):
-            number = _number(self.run, iteration, limit, self.reverse) if self.draws else self.run
+            number = _number(self.run, iteration, limit, self.reverse, self.replicas) if self.draws else self.run
             out = self.body(*state, *next(given), *self.captures, number)
             state = out[: self.carried]
             for rows, place in zip(found, self.rows, strict=True):

@@ -105,7 +105,7 @@ class Loop:
             columns, stacks = self._columns(rows), list[RowStack]()
             if space is not None:
                 again = Replay(body, sequences, captures, len(state), (), self.body.written, limit, self.reverse, run,
-                              self.draws)  # fmt: skip
+                              self.draws, self.replicas)  # fmt: skip
                 stacks = list(self._stacks(space, columns, rows, state, again))
             columns += [] if sums is None else sums.columns()
             for stack in stacks:
