@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos demo fuzz test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
+.PHONY: help chaos demo docs fuzz test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -103,6 +103,9 @@ bench-ray: ## Ray actors that take the step of bench-cluster, in an environment 
 notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
 	$(BIN)/python -m jupyter nbconvert --to notebook --inplace --execute \
 	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False $(NOTEBOOKS)
+
+docs: $(INSTALLED) ## the reference of all public names and magics, from the docstrings, into build/docs
+	@$(BIN)/python -m tests.reference build/docs && echo build/docs/tfnb.html
 
 coverage: $(INSTALLED) ## every sample of every torch operator, then tests/coverage/COVERAGE.md
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m sweep tests/coverage

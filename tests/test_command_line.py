@@ -69,7 +69,7 @@ def test_lab_of_an_installed_wheel_copies_the_notebooks_and_opens_the_quickstart
         env={**os.environ, "PYTHONPATH": str(installed)},
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == str([str(Path("tfnb-notebooks", "quickstart.ipynb"))]), done.stderr
-    shipped = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    shipped = {path.name for path in (ROOT / "notebooks").iterdir() if path.suffix in (".ipynb", ".md")}
     assert {path.name for path in (home / "tfnb-notebooks").iterdir()} == shipped
     assert (home / "tfnb-notebooks" / "gan.ipynb").read_text() == "mine"
     assert (home / "tfnb-notebooks" / "quickstart.ipynb").read_bytes() == (

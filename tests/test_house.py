@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import doctest
 import importlib
@@ -184,11 +185,34 @@ def test_readme_starts_with_the_two_commands() -> None:
     assert [line.split("#")[0].strip() for line in first[1].strip().splitlines()] == ["make demo", "make test"]
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_paths_named_in_documents_exist(document: str) -> None:
-    named = re.findall(r"`([\w./]+/[\w./]*|[\w./]+\.(?:py|md|toml|txt|ipynb))`", (ROOT / document).read_text())
-    assert named
+PAGES = ["README.md", *sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
+def test_paths_named_in_documents_exist(page: str) -> None:
+    named = re.findall(r"`([\w./]+/[\w./]*|[\w./]+\.(?:py|md|toml|txt|ipynb))`", (ROOT / page).read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_pages_lead_to_files(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\(([^)#:]+)\)|src=\"([^\":]+)\"", path.read_text())
+    assert [link for pair in links for link in pair if link and not (path.parent / link).exists()] == []
+
+
+def test_errors_of_the_page_have_the_words_that_it_quotes() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (ROOT / "notebooks/errors.md").read_text(), re.MULTILINE)
+    sources = [path.read_text() for path in (ROOT / "tfnb").rglob("*.py")]
+    strings = {node.value for text in sources for node in ast.walk(ast.parse(text)) if _is_text(node)}
+    assert len(rows) > 10
+    for name, words in rows:
+        assert issubclass(getattr(tfnb.errors, name), tfnb.errors.TfnbError)
+        assert any(words in text for text in strings), words
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 @pytest.mark.slow

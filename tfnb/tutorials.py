@@ -1,4 +1,4 @@
-"""The notebooks shipped with tfnb: beside the package in a checkout, inside the installed package."""
+"""The notebooks and pages shipped with tfnb: beside the package in a checkout, inside the installed package."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ QUICKSTART = "quickstart.ipynb"
 def opened(into: Path) -> Path:
     """The quickstart to open: of a checkout itself, of an installed package a copy in the folder ``into``.
 
-    All notebooks are copied there, but those that are there: they may hold what the user changed.
+    All notebooks and pages are copied there, but those that are there: they may hold what the user changed.
     """
     if NOTEBOOKS != INSTALLED:
         return NOTEBOOKS / QUICKSTART
     into.mkdir(parents=True, exist_ok=True)
-    for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
-        if not (into / notebook.name).exists():
-            shutil.copyfile(notebook, into / notebook.name)
+    for file in sorted(path for path in NOTEBOOKS.iterdir() if path.suffix in (".ipynb", ".md")):
+        if not (into / file.name).exists():
+            shutil.copyfile(file, into / file.name)
     return into / QUICKSTART

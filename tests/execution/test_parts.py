@@ -9,7 +9,7 @@ import torch
 
 import tfnb
 from tests.over_tasks import MODELS, Model, batch, branch, layers, loop, loop_in_branch, on, sizes, trained
-from tfnb.errors import InvalidArgument, TfnbError
+from tfnb.errors import InvalidArgument, NonFinite, TfnbError
 from tfnb.execution.dataflow.executor import Dataflow, Here
 from tfnb.execution.dataflow.machine import Machine
 from tfnb.graph.ops import STRUCTURAL
@@ -229,6 +229,25 @@ def test_an_error_of_one_part_is_the_error_of_the_step() -> None:
             w = z * 2
     with pytest.raises(TfnbError, match="cholesky"):
         tfnb.Session(g, executor="parts").run(w, {x: -torch.ones(3, 3)})
+
+
+def test_a_checked_or_traced_step_in_parts_is_the_whole_step() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.zeros(2), shape=(2,), name="x")
+        v = tfnb.Variable(torch.ones(2), name="v")
+        with tfnb.device("task:0"):
+            h = x - 1
+        with tfnb.device("task:1"):
+            y = h.log() * v.read()
+            done = v.assign(y)
+    session = tfnb.Session(g, executor="parts")
+    with pytest.raises(NonFinite, match="node log") as caught:
+        session.run([y, done], {x: torch.zeros(2)}, check="nan")
+    assert "aten.log.default" in str(caught.value)
+    assert v.storage.tolist() == [1, 1]
+    session.run([y, done], {x: torch.tensor([3.0, 5.0])}, trace=True)
+    assert {event.op for event in session.trace.events} >= {"aten.sub.Tensor", "aten.log.default"}
+    assert torch.equal(v.storage, torch.tensor([2.0, 4.0]).log())
 
 
 def test_a_request_without_a_cluster_is_refused_but_for_a_soft_one() -> None:

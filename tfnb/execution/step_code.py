@@ -37,6 +37,13 @@ class StepCode:
         return self._executor == "parts"
 
     @cached_property
+    def whole(self) -> StepCode:
+        """The step as generated code, for tracers and checks: values are the same bits. Itself, if it uses queues."""
+        if not self.is_dataflow or needs_dataflow(self.step, "auto"):
+            return self
+        return StepCode(self.step, once=self._once)
+
+    @cached_property
     def program(self) -> Any:
         """The step, lowered: a `Program`, or a `Dataflow`."""
         return lowered(self.step, self._executor, step_passes(self._once), self._parts)

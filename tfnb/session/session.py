@@ -448,12 +448,13 @@ class Session:
         __tracebackhide__ = True
         if how not in TRACERS:
             raise InvalidArgument(f"trace is True, 'kernels' or 'health', not {how!r}")
+        code = prepared.code.whole
         for option in ("trace", str(how)):
-            self._ensure_together(option, prepared.code)
+            self._ensure_together(option, code)
         tensors, shapes = fed
         if self.cluster is not None:
             return self._there(prepared, tensors, timeout, trace=self._keep)
-        program, _ = prepared.code.at(shapes)
+        program, _ = code.at(shapes)
         with profiling(how == "kernels") as profile:
             tracer = TRACERS[how](program)
             results = self._steps.step(prepared, program, tensors, timeout, tracer.forward, tracer.commit, cut)
@@ -472,11 +473,12 @@ class Session:
         """`_execute` of a step that writes nothing that is not finite."""
         __tracebackhide__ = True
         _ensure_nan(check)
-        self._ensure_together("check", prepared.code)
+        code = prepared.code.whole
+        self._ensure_together("check", code)
         tensors, shapes = fed
         if self.cluster is not None:
             return self._there(prepared, tensors, timeout, check=True)
-        program, _ = prepared.code.at(shapes)
+        program, _ = code.at(shapes)
         checked = CheckedTracer(program)
         try:
             return self._steps.step(prepared, program, tensors, timeout, checked.forward, checked.commit, cut)

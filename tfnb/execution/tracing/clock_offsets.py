@@ -64,7 +64,7 @@ def offsets(reference: str, flights: Iterable[Flight]) -> dict[str, Offset]:
 
 def _shortest(start: str, lengths: Mapping[tuple[str, str], int]) -> dict[str, float]:
     """The lengths of the shortest paths from a name (Bellman and Ford), as far as names can be reached."""
-    names = {start} | {name for pair in lengths for name in pair}
+    names = dict.fromkeys([start, *(name for pair in lengths for name in pair)])  # in an order that does not vary
     found = dict.fromkeys(names, math.inf) | {start: 0.0}
     for _ in range(len(names) - 1):
         for (source, to), length in lengths.items():
