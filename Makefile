@@ -77,7 +77,7 @@ type: wheel ## mypy on the wheel
 	$(BIN)/python -m zipfile -e dist/tfnb-*.whl build/types
 	cd build/types && ../../$(BIN)/python -m mypy --config-file ../../pyproject.toml -p tfnb
 
-shape: $(INSTALLED) ## lines, functions and comments of each folder; mechanisms of the house, counted
+shape: $(INSTALLED) ## lines, functions and comments of each folder; names, prose and mechanisms of the house, counted
 	@$(BIN)/python -m tests.benchmarks.shape
 
 bench: $(INSTALLED) ## tfnb beside torch, TensorFlow and JAX; BENCH="--quick" or "--rows NAME ..."

@@ -1,4 +1,4 @@
-"""Arrays that are written once: rows of one shape, and which of them were written.
+"""Write-once arrays: rows of one shape, and a mask of the written rows.
 
 ``rows`` is [N, ...], ``written`` bool [N]; an ``index`` is one row number, or [n] of them with a value for each.
 """
@@ -58,7 +58,7 @@ def _fake_grown(rows: Tensor, written: Tensor, index: Tensor) -> tuple[Tensor, T
 
 @op("(Tensor rows, Tensor written, Tensor index) -> (Tensor rows, Tensor written)", _fake_grown)
 def array_grown(rows: Tensor, written: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """The array with zeros behind it, as far as the index needs."""
+    """The array extended with zeros as far as the index requires."""
     more = int(index.max()) + 1 - rows.shape[0] if index.numel() else 0
     if more <= 0:
         return rows.clone(), written.clone()

@@ -1,4 +1,4 @@
-"""Attention that keeps what its backward needs: torch's fused kernels where torch itself would choose them.
+"""Attention that saves values for its backward: torch's fused kernels where torch itself would choose them.
 
 q: [B, H, L, D], k and v: [B, H, S, D], no mask but a causal one. ``lse`` [B, H, L] is the logarithm of the sum of the
 exponentials of each row of scores, zeros where no fused kernel ran. Gradients lie in memory as [B, L, H, D], the layout
@@ -82,7 +82,7 @@ _KERNELS: Mapping[tuple[str, int], Kernel] = {
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Kernel | None:
-    """The kernels that torch would choose; None where it has none."""
+    """The kernels that torch would choose; None if it has none."""
     if type(q) is Tensor:
         return _KERNELS.get((q.device.type, aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale)))
     with _disable_current_modes():  # while it is traced, torch is shown tensors that lie as these do

@@ -18,8 +18,10 @@ from torch.optim import _adafactor, _muon, adamax, asgd, nadam, radam, rprop
 from tfnb.kernels.optim import Column, Rate, update
 
 
-class Function(NamedTuple):
-    """What torch has: ``call(ws, grads, *slots, lr=..., **settings)`` writes; and its settings with their defaults."""
+class TorchFunction(NamedTuple):
+    """A function of torch: ``call(ws, grads, *slots, lr=..., **settings)`` writes in place; with the settings'
+    defaults.
+    """
 
     call: Callable[..., None]
     settings: dict[str, Any]
@@ -77,23 +79,23 @@ _BETAS = {"beta1": 0.9, "beta2": 0.999}
 _DECAY = {"weight_decay": 0.0, "maximize": False}
 _ADAFACTOR = {"beta2_decay": -0.8, "eps1": 0.0, "eps2": 1e-3, "d": 1.0, **_DECAY}
 
-BORROWED: dict[str, Function] = {
-    "adafactor": Function(_adafactor_matrix, _ADAFACTOR),
-    "adafactor_vector": Function(_adafactor_vector, _ADAFACTOR),
-    "adamax": Function(_listed(adamax.adamax), {**_BETAS, "eps": 1e-8, **_DECAY}),
-    "asgd": Function(_listed(asgd.asgd, foreach=None), {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6, **_DECAY}),
-    "muon": Function(_muon_matrix, {
+BORROWED: dict[str, TorchFunction] = {
+    "adafactor": TorchFunction(_adafactor_matrix, _ADAFACTOR),
+    "adafactor_vector": TorchFunction(_adafactor_vector, _ADAFACTOR),
+    "adamax": TorchFunction(_listed(adamax.adamax), {**_BETAS, "eps": 1e-8, **_DECAY}),
+    "asgd": TorchFunction(_listed(asgd.asgd, foreach=None), {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6, **_DECAY}),
+    "muon": TorchFunction(_muon_matrix, {
         "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315),
         "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None,
     }),
-    "nadam": Function(_listed(nadam.nadam), {
+    "nadam": TorchFunction(_listed(nadam.nadam), {
         **_BETAS, "eps": 1e-8, "momentum_decay": 4e-3, "decoupled_weight_decay": False, **_DECAY,
     }),
-    "radam": Function(_listed(radam.radam), {**_BETAS, "eps": 1e-8, "decoupled_weight_decay": False, **_DECAY}),
-    "rprop": Function(_rprop, {
+    "radam": TorchFunction(_listed(radam.radam), {**_BETAS, "eps": 1e-8, "decoupled_weight_decay": False, **_DECAY}),
+    "rprop": TorchFunction(_rprop, {
         "etaminus": 0.5, "etaplus": 1.2, "step_size_min": 1e-6, "step_size_max": 50.0, "maximize": False,
     }),
-    "sparse_adam": Function(_sparse_adam, {**_BETAS, "eps": 1e-8, "maximize": False}),
+    "sparse_adam": TorchFunction(_sparse_adam, {**_BETAS, "eps": 1e-8, "maximize": False}),
 }  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def _on_copies(call: Callable[..., None], state: list[Column], grads: Column) ->
         torch._foreach_copy_(column, values)
 
 
-def _define(name: str, function: Function) -> None:
+def _define(name: str, function: TorchFunction) -> None:
     def kernel(ws: Column, grads: Column, slots: list[Column], rate: Rate, **settings: Any) -> None:
         _on_copies(partial(function.call, lr=rate, **function.settings | settings), [ws, *slots], grads)
 

@@ -1,4 +1,4 @@
-"""What structured control flow computes, given its parts as functions of tensors. Knows no graph."""
+"""Structured control flow over functions of tensors. Knows no graph."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def while_loop(
     state: Sequence[torch.Tensor] = tuple(init)
     iterations, carried = 0, len(init)
     given = zip(*sequences) if xs else repeat(())  # noqa: B905  # as many as iterations are taken
-    columns = [_Stacked(row) if isinstance(row, tuple) else row for row in rows]
+    columns = [_StackedColumn(row) if isinstance(row, tuple) else row for row in rows]
     puts = [column.put for column in columns]
     while limit is None or iterations < limit:
         number = _number(run, iterations, limit, reverse, replicas) if draws else run
@@ -61,7 +61,7 @@ def _count(iterations: int) -> torch.Tensor:
 
 
 def _number(run: int, iteration: int, limit: int | None, reverse: bool, replicas: bool) -> int:
-    """What the draws of an iteration depend on; those of a loop backwards repeat those of the one forwards."""
+    """The stream position of an iteration; a backward loop repeats the draws of the forward loop."""
     if replicas:
         return run + iteration * REPLICA
     return mix(run, limit - 1 - iteration if reverse and limit is not None else iteration)
@@ -69,10 +69,10 @@ def _number(run: int, iteration: int, limit: int | None, reverse: bool, replicas
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Takes iterations of a loop a second time, with the same bits. Its body does nothing but compute.
+    """Takes iterations of a loop a second time, with the same bits. Its body only computes.
 
-    xs: tensors or `Ahead`. carried: how many values. rows: places of those that are wanted among what the body gives.
-    written: places of carried values that the body writes in place.
+    xs: tensors or `RowProducts`. carried: number of carried values. rows: indices of the requested rows among the
+    outputs of the body. written: indices of carried values that the body writes in place. replicas: as of `while_loop`.
     """
 
     body: Function
@@ -85,9 +85,10 @@ class Replay:
     reverse: bool
     run: int
     draws: bool
+    replicas: bool = False
 
     def own(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The carried values, which no iteration changes."""
+        """The carried values; those written by iterations are copies."""
         return [x.clone() if place in self.written else x for place, x in enumerate(state)]
 
     def iterations(self, state: Sequence[torch.Tensor], first: int, count: int) -> list[list[torch.Tensor]]:
@@ -99,7 +100,7 @@ class Replay:
         found: list[list[torch.Tensor]] = [[] for _ in self.rows]
         state = self.own(state)
         for iteration in range(first, first + count):
-            number = _number(self.run, iteration, limit, self.reverse) if self.draws else self.run
+            number = _number(self.run, iteration, limit, self.reverse, self.replicas) if self.draws else self.run
             out = self.body(*state, *next(given), *self.captures, number)
             state = out[: self.carried]
             for rows, place in zip(found, self.rows, strict=True):
@@ -111,7 +112,7 @@ def _plain_loop(
     cond: Function | None, body: Function, init: Sequence[torch.Tensor], captures: Sequence[torch.Tensor],
     limit: int | None, run: int,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """A loop without rows or draws, which may have very short iterations."""
+    """A loop without rows or draws, with low overhead for very short iterations."""
     state, iterations, rest = init, 0, (*captures, run)
     end = None if limit is None else max(limit, 0)
     while iterations != end and (cond is None or cond(*state, *rest)[0]):
@@ -120,7 +121,7 @@ def _plain_loop(
     return [*state, _count(iterations)]
 
 
-class _Stacked:
+class _StackedColumn:
     """A column whose rows are stacked or packed."""
 
     def __init__(self, row: Row) -> None:
@@ -160,7 +161,7 @@ def call(
     name: str, limit: int, body: Callable[..., Sequence[torch.Tensor]], args: Sequence[torch.Tensor],
     explained: Callable[[RecursionError], Exception],
 ) -> Sequence[torch.Tensor]:  # fmt: skip
-    """``body(*args)``, a level deeper; deeper than ``limit`` what ``explained`` makes of a RecursionError."""
+    """``body(*args)``, one level deeper; beyond ``limit``, raises the error made by ``explained``."""
     depth = getattr(_levels, "depth", 0)
     if depth >= limit:
         raise explained(RecursionError(f"{name} calls itself more than {limit} times deep"))
@@ -197,7 +198,7 @@ def _fake_share(total: torch.Tensor, value: torch.Tensor, share: torch.Tensor) -
 
 @op("(Tensor total, Tensor value, Tensor share) -> Tensor", _fake_share)
 def add_share(total: torch.Tensor, value: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """``total + share * value``, rounded as `Tensor.add_` with ``alpha`` does it; share: a number on the CPU.
+    """``total + share * value``, rounded like `Tensor.add_` with ``alpha``; share: a number on the CPU.
 
     >>> add_share(torch.tensor([-0.0]), torch.tensor([3.0]), torch.tensor(0.5, dtype=torch.float64))
     tensor([1.5000])

@@ -1,4 +1,4 @@
-"""How an op of ours is defined: a schema, a fake implementation, and a function that computes it on every device."""
+"""Definition of our ops: a schema, a fake implementation, and a function for every device."""
 
 from __future__ import annotations
 

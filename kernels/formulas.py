@@ -1,4 +1,4 @@
-"""Optimizer updates in plain torch, for compilers: what the kernels of `tfnb.kernels.optim` write, as new values.
+"""Optimizer updates in plain torch, for compilers: the new values written by the kernels of `tfnb.kernels.optim`.
 
 One formula each, of one variable; a compiler fuses it with what makes the gradient. The fused kernels are their form
 for code that is not compiled; both agree within the rounding of a product. Ops without a formula here are committed by
@@ -89,7 +89,7 @@ def _once(number: Rate, w: Tensor) -> Rate:
 
 
 def _is_zero(number: Rate) -> bool:
-    """Whether it is 0 in every run."""
+    """Whether a rate is 0 in every run."""
     return isinstance(number, float) and number == 0
 
 

@@ -6,11 +6,11 @@ them where they lie in the spill file. Larger blocks, those of other devices, an
 slow are copied by a thread of its own, and come back ahead of use.
 
 To give a thread Python's lock and get it back takes 0.1 milliseconds and more, the more the busier the machine is, and
-on one core nothing is copied beside anything. `bench_swap.py` (LSTM, 1,000 iterations of which 550 fit, 13 MB move;
-torch 2.13, one thread, two cores that others used too): against a run without a budget the step took 1.12 times as long
-with the other thread, 1.05 times with copies at once; where others used less of the cores, 1.03 to 1.05 and 1.02. What
-is left: half a microsecond for each row's tensor that is made again, as much for its copy, and 0.2 milliseconds for
-each block: code that comes once in forty iterations is cold.
+on one core nothing is copied beside anything. `tests/benchmarks/bench_swap.py` (LSTM, 1,000 iterations of which 550
+fit, 13 MB move; torch 2.13, one thread, two cores that others used too): against a run without a budget the step took
+1.12 times as long with the other thread, 1.05 times with copies at once; where others used less of the cores, 1.03 to
+1.05 and 1.02. What is left: half a microsecond for each row's tensor that is made again, as much for its copy, and 0.2
+milliseconds for each block: code that comes once in forty iterations is cold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATES = 3  # at most one part of so many of the room is for what is held to run
 
 
 @dataclass(slots=True)
-class Offloaded:
+class OffloadCounts:
     """Bytes of rows that loops of one run kept: in all, moved out and back, the most held at once, computed again."""
 
     saved: int = 0
@@ -61,7 +61,7 @@ class MemoryBudget:
     def __init__(self, bytes: int, spill: SpillFile, again: Mapping[int, Collection[int]]) -> None:
         self.bytes, self.held, self.spill, self.again = bytes, 0, spill, again
         self.states = 0  # bytes that are held to run iterations again
-        self.counts = Offloaded()
+        self.counts = OffloadCounts()
         self._stacks: list[Leaving] = []  # those that may move, the oldest first
         self._leaving: list[SpillBlock] = []
         self._spent: deque[int] = deque()  # bytes of blocks whose last rows may still be in somebody's hands
@@ -103,14 +103,14 @@ class MemoryBudget:
         return True
 
     def keep(self, bytes: int) -> bool:
-        """Keep so much of what is held, to run iterations again; False where that is too much."""
+        """Keep ``bytes`` of held memory as states to rerun iterations from; False if too much."""
         if (self.states + bytes) * STATES > self.bytes:
             return False
         self.states += bytes
         return True
 
     def insist(self, bytes: int) -> None:
-        """Hold more, also where there is no room: a loop needs it now."""
+        """Hold more, regardless of the budget: a loop needs the memory now."""
         if not self.take(bytes):
             self.held += bytes
             self.counts.most = max(self.counts.most, self.held)
@@ -120,7 +120,7 @@ class MemoryBudget:
         self.held -= bytes
 
     def drop(self, block: SpillBlock) -> None:
-        """Hold a block's rows no more; those that came back, which share their memory, until `reclaim`."""
+        """Release a block's rows; rows brought back, which share its memory, are released at `reclaim`."""
         block.dropped()
         if block.moved:
             self._spent.append(block.bytes)
@@ -128,7 +128,7 @@ class MemoryBudget:
             self.give(block.bytes)
 
     def reclaim(self, keep: int = 0) -> None:
-        """What came back and was taken is held no more, but for the last so many blocks."""
+        """Release memory of consumed blocks, except for the last ``keep``."""
         while len(self._spent) > keep:
             self.give(self._spent.popleft())
 
@@ -142,7 +142,7 @@ class MemoryBudget:
         return sum(block.bytes for block in self._leaving)
 
     def out(self, block: SpillBlock) -> None:
-        """Move a block out; it is held until that is done."""
+        """Move a block out; its memory stays held until the copy is complete."""
         self.counts.out += block.bytes
         block.where = AWAY
         if self.at_once(block):
@@ -155,7 +155,7 @@ class MemoryBudget:
             self._leaving.append(block)
 
     def _move(self, block: SpillBlock) -> None:
-        """Copy a block to the spill file, whose lag this shows: quick copies pay back what slow ones took."""
+        """Copy a block to the spill file, and update the file's lag: quick copies make up for slow ones."""
         start = perf_counter()
         block.move(self.spill)
         lag = self.spill.lag + perf_counter() - start - block.bytes / RATE
@@ -178,7 +178,7 @@ class MemoryBudget:
         return block.bytes <= AT_ONCE and block.device.type == "cpu" and self.spill.lag < LATE
 
     def _submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
-        """Call it in the thread that copies."""
+        """Submit a call to the copying thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfnb-swap")
         return self._thread.submit(call, *args)

@@ -1,4 +1,4 @@
-"""Recurrent nets as `torch.nn` has them, all layers and directions of one in a call that keeps what its gradient needs.
+"""Recurrent nets of `torch.nn`: all layers and directions in one call that saves values for its gradient.
 
 A direction of a layer goes by oneDNN where torch itself would have that do it, and else by the steps of `recurrent`.
 A net is called by its kind, and gives its states at all steps, the last of each kind of state [L * D, B, H], the
@@ -24,7 +24,7 @@ _KEPT = {"lstm": 2, "gru": 1, "rnn_tanh": 0, "rnn_relu": 0}  # tensors that a di
 
 
 class Net(NamedTuple):
-    """What the calls of one net have in common."""
+    """Common arguments of the calls of one net."""
 
     kind: str
     x: Tensor
@@ -41,7 +41,7 @@ class Net(NamedTuple):
         return 1 + self.both
 
     def directions(self, layer: int, x: Tensor) -> list[Way]:
-        """Those of a layer over its input."""
+        """The directions of a layer over its input."""
         per, first = (4 if self.biases else 2), layer * self.ways
         return [
             Way(self.kind, x, [h[k] for h in self.hx], self.params[k * per : (k + 1) * per], k > first)
@@ -49,7 +49,7 @@ class Net(NamedTuple):
         ]
 
     def turned(self, x: Tensor) -> Tensor:
-        """Time first, as directions have it, or back again."""
+        """Transpose between batch first and time first."""
         return x.transpose(0, 1) if self.batch_first else x
 
 
@@ -63,7 +63,7 @@ class Way(NamedTuple):
     back: bool
 
     def ordered(self, x: Tensor) -> Tensor:
-        """Steps in the order in which they are gone through, or back again."""
+        """Reverse the steps for a backward direction."""
         return x.flip(0) if self.back else x
 
 
@@ -71,7 +71,7 @@ class Way(NamedTuple):
 
 
 def _steps(way: Way) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """States at all steps, the last of each kind, and what is kept."""
+    """States at all steps, the last state of each kind, and saved values."""
     own = way.own
     biased = len(own) == 4
     inside = way.kind == "gru"  # the second bias, within the reset
@@ -128,7 +128,7 @@ def _weight(d: Tensor, states: Tensor) -> Tensor:
 
 
 def _is_fused(kind: str, x: Tensor) -> bool:
-    """Whether oneDNN does it: how large the memory is that it keeps, only the library knows."""
+    """Whether oneDNN runs the layer: only the library knows the size of its saved memory."""
     fits = kind == "lstm" and x.device.type == "cpu" and x.dtype is torch.float32
     return fits and torch.backends.mkldnn.is_available()
 
@@ -222,7 +222,9 @@ def _backward(net: Net, wanted: Sequence[bool], dys: Sequence[Tensor | None], ou
 
 
 def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`aten.lstm.input`; where grad mode is on oneDNN would keep what only autograd asks for, many times the output."""
+    """`aten.lstm.input`, without grad mode, under which oneDNN would save values for autograd, many times
+    the output.
+    """
     with torch.no_grad():
         return aten.lstm.input(*args)
 
@@ -251,7 +253,7 @@ def _fake(*args: Any) -> list[Tensor]:
 
 @op(f"({_NET}) -> Tensor[]", _fake)
 def recurrent_net(*args: Any) -> list[Tensor]:
-    """The net's outputs, and what it keeps."""
+    """The net's outputs, and its saved values."""
     return _forward(Net(*args))
 
 
@@ -265,5 +267,5 @@ def _fake_backward(wanted: Any, dys: Any, outs: Any, *args: Any) -> list[Tensor]
 def recurrent_net_backward(
     wanted: Sequence[bool], dys: Sequence[Tensor | None], outs: Sequence[Tensor], *args: Any
 ) -> list[Tensor]:
-    """The cotangents that are wanted of the input, the first states and the weights, from those of the outputs."""
+    """The requested cotangents of the input, first states and weights, from those of the outputs."""
     return _backward(Net(*args), wanted, dys, outs)

@@ -1,4 +1,4 @@
-"""Rows that loops keep, within a number of bytes: what is beyond is computed again, or moves out and comes back.
+"""Rows kept by loops, within a number of bytes: further rows are recomputed, or moved out and back.
 
 Loops go backwards through what they kept: the oldest rows leave first. Knows no graph.
 """
@@ -86,7 +86,7 @@ class RowStack:
             self.beyond = min(iterations, -(-beyond // iteration))
 
     def _held(self) -> bool:
-        """Hold what iterations are taken again from, all of them; False where there is no room for it."""
+        """Hold the states from which iterations are rerun; False if there is no room for all."""
         return self.budget.keep(self.held) and self._tried(self.budget.take, self.held)
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class RowStack:
         return iteration
 
     def _granted(self) -> int:
-        """For how many more iterations there is room, which they hold from now on."""
+        """The number of further iterations with room, reserved from now on."""
         if self.each is None:
             return 1
         left = self.span if self.iterations is None else min(self.span, self.iterations - self.count)
@@ -117,7 +117,7 @@ class RowStack:
         return 1 if self._over else left
 
     def _tried(self, call: Callable[..., T], *args: Any) -> T:
-        """What may find that moving out failed."""
+        """Run a call that may find that moving out failed."""
         try:
             return call(*args)
         except OSError as error:
@@ -163,7 +163,7 @@ class RowStack:
         return block is not None
 
     def _send(self, block: SpillBlock) -> None:
-        """The block leaves: it is dropped where its rows are in the spill file too, or can be computed again."""
+        """Move a block out, or drop it if its rows are in the spill file or can be recomputed."""
         budget = self.budget
         self._here.remove(block)
         if not block.moved and not block.gone and block.state is not None:
@@ -198,7 +198,7 @@ class RowStack:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def taken(self, column: int, reverse: bool) -> Iterator[torch.Tensor]:
-        """The rows of a column in the order in which a loop takes them, which takes those of all columns."""
+        """The rows of a column in the order of a consuming loop, which consumes all columns together."""
         if self._reading is None:
             self.consumers -= 1
             self._reading = _Reading(self, back=reverse != self.reverse, last=not self.consumers)
@@ -271,7 +271,7 @@ class _Reading:
         self.columns, self._opened, self._closed = 0, -1, 0
 
     def rows(self, column: int) -> Iterator[torch.Tensor]:
-        """Those of one column; all columns are taken iteration by iteration."""
+        """The rows of one column; all columns are consumed iteration by iteration."""
         return chain.from_iterable(self._runs(column))
 
     def _runs(self, column: int) -> Iterator[Iterator[torch.Tensor]]:
@@ -331,5 +331,5 @@ class _Column:
         return self.stack.count if axis == 0 else self.stack.shapes[self.place][axis - 1]
 
     def taken(self, reverse: bool) -> Iterator[torch.Tensor]:
-        """The rows in the order in which a loop takes them."""
+        """The rows in the order of a consuming loop."""
         return self.stack.taken(self.place, reverse)

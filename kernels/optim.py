@@ -130,7 +130,7 @@ def _text_of(default: Any) -> str:
 
 
 def _in_rows(fused: Callable[..., None], rows: Sequence[Row], *, lr: float | None = None, **settings: Any) -> None:
-    """The dense twin on the touched rows, which are then written back; what can fail comes before the writes."""
+    """Apply the dense twin to the touched rows, then write them back; possible failures come before the writes."""
     small: list[Row] = []
     back: list[tuple[Tensor, Tensor | None, Tensor]] = []
     for w, grad, *rest in rows:
@@ -183,7 +183,7 @@ def _is_ready(rows: Sequence[Row]) -> bool:
 
 
 def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[tuple[Tensor, Tensor]]]:
-    """Columns that the fused kernels can take, with their rate, and what to copy back at the end."""
+    """Columns accepted by the fused kernels, with their rate, and tensors to copy back at the end."""
     if lr is not None:
         rates: list[Rates] = [lr] * len(rows)
     else:  # one tensor serves for many rows
@@ -199,7 +199,7 @@ def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[
 
 
 def _rate(rate: Tensor, w: Tensor) -> Rates:
-    """A number if it can be had without waiting for a device, else what the fused kernels expect.
+    """A number if available without waiting for a device, else the form expected by the fused kernels.
 
     A vector is waited for: those kernels take settings as numbers only.
     """
@@ -244,7 +244,7 @@ def _storage(x: Tensor) -> int:
 
 
 def _staged(x: Tensor, late: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """``x``, or a contiguous copy of it that is copied back after the kernels."""
+    """``x``, or a contiguous copy to be copied back after the kernels."""
     if x.is_contiguous():
         return x
     copy = x.contiguous()
@@ -494,7 +494,7 @@ def _where(column: Column, flags: list[bool], flag: bool) -> Column:
 
 
 def _in_products(rows: Sequence[Row], *, lr: float, momentum: float = 0.0) -> None:
-    """``sgd`` with ``grad = left @ right``, which is not made, for rows (w, left, *slots, right).
+    """``sgd`` with ``grad = left @ right``, without making the gradient, for rows (w, left, *slots, right).
 
     What shares memory with what is written is copied before a write.
     """
@@ -526,7 +526,9 @@ def _in_products(rows: Sequence[Row], *, lr: float, momentum: float = 0.0) -> No
 def sgd_product(
     w: Tensor, left: Tensor, slots: Sequence[Tensor], right: Tensor, *, lr: float, momentum: float = 0.0
 ) -> list[Tensor]:
-    """``sgd`` with ``grad = left @ right``, which is not made: the new ``w``, and with momentum its buffer."""
+    """``sgd`` with ``grad = left @ right``, without making the gradient: the new ``w``, and with momentum
+    its buffer.
+    """
     new = [state.clone() for state in (w, *slots)]
     _in_products([(new[0], left, *new[1:], right)], lr=lr, momentum=momentum)
     return new

@@ -40,7 +40,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 def seeded(op: Any, seed: int, device: torch.device, args: Any, kwargs: Any) -> Any:
-    """``op(*args, **kwargs)`` with its random draws taken from ``seed``; the global random state stays as it was."""
+    """``op(*args, **kwargs)`` with random draws from ``seed``; the global random state is restored."""
     generator = _default_generator(device)
     with _borrow:
         state = generator.get_state()
@@ -52,7 +52,7 @@ def seeded(op: Any, seed: int, device: torch.device, args: Any, kwargs: Any) -> 
 
 
 def drawn(op: Any, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
-    """``op(*args, **kwargs)`` with its random draws taken from ``generator``, which goes on.
+    """``op(*args, **kwargs)`` with random draws from ``generator``, which advances.
 
     On CUDA no state is read or copied, so that this may be captured in a graph that knows the generator.
     """

@@ -75,7 +75,7 @@ def lstm_layer(gates: Tensor, h0: Tensor, c0: Tensor, w: Tensor) -> tuple[Tensor
 def lstm_layer_backward(
     dy: Tensor, dc: Tensor, act: Tensor, c: Tensor, c0: Tensor, w: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cotangents of the gates and of the first states, from those of all hidden and cell states."""
+    """Cotangents of the gates and first states, from the cotangents of all hidden and cell states."""
     dgates = act.new_empty(act.shape)
     rows, split = dgates.unbind(0), dgates.view(*act.shape[:2], 4, c0.shape[1])
     first, last = split[:, :, :3].unbind(0), split[:, :, 3].unbind(0)
@@ -95,7 +95,7 @@ def lstm_layer_backward(
 
 
 def _lstm_slopes(act: Tensor, c: Tensor, before: Tensor) -> tuple[tuple[Tensor, ...], ...]:
-    """By step, what the cell's cotangent is multiplied by for i, f and g [B, 3, H], the hidden state's for o and c."""
+    """By step, the factors of the cell's cotangent for i, f and g [B, 3, H], and of the hidden state's for o and c."""
     i, f, g, o = act.chunk(4, 2)
     t = c.tanh()
     by_cell = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g)], 2)
@@ -156,7 +156,7 @@ def gru_layer_backward(dy: Tensor, act: Tensor, y: Tensor, h0: Tensor, w: Tensor
 
 
 def _gru_slopes(act: Tensor, before: Tensor) -> tuple[tuple[Tensor, ...], ...]:
-    """By step, what the hidden state's cotangent is multiplied by: for the input's part and its own [B, 3, H]."""
+    """By step, the factors of the hidden state's cotangent: for the input's part and its own [B, 3, H]."""
     r, z, n, hn = act.chunk(4, 2)
     by_n = (1 - z) * (1 - n * n)
     by_r, by_z = by_n * hn * r * (1 - r), (before - n) * z * (1 - z)

@@ -1,4 +1,4 @@
-"""Rows of a tensor written where it lies, at the commit of a step: what cannot fail any more.
+"""Row writes into a tensor in place, at the commit of a step: nothing can fail any more.
 
 The in-place twins of torch's ops that give a tensor with other rows. Each takes a list of ``(table, rows, values)``;
 ``rows`` int64 [n], or a number in the place of one of them, and then ``values`` may be a number, too.

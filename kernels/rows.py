@@ -1,4 +1,4 @@
-"""What a loop makes of its rows where it need not stack them, and products of many rows at a time. Knows no graph.
+"""Loop outputs consumed without being stacked, and batched matrix products over iterations. Knows no graph.
 
 A column takes one value an iteration with ``put``; ``end`` gives what comes of them. A sequence has a length and gives
 its rows in order. Sums of products over all iterations are taken `ITERATIONS` iterations at a time, in the order of the
@@ -20,20 +20,20 @@ FEWEST = 4  # products that are worth a copy of their rows
 
 
 class Column(Protocol):
-    """One of a loop's results, as it grows."""
+    """An output of a loop, growing by one row each iteration."""
 
     @property
     def put(self) -> Callable[[torch.Tensor], None]:
         """Takes an iteration's row."""
 
     def end(self, reverse: bool) -> tuple[Any, ...]:
-        """What is there after the last iteration; reverse: the last iteration's row is the first."""
+        """The final value after the last iteration; reverse: the last iteration's row comes first."""
 
 
 def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
-    """How many rows a sequence has, and these in the order in which a loop takes them.
+    """The number of rows of a sequence, and its rows in the order of a consuming loop.
 
-    x: a tensor, the elements and the shapes of rows, `Ahead`, or kept rows, which may stand in both places of a pair.
+    x: a tensor, the elements and the shapes of rows, `RowProducts`, or kept rows (in both places of a pair).
     """
     x = x[0] if isinstance(x, tuple) and not isinstance(x[0], torch.Tensor) else x
     if isinstance(x, tuple):
@@ -42,7 +42,7 @@ def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
 
 
 def rows_from(x: Any, iteration: int, *, reverse: bool) -> Iterator[torch.Tensor]:
-    """Those that a loop takes from this iteration on, with the same bits; of a tensor or `Ahead`."""
+    """The rows from this iteration on, with the same bits; of a tensor or `RowProducts`."""
     first = iteration - iteration % ITERATIONS
     rows = _stacked(x, reverse, first) if isinstance(x, torch.Tensor) else x.taken(reverse, first)
     return islice(rows, iteration - first, None)
@@ -61,13 +61,13 @@ def _iterations(count: int, reverse: bool, first: int = 0) -> Iterator[slice]:
 
 
 def _packed(flat: torch.Tensor, shapes: torch.Tensor, *, reverse: bool) -> Iterator[torch.Tensor]:
-    """Rows of any shape, which lie one after the other."""
+    """Rows of varying shapes, stored consecutively."""
     count, row = len(shapes), row_at((flat, shapes))
     yield from map(row, reversed(range(count)) if reverse else range(count))
 
 
 def row_at(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int], torch.Tensor]:
-    """What gives row number ``at`` of a tensor, or of the elements and the shapes of rows; -1 is the last one."""
+    """A function of the row number ``at`` for a tensor, or for packed rows and their shapes; -1 is the last."""
     if isinstance(x, torch.Tensor):
         return partial(x.select, 0)
     flat, sizes = x[0], x[1].tolist()
@@ -75,7 +75,7 @@ def row_at(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int
     return lambda at: flat[ends[at] - prod(sizes[at]) : ends[at]].view(sizes[at])
 
 
-class Ahead:
+class RowProducts:
     """The sequence of ``x @ weight``, or ``bias + x @ weight``, for each row x of a tensor; `ITERATIONS` rows each."""
 
     def __init__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -85,7 +85,7 @@ class Ahead:
         return len(self.rows)
 
     def taken(self, reverse: bool, first: int = 0) -> Iterator[torch.Tensor]:
-        """The rows in the order in which a loop takes them; first: of which iteration, a multiple of `ITERATIONS`."""
+        """The rows in the order of a consuming loop; first: a starting iteration, multiple of `ITERATIONS`."""
         for some in _iterations(len(self.rows), reverse, first):
             rows = self._products(self.rows[some]).unbind(0)
             yield from rows[::-1] if reverse else rows
@@ -162,7 +162,7 @@ class _Silent:
 
 
 class _Last:
-    """The last column of sums, which notices when there are enough rows."""
+    """The last column of sums, which triggers the sums once enough rows are there."""
 
     def __init__(self, sums: Sums, rows: list[torch.Tensor]) -> None:
         self.sums, self.rows = sums, rows
@@ -176,8 +176,8 @@ class _Last:
         return self.sums.end()
 
 
-class Kept:
-    """The rows of a loop that only other loops take: one tensor an iteration, as it is. A column, and a sequence.
+class KeptRows:
+    """Rows consumed by other loops only: one tensor an iteration, not stacked. Both a column and a sequence.
 
     pair: they stand for elements and for shapes. once: one loop takes them, so what it took is gone.
     """
@@ -196,11 +196,11 @@ class Kept:
         return len(self.rows)
 
     def size(self, axis: int) -> int:
-        """As of the stacked rows, which is asked before a loop takes them."""
+        """The size of the stacked rows, asked before a loop consumes them."""
         return len(self.rows) if axis == 0 else self.rows[0].size(axis - 1)
 
     def taken(self, reverse: bool) -> Iterator[torch.Tensor]:
-        """The rows in the order in which a loop takes them."""
+        """The rows in the order of a consuming loop."""
         back = reverse != self.reverse
         if not self.once:
             return reversed(self.rows) if back else iter(self.rows)

@@ -14,7 +14,7 @@ def _fake_span(start: Tensor, stop: Tensor, step: int, size: int) -> Tensor:
 
 @op("(Tensor start, Tensor stop, SymInt step, SymInt size) -> Tensor", _fake_span)
 def index_span(start: Tensor, stop: Tensor, step: int, size: int) -> Tensor:
-    """What ``[start:stop:step]`` picks of so many elements, as Python has it: int64 [n]."""
+    """The indices of ``[start:stop:step]`` among so many elements, in Python's meaning: int64 [n]."""
     first, end, step = slice(int(start), int(stop), step).indices(size)
     return torch.arange(first, max(first, end), step, device=start.device)
 
@@ -25,7 +25,7 @@ def _fake_single(start: Tensor, size: int) -> Tensor:
 
 @op("(Tensor start, SymInt size) -> Tensor", _fake_single)
 def index_single(start: Tensor, size: int) -> Tensor:
-    """What ``[start:start + 1]`` picks of so many elements, int64 [1]; raises IndexError where that is none."""
+    """The index of ``[start:start + 1]`` among so many elements, int64 [1]; raises IndexError if empty."""
     at = int(start)
     picked = range(size)[at : at + 1]
     if not picked:

@@ -56,14 +56,14 @@ class SpillBlock:
         self.first, self.iterations, self.state, self.gone = first, len(rows[0]), state, False
         self.where, self.pinned = HERE, False  # pinned: a loop takes its rows now
         self.device = rows[0][0].device
-        self.moved: list[_Moved] = []  # the columns, if they are in the spill file
+        self.moved: list[_SpilledColumns] = []  # the columns, if they are in the spill file
         self.back: list[torch.Tensor] = []  # memory for what comes back
         self.leaving: Future[None] | None = None
         self.coming: Future[None] | None = None
         self.ready: Any = None
 
     def mark(self) -> None:
-        """In the thread that computes: what it started so far comes before the next copy."""
+        """In the computing thread: order the next copy after the work started so far."""
         if self.device.type != "cpu":
             self.ready = torch.accelerator.current_stream(self.device).record_event()
 
@@ -80,14 +80,14 @@ class SpillBlock:
         with _stream(self.device, self.ready):
             for columns in kinds.values():
                 rows = [row for column in columns for row in self.rows[column]]
-                layout = (_Alike if self.alike else _Layout)(rows)
+                layout = (_UniformRows if self.alike else _Layout)(rows)
                 memory = spill.take(layout.count, layout.dtype, self.device)
                 layout.put(rows, memory)
-                moved.append(_Moved(layout, columns, memory))
+                moved.append(_SpilledColumns(layout, columns, memory))
         self.moved = moved
 
     def left(self) -> None:
-        """What `move` copied is held here no more."""
+        """Release the rows copied by `move`."""
         self.leaving, self.rows = None, []
 
     def memory_here(self) -> None:
@@ -101,7 +101,7 @@ class SpillBlock:
             torch._foreach_copy_(self.back, [moved.memory for moved in self.moved], non_blocking=True)
 
     def arrived(self) -> None:
-        """What `bring` copied is used from here on."""
+        """Use the rows copied by `bring` from here on."""
         self.coming, self.where = None, HERE
         self._lie(self.back)
         if self.device.type != "cpu":
@@ -110,7 +110,7 @@ class SpillBlock:
         self.back = []
 
     def lent(self) -> None:
-        """The rows are taken where they lie in the spill file, which the CPU can read."""
+        """Let the rows be read in place in the spill file, on the CPU."""
         self._lie(moved.memory for moved in self.moved)
 
     def _lie(self, memories: Iterable[torch.Tensor]) -> None:
@@ -132,24 +132,24 @@ class SpillBlock:
         self.rows, self.where = [], AWAY
 
     def end(self) -> None:
-        """Hold nothing; what refers to the block may be there until Python's collector finds it."""
+        """Release everything; references to the block may remain until a garbage collection."""
         self.rows, self.moved, self.back = [], [], []
 
 
 def _popped(rows: list[T]) -> Iterator[T]:
-    """Those of a list, the last one first, which leave it."""
+    """Pop the items of a list, last one first."""
     return map(list.pop, repeat(rows, len(rows)))
 
 
 def emptied(rows: list[T]) -> list[T]:
-    """What a list held, in order. It touches none of it, which takes longer where that is out of the caches."""
+    """The items of a list in order, emptying the list, without touching the items (slow when out of the caches)."""
     found = [*_popped(rows)]
     found.reverse()
     return found
 
 
 def _stream(device: torch.device, ready: Any) -> AbstractContextManager[None]:
-    """A stream of one's own behind what is ready then, waited for at the end."""
+    """A separate stream ordered after ``ready``, awaited at the end."""
     return nullcontext() if device.type == "cpu" else _behind(device, ready)
 
 
@@ -195,7 +195,7 @@ class _Layout:
         return rows if self.order is None else [row.permute(self.places) for row in rows]
 
 
-class _Alike(_Layout):
+class _UniformRows(_Layout):
     """Rows of one shape."""
 
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
@@ -215,7 +215,7 @@ class _Alike(_Layout):
         return self.placed(memory.view(self.whole).unbind(0))
 
 
-class _Moved(NamedTuple):
+class _SpilledColumns(NamedTuple):
     """Columns of one kind in the spill file, one after the other."""
 
     layout: _Layout

@@ -19,7 +19,7 @@ _FIRST, _LARGEST = 32 << 20, 1 << 30  # bytes of the first file, and of later on
 
 
 class SpillFile:
-    """Where memory comes from, and goes when it is free, for later runs to use again. Threads may share it.
+    """A pool of memory in files: freed memory is reused by later runs. Shared between threads.
 
     A file is as large as all before it, so that a process does not run out of open files. lag: seconds by which copies
     were late; who copies decides.

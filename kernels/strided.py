@@ -16,7 +16,7 @@ from torch._prims_common import suggest_memory_format
 
 
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
-    """The view of a contiguous x; of another, or of a part of a bigger tensor, what it would be if x were alone."""
+    """The view of a contiguous x; for others and parts of bigger tensors, the view as if x were alone in memory."""
     x = x.contiguous()
     return torch.as_strided(x, size, stride, x.storage_offset() + (storage_offset or 0))
 
@@ -31,7 +31,7 @@ def as_strided_scatter(
 
 
 def contiguous(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Without gaps: with channels last if ``like`` has the rank of x and torch takes its strides for that."""
+    """A contiguous tensor: with channels last if ``like`` has the rank and the strides for that format."""
     if like is None or like.dim() != x.dim():
         return x.contiguous()
     return x.contiguous(memory_format=suggest_memory_format(like))
@@ -43,7 +43,7 @@ def unit_rows(x: Tensor) -> Tensor:
 
 
 def prepared(op: Callable[..., Any], prepare: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """``op`` of tensors that are prepared for it. NOTE: not by its name, by which torch.fx would call ``op``."""
+    """``op`` on prepared tensors. NOTE: without the op's name, since torch.fx would call ``op`` by name."""
 
     def ready(x: Any) -> Any:
         return prepare(x) if isinstance(x, Tensor) else x

@@ -48,6 +48,6 @@ def table_insert(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Ten
 
 @op("(Tensor keys, Tensor values, Tensor gone) -> (Tensor, Tensor)", _alike)
 def table_remove(keys: Tensor, values: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
-    """The table without these keys; those that it lacks do nothing."""
+    """The table without these keys; absent keys are ignored."""
     kept, places = torch.sort(keys.masked_fill(torch.isin(keys, gone), EMPTY), stable=True)
     return kept, values[places]

@@ -1,4 +1,4 @@
-"""The body of a cell magic, run as the notebook cell it is: true lines, one-frame syntax errors, the user's names.
+"""The body of a cell magic, run as a notebook cell: true lines, one-frame syntax errors, the user's names.
 
 May import IPython; knows nothing of graphs. IPython hands a magic its body without saying where in the cell it stood,
 so the cell is found from the Python frames and the input history, and the body is compiled under the cell's own file
@@ -37,8 +37,8 @@ class CellSyntaxError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """A compiled body: ``label`` is ``In[3]``, ``filename`` what its frames carry, ``silent`` a final semicolon."""
+class CellProgram:
+    """A compiled body: ``label`` is ``In[3]``, ``filename`` the file of its frames, ``silent`` a final semicolon."""
 
     shell: InteractiveShell
     label: str
@@ -50,7 +50,7 @@ class Program:
     last: ast.expr | None
 
     def run(self, full_tracebacks: bool = False, converted: Converted | None = None) -> Any:
-        """Run in the user's namespace; the value of a final expression. converted: what runs in the body's place."""
+        """Run in the user's namespace; returns the value of a final expression. converted: replaces the body."""
         __tracebackhide__ = True
         shell = self.shell
         if converted is None or shell.user_global_ns is not shell.user_ns:
@@ -68,11 +68,11 @@ class Program:
         return [*self.tree.body, *([] if self.last is None else [ast.Expr(self.last)])]
 
     def converted(self, make: Converted) -> Any:
-        """What ``make`` makes of the body."""
+        """The body converted by ``make``."""
         return make(self.tree.body, self.last, self.filename, self.shell.compile.flags)
 
     def names(self, *, full_tracebacks: bool = False) -> dict[str, Any]:
-        """Run on a copy of the user's namespace, which is returned."""
+        """Run on a copy of the user's namespace, and return the copy."""
         __tracebackhide__ = True
         names = dict(self.shell.user_ns)
         self._run(names, names, full_tracebacks)
@@ -89,7 +89,7 @@ class Program:
             raise
 
 
-def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Program:
+def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> CellProgram:
     """The body of ``%%magic line``, ready to run; raises CellSyntaxError."""
     __tracebackhide__ = True
     label, filename = place(shell)
@@ -107,7 +107,7 @@ def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Progr
     except SyntaxError as error:
         raise CellSyntaxError(_advise(error), shell) from None
     silent = DisplayHook.semicolon_at_end_of_expression(source)
-    return Program(shell, label, filename, statements, result, silent, tree, None if last is None else last.value)
+    return CellProgram(shell, label, filename, statements, result, silent, tree, None if last is None else last.value)
 
 
 def place(shell: InteractiveShell) -> tuple[str, str]:
@@ -127,7 +127,7 @@ def place(shell: InteractiveShell) -> tuple[str, str]:
 
 
 def _whole(shell: InteractiveShell, magic: str, line: str, body: str) -> str:
-    """The raw text of the whole cell; rebuilt where the history does not have it (store_history=False)."""
+    """The raw text of the whole cell; rebuilt if missing in the history (store_history=False)."""
     raw = shell.history_manager.input_hist_raw[-1] if shell.history_manager else ""
     return raw if raw.rstrip().endswith(body.rstrip()) else f"%%{magic} {line}\n{body}"
 

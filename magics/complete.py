@@ -1,4 +1,4 @@
-"""Tab in the line of a magic: its options, and the names it takes. Looks at graphs only if there are any: no torch."""
+"""Completion in the line of a magic: its options and names. Looks at graphs only if there are any: no torch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
     "tfnb.graph.spec.Spec", "tfnb.recording.values.tensor.Operation", "tfnb.session.session.Session",
     "tfnb.fitting.fit_loop.RunResult", "tfnb.fitting.background.RunHandle", "tfnb.execution.tracing.trace.Trace",
-    "tfnb.magics.text_table.Table", "tfnb.watching.Watch", "tfnb.graph.queue.Queue", "tfnb.session.breakpoints.Stopped",
+    "tfnb.magics.text_table.Table", "tfnb.watching.Watch", "tfnb.graph.queue.Queue",
+    "tfnb.session.breakpoints.BreakpointValues",
     "tfnb.fitting.comparing.Comparison", "tfnb.state.checkpoint.Checkpoint",
 )  # fmt: skip
 
@@ -68,14 +69,14 @@ def load(shell: InteractiveShell) -> None:
 
 
 def _user_code_ran(_result: Any = None) -> None:
-    """A cell may have changed what recordings read. While the room is still being imported there are none."""
+    """Announce that a cell may have changed recorded Python state, if the recording room is loaded."""
     tell = getattr(sys.modules.get("tfnb.recording"), "user_code_ran", None)
     if tell is not None:
         tell()
 
 
 def _import_torch() -> None:
-    """torch and what recordings need of it load while the user reads on: the first one would wait for them."""
+    """Import torch and the needs of recordings in the background: the first recording would wait otherwise."""
     from tfnb.recording.shapes.fakes import imported  # listed exception: torch takes seconds to load
 
     imported()

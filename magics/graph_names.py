@@ -1,4 +1,4 @@
-"""Which graph, and which value of it, a word of a magic's line means: the notebook's variables come first, then graphs.
+"""Resolution of a word in a magic's line to a graph or value: the notebook's variables first, then graphs.
 
 ``tfnb.<name>`` loads torch when first used.
 """
@@ -15,7 +15,7 @@ import tfnb
 
 
 def graph_meant(names: Mapping[str, Any], graph: str | None, *words: str) -> Any:
-    """The graph that a line is about: ``graph`` of its ``-g``, else the one that has what the words name.
+    """The graph of a line: ``graph`` of its ``-g``, else the graph that contains the named items.
 
     names: the notebook's variables. One that holds a graph, or a recorded value, means that graph; else it is the graph
     of this name, and for nodes, Variables and patterns of them the latest graph that has all. Raises UsageError where
@@ -39,7 +39,7 @@ def graph_meant(names: Mapping[str, Any], graph: str | None, *words: str) -> Any
 
 
 def fetch_meant(names: Mapping[str, Any], graph: Any, word: str) -> Any:
-    """What a word fetches of a graph: its name there, else the recorded value that the notebook's variable holds."""
+    """The fetch named by a word: a name in the graph, else the recorded value of the notebook's variable."""
     held = names.get(word)
     return held if word not in graph and _is_recorded(held) and held.graph is graph else word
 
@@ -66,7 +66,7 @@ def _is_recorded(held: Any) -> TypeGuard[Any]:
 
 
 def _has(names: Mapping[str, Any], graph: Any, word: str) -> bool:
-    """Whether a graph has what the notebook's variable holds, else a node or Variable of this name or pattern."""
+    """Whether a graph contains the notebook variable's value, else a node or Variable of this name or pattern."""
     held = names.get(word)
     if _is_recorded(held) and held.graph is graph:
         return True

@@ -1,4 +1,4 @@
-"""Live drawings of graphs: wires the widget, which knows no graph, to the view and the session."""
+"""Live drawings of graphs: connects the widget, independent of graphs, to the view and the session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LiveDrawing:
         )  # fmt: skip
 
     def fetch(self, name: str) -> dict[str, Any]:
-        """A node's value now; of one in a loop or branch what the last traced run saw."""
+        """A node's current value; inside a loop or branch, the values of the last traced run."""
         inside = self.drawing.contents.by_name.get(name)
         if name in self.graph.contents.by_name or inside is None:
             return fetched(self.graph, name)
@@ -38,14 +38,14 @@ class LiveDrawing:
         return {"preview": tfnb.view.loop_sliders.history(self.shown, self.drawing.path(inside.id))}
 
     def follow(self) -> None:
-        """Show the last traced run of the graph, if it is another one than before."""
+        """Show the last traced run of the graph, if new."""
         trace = self.graph.attached.get("trace")
         if trace is not self.shown and _is_trace(trace):
             self.shown = trace
             self.show(trace)
 
     def with_run(self) -> LiveDrawing:
-        """Itself, with the last traced run, if what that fetched is in the graph still."""
+        """Itself, with the last traced run if its fetches are still in the graph."""
         if _is_trace(self.shown) and self.shown.fetched <= self.graph.contents.by_id.keys():
             self.show(self.shown)
         return self
@@ -61,7 +61,7 @@ class LiveDrawing:
 
 
 class Lives:
-    """The live drawings of a notebook: one of each cell and graph, as it last ran."""
+    """The live drawings of a notebook: one for each cell and graph."""
 
     def __init__(self) -> None:
         self._of: dict[Any, LiveDrawing] = {}
@@ -70,7 +70,7 @@ class Lives:
     def make(
         self, graph: Any, cell: str | None = None, owner: str = BY_TEXT, badges: Mapping[int, str] | None = None
     ) -> LiveDrawing:
-        """A live drawing; that of the same owner before, which the front end has taken away, is closed."""
+        """A live drawing; the owner's previous one, already removed by the front end, is closed."""
         key: Any = next(self._serial) if owner.startswith(BY_TEXT) else (owner, graph.name)
         if key in self._of:
             self._of.pop(key).widget.close()
@@ -78,7 +78,7 @@ class Lives:
         return made
 
     def follow(self, _result: Any = None) -> None:
-        """A cell ran: show the traced run that it made, if any."""
+        """After a cell: show its traced run, if any."""
         for live in tuple(self._of.values()):
             live.follow()
 

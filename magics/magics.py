@@ -30,7 +30,7 @@ from tfnb.magics.options import device, existing, magic, near, parsed
 from tfnb.magics.rerun import Cells, Change, RecordedCell, change
 from tfnb.magics.run_magics import RunMagics
 from tfnb.magics.sticky import Sticky
-from tfnb.magics.text_table import COLUMNS, Lines, Table, variable_row
+from tfnb.magics.text_table import COLUMNS, Table, TextLines, variable_row
 from tfnb.magics.watch import recorded_by, shadowed
 
 NOTHING = (
@@ -88,7 +88,7 @@ class TfnbMagics(RunMagics):
         return self._recorded(RecordedCell(program, options, self.watch.owner(cell)))
 
     def _recorded(self, cell: RecordedCell) -> Any:
-        """Record a cell, show its part of the graph, and say what changed since it ran before."""
+        """Record a cell, show its part of the graph, and report changes since its last run."""
         __tracebackhide__ = True
         program, options = cell.program, cell.options
         name = self._name(options)
@@ -121,7 +121,7 @@ class TfnbMagics(RunMagics):
         return None if program.silent else result
 
     def _refresh(self, graph: Any) -> None:
-        """Record the cells again that lost nodes, from the top; what one of them takes from others, too."""
+        """Record again the cells that lost nodes, from the top, with the cells that lose nodes by this."""
         __tracebackhide__ = True
         tried: set[str] = set()
         while cells := [cell for cell in self.cells.stale(graph) if cell.owner not in tried]:
@@ -187,7 +187,7 @@ class TfnbMagics(RunMagics):
             self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner(""), badges).widget))
 
     def _draw_failed(self, graph: Any, cell: str | None, node: Any, options: Namespace) -> None:
-        """Show what a cell had recorded when an op failed, which is red; below the error."""
+        """Show the nodes recorded until an op failed, the op in red; below the error."""
         wanted = node is not None and not options.quiet and options.show is not False and self.display != "none"
         with contextlib.suppress(Exception):  # the user's error is what counts
             if wanted:
@@ -240,7 +240,7 @@ class TfnbMagics(RunMagics):
         self.watch.show({"text/plain": text})
 
     def _remove_cell(self, graph: Any, cell: str) -> None:
-        """Replace what the cell recorded by nothing."""
+        """Remove the nodes recorded by a cell."""
         owners = {node.owner.key for node in graph.nodes if node.source is not None and node.source.label == cell}
         if not owners:
             cells = dict.fromkeys(node.source.label for node in graph.nodes if node.source is not None)
@@ -388,15 +388,15 @@ class TfnbMagics(RunMagics):
             graph = self._graph(options.graph, *options.names)
             fetches = [self._fetch(graph, name) for name in options.names]
             found = tfnb.session.default_session(graph).passes(fetches, graph.placeholders)
-            return self._out(options, Lines(f"{found!r}\n{found.diff()}") if options.text else found)
+            return self._out(options, TextLines(f"{found!r}\n{found.diff()}") if options.text else found)
         if len(options.names) != 2:
             raise UsageError(f"two graphs are compared; got: {' '.join(options.names)} (or is it %tfdiff --passes?)")
         before, after = map(self._graph, options.names)
         found = before.diff(after)
-        return self._out(options, Lines(found) if options.text else found)
+        return self._out(options, TextLines(found) if options.text else found)
 
     def _assigned(self, graph: Any, line: str, cell: str | None) -> dict[str, Any]:
-        """Run a body on a copy of the namespace; what it gave to names of placeholders."""
+        """Run a body on a copy of the namespace; returns the values given to names of placeholders."""
         if cell is None:
             return {}
         names = compiled(self.shell, "tfrun", line, cell).names(full_tracebacks=self.full_tracebacks)
@@ -577,7 +577,7 @@ def _clear(graph: Any, *, is_confirmed: bool) -> None:
 
 
 def _axis(name: str, size: int) -> int | str:
-    """``_`` keeps the sample's size, digits fix it, a letter varies."""
+    """An axis: ``_`` keeps the sample's size, digits fix the size, a letter varies."""
     name = name.strip()
     return size if name == "_" else int(name) if name.isdigit() else name
 
@@ -589,7 +589,7 @@ def _bundle(widget: Any) -> dict[str, Any]:
 
 
 def _drawn(feeds: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What each step is fed, until an iterator ends: its next value, of anything else the same."""
+    """The feeds of each step, until an iterator ends: next values of iterators, other values unchanged."""
     while True:
         try:
             fed = {name: next(value) if isinstance(value, Iterator) else value for name, value in feeds.items()}

@@ -40,7 +40,7 @@ def magic(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _with_usage_errors(method: Any) -> Any:
-    """A magic whose line form raises UsageError, one line without a traceback, for what the line names or says wrongly.
+    """A magic whose line form turns errors about the line's names into UsageError, without a traceback.
 
     What a body raises, and what fails while something runs, keeps its class and its frames.
     """
@@ -79,7 +79,7 @@ def existing(path: Path) -> Path:
 
 
 def words(line: str) -> list[str]:
-    """A line's words; brackets that close further on hold what is between them together, and so do quotes.
+    """The words of a line; brackets and quotes hold their contents together.
 
     A word in quotes is what is between them, as in a shell. Quotes within a word are Python's.
 
@@ -138,7 +138,7 @@ def parsed(method: Any, line: str) -> Namespace:
 
 
 def _refuse(method: Any, wrong: str, unknown: list[str]) -> NoReturn:
-    """Say which option was meant, of this magic or of another one, else the usage."""
+    """Raise UsageError with the option probably meant, of this magic or another, else with the usage."""
     known = {
         option.lstrip("-"): f"{option} of %{name}"
         for name, other in inspect.getmembers(type(method.__self__), lambda member: hasattr(member, "parser"))

@@ -1,4 +1,4 @@
-"""Cells that run again: what each changed in its graph, and the cells below that lost nodes by it.
+"""Cells that run again: the change of each in its graph, and later cells that lost nodes.
 
 A recorded cell is kept as a program with its options, so that it can be recorded once more where it lost nodes.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tfnb
-from tfnb.magics.cell import Program
+from tfnb.magics.cell import CellProgram
 
 FEW = 4  # names of one kind that a line tells
 _MADE = ("tfnb.read", "tfnb.assign", "tfnb.constant")
@@ -19,9 +19,9 @@ _MADE = ("tfnb.read", "tfnb.assign", "tfnb.constant")
 
 @dataclass(frozen=True, slots=True)
 class RecordedCell:
-    """A cell's compiled body, the options of its magic, and who it records as."""
+    """A cell's compiled body, the options of its magic, and its owner in the graph."""
 
-    program: Program
+    program: CellProgram
     options: Namespace
     owner: str
 
@@ -38,11 +38,11 @@ class Change:
 
     @property
     def badges(self) -> dict[int, str]:
-        """What a drawing marks."""
+        """The marks of a drawing."""
         return {n.id: mark for mark in ("added", "changed") for n in getattr(self, mark)}
 
     def lines(self) -> Iterator[str]:
-        """What is said about it: a line for the cell, and one for each that lost nodes."""
+        """The report: a line for the cell, and a line for each cell that lost nodes."""
         parts = {word: getattr(self, word) for word in ("added", "removed", "changed")}
         if any(parts.values()):
             moved = {"added": self.moved, "removed": self.moved, "changed": frozenset[str]()}
@@ -73,7 +73,7 @@ def change(before: Any, graph: Any, owner: str) -> Change:
 
 
 def _names(nodes: Iterable[Any], moved: Collection[str] = ()) -> str:
-    """Names that the user gave first, then what is made for them: slots and updates of optimizers, parts of calls."""
+    """Names given by the user first, then generated ones: slots and updates of optimizers, parts of calls."""
     made = [("/" in node.name or node.op in _MADE, node) for node in nodes]
     ordered = [node for _, node in sorted(made, key=lambda each: each[0])]
     names = [f"{n.name}: {n.op.split('.')[1]}" if n.name in moved else n.name for n in ordered]
@@ -82,7 +82,7 @@ def _names(nodes: Iterable[Any], moved: Collection[str] = ()) -> str:
 
 
 class Cells:
-    """The cells that recorded, by graph and owner, and which of them lost nodes since."""
+    """The recorded cells, by graph and owner, and the cells that lost nodes since."""
 
     def __init__(self) -> None:
         self._recorded: dict[tuple[str, str], RecordedCell] = {}
@@ -96,7 +96,7 @@ class Cells:
         self._stale.pop(key, None)
 
     def stale(self, graph: Any) -> list[RecordedCell]:
-        """The cells of a graph that lost nodes, or read what has changed since, in the order of their first runs."""
+        """The cells of a graph that lost nodes or read changed Python state, in the order of their first runs."""
         order = {owner: place for place, owner in enumerate(graph.owners)}
         changed = {(graph.name, owner) for owner in tfnb.recording.stale_owners(graph.attached)}
         found = changed | {key for key in self._stale if key[0] == graph.name}

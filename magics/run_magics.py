@@ -20,7 +20,7 @@ from tfnb.magics.watch_names import expressions
 
 
 class RunMagics(SharedMagics):
-    """What is done with the runs of a graph."""
+    """Magics on the runs of a graph."""
 
     @magic(
         argument("what", nargs="*", metavar="EXPR", help="names or patterns; NAME:hist for a histogram"),
@@ -66,7 +66,7 @@ class RunMagics(SharedMagics):
         return self._out(options, points)
 
     def hand_over(self, ran: Any) -> None:
-        """A cell ended: the next one has the values at the breakpoint that stopped it."""
+        """After a cell: give the next cell the values at the breakpoint that stopped this one."""
         if isinstance(error := getattr(ran, "error_in_exec", None), tfnb.errors.BreakpointReached):
             self.shell.user_ns["stopped"] = error.details
             display(error.details)

@@ -1,4 +1,4 @@
-"""What all magics share: settings, results, help, cards, and the names of a line.
+"""The common base of all magics: settings, results, help, cards, and names in a line.
 
 ``tfnb.<name>`` loads torch when first used.
 """
@@ -21,7 +21,7 @@ from tfnb.magics.watch import CellWatch
 
 
 class SharedMagics(Magics):
-    """Settings, and what a magic does beside its call."""
+    """Settings, and common work around the call of a magic."""
 
     display = Enum(["static", "live", "none"], "static", help="how a recorded cell is drawn").tag(config=True)
     repr = Enum(["html", "text"], "html", help="how objects of tfnb are shown").tag(config=True)
@@ -38,11 +38,11 @@ class SharedMagics(Magics):
         return graph_meant(self.shell.user_ns, name, *words)
 
     def _fetch(self, graph: Any, word: str) -> Any:
-        """What a word fetches of it: see `fetch_meant`."""
+        """The fetch named by a word: see `fetch_meant`."""
         return fetch_meant(self.shell.user_ns, graph, word)
 
     def _node(self, graph: Any, word: str) -> Any:
-        """The Value that it is."""
+        """The Value named by a word."""
         return tfnb.session.structures.value_of(graph, self._fetch(graph, word))
 
     def _feed(self, words: list[str]) -> tuple[str, Any]:
@@ -54,7 +54,7 @@ class SharedMagics(Magics):
         return name, self._value(f"-f {text}", expression)
 
     def _value(self, option: str, expression: str) -> Any:
-        """The value of an expression of the user's; ``option``: what an error begins with."""
+        """The value of a user's expression; ``option``: the prefix of its errors."""
         try:
             return self.shell.ev(expression)
         except (SyntaxError, NameError) as error:
@@ -94,12 +94,13 @@ class SharedMagics(Magics):
         cards = {
             tfnb.Tensor: tfnb.view.tensor_html, tfnb.Variable: tfnb.view.variable_html, tfnb.Spec: tfnb.view.spec_html,
             tfnb.Operation: tfnb.view.operation_html, tfnb.Session: tfnb.view.session_html,
-            tfnb.view.reprs.Queue: tfnb.view.queue_html, tfnb.session.breakpoints.Stopped: tfnb.view.values_html,
+            tfnb.view.reprs.Queue: tfnb.view.queue_html,
+            tfnb.session.breakpoints.BreakpointValues: tfnb.view.values_html,
             tfnb.state.checkpoint.Checkpoint: tfnb.view.checkpoint_html,
         }  # fmt: skip
         card = next((card for kind, card in cards.items() if isinstance(shown, kind)), None)
         return shown._repr_html_() if card is None else card(shown)
 
     def svg(self, shown: Any) -> str | None:
-        """The picture of one of tfnb's graphs, for where HTML is cleaned of it; none as for `html`."""
+        """The picture of a graph, for front ends that sanitize HTML; None as for `html`."""
         return shown._repr_svg_() if self.repr == "html" else None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 class Sticky:
-    """An input transformer of IPython: it gets a cell's lines and gives those that are run.
+    """An input transformer of IPython: maps a cell's lines to the lines to run.
 
     is_running: whether a cell runs; what is transformed then is a part of it.
 
@@ -26,7 +26,7 @@ class Sticky:
         self._is_running = is_running
 
     def __call__(self, lines: list[str]) -> list[str]:
-        """The lines of one cell; those that Python alone cannot read stay as they are."""
+        """The lines of one cell; cells that Python alone cannot read stay unchanged."""
         if self.graph is None or self._is_running():
             return lines
         code = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -1,4 +1,4 @@
-"""A small table with HTML and text reprs of equal facts: what %tfvars and %tfgraph ls return. Imports no room."""
+"""A small table with HTML and text reprs of equal facts: the result of %tfvars and %tfgraph ls. Imports no room."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def variable_row(label: str, variable: Any) -> tuple[Any, ...]:
     return label, str(spec), math.prod(spec.shape) * spec.dtype.itemsize, str(variable.device), variable.trainable
 
 
-class Lines(str):
-    """A string that a cell shows as the lines it is.
+class TextLines(str):
+    """A string shown by a cell as its lines.
 
-    >>> Lines("a\\nb")
+    >>> TextLines("a\\nb")
     a
     b
     """

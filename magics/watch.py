@@ -1,4 +1,4 @@
-"""The running notebook cell: its identity, and what to show once its result stands. Looks at what cells recorded."""
+"""The running notebook cell: its identity, and output to show after its result. Inspects recorded cells."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class CellWatch:
 
 
 def recorded_by(graph: Any) -> dict[str, Any]:
-    """Name -> the node that has it, of cells that are known by their text only."""
+    """Name -> node, for nodes of cells identified by their text only."""
     nodes = graph.nodes if graph is not None else ()
     return {node.name: node for node in nodes if node.owner is not None and node.owner.key.startswith(BY_TEXT)}
 
 
 def shadowed(graph: Any, before: dict[str, Any], names: dict[str, Any]) -> Iterator[str]:
-    """An edited cell that the front end gave no id cannot be recognised: say what stays of it."""
+    """Report remains of an edited cell that the front end gave no id, and so cannot be recognised."""
     stays: dict[str, list[str]] = {}
     for name, old in before.items():
         new = names.get(name)

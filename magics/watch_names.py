@@ -1,4 +1,4 @@
-"""What ``%tfwatch`` is given: names of the notebook, names and patterns of the graph, in one line."""
+"""The arguments of ``%tfwatch``: names of the notebook, names and patterns of the graph, in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^\s,"']+))\s*(:hist)?\s*,?"""
 
 
 def expressions(words: Sequence[str], names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Items separated by commas or spaces: the name, and what a variable of the notebook holds, if that can be watched.
+    """Items separated by commas or spaces: the name, and the notebook variable's value if it can be watched.
 
     Of others the item is text.
 
@@ -28,7 +28,7 @@ def expressions(words: Sequence[str], names: Mapping[str, Any]) -> Iterator[tupl
 
 
 def settle(_result: Any = None) -> None:
-    """A cell ended: what was seen last is shown."""
+    """After a cell: show the latest watched values."""
     if "tfnb.watching" in sys.modules:
         for graph in tfnb.graphs().values():
             if (watch := graph.attached.get("watch")) is not None:

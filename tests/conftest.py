@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, a leak check, the devices to test on, hypothesis profiles, a place in the order.
+"""Common set-up of all tests: fixed seeds, a leak check, the tested devices, hypothesis profiles, the order.
 
 ``TFNB_TEST_DEVICES=cpu,cuda`` names the devices (default ``cpu``); one that is absent fails, it does not skip.
 ``TFNB_FUZZ=1000`` takes the long random profile of hypothesis instead of the short, repeatable one, and so many
@@ -38,7 +38,7 @@ hypothesis.settings.load_profile("long" if os.environ.get("TFNB_FUZZ") else "sho
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Ctrl-C works, also where the parent ignores it (nohup, some CI); processes side by side share the cores."""
+    """Let Ctrl-C work even if the parent ignores signals (nohup, some CI); processes side by side share the cores."""
     gc.disable()  # what is imported stays
     if any(name.startswith("TFNB_SLOW_") for name in os.environ):
         from tests.selection import Selection  # it reads the table of the rooms, which loads the compiler
@@ -62,14 +62,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is collected; what was imported counts as old."""
+    """Collect garbage from here on; imported objects are moved to the oldest generation."""
     gc.freeze()
     gc.unfreeze()
     gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that processes side by side end at about the same time."""
+    """Put the longest tests first, so that processes side by side end at about the same time."""
     items.sort(key=lambda item: place(item.nodeid))
     left = long((item.nodeid for item in items if not item.get_closest_marker("slow")), known())
     for item in items:
@@ -82,14 +82,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """With ``--reruns``: how each test failed that was run again. It is a defect, of the test or of tfnb."""
+    """With ``--reruns``: show how each repeated test failed first. Such a failure is a defect, of the test
+    or of tfnb.
+    """
     for report in terminalreporter.getreports("rerun"):
         terminalreporter.section(f"failed, and was run again: {report.nodeid}", "-")
         terminalreporter.line(report.longreprtext)
 
 
 def pytest_unconfigure() -> None:
-    """The packages of this run are gone with it."""
+    """Remove the package cache of this run."""
     if _PACKAGES is not None:
         shutil.rmtree(_PACKAGES, ignore_errors=True)
 
@@ -112,7 +114,7 @@ def seeded() -> None:
 
 @pytest.fixture(scope="module")
 def own_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of packages for one file, whose tests look at what is in it, or clear it."""
+    """A separate package cache for a file whose tests inspect or clear the cache."""
     from tfnb.execution.compiling.package_cache import packages  # the files that ask for it have loaded the compiler
 
     with pytest.MonkeyPatch.context() as patch:
@@ -125,7 +127,7 @@ def own_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def own_graphs() -> Iterator[None]:
-    """The named graphs of a file end with it: a cell of another file would go on in one of the same name."""
+    """Forget the named graphs of a file at its end: cells of another file would continue a graph of the same name."""
     before = graphs()
     yield
     for name in graphs().keys() - before.keys():

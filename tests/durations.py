@@ -1,4 +1,4 @@
-"""What each test takes, as it was measured last, and which tests that makes slow ones.
+"""Measured durations of tests, and the choice of slow tests by duration.
 
 ``python -m tests.durations REPORT.xml ...`` writes the times in reports of ``pytest --junitxml`` to
 ``tests/durations.json``: seconds of each function, its fixtures included, on average over its parameters.
@@ -27,18 +27,18 @@ def known() -> dict[str, float]:
 
 
 def unit_of(nodeid: str) -> str:
-    """What is chosen or left out as a whole: a test, or all cells of a notebook, as each needs those before it."""
+    """The unit of selection: a test, or all cells of a notebook, since each cell needs the earlier ones."""
     path = nodeid.partition("::")[0]
     return path if path.endswith(".ipynb") else nodeid
 
 
 def function_of(nodeid: str) -> str:
-    """A test without its parameters, a notebook without the cell: what durations are kept for."""
+    """The unit of durations: a test without its parameters, a notebook without the cell."""
     return unit_of(nodeid.partition("[")[0])
 
 
 def long(nodeids: Iterable[str], durations: Mapping[str, float]) -> set[str]:
-    """Those that quick runs leave out, in order: the first set of parameters stays, unless it takes very long.
+    """Tests left out of quick runs, in order: the first set of parameters stays, unless very long.
 
     >>> sorted(long(["a[1]", "a[2]", "b[1]", "b[2]", "c"], {"a": 0.5, "b": 0.1, "c": 9.0}))
     ['a[2]', 'c']

@@ -26,7 +26,7 @@ ODD: list[Any] = [
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Each place of a JSON value, as what it is in and the key there."""
+    """Each place of a JSON value, as (container, key)."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     return [pair for key in keys for pair in ((value, key), *places(value[key]))]
 
@@ -52,7 +52,7 @@ def changed(value: Any, chance: random.Random) -> Any:
 
 
 def torn(data: bytes, chance: random.Random) -> bytes:
-    """Bytes of which some are changed, cut out or repeated."""
+    """Bytes with random changes, cuts or repetitions."""
     found = bytearray(data)
     for _ in range(chance.choice((1, 2, 8))):
         at = chance.randrange(len(found))

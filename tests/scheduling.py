@@ -1,4 +1,4 @@
-"""Which tests stay in one process, and which scopes are taken first, when processes run tests side by side."""
+"""Distribution of tests to processes: scopes that stay in one process, and the order of scopes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITH_FAULTS = (
 
 
 def scope(nodeid: str) -> str:
-    """The scope of a test, which one process runs whole: its file, or a group of files that share a Dask cluster."""
+    """The scope of a test, run as a whole by one process: its file, or a group of files that share a Dask cluster."""
     path = nodeid.split("::", 1)[0]
     if not path.startswith(CLUSTER) or path.startswith(ALONE):
         return path
@@ -36,7 +36,7 @@ def scope(nodeid: str) -> str:
 
 
 def place(nodeid: str) -> int:
-    """The rank of a test in the order: what takes longest comes first, so that the processes end together."""
+    """The rank of a test in the order: long scopes come first, so that the processes end together."""
     name = scope(nodeid)
     return next((n for n, start in enumerate(LONGEST) if name.startswith(start)), len(LONGEST))
 

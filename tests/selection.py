@@ -62,7 +62,7 @@ NOT_BEGUN = f"not begun: later than {DEADLINE}"
 
 @dataclass(frozen=True)
 class Change:
-    """A commit and the files that it changed since its base. ``files=None``: there is no base, all count as changed."""
+    """A commit and its changed files since the base. ``files=None``: no base, so all files count as changed."""
 
     commit: str
     base: str
@@ -127,7 +127,7 @@ def is_test(path: str) -> bool:
 
 
 def above(rooms: Iterable[str]) -> set[str]:
-    """Rooms that stand directly on one of these."""
+    """Rooms directly above these rooms."""
     return {name for name, below in BELOW.items() if set(below.split()) & set(rooms)}
 
 
@@ -217,7 +217,7 @@ def _counts(why: Counter[str]) -> str:
 
 
 class Selection:
-    """A plugin of pytest: leaves out what `left_out` says, and begins no slow test after the deadline."""
+    """A plugin of pytest: leaves out the tests of `left_out`, and begins no slow test after the deadline."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self.seconds = float(environment.get(SECONDS, "inf"))

@@ -20,7 +20,7 @@ import tfnb
 from tfnb.errors import CheckpointCorrupt, FailedPrecondition, InvalidArgument, NotFound
 from tfnb.fitting import fit_display, fit_loop
 from tfnb.state import checkpoint
-from tfnb.state.checkpoint_folder import CheckpointFolder, Kept, Retention
+from tfnb.state.checkpoint_folder import CheckpointFolder, CheckpointRecord, Retention
 from tfnb.train import Saver
 
 X = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
@@ -63,9 +63,12 @@ def steps_of(saver: Saver) -> list[int]:
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def history(hours: list[float], losses: list[float] | None = None) -> list[Kept]:
+def history(hours: list[float], losses: list[float] | None = None) -> list[CheckpointRecord]:
     values = [{}] * len(hours) if losses is None else [{"loss": loss} for loss in losses]
-    return [Kept(n, Path(f"{n}"), 3600 * at, value) for n, (at, value) in enumerate(zip(hours, values, strict=True), 1)]
+    return [
+        CheckpointRecord(n, Path(f"{n}"), 3600 * at, value)
+        for n, (at, value) in enumerate(zip(hours, values, strict=True), 1)
+    ]
 
 
 @pytest.mark.parametrize(("retention", "hours", "losses", "expected"), [
@@ -81,7 +84,7 @@ def history(hours: list[float], losses: list[float] | None = None) -> list[Kept]
 def test_retention(retention: Retention, hours: Any, losses: Any, expected: list[int]) -> None:
     found = history(hours, losses)
     assert [one.step for one in retention.kept(found)] == expected
-    left: list[Kept] = []
+    left: list[CheckpointRecord] = []
     for one in found:  # what was deleted on the way would not be there at the end
         left = retention.kept([*left, one])
     assert [one.step for one in left] == expected

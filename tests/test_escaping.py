@@ -19,7 +19,7 @@ from tests.test_layers import module_of, sources
 from tests.view.test_escape import NASTY, graph
 from tfnb import view, watching
 from tfnb.cluster.notebook import card
-from tfnb.doctor import Finding, Report
+from tfnb.doctor import DoctorReport, Finding
 from tfnb.fitting import background, comparing, fit_loop
 from tfnb.graph import Contents, Graph, Spec, Variable
 from tfnb.magics import text_table
@@ -55,7 +55,7 @@ def watched(text: str) -> Any:
 
 def passed(text: str) -> pipeline.Passes:
     """Passes of these names over a graph of this name."""
-    one = pipeline.Stage(text, 1, 1, 1, graph(text))
+    one = pipeline.PassResult(text, 1, 1, 1, graph(text))
     return pipeline.Passes((one, one))
 
 
@@ -80,9 +80,9 @@ def paneled(text: str) -> str:
 PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.graph.graph.Graph": lambda text: graph(text)._repr_html_(),
     "tfnb.graph.difference.Difference": lambda text: graph(text).diff(graph("b"))._repr_html_(),
-    "tfnb.doctor.Report": lambda text: Report((Finding(text, text),))._repr_html_(),
+    "tfnb.doctor.DoctorReport": lambda text: DoctorReport((Finding(text, text),))._repr_html_(),
     "tfnb.cluster.notebook.card.Status": lambda text: card.Status(
-        text, ((text, text),), (card.Row(text, text, text, text),), (text,)
+        text, ((text, text),), (card.CardRow(text, text, text, text),), (text,)
     )._repr_html_(),
     "tfnb.fitting.fit_loop.RunResult": lambda text: fit_loop.RunResult(
         1, [{text: text}], 1.0, [{"step": 1, text: 1.0}, {"step": 2, text: 2.0}], text, text
@@ -114,7 +114,7 @@ SHOWN_BY_OTHERS = {
     "tfnb.view.page": "tfnb.view.export", "tfnb.view.face": "tfnb.view.export", "tfnb.view.level": "tfnb.view.export",
     "tfnb.view.drawing": "tfnb.view.export", "tfnb.view.timeline": "tests/view/test_timeline.py",
     "tfnb.passes.flow.reasons.PlacedPart": "StepParts",
-    "tfnb.cluster.notebook.card": "Status", "tfnb.fitting.comparing": "Comparison", "tfnb.doctor": "Report",
+    "tfnb.cluster.notebook.card": "Status", "tfnb.fitting.comparing": "Comparison", "tfnb.doctor": "DoctorReport",
     "tfnb.fitting.fit_loop": "RunResult", "tfnb.fitting.background": "RunHandle", "tfnb.watching": "Watch",
     "tfnb.magics.text_table": "Table",
 }  # fmt: skip

@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
     @property
     def whole(self) -> Call:
-        """With the defaults of all other arguments, which can be wrong, too."""
+        """A call with explicit defaults for all other arguments, so that these can be wrong, too."""
         parameters = inspect.signature(self.function).parameters.values()
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         return Call(self.function, {**defaults, **self.right})
@@ -45,7 +45,7 @@ def entered(manager: Callable[..., Any]) -> Callable[..., None]:
 
 
 def taken(queue: Any, element: Any, **given: Any) -> Any:
-    """What a queue gives of one element, which is not left there."""
+    """Enqueue an element, and dequeue one, so that none is left in the queue."""
     queue.enqueue(element)
     try:
         return queue.dequeue(**given)
@@ -76,7 +76,7 @@ def ended(function: Callable[..., Any], end: Callable[[Any], object]) -> Callabl
 
 
 def awaited(handle: tfnb.RunHandle) -> None:
-    """What a training in the background gives or raises."""
+    """The result or error of a training in the background."""
     try:
         handle.result(timeout=5.0)
     finally:
@@ -96,7 +96,7 @@ def of(make: Callable[[], Any], name: str) -> Callable[..., Any]:
 
 @wraps(tfnb.connect)
 def connected_to_nobody(**given: Any) -> None:
-    """A connection to where nobody listens: `tests/cluster` has those that come about."""
+    """A connection to an address without a listener: `tests/cluster` has successful connections."""
     cluster, timeout = given["cluster"], given["timeout"]
     if cluster is None or type(cluster) is int:  # Dask's default, or processes of this machine
         return
@@ -122,7 +122,7 @@ def held(source: Any, **given: Any) -> None:
 
 
 def read(reader: Callable[..., Any]) -> Callable[..., Any]:
-    """A reader, and what it reads first."""
+    """A reader, and its first element."""
     return ended(reader, lambda made: made.read())
 
 
@@ -152,7 +152,7 @@ class World:
         graph.save(folder / "graph.json")
 
     def state(self) -> Any:
-        """What a failing call leaves as it is."""
+        """The state that a failing call must leave unchanged."""
         try:
             held = self.weight.value().tolist(), int(self.queue.size())
         except TfnbError as error:  # it was reset

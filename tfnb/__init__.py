@@ -85,7 +85,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, or one of the rooms, when it is first used."""
+    """Load a public name, or a room, at its first use."""
     if name in _FROM:
         value = getattr(import_module(_FROM[name]), name)
     elif name in _ROOMS:

@@ -46,7 +46,7 @@ def digits(*, test: int = 360, seed: int = 0) -> Digits:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text as ``tokens`` int64 [N], which index the characters of ``vocabulary``.
+    """A text as ``tokens`` int64 [N], indices into the characters of ``vocabulary``.
 
     >>> text = Text(torch.tensor([1, 0, 1]), "ab")
     >>> text.decode(text.tokens), text.encode("ab").tolist()

@@ -1,4 +1,4 @@
-"""``tfnb demo``: execute the quickstart notebook, tell how it goes, write it as HTML, sum up in one line of JSON.
+"""``tfnb demo``: execute the quickstart notebook with progress, write HTML, and sum up in one line of JSON.
 
 There is one main job, the notebook; this only runs it. Needs the extras ``lab``, ``data``. May import tutorials only.
 """
@@ -45,7 +45,7 @@ def demo(out: Path) -> int:
 
 
 def _kernel() -> AsyncKernelManager:
-    """A kernel of this very environment, whatever kernels the user has installed."""
+    """A kernel of this very environment, independent of installed kernels."""
     return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
 
 

@@ -1,4 +1,4 @@
-"""What works here: versions, devices, drawing, a cluster in processes. Each check finds something or fails by itself.
+"""Checks of the installation: versions, devices, drawing, a cluster in processes. Each check fails on its own.
 
 Rooms are imported inside their check, by name, since a broken installation is what is being looked for. Nothing is
 repaired and nothing is left behind.
@@ -22,7 +22,7 @@ EXTRAS = {"scikit-learn": "data", "jupyterlab": "lab", "nbclient": "lab", "bokeh
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: what was looked at, what was found, whether it is as needed (None: optional and absent)."""
+    """The result of one check: its subject, the finding, and whether it is good (None: optional and absent)."""
 
     what: str
     found: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """All findings; ``ok`` if nothing needed is missing."""
 
     findings: tuple[Finding, ...]
@@ -49,13 +49,13 @@ class Report:
         return f"<pre>{xml(repr(self))}</pre>"
 
 
-def doctor() -> Report:
-    """Look at everything that tfnb needs and can use here; takes some seconds, for it starts a cluster and ends it."""
+def doctor() -> DoctorReport:
+    """Check everything that tfnb needs and can use here; takes some seconds, since a cluster is started."""
     checks: dict[str, Callable[[], str]] = {
         "devices": _devices, "compiler": _compiler, "packages": _packages, "drawing": _drawing, "cluster": _cluster,
     }  # fmt: skip
     packages = (_package(name) for name in PACKAGES.split())
-    return Report((_python(), *packages, *map(_extra, EXTRAS), *(_tried(*check) for check in checks.items())))
+    return DoctorReport((_python(), *packages, *map(_extra, EXTRAS), *(_tried(*check) for check in checks.items())))
 
 
 def _tried(what: str, check: Callable[[], str]) -> Finding:

@@ -1,4 +1,4 @@
-"""The one family of errors, and what files are called in their texts.
+"""The family of errors, and the labels of files in their texts.
 
 Every error is a :class:`TfnbError` *and* the builtin a user would expect, carries a ``code``, and names
 where it happened: node, op, cell, line, device, step, the inputs, and other nodes involved.
@@ -65,7 +65,7 @@ class UnsupportedDtype(InvalidArgument, TypeError):
 
 
 class NonFinite(InvalidArgument, FloatingPointError):
-    """A step gave NaN or infinity; ``details`` says where it began, on a cluster as a dict of what the task told."""
+    """A step gave NaN or infinity; ``details`` has the origin, on a cluster as a dict from the task."""
 
 
 class NonFiniteGradient(NonFinite):
@@ -103,7 +103,7 @@ class DeadlockError(FailedPrecondition):
 
 
 class VersionMismatch(FailedPrecondition):
-    """Processes with different versions of what they must share."""
+    """Processes with different versions of software that must be the same on both."""
 
 
 class CheckpointIncompatible(FailedPrecondition):
@@ -167,7 +167,7 @@ class BreakpointReached(Cancelled):
 
 
 class QueueClosed(Cancelled):
-    """An element was put on a closed queue, or it was closed a second time."""
+    """An element was enqueued into a closed queue, or a queue was closed twice."""
 
 
 class DeadlineExceeded(TfnbError, TimeoutError):
@@ -177,13 +177,13 @@ class DeadlineExceeded(TfnbError, TimeoutError):
 
 
 class Aborted(TfnbError):
-    """The step was aborted; it may be run again."""
+    """The step was aborted, and may be run again."""
 
     code = "ABORTED"
 
 
 class StepAborted(Aborted):
-    """A step that ended because a part of it was lost."""
+    """A step ended because one of its parts was lost."""
 
 
 class Fenced(Aborted):
@@ -244,7 +244,7 @@ _SHORT = 60  # characters of a value in a message
 
 
 def ensure_type(value: object, kind: type | tuple[type, ...], owner: str) -> None:
-    """Raise InvalidType unless ``value``, which ``owner`` takes, is of that type; a bool is no int.
+    """Raise InvalidType unless ``value``, an argument of ``owner``, has this type; a bool is no int.
 
     >>> ensure_type(3, int, "seed")
     >>> ensure_type("x", (int, float), "timeout")
@@ -266,13 +266,13 @@ _names: list[Callable[[str], str | None]] = []
 
 
 def name_cells(by: Callable[[str], str | None]) -> Callable[[], None]:
-    """``by`` knows what a front end calls the file of a cell (``In[3]``); gives what takes that back."""
+    """Register ``by``, a front end's labels for files of cells (``In[3]``); returns a function that unregisters it."""
     _names.append(by)
     return lambda: _names.remove(by)
 
 
 def file_label(filename: str) -> str:
-    """What a file is called in messages.
+    """The label of a file in messages.
 
     >>> file_label("/home/me/train.py")
     'train.py'

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from tfnb.errors import FeedError, InvalidArgument, Unimplemented
-from tfnb.execution.lowering.checked_calls import Branch, Drawing
-from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
+from tfnb.execution.lowering.checked_calls import Branch, RandomCall
+from tfnb.execution.lowering.control_flow_code import Cond, Loop, RecursiveCall
 from tfnb.execution.lowering.lower import lower_optimized
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.native.exportable import FORMS
@@ -31,13 +31,13 @@ aten, higher_order = torch.ops.aten, torch.ops.higher_order
 
 _CURES: Mapping[type, str] = {
     Branch: "its outcome was decided by a value while recording: use torch.where or tfnb.cond",
-    Call: "it calls itself, and torch has no form for that: write a loop",
+    RecursiveCall: "it calls itself, and torch has no form for that: write a loop",
 }
 """Calls that torch has no form for, and what to write instead."""
 
 
 def to_module(graph: Graph, fetches: Any, feeds: Iterable[Any]) -> fx.GraphModule:
-    """What `tfnb.Graph.to_module` gives."""
+    """The torch module of `tfnb.Graph.to_module`."""
     leaves: list[Any] = []
     rebuild = structure(fetches, leaves)
     values = tuple(_fetched(graph, leaf) for leaf in leaves)
@@ -102,7 +102,7 @@ class _Part:
 
 
 class _Translation:
-    """One program, translated from code that lowering generated. outer: of which program it is a subgraph."""
+    """Translates generated code into a torch module. outer: the enclosing program of a subgraph."""
 
     def __init__(self, program: Program, names: Sequence[str], outer: _Translation | None = None) -> None:
         self.program, self.names, self.outer = program, names, outer
@@ -131,7 +131,7 @@ class _Translation:
         return _Part(fx.GraphModule(self.home, self.graph), self.lifted)
 
     def _translated(self) -> list[Any]:
-        """The nodes that give what the program returns."""
+        """Translate the program; returns the nodes of its results."""
         program = self.program
         *inputs, _ = program.module.graph.find_nodes(op="placeholder")
         feeds, storages = inputs[: len(program.feeds)], inputs[len(program.feeds) :]
@@ -160,7 +160,7 @@ class _Translation:
     # -- what it holds --------------------------------------------------------------------------------------------
 
     def _registered(self, label: str, variable: Variable) -> str:
-        """The Variable as a parameter, or a buffer if it is not trained, under its label."""
+        """The Variable as a parameter, or as a buffer if not trainable, under its label."""
         *path, name = label.split(".")
         home = self.home
         for part in path:
@@ -185,7 +185,7 @@ class _Translation:
             )
 
     def _constant(self, name: str, value: torch.Tensor) -> fx.Node:
-        """A constant: a buffer that is not saved; in a subgraph an input of it."""
+        """A constant: a non-persistent buffer; in a subgraph, an additional input."""
         if name not in self.constants:
             if self.outer is None:
                 place = f"_constant{len(self.constants)}"
@@ -235,7 +235,7 @@ class _Translation:
             return self._branches(owner, target, *args[1:])
         if isinstance(target, Loop):
             return self._loop(owner, target, *args[1:])
-        if isinstance(target, Drawing):
+        if isinstance(target, RandomCall):
             if self.outer is not None:
                 raise _refused(owner, "it draws inside of a branch or loop: draw before it")
             target, args = overload(owner.op), args[1:]
@@ -256,7 +256,7 @@ class _Translation:
         return self.graph.call_function(higher_order.cond, (pred, *graphs, (*operands, *constants)))
 
     def _loop(self, node: Node, loop: Loop, init: Any, xs: Any, captures: Any, limit: Any, rows: Any) -> fx.Node:
-        """A scan where rows or sizes tell how often it runs, else torch's while loop."""
+        """A scan if rows or sizes determine the number of iterations, else torch's while loop."""
         attrs, carried = node.attrs, len(init)
         outputs = attrs["body"].outputs
         wanted = [*outputs[:carried], *(outputs[carried + row] for row in loop.rows)]
@@ -301,7 +301,7 @@ class _Translation:
 
 
 def _taking(part: _Part, constants: Sequence[fx.Node], unused: int | None) -> fx.GraphModule:
-    """A part that takes these constants, of which it uses its own."""
+    """A part that accepts all these constants, and uses its own among them."""
     graph, old = fx.Graph(), part.module.graph.find_nodes(op="placeholder")
     count = len(old) - len(part.constants)
     copies = {}
@@ -361,5 +361,5 @@ def looped(
 
 
 def size_check(holds: bool, text: str) -> None:
-    """Raise RuntimeError unless a relation between sizes holds; torch.export makes a constraint of it."""
+    """Raise RuntimeError unless a relation between sizes holds; torch.export makes a constraint from the call."""
     torch._check(holds, lambda: text)

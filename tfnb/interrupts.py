@@ -1,4 +1,4 @@
-"""Who gets Ctrl-C or another signal for the time of a block, and which errors signal handlers raised.
+"""Redirection of Ctrl-C and other signals for the time of a block, and recognition of errors raised by signal handlers.
 
 Only the main thread gets signals, and only a handler that was set from Python can be put back: elsewhere, and where
 a signal is ignored or ends the process, nothing changes. May import nothing of tfnb.
@@ -19,7 +19,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 def from_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler raised ``error``, such as the one of an alarm, and not the code that it interrupted.
+    """Whether a signal handler raised ``error``, such as the handler of an alarm, not the interrupted code.
 
     A handler is known by its arguments: the number of the signal and the interrupted frame.
     """

@@ -55,7 +55,7 @@ class Coordinator:
         return self._stopped.is_set()
 
     def request_stop(self, exc: BaseException | None = None) -> None:
-        """All threads are to stop. The first call counts: its error is what `join` raises; OutOfRange is none."""
+        """Request all threads to stop. The first call counts: `join` raises its error, except OutOfRange."""
         with self._lock:
             if self._stopped.is_set():
                 return
@@ -78,7 +78,7 @@ class Coordinator:
             self.request_stop(error)
 
     def register(self, thread: threading.Thread, on_stop: Callable[[], None] | None = None) -> None:
-        """`join` waits for this thread, too. on_stop: is called once when the stop is asked for, or now if it was."""
+        """Let `join` wait for this thread, too. on_stop: called once at the stop request, or at once after it."""
         with self._lock:
             self._threads.append(thread)
             if on_stop is None:
@@ -115,7 +115,7 @@ class Coordinator:
 
 
 class QueueRunner:
-    """Runs operations that put elements into a queue again and again, or puts those of sources, each in its own thread.
+    """Runs enqueue operations repeatedly, or enqueues elements of sources, each in a thread of its own.
 
     It starts by itself when somebody has to wait for an element of the queue, or by `start`; after a restore, again,
     unless its coordinator was asked for a stop.
@@ -205,7 +205,7 @@ class QueueRunner:
 
     @property
     def _may_go_on(self) -> bool:
-        """Whether its queue, which it closed, is open: it was restored."""
+        """Whether the queue it closed was reopened by a restore."""
         return not self.coordinator.should_stop() and not machine_of(self.queue).level.closed
 
     def _put(self, op: Operation | Source) -> None:

@@ -21,7 +21,7 @@ _MOST = 1e20  # the last edge of the bins
 
 
 class Writer:
-    """Writes summaries into event files of a folder; a context manager, which closes it.
+    """Writes summaries into event files of a folder; a context manager that closes its files.
 
     Values are what `tfnb.run` gave: tensors, arrays or numbers. step: the number of the training step.
 
@@ -96,7 +96,7 @@ class Writer:
         self._open()._get_file_writer().add_graph((shown, RunMetadata()))
 
     def _given(self, name: str, value: Any, step: int) -> torch.Tensor:
-        """The value of a summary here; raises InvalidArgument for what is no real tensor, name or number of a step."""
+        """The value of a summary as a local tensor; raises InvalidArgument for invalid names, steps and values."""
         if not isinstance(name, str) or not name:
             raise InvalidArgument(f"a summary has a name, not {name!r}")
         try:

@@ -1,4 +1,4 @@
-"""The notebooks and pages that come with tfnb: beside the package in a checkout, inside of it once it is installed."""
+"""The notebooks and pages shipped with tfnb: beside the package in a checkout, inside the installed package."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tfnb.recording import graph as graph_named
 from tfnb.recording import variable as variable_named
 from tfnb.session import Session
 from tfnb.session.structures import graph_of, key_of, value_of
-from tfnb.state.step_groups import Told
+from tfnb.state.step_groups import StepReport
 from tfnb.widgets.curve import bars, blocks, number, svg, table
 
 SHARE = 0.01  # of the time that looking may take, as measured; the caches that it empties come on top
@@ -72,8 +72,8 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
     return wide[wide.isfinite()]
 
 
-class Course:
-    """What was seen of one thing: a curve of its value (of its mean, if it has several), or its last histogram."""
+class Series:
+    """The observed values of one item: a curve (of means, if it has several elements), or its last histogram."""
 
     def __init__(self, name: str, is_histogram: bool) -> None:
         self.name, self.is_histogram = name, is_histogram
@@ -110,7 +110,7 @@ class Course:
 
 
 class Watch:
-    """What `watch` follows of one graph. Shown, it is a table of curves and histograms, or the same as text.
+    """The values of one graph followed by `watch`. Shown as a table of curves and histograms, or as text.
 
     ``courses`` has what was seen, by name; ``steps`` counts the runs of the graph since.
     """
@@ -121,7 +121,7 @@ class Watch:
         self.graph, self.every, self.steps = graph, every, 0
         self._names, self._hist, self._writer = names, hist, writer
         self._found, self._version = wanted(graph, names, hist), graph.version
-        self.courses = {name: Course(name, is_histogram) for name, (_, is_histogram) in self._found.items()}
+        self.courses = {name: Series(name, is_histogram) for name, (_, is_histogram) in self._found.items()}
         self.note = ""
         self._number = count(1)
         self._looking = threading.Lock()
@@ -136,7 +136,7 @@ class Watch:
     # -- what a session calls ---------------------------------------------------------------------------------
 
     def next_step(self) -> int:
-        """Count a run: its number, with which `step` makes it, or 0 where it is an ordinary one."""
+        """Count a run; returns the number with which `step` runs it, or 0 for an ordinary run."""
         step = self.steps = next(self._number)
         return step if self._to_time or self._is_due(step, time.perf_counter()) else 0
 
@@ -178,9 +178,9 @@ class Watch:
         self._next = time.perf_counter() + max(least, LEAST, median(self._extra or [0.0]) / SHARE)
 
     def followed(
-        self, watched: tuple[Any, ...], taken: Callable[[tuple[Any, ...]], Generator[Told, None, None]]
-    ) -> Generator[Told, None, None]:  # fmt: skip
-        """The steps of a `fit` that others take: ``taken(watched)``, with what this follows among the results.
+        self, watched: tuple[Any, ...], taken: Callable[[tuple[Any, ...]], Generator[StepReport, None, None]]
+    ) -> Generator[StepReport, None, None]:  # fmt: skip
+        """The steps of a `fit` taken by others: ``taken(watched)``, with the followed items added to the results.
 
         Of nodes it has those with one number; Variables are fetched from where they live.
         """
@@ -202,12 +202,12 @@ class Watch:
             yield told._replace(values=told.values[: len(watched)])
 
     def _items(self) -> dict[str, Any]:
-        """What to fetch, by name; of a graph that was recorded again as it is now."""
+        """The items to fetch, by name, updated if the graph was recorded again."""
         if self._version != self.graph.version:
             self._version, self._found = self.graph.version, wanted(self.graph, self._names, self._hist, gone=True)
             self._without.clear()
             for name, (_, is_histogram) in self._found.items():
-                self.courses.setdefault(name, Course(name, is_histogram))
+                self.courses.setdefault(name, Series(name, is_histogram))
         return {name: item for name, (item, _) in self._found.items() if not _is_empty(item)}
 
     def _took(self, step: int, values: Mapping[str, torch.Tensor]) -> None:
@@ -234,12 +234,12 @@ class Watch:
         self._plot.show(self._repr_html_(), repr(self))
 
     def settle(self) -> None:
-        """A cell ended: show what was seen last."""
+        """Show the latest values at the end of a cell."""
         if self._plot is not None and self._is_fresh:
             self.show()
 
     def stop(self) -> Watch:
-        """Look no more; the picture stays as it is. Returns itself."""
+        """Stop following; the picture stays. Returns itself."""
         if self.graph.attached.get("watch") is self:
             del self.graph.attached["watch"]
         if self._plot is not None:
@@ -262,7 +262,7 @@ def watch(
     *what: Any, every: int | None = None, hist: bool = False, graph: Graph | str | None = None, writer: Any = None,
     show: bool = True,
 ) -> Watch:  # fmt: skip
-    """Follow values during the runs of a graph, also those of `fit` and on a cluster; adds no node.
+    """Follow values during the runs of a graph, including those of `fit` and on a cluster; adds no node.
 
     what: recorded tensors, Variables, Parameters or names, with ``*`` and ``?`` (``"conv*/weight"``; ``/`` and ``.``
     are the same); a name that ends with ``:hist`` has a histogram. hist: all have. Of other tensors with more than one
@@ -310,7 +310,7 @@ def watch(
 
 
 def wanted(graph: Graph, names: Iterable[str], hist: bool, *, gone: bool = False) -> dict[str, tuple[Any, bool]]:
-    """What each name or pattern means: a Value or Variable, and whether it has a histogram.
+    """The meaning of each name or pattern: a Value or Variable, and whether to show a histogram.
 
     gone: leave out what is not there. Raises NotFound with near names, InvalidArgument for too many.
     """
@@ -384,5 +384,5 @@ def _is_scalar(graph: Graph, item: Any) -> bool:
 
 
 def _is_empty(item: Any) -> bool:
-    """Whether it is a Variable without a value."""
+    """Whether an item is a Variable without a value."""
     return isinstance(item, Variable) and item.home is None and not item.initialized

@@ -122,7 +122,7 @@ def table(rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def number(value: object) -> str:
-    """A float in at most four digits, anything else as it is.
+    """A float in at most four digits; other values unchanged.
 
     >>> number(0.123456), number(50.0), number(123456)
     ('0.1235', '50', '123456')

@@ -54,7 +54,7 @@ class GraphWidget(anywidget.AnyWidget):
         self.on_msg(self._heard)
 
     def _heard(self, _widget: Any, message: Any, _buffers: Any) -> None:
-        """Answer one message of the page; whatever a callback raises is shown there, and logged."""
+        """Answer one message of the page; errors of a callback are shown there, and logged."""
         match message:
             case {"kind": "fetch", "node": str(node)}:
                 self.send({"kind": "value", "node": node, **self._value(node)})

@@ -22,7 +22,7 @@ class LivePlot:
             self._place = place if hasattr(shell, "kernel") else None
 
     def show(self, html: str, text: str) -> None:
-        """Renew it, from any cell."""
+        """Update the plot, from any cell."""
         if self._place is not None:
             self._place.update(_bundle(html, text), raw=True)
 

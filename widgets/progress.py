@@ -62,7 +62,7 @@ class ProgressPanel:
         self._front.finish(self, f"{self.label}: {text}" if text else self.status())
 
     def status(self) -> str:
-        """``digits: step 312/1000 · 50.1/s · 14 s left``, the note and what more there is."""
+        """``digits: step 312/1000 · 50.1/s · 14 s left``, with the note and further text."""
         parts = [f"{self.label}: step {self.step}" + (f"/{self.total}" if self.total else "")]
         if self.rate:
             parts.append(f"{number(self.rate)}/s")
@@ -71,7 +71,7 @@ class ProgressPanel:
         return " · ".join(filter(None, [*parts, self.note, self.more]))
 
     def line(self, status: str) -> str:
-        """A status with the metrics behind it, as text."""
+        """A status followed by the metrics, as text."""
         return " · ".join([status, *(f"{name} {number(value)}" for name, value in self.metrics.items())])
 
     def table(self) -> str:
@@ -92,7 +92,7 @@ class _Front(Protocol):
 
 
 class _Notebook:
-    """Widgets while it runs; at the end the same display holds plain HTML."""
+    """A live widget during the run; at the end the same display holds plain HTML."""
 
     def __init__(self, panel: ProgressPanel) -> None:
         known = panel.total or 1

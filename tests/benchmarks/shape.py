@@ -1,4 +1,4 @@
-"""The shape of the code, per folder: what `make shape` prints so that a drift is seen. It fails nothing."""
+"""The shape of the code, per folder: printed by `make shape`, so that a drift is seen. Fails nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tokenize
 from collections import defaultdict
 from pathlib import Path
 
+from tests.benchmarks import prose
 from tests.benchmarks.mechanisms import report
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,6 +51,8 @@ def main() -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
         print("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))))
+    print()
+    print(*prose.lines(), sep="\n")
     print()
     print(*report(), sep="\n")
 

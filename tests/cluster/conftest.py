@@ -143,7 +143,7 @@ def spawned() -> Iterator[None]:
 def nobody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster connected later sees no worker that comes, and waits for none."""
     monkeypatch.setattr("tfnb.cluster.members.supervisor.LOOK", 3600.0)
-    monkeypatch.setattr("tfnb.cluster.members.registered.Registered.heed", lambda self, heard: None)
+    monkeypatch.setattr("tfnb.cluster.members.registered.Registration.heed", lambda self, heard: None)
     monkeypatch.setattr("tfnb.cluster.engine.engine.REPLACED_WITHIN", 0.0)
 
 

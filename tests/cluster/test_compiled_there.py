@@ -11,7 +11,7 @@ from torch import nn
 
 import tfnb
 from tfnb.cluster.driver import Cluster
-from tfnb.execution.tiers.native.call import _Kept
+from tfnb.execution.tiers.native.call import _KeptTensors
 
 
 def recorded(net: nn.Module) -> tuple[tfnb.Graph, torch.Tensor, torch.Tensor, tfnb.Operation]:
@@ -29,7 +29,7 @@ def net() -> nn.Module:
 
 def kept() -> int:
     """On a worker: values that calls of compiled code hold for the next call."""
-    return sum(len(thing.storages) for thing in gc.get_objects() if type(thing) is _Kept)
+    return sum(len(thing.storages) for thing in gc.get_objects() if type(thing) is _KeptTensors)
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_a_call_that_put_before_may_put_again(connect) -> None:
 
 def test_steps_that_no_task_has_taken_yet_are_all_at_work() -> None:
     view = deadlocks._View(Channels(None, lambda shard: None), [])
-    uses = [deadlocks.Use(()) for _ in range(3)]
+    uses = [deadlocks.QueueUse(()) for _ in range(3)]
     uses[2].round = 0
     assert set(view.runners([], uses).values()) == set(uses)
     assert not any(runner.attempts() for runner in view.runners([[[["c", 1]], [], None]], uses))

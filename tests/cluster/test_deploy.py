@@ -78,7 +78,7 @@ def test_the_main_module_is_as_before_whatever_happens() -> None:
 def test_progress_is_said_once_each_and_only_after_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = connection.Progress()
+    progress = connection.ConnectProgress()
     progress.found("workers", ["0"], 3)
     progress.say()
     assert capsys.readouterr().out == ""

@@ -54,7 +54,7 @@ def recorded(loss: Build, feeds: Sequence[torch.Tensor], name: str = "divided") 
     return train, dict(zip(given, feeds, strict=True))
 
 
-def seen(loss: Build, letters: str, *, batch: int = 16, tasks: int = 2) -> divided_rows.Seen:
+def seen(loss: Build, letters: str, *, batch: int = 16, tasks: int = 2) -> divided_rows.Observation:
     """What a look at a loss of these feeds tells, without a cluster."""
     data = Data()
     train, feeds = recorded(loss, [getattr(data, letter) for letter in letters])
@@ -180,7 +180,7 @@ QUIET = {
 
 @pytest.mark.parametrize(("number", "make"), [*enumerate(QUIET)], ids=lambda one: getattr(one, "__name__", ""))
 def test_nothing_is_said_of_a_mean_over_rows(number: int, make: Callable[[], Build]) -> None:
-    assert seen(make(), QUIET[make], tasks=2 + number % 2) == divided_rows.Seen()
+    assert seen(make(), QUIET[make], tasks=2 + number % 2) == divided_rows.Observation()
 
 
 # -- and losses that are none -----------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_coarse_numbers_are_compared_as_such() -> None:
             out = m(x)
         return F.cross_entropy(out.float(), y, **options)
 
-    assert seen(loss, "xy") == divided_rows.Seen()
+    assert seen(loss, "xy") == divided_rows.Observation()
     (note,) = seen(lambda x, y: loss(x, y, reduction="sum"), "xy").notes
     assert "is a sum over rows" in note
 

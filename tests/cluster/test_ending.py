@@ -25,7 +25,7 @@ from tests.cluster.test_cuts import Counters
 from tests.state.test_queues import in_thread
 from tfnb.cluster import connected
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.tasks.task import Task
+from tfnb.cluster.tasks.task import ClusterTask
 from tfnb.errors import Aborted, FailedPrecondition
 from tfnb.state.store import Store
 
@@ -125,7 +125,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_notebook_that_ends_leaves_no_threads_and_no_values_in_the_workers(dask, how) -> None:
     def left(dask_worker):
         named = [thread.name for thread in threading.enumerate() if thread.name.startswith("tfnb")]
-        return named + [type(thing).__name__ for thing in gc.get_objects() if type(thing) in (Core, Store, Task)]
+        return named + [type(thing).__name__ for thing in gc.get_objects() if type(thing) in (Core, Store, ClusterTask)]
 
     def let_collect(may: bool) -> None:
         gc.collect()

@@ -57,7 +57,7 @@ MAY_HAVE_ANSWERED = ("the other has computed", "ended")  # then the step needs t
 def kill_at(peer: Peer, state: State, victim: int, dask_worker: Any) -> None:
     """On the worker of a task, in its event loop: kill a process when the task is in a state."""
     task = dask_worker.state.actors[peer.key].task
-    mine = {"task": task, "exchange": task.exchange, "meeting": task.exchange._meeting, "round": exchange._Round}
+    mine = {"task": task, "exchange": task.exchange, "meeting": task.exchange._meeting, "round": exchange._RoundPeers}
     owner = mine[state.owner]
     method = getattr(owner, state.method)
 

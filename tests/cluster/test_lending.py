@@ -25,7 +25,7 @@ from tfnb.cluster.wire.messages import Ok
 from tfnb.cluster.wire.transport import write_request
 from tfnb.errors import ProtocolError, UnsupportedDtype
 from tfnb.state import shared_memory
-from tfnb.state.shared_memory import GONE, Mapped, Segment, located
+from tfnb.state.shared_memory import GONE, MappedSegment, Segment, located
 from tfnb.state.store import Store
 
 COUNT = 100_000  # elements: beyond what travels beside a header
@@ -50,16 +50,16 @@ def test_only_the_very_memory_that_was_meant_is_mapped():
     with open(os.devnull) as null:  # noqa: PTH123 its number is needed
         for wrong in ("nonsense", f"{pid}.{null.fileno()}.{token}", f"{pid}.{file}.{'0' * 32}", f"1.{file}.{token}"):
             with pytest.raises(OSError):
-                Mapped(wrong)
+                MappedSegment(wrong)
     short = os.memfd_create("tfnb", os.MFD_ALLOW_SEALING)
     for nbytes in (0, 8, shared_memory.HEADER - 1):
         os.truncate(short, nbytes)
         if nbytes == shared_memory.HEADER - 1:
             fcntl.fcntl(short, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         with pytest.raises(OSError):
-            Mapped(f"{pid}.{short}.{token}")
+            MappedSegment(f"{pid}.{short}.{token}")
     os.close(short)
-    mapped = Mapped(one.name)
+    mapped = MappedSegment(one.name)
     with pytest.raises(OSError):  # its size is sealed: nobody who mapped it can lose a page
         os.truncate(f"/proc/{pid}/fd/{file}", 10)
     assert Path(f"/proc/{pid}/fd/{file}").stat().st_mode & 0o777 == 0o600

@@ -21,7 +21,7 @@ import tfnb
 from tests.cluster.conftest import SOON, stop, until, worker_processes
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster import driver
-from tfnb.cluster.wire.messages import Refused
+from tfnb.cluster.wire.messages import Refusal
 from tfnb.errors import ParameterServerLost, TfnbError
 
 MODES = {
@@ -342,6 +342,6 @@ def test_a_process_that_holds_variables_of_another_notebook_is_not_ended(dask, c
             shared = {member.peer.addr for member in other._engine.servers}
             member = next(member for member in cluster._engine.tasks if member.peer.addr in shared)
             answer = cluster._do("quit", 30, cluster._engine.quit, member)
-            assert answer == Refused("protocol", "its process holds variables of another notebook")
+            assert answer == Refusal("protocol", "its process holds variables of another notebook")
         finally:
             other.close()

@@ -21,7 +21,7 @@ from tests.cluster.test_cuts import Counters
 from tests.cluster.test_lost_scheduler import free_port
 from tests.cluster.test_members import kill, member_of, until
 from tfnb.cluster import connected
-from tfnb.cluster.members.registry import Table
+from tfnb.cluster.members.registry import ClusterTable
 from tfnb.errors import Fenced, VersionMismatch
 
 CALLS = st.tuples(
@@ -33,7 +33,7 @@ CALLS = st.tuples(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(CALLS, max_size=40))
 def test_the_table_writes_for_who_read_the_last_revision_and_gives_no_epoch_twice(calls: list[Any]) -> None:
-    table, model, epochs = Table(), dict[str, dict[str, Any]](), list[int]()
+    table, model, epochs = ClusterTable(), dict[str, dict[str, Any]](), list[int]()
     for number, (call, cluster, client, behind) in enumerate(calls):
         match call:
             case "open":

@@ -14,7 +14,7 @@ import torch
 import tfnb
 import tfnb.cluster.notebook.restoring
 from tests.state.saved_queues import fifo
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import Failure
 from tfnb.errors import ParameterServerLost, ResourceExhausted, Unavailable
 from tfnb.state.queue_machine import QueueMachine
 
@@ -98,7 +98,7 @@ def test_a_server_that_is_killed_during_a_restore_leaves_all_or_nothing(
 
 
 def test_a_server_that_fails_half_way_is_as_good_as_lost(one: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    one.when(monkeypatch, "refill", lambda server: Failed("ResourceExhausted", "no memory", {}))
+    one.when(monkeypatch, "refill", lambda server: Failure("ResourceExhausted", "no memory", {}))
     with pytest.warns(UserWarning, match=r"(?s)all that was restored is here now.*failed to refill: no memory"):
         one.session.restore(one.file)
     assert all(isinstance(queue.machine, QueueMachine) for queue in one.queues), "the cluster ended"
@@ -129,7 +129,7 @@ def test_what_is_here_is_restored_where_a_queue_does_not_come_home(one: Saved, m
 def test_a_server_that_refuses_what_is_restored_keeps_all_as_it_was(
     one: Saved, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    one.when(monkeypatch, method, lambda server: Failed("ResourceExhausted", "no room", {}))
+    one.when(monkeypatch, method, lambda server: Failure("ResourceExhausted", "no room", {}))
     before = one.now
     with pytest.raises(ResourceExhausted, match="no room\n  Nothing was restored"):
         one.session.restore(one.file)

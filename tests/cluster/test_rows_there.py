@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import tfnb
-from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
+from tfnb.cluster.tasks.rows_there import LookedUp, RowRequest
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.messages import Ok
 from tfnb.errors import InvalidArgument
@@ -118,7 +118,7 @@ def test_a_table_that_is_needed_whole_is_looked_up_nowhere() -> None:
 def test_a_row_that_is_named_often_travels_once() -> None:
     table, index = torch.randn(10, 3), torch.tensor([[7, 2, 7], [9, 2, 2]], dtype=torch.int32)
     for pieces in ([Piece(0, "t")], [Piece(0, "t", (0, 4)), Piece(1, "t.1", (4, 10))]):
-        looked = LookedUp.of([Wanted.of(index, pieces)], [torch.empty(0, 3)])
+        looked = LookedUp.of([RowRequest.of(index, pieces)], [torch.empty(0, 3)])
         assert sum(len(at) for ask in looked.asks for at in ask.tensors) == 3
         of = {piece.shard: table if piece.rows is None else table[slice(*piece.rows)] for piece in pieces}
         answers = [Ok({}, [of[ask.shard][at] for at in ask.tensors]) for ask in looked.asks]

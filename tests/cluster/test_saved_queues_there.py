@@ -14,7 +14,7 @@ import tfnb
 from tests.state.saved_queues import fifo, positions_of_files_saved_meanwhile
 from tests.state.test_queues import in_thread
 from tests.state.test_saved_queues import KINDS, Files, Summing
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import Failure
 from tfnb.errors import Aborted, CheckpointCorrupt
 from tfnb.state import checkpoint
 from tfnb.state.queue_machine import QueueMachine
@@ -151,7 +151,7 @@ def test_servers_keep_no_copies_of_a_file_that_was_not_made(
     async def told(peer: Any, method: str, *args: Any, **how: Any) -> Any:
         asked.append(method)
         return (
-            Failed("Aborted", "as if another save came", {})
+            Failure("Aborted", "as if another save came", {})
             if method == "page"
             else await call(peer, method, *args, **how)
         )

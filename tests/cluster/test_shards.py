@@ -20,11 +20,11 @@ from tests.cluster.test_cuts import Counters, served
 from tests.cluster.test_faults import kill, train
 from tests.cluster.test_resident import ROWS
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Arrived, Reply
+from tfnb.cluster.server.core_events import Reply, RequestArrival
 from tfnb.cluster.server.cores import Cores
 from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.wire import asking, envelope
-from tfnb.cluster.wire.messages import Ask, Failed, Ok, OpId, Peer, Refused, Request, Unknown
+from tfnb.cluster.wire.messages import Ask, Failure, Ok, OpId, Peer, Refusal, Request, Unknown
 from tfnb.cluster.wire.streams import Stream, Streams
 from tfnb.errors import ParameterServerLost
 from tfnb.state.store import Store
@@ -201,7 +201,7 @@ def hosted(budget=None, shards=(0, 1)):
 def answers(cores, *asks):
     """To requests at shards that come together."""
     events = [
-        (ask.shard, Arrived(ticket, Request(ask.method, OpId("c", id(ask)), 1, 7, ask.meta, ask.tensors)))
+        (ask.shard, RequestArrival(ticket, Request(ask.method, OpId("c", id(ask)), 1, 7, ask.meta, ask.tensors)))
         for ticket, ask in enumerate(asks)
     ]
     found = {effect.ticket: effect.answer for effect in cores.on(events, 0.0) if isinstance(effect, Reply)}
@@ -221,9 +221,9 @@ def test_the_shards_of_a_process_share_its_bytes():
 def test_a_request_without_sense_hinders_none_beside_it():
     cores = hosted()
     bad, good = answers(cores, Ask(0, "pull", {"keys": 3}), Ask(1, "stat"))
-    assert isinstance(bad, Failed) and isinstance(good, Ok)
+    assert isinstance(bad, Failure) and isinstance(good, Ok)
     bad, good = answers(cores, Ask(0, "contribute", {}), Ask(1, "stat"))
-    assert isinstance(bad, Failed) and isinstance(good, Ok)
+    assert isinstance(bad, Failure) and isinstance(good, Ok)
 
 
 class There:
@@ -245,8 +245,8 @@ class There:
         self.forms.append(method)
         self.seen.append([(part.method, part.meta["shard"], part.op.seq) for part in parts])
         found = [
-            Failed("NotFound", "") if part.method == "drop" else
-            Refused("again") if part.method == "take" else Ok({"of": part.meta["shard"]}, [torch.ones(16)])
+            Failure("NotFound", "") if part.method == "drop" else
+            Refusal("again") if part.method == "take" else Ok({"of": part.meta["shard"]}, [torch.ones(16)])
             for part in parts
         ]  # fmt: skip
         return asking.answered(found, self.most) if method == "batch" else found[0]
@@ -265,7 +265,7 @@ def test_what_waits_for_a_part_that_failed_is_not_asked_again():
     there = There(1 << 20)
     asks = [Ask(0, "take"), Ask(1, "drop"), Ask(2, "pull")]
     found = asyncio.run(asking.persisted(there, None, asks, epoch=1))
-    assert [type(end) for end in found] == [Refused, Failed, Ok] and len(there.seen) == 1
+    assert [type(end) for end in found] == [Refusal, Failure, Ok] and len(there.seen) == 1
 
 
 @pytest.mark.parametrize("most", [64, 100, 1 << 20])
@@ -284,7 +284,7 @@ def test_many_names_travel_in_several_messages():
     assert list(map(len, asking.messages(asks, 1 << 20))) == [1, 1, 1]
     many = [Ok({}, [torch.ones(1)] * (asking.ENTRIES // 2))] * 3
     ends = asking.outcomes(asking.answered(many, 1 << 30))
-    assert [type(end) for end in ends] == [Ok, Ok, Refused] and ends[2].reason == "again"
+    assert [type(end) for end in ends] == [Ok, Ok, Refusal] and ends[2].reason == "again"
 
 
 def test_silence_is_the_outcome_of_every_part(monkeypatch):
@@ -321,7 +321,7 @@ def processes():
             asks += [Ask(core.shard, "register_shard", {"plan": "add"})] if core.shard != 2 else []
             for ask in asks:
                 request = Request(ask.method, OpId("setup", next(ops)), 1, 7, ask.meta, ask.tensors)
-                assert isinstance(cores.on([(core.shard, Arrived(0, request))], 0.0)[0].answer, Ok)
+                assert isinstance(cores.on([(core.shard, RequestArrival(0, request))], 0.0)[0].answer, Ok)
         peer, serving = Peer("tcp://127.0.0.1:0", str(number), 7), Serving(cores, lambda send: None)
         servings[peer] = serving
         here._streams[peer] = Stream.connect(serving.offer(peer.addr, Security()), envelope.BUDGET)
@@ -379,7 +379,7 @@ def test_a_request_names_its_shard_where_there_are_several(processes):
     for wrong in ([0, "stat", [], {}, 0], [float("inf"), "stat", ["c", 1], {}, 0]):
         assert answer({"parts": [wrong]}, "batch").tag == "ProtocolError"
     for method, wrong in (("post", {}), ("pull", {"staleness": 1}), ("contribute", {})):  # no line to stand in
-        assert isinstance(answer({"shard": 2, **wrong}, method), Failed)
+        assert isinstance(answer({"shard": 2, **wrong}, method), Failure)
     asks = [Ask(0, "stat", op=OpId("c", 10)), Ask(2, "pull", {"keys": ["w"]}, op=OpId("c", 11))]
     ((stat, pull),) = here.call({peer: asks}, epoch=1)
     assert stat.reason == "protocol", "a stream carries steps only"

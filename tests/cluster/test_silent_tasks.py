@@ -20,7 +20,7 @@ from tests.cluster.test_faults import Interrupter
 from tests.cluster.test_members import member_of, rows
 from tests.cluster.test_silent_servers import MODES, NAMES, call_of, starved, stopped
 from tests.cluster.test_streams import call
-from tfnb.cluster.wire.messages import SILENCE, Ok, Refused
+from tfnb.cluster.wire.messages import SILENCE, Ok, Refusal
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_task_that_was_reset_refuses_earlier_calls_and_goes_on(connect):
     early, reset = link.op(), link.op()
     for _ in range(2):  # it is repeated where its answer was lost
         assert isinstance(call(link, peer, "reset", op=reset), Ok)
-        assert call(link, peer, "waits", op=early) == Refused("stale", "task:0 was reset after this call")
+        assert call(link, peer, "waits", op=early) == Refusal("stale", "task:0 was reset after this call")
     assert isinstance(call(link, peer, "waits"), Ok)
     tfnb.run(c.train, {c.x: torch.ones(4)})
     assert tfnb.fit(c.train, {c.x: torch.ones(40)}, batch_size=4).steps == 10

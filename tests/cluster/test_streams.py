@@ -24,7 +24,7 @@ from tests.cluster.test_cuts import Counters
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.encryption import encryption
 from tfnb.cluster.wire.messages import Ask, NotSent, Ok, Unknown
-from tfnb.cluster.wire.streams import Broken, Offer, Stream, Streams, framed
+from tfnb.cluster.wire.streams import Stream, StreamBroken, StreamOffer, Streams, framed
 from tfnb.cluster.wire.transport import write_request
 
 ROWS = torch.ones(400)
@@ -54,7 +54,7 @@ class Server:
 
     def offer(self):
         meta = self.ask("stream").meta
-        return Offer(meta["host"], meta["port"], bytes.fromhex(meta["name"]), bytes.fromhex(meta["key"]))
+        return StreamOffer(meta["host"], meta["port"], bytes.fromhex(meta["name"]), bytes.fromhex(meta["key"]))
 
     def stream(self):
         return Stream.connect(self.offer(), envelope.BUDGET)
@@ -149,10 +149,10 @@ def test_only_who_has_a_fresh_key_is_heard(server, what):
         Stream.connect(offer, envelope.BUDGET).end()
     if what in ("key", "twice"):
         wrong = offer if what == "twice" else offer._replace(key=secrets.token_bytes(32))
-        with pytest.raises((Broken, OSError)):
+        with pytest.raises((StreamBroken, OSError)):
             Stream.connect(wrong, envelope.BUDGET)
     elif what == "name":
-        with pytest.raises((Broken, OSError)):
+        with pytest.raises((StreamBroken, OSError)):
             Stream.connect(offer._replace(name=secrets.token_bytes(8)), envelope.BUDGET)
     else:
         with socket.create_connection((offer.host, offer.port), timeout=SECONDS) as sock:
@@ -486,10 +486,10 @@ def test_c68_streams_of_an_encrypted_cluster_are_encrypted(encrypted, problem):
             pulled = exchanged(stream, server.message(0, server.link.op(), "pull"))
             assert torch.equal(pulled.tensors[0], torch.full((100_000,), value))
         stream.end()
-        with pytest.raises((OSError, Broken)):  # plain bytes are no handshake
+        with pytest.raises((OSError, StreamBroken)):  # plain bytes are no handshake
             Stream.connect(server.offer(), envelope.BUDGET)
         stranger = encryption(server.peer.addr, Security.temporary(), listens=False)
-        with pytest.raises((OSError, Broken)):  # a certificate that this cluster does not know
+        with pytest.raises((OSError, StreamBroken)):  # a certificate that this cluster does not know
             Stream.connect(server.offer(), envelope.BUDGET, stranger)
         last = Stream.connect(server.offer(), envelope.BUDGET, context)
         assert isinstance(exchanged(last, server.message(3.0, server.link.op())), Ok), "the server goes on"

@@ -15,7 +15,7 @@ from tfnb.cluster.engine.members import Member, Mode
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.joins import joins
-from tfnb.cluster.modes.leases import Offer, Paused
+from tfnb.cluster.modes.leases import Offer, TaskPause
 from tfnb.cluster.modes.rounds import CutAt
 from tfnb.cluster.wire.messages import Ok, Peer
 from tfnb.errors import Cancelled, Internal
@@ -65,7 +65,7 @@ def test_the_value_of_a_step_of_which_a_task_was_lost_before_it_told_its_part_is
     tell(0, 1, 0, 2, 6, 1.0, 2)
     tell(1, 1, 0, 1, 2, 5.0, 2)
     assert values(training) == [(1, [2.0])], "6 rows with 1 and 2 rows with 5"
-    training.feed(e.Lost(1))
+    training.feed(e.TaskLoss(1))
     training.feed(CutAt(2))  # the servers have written the second step, too
     assert values(training)[1:] == [(1, None)], "not the mean over the rows of one task"
 
@@ -142,12 +142,12 @@ def test_a_loop_is_asked_until_it_stands_unless_it_is_to_go_on_again():
 
     async def play():
         await training._pause(0, is_wanted=True)
-        assert fed == [Paused(0)]
+        assert fed == [TaskPause(0)]
         asks = asyncio.create_task(training._pause(0, is_wanted=True))
         await asyncio.sleep(0)
         await training._pause(0, is_wanted=False)
         await asyncio.wait_for(asks, 30)
-        assert fed == [Paused(0)] and loop.wishes == 3
+        assert fed == [TaskPause(0)] and loop.wishes == 3
 
     asyncio.run(play())
 
@@ -166,7 +166,7 @@ def test_an_interrupt_that_comes_before_a_training_listens_ends_it(connect, prob
         await asyncio.wait_for(training.wait(lambda: False), 60)
         return training.end.cause, len(engine._trainings)
 
-    assert cluster._do("this", 90, play) == (e.Interrupted(), 0)
+    assert cluster._do("this", 90, play) == (e.UserStop(), 0)
     list(cluster.train(p.program, p.batches(3), mode=mode))
     assert cluster.step == 3
 

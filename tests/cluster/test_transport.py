@@ -17,7 +17,7 @@ import torch
 import tfnb.cluster
 from tests.cluster.conftest import epoch, stop
 from tfnb.cluster.wire import transport
-from tfnb.cluster.wire.messages import Failed, NotSent, Ok, Peer, Refused, Unknown, failed, raised
+from tfnb.cluster.wire.messages import Failure, NotSent, Ok, Peer, Refusal, Unknown, failed, raised
 from tfnb.cluster.wire.transport import GiveUp, Wait, allowance, is_local, retry
 from tfnb.errors import (
     DeadlineExceeded,
@@ -189,7 +189,7 @@ def test_retry_waits_longer_each_time_and_never_beyond_the_deadline():
     assert [w.seconds for w in waits] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
     assert retry(Unknown(), 3, 9.9, 10.0) == GiveUp()
     assert isinstance(retry(Unknown(), 0, 0.0, 1.0, 0.0), Wait)
-    for final in (Ok(), Failed("Internal", ""), Refused("fenced")):
+    for final in (Ok(), Failure("Internal", ""), Refusal("fenced")):
         assert retry(final, 0, 0.0, 9.0) == GiveUp()
 
 

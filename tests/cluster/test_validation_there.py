@@ -17,8 +17,8 @@ import tfnb
 from tests.cluster.test_queues_on_servers import until
 from tfnb.cluster.engine.members import Ahead
 from tfnb.cluster.engine.sources import Near
-from tfnb.state.batch_order import Order
-from tfnb.state.chunks import Chunked
+from tfnb.state.batch_order import RowOrder
+from tfnb.state.chunks import ChunkedArray
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "arrays": (dict, {"epochs": 4, "batch_size": 8}),
@@ -278,10 +278,10 @@ def assert_near(found: Any, expected: Any) -> None:
 
 
 def test_chunks_are_taken_pass_by_pass_and_tasks_stand_between() -> None:
-    array = Chunked("x", (4, 2, 6, 3, 5), (), torch.float32, homes=(("a",),) * 5)
+    array = ChunkedArray("x", (4, 2, 6, 3, 5), (), torch.float32, homes=(("a",),) * 5)
 
     def steps(by_pass: bool) -> tuple[list[int], list[int]]:
-        near = Near(Ahead((array,), Order(20, 2, seed=1, within=0), total=25, run=int, by_pass=by_pass), ["a"])
+        near = Near(Ahead((array,), RowOrder(20, 2, seed=1, within=0), total=25, run=int, by_pass=by_pass), ["a"])
         taken, stood = list[int](), list[int]()
         while near.left:
             taken += near.take(3, task=0)

@@ -33,7 +33,7 @@ TOGETHER = frozenset({"linalg.ldl_solve", "lu_unpack"})
 
 @dataclass(frozen=True)
 class Case:
-    """A sample whose rows may vary: those of the tensors at ``places`` among its leaves."""
+    """A sample with variable rows, namely the rows of the tensors at ``places`` among its leaves."""
 
     info: Any
     leaves: tuple[Any, ...]
@@ -62,7 +62,7 @@ def varies(case: Case) -> str | None:
 
 
 def case_of(info: Any, sample: Any) -> Case | None:
-    """The sample with the fewest tensors for which torch takes most sizes; None if batching means nothing."""
+    """The sample with the fewest tensors that torch accepts at most sizes; None if batching is meaningless."""
     leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     if info.name in UNCHECKED or not tensors or not _has_rows(leaves[tensors[0]]):
@@ -90,7 +90,7 @@ def _has_rows(x: torch.Tensor) -> bool:
 
 
 def _choices(info: Any, same: list[int]) -> Iterator[tuple[int, ...]]:
-    """Which other tensors vary with the first: none, then more."""
+    """The choices of other tensors that vary with the first: none, then more."""
     if info.name in ALONE:
         yield ()
     elif info.name in TOGETHER:
@@ -178,7 +178,7 @@ class _Recording:
             return []
 
     def wrong_at(self, rows: int, said: list[str]) -> str | None:
-        """Why a run with this many rows is not right; ``said``: what the recording warned of."""
+        """The reason why a run with this many rows is wrong; ``said``: warnings of the recording."""
         leaves = self.case.at(rows)
         fetches = [o for o, recorded in zip(self.outs, self.is_recorded, strict=True) if recorded]
         fetches += [dx for dx in self.dxs if dx is not None]

@@ -1,4 +1,4 @@
-"""What is asked of every OpInfo entry: each check takes an entry and a sample, and gives None or a one-line reason.
+"""Checks of every OpInfo entry: each takes an entry and a sample, and gives None or a one-line reason.
 
 The oracle is torch itself: the operator called eagerly, and torch.autograd in float64.
 """
@@ -48,7 +48,7 @@ def has_kernel(info: Any) -> bool:
 
 
 def real_dtypes(info: Any) -> list[torch.dtype]:
-    """The dtypes in which the entry is recorded and replayed; if it takes none of these, what it does take."""
+    """The dtypes in which the entry is recorded and replayed; if none fits, one dtype that the entry supports."""
     others = sorted(info.supported_dtypes("cpu"), key=lambda d: (d is not COMPLEX, str(d)))
     return [d for d in REAL if supports(info, d)] or others[:1]
 
@@ -141,12 +141,12 @@ def first(info: Any, sample: Any) -> str | None:
 
 
 def second(info: Any, sample: Any) -> str | None:
-    """Symbolic gradients, and the gradients of these, equal torch.autograd's."""
+    """Symbolic gradients of first and second order equal torch.autograd's."""
     return _reason(lambda: _differentiate(info, [sample], second=True))
 
 
 def together(info: Any, cases: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, str | None]]:
-    """What `replays` says of each sample and its fresh inputs.
+    """The results of `replays` for each sample and its fresh inputs.
 
     Several share a recording and a session; those of which one fails, or draws, are asked one by one.
     """
@@ -165,7 +165,7 @@ def together(info: Any, cases: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any,
 
 
 def differentiate(info: Any, cases: Iterable[Any], *, second: bool) -> Iterator[tuple[Any, str | None]]:
-    """What `second`, or `first`, says of each sample; several are differentiated at once, as by `together`."""
+    """The results of `second`, or `first`, for each sample; several are differentiated at once, as by `together`."""
     for group in groups(cases, _parts):
         try:
             assert len(group) > 1

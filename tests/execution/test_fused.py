@@ -25,7 +25,7 @@ from tfnb.execution.tiers.native.request import NativeRequest
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU is a device that captures, and whose steps the fused tier compiles."""
     monkeypatch.setattr(fused, "device_of", lambda program: types.SimpleNamespace(type="xpu"))
-    monkeypatch.setattr(tiered, "COMPILED", (fused.Fused(),))
+    monkeypatch.setattr(tiered, "COMPILED", (fused.FusedTier(),))
     monkeypatch.setitem(captured_steps.DEVICES, "cpu", Kept)
     monkeypatch.setattr(captured_steps, "FEWEST", 1)
     Kept.made = []

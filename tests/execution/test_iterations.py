@@ -11,7 +11,7 @@ import tfnb
 from tfnb.errors import InvalidArgument
 from tfnb.execution import Trace
 from tfnb.execution.tracing import everything
-from tfnb.execution.tracing.iterations import LoopTrace, Seen, seen
+from tfnb.execution.tracing.iterations import LoopTrace, ValueSummary, seen
 
 
 def traced(graph: tfnb.Graph, fetches: object, feeds: dict[object, object]) -> tuple[Trace, object]:
@@ -187,10 +187,10 @@ def test_branches_in_a_function_that_calls_itself_have_no_iterations() -> None:
     ],
 )
 def test_a_value_in_brief(value: torch.Tensor, expected: tuple[float, ...]) -> None:
-    assert seen(value) == Seen(value.dtype, tuple(value.shape), expected)
+    assert seen(value) == ValueSummary(value.dtype, tuple(value.shape), expected)
 
 
 def test_what_is_not_finite_is_counted() -> None:
     bad = torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0])
-    assert seen(bad) == Seen(torch.float32, (5,), (), 1, 2)
-    assert seen(torch.tensor([math.inf, 1, 2, 3, 4])) == Seen(torch.float32, (5,), (), 0, 1)
+    assert seen(bad) == ValueSummary(torch.float32, (5,), (), 1, 2)
+    assert seen(torch.tensor([math.inf, 1, 2, 3, 4])) == ValueSummary(torch.float32, (5,), (), 0, 1)

@@ -22,7 +22,7 @@ import tfnb
 from tfnb.execution.dataflow.executor import Dataflow, Here
 from tfnb.execution.dataflow.machine import Machine, Task
 from tfnb.execution.dataflow.pool import Lanes
-from tfnb.execution.dataflow.templates import Plan, Planner
+from tfnb.execution.dataflow.templates import MachinePlan, Planner
 from tfnb.execution.lowering.program import Program
 from tfnb.passes import step_graph
 from tfnb.passes.flow.microbatch_schedules import SCHEDULES, window
@@ -49,7 +49,7 @@ class Region:
 
 
 @lru_cache
-def planned(stages: int, schedule: str) -> tuple[StepFlow, list[Plan], DividedFeeder, Dataflow]:
+def planned(stages: int, schedule: str) -> tuple[StepFlow, list[MachinePlan], DividedFeeder, Dataflow]:
     """A chain of so many stages: a layer each, and plans of its parts for at most MOST microbatches."""
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(3, dtype=torch.float64)) for _ in range(stages)]
@@ -72,7 +72,7 @@ def planned(stages: int, schedule: str) -> tuple[StepFlow, list[Plan], DividedFe
 class Stage:
     """A task of a pipeline: its machine, and when it is free again."""
 
-    def __init__(self, pipeline: Pipeline, number: int, plan: Plan) -> None:
+    def __init__(self, pipeline: Pipeline, number: int, plan: MachinePlan) -> None:
         self.inbox: deque[tuple[Any, ...]] = deque()
         self.machine = Machine([plan.root], len(pipeline.found.ends), None, pipeline.peers, self._arrived)
         self.lanes, self.number, self.pipeline = Lanes(SimpleQueue()), number, pipeline

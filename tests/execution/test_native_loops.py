@@ -19,7 +19,7 @@ from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.compiled_loops import obstacle
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.native import package
-from tfnb.execution.tiers.native.exportable import Given, exportable, obstacles
+from tfnb.execution.tiers.native.exportable import ExtraOperands, exportable, obstacles
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
 from tfnb.execution.tiers.native.tier import loaded
 from tfnb.execution.tiers.native.unrolling import MOST_ITERATIONS, unroll_scans
@@ -48,7 +48,7 @@ class Recorded:
         """What is compiled, run as it is."""
         operands = [Operand.of(x) for x in (*feeds, *self.storages())]
         module, _, about = exportable(self.program, operands, decompositions(select_decomp_table()))
-        given = Given.of(self.program, operands)
+        given = ExtraOperands.of(self.program, operands)
         self.loops = [node for node in module.graph.nodes if node.target is torch.ops.higher_order.scan]
 
         def run(*args: torch.Tensor) -> list[Any]:

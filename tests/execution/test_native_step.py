@@ -20,7 +20,7 @@ from tfnb.errors import TfnbError
 from tfnb.execution.tiers.compiled_loops import obstacle
 from tfnb.execution.tiers.interface import Unfit
 from tfnb.execution.tiers.native import package
-from tfnb.execution.tiers.native.exportable import Given
+from tfnb.execution.tiers.native.exportable import ExtraOperands
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
 from tfnb.execution.tiers.native.segments import SEGMENTS, SegmentedStep
 from tfnb.execution.tiers.native.step_arguments import load_arguments, save_arguments
@@ -102,7 +102,7 @@ def test_constants_lie_as_the_compilers_process_reads_them() -> None:
     (prepared,) = session._prepared.values()
     program = prepared.code.program.undonated()
     (kept,) = program.module.buffers()
-    (given,) = Given.of(program, []).constants
+    (given,) = ExtraOperands.of(program, []).constants
     assert not kept.is_contiguous() and given.is_contiguous() and torch.equal(given, turned)
 
 

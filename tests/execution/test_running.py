@@ -15,7 +15,7 @@ from tfnb.errors import Cancelled, DeadlineExceeded, FailedPrecondition, TfnbErr
 from tfnb.execution import lower
 from tfnb.execution.explain import _at_line
 from tfnb.execution.running import Running, Stop, unstoppable
-from tfnb.execution.tracing.probes import Probed
+from tfnb.execution.tracing.probes import ProbedCode
 
 # Python says which stops it drops
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -216,7 +216,7 @@ def test_each_line_of_traced_code_belongs_to_a_node() -> None:
     with tfnb.record("lines") as g:
         x = tfnb.placeholder(torch.ones(2, 3), name="x")
         step = (x.sin() + 1).exp().sum()
-    probed = Probed.of(lower(g, [step.value], [x.value]))
+    probed = ProbedCode.of(lower(g, [step.value], [x.value]))
     lines = dict(enumerate(probed.code.splitlines(), start=1))
     calls = [number for number, text in lines.items() if "probe.probe(" in text]
     assert len(calls) == 4

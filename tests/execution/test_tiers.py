@@ -23,7 +23,7 @@ from tfnb.execution.compiling.compiler_process import CompilerProcess
 from tfnb.execution.compiling.package_cache import packages
 from tfnb.execution.tiers import compiled_loops
 from tfnb.execution.tiers import tiered as tiers
-from tfnb.execution.tiers.interface import Request, first
+from tfnb.execution.tiers.interface import TierRequest, first
 
 pytestmark = pytest.mark.usefixtures("own_packages")
 
@@ -151,14 +151,14 @@ class Says:
     def __init__(self, found: Any) -> None:
         self.name, self.found = f"says {found}", found
 
-    def made(self, request: Request) -> Any:
+    def made(self, request: TierRequest) -> Any:
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
 
 
 def test_the_first_tier_that_has_code_is_chosen_and_others_say_why_not() -> None:
-    request = Request(None, max)  # type: ignore[arg-type]
+    request = TierRequest(None, max)  # type: ignore[arg-type]
     none, broken, good = Says("it has no loops"), Says(ValueError("no\nway")), Says(min)
     assert first([none, broken, good, Says(max)], request) == (min, good.name)
     assert first([none, broken, none], request) == (None, "it has no loops; ValueError: no")
@@ -170,7 +170,7 @@ def test_wrong_code_never_runs_a_step(mode: str, monkeypatch: pytest.MonkeyPatch
     class Wrong:
         name = "compiled"
 
-        def made(self, request: Request) -> Any:
+        def made(self, request: TierRequest) -> Any:
             forward = request.program.forward
             return lambda *given: tuple(x + 1 if isinstance(x, torch.Tensor) else x for x in forward(*given))
 

@@ -20,7 +20,7 @@ from tfnb.execution.tiers import compiled_loops
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.agreement import at_other_sizes
 from tfnb.execution.tiers.decompositions import decompositions
-from tfnb.execution.tiers.interface import Request, Unfit
+from tfnb.execution.tiers.interface import TierRequest, Unfit
 from tfnb.execution.tiers.native import package
 from tfnb.execution.tiers.native.exportable import _sized, exportable
 from tfnb.execution.tiers.native.manifest import About, about
@@ -131,7 +131,7 @@ def test_code_that_is_right_for_one_size_only_never_runs(monkeypatch: pytest.Mon
     class Fixed:
         name = "compiled"
 
-        def made(self, asked: Request) -> Any:
+        def made(self, asked: TierRequest) -> Any:
             forward, rows = asked.program.forward, len(asked.args[0])
             return lambda *given: tuple(
                 x + 1 if isinstance(x, torch.Tensor) and len(given[0]) != rows else x for x in forward(*given)
@@ -150,7 +150,7 @@ def test_steps_of_about_the_same_size_decide_which_code_runs(monkeypatch: pytest
     class Slow:
         name = "compiled"
 
-        def made(self, asked: Request) -> Any:
+        def made(self, asked: TierRequest) -> Any:
             def forward(*given: Any) -> Any:
                 time.sleep(0.01)
                 return asked.program.forward(*given)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfnb.graph import Contents, Dim, Node, Ref, Source, Spec, Value, Variable
+from tfnb.graph import Contents, Dim, Node, Ref, SourceLine, Spec, Value, Variable
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.node import map_leaves
@@ -84,7 +84,7 @@ def dense() -> Contents:
     w = b.read(Variable(torch.ones(4, 3), name="fc.weight"))
     bias = b.read(Variable(torch.zeros(3), name="fc.bias"))
     out = Spec(torch.float32, (Dim("B"), 3))
-    where = {"scope": ("fc", "linear"), "source": Source("In[3]", 2, "y = fc(x).relu()")}
+    where = {"scope": ("fc", "linear"), "source": SourceLine("In[3]", 2, "y = fc(x).relu()")}
     linear = {"self": Ref(0), "mat1": Ref(1), "mat2": Ref(2)}
     y = b.node("fc/addmm", "aten.addmm.default", (out,), inputs=(bias, x, w), attrs=linear, **where)
     b.node("y", "aten.relu.default", (out,), inputs=(y,), attrs={"self": Ref(0)}, source=where["source"])

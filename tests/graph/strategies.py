@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.graph.build import Builder
-from tfnb.graph import Contents, Dim, Owner, Ref, Source, Spec, Value, Variable
+from tfnb.graph import Contents, Dim, Owner, Ref, SourceLine, Spec, Value, Variable
 
 MATRIX = Spec(torch.float32, (Dim("B"), 3))  # every value is one of these three
 FLAT = Spec(torch.float32, (Dim("3*B"),))
@@ -19,7 +19,7 @@ BINARY = ("add.Tensor", "sub.Tensor", "mul.Tensor", "maximum.default")
 NASTY = ("plain", "<script>alert(1)</script>", "a\nb", "\"q'", "&amp;", "näme", "\u2028", "\x00", "%s{}", "")
 
 labels = st.sampled_from(NASTY) | st.text(max_size=8)
-sources = st.none() | st.builds(Source, labels, st.integers(0, 99), labels)
+sources = st.none() | st.builds(SourceLine, labels, st.integers(0, 99), labels)
 owners = st.none() | st.builds(Owner, labels, st.integers(0, 3))
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from tests.graph.build import Builder, dense
 from tests.graph.strategies import graphs
 from tfnb.errors import GraphCycleError, InvalidArgument
-from tfnb.graph import Contents, Dim, Graph, Guard, Node, Ref, Source, Spec, Value
+from tfnb.graph import Contents, Dim, Graph, Guard, Node, Ref, SourceLine, Spec, Value
 from tfnb.graph.check import RULES, check
 from tfnb.graph.graph import new_id
 
@@ -181,7 +181,7 @@ def test_size_bound_by_an_output_passes() -> None:
 
 def test_guard_on_an_unbound_size_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"guard T > 2  \(In\[1\] line 3\) uses T"):
-        check(Contents(dense().nodes, (Guard("T > 2", Source("In[1]", 3)),)))
+        check(Contents(dense().nodes, (Guard("T > 2", SourceLine("In[1]", 3)),)))
 
 
 @pytest.mark.parametrize("index", [1, -1])

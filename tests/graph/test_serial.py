@@ -27,7 +27,7 @@ from tfnb.errors import (
     UnknownOp,
     UntrustedOp,
 )
-from tfnb.graph import Contents, Dim, Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable, strict_json
+from tfnb.graph import Contents, Dim, Graph, Guard, Node, Owner, Ref, SourceLine, Spec, Value, Variable, strict_json
 from tfnb.graph.forms import decode
 from tfnb.graph.forms.serial import dumps, graph_hash, loads
 from tfnb.graph.forms.text import text
@@ -129,11 +129,12 @@ def saved(tmp_path: Path) -> Path:
     y = b.op("aten.add.Tensor", b.spec(x), self=x, other=k, alpha=float("inf"))
     z = b.node(
         "z", "aten.mul.Tensor", (b.spec(x),), inputs=(y, w), attrs={"self": Ref(0), "other": Ref(1)},
-        source=Source("In[1]", 1, "z"), owner=Owner("cell:1", 0), tags=frozenset({"b", "a"}), forward=y.node, stream=4,
+        source=SourceLine("In[1]", 1, "z"), owner=Owner("cell:1", 0), tags=frozenset({"b", "a"}),
+        forward=y.node, stream=4,
         control=(k.node,), scope=("a", "b"),
     )  # fmt: skip
     guards = (
-        Guard("B >= 2", Source("In[1]", 1, "z"), Owner("cell:1", 0)),
+        Guard("B >= 2", SourceLine("In[1]", 1, "z"), Owner("cell:1", 0)),
         Guard("B % 2 == 0"),
         Guard("B > 4", is_local=True),
     )
@@ -202,7 +203,7 @@ def test_hostile_text_round_trips(hostile: str) -> None:
     b = Builder()
     x = b.placeholder("x", (3,))
     b.read(Variable(torch.ones(1), name=hostile))
-    source = Source(hostile, 1, hostile)
+    source = SourceLine(hostile, 1, hostile)
     b.node(
         "n", "aten.relu.default", (ROW,), inputs=(x,), attrs={"self": Ref(0), hostile: hostile}, source=source,
         scope=(hostile,), tags=frozenset({hostile}), device=hostile, owner=Owner(hostile, 0),

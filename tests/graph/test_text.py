@@ -14,7 +14,7 @@ from hypothesis import given
 
 from tests.graph.build import Builder, dense
 from tests.graph.strategies import graphs
-from tfnb.graph import Contents, Dim, Graph, Guard, Ref, Source, Spec, Variable
+from tfnb.graph import Contents, Dim, Graph, Guard, Ref, SourceLine, Spec, Variable
 from tfnb.graph.forms.text import one_line, text
 
 DENSE = """\
@@ -60,7 +60,7 @@ def test_golden_text_of_every_kind_of_attr() -> None:
             "small": torch.tensor([1, 2]), "inf": float("inf"),
         },
     )  # fmt: skip
-    line = text("g", b.contents(guards=(Guard("B > 1", Source("In[1]", 2)),))).splitlines()[1:]
+    line = text("g", b.contents(guards=(Guard("B > 1", SourceLine("In[1]", 2)),))).splitlines()[1:]
     assert line == [
         r"  %1 = aten.topk(none=None, flag=True, text='a\n', list=[1, 2*B], one=(1,), dtype=int8, device=cpu, "
         "layout=torch.strided, form=torch.channels_last, f32[9], i64[2] [1, 2], inf=inf) @cuda:0"
@@ -89,7 +89,7 @@ def test_two_variables_of_one_name_get_two_labels() -> None:
 @pytest.mark.parametrize("hostile", ["a\nb", "\x00", "\u2028", "\x1b[31m", "a\r\nb"])
 def test_unprintable_text_stays_on_its_line(hostile: str) -> None:
     x, node = dense().nodes[0], dense().nodes[4]
-    where = {"scope": (hostile,), "source": Source(hostile, 1, hostile)}
+    where = {"scope": (hostile,), "source": SourceLine(hostile, 1, hostile)}
     node = replace(node, inputs=(x.value(),), attrs={"self": Ref(0), "k": hostile}, **where)
     written = text(hostile, Contents((x, node)))
     assert hostile not in written

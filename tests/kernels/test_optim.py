@@ -11,7 +11,7 @@ import torch
 from tfnb.kernels import optim
 from tfnb.kernels.borrowed import BORROWED
 from tfnb.kernels.optim import FUSED, NUMBERS
-from tfnb.train.update_rules import Rule, settings_of
+from tfnb.train.update_rules import UpdateRule, settings_of
 
 SHAPES = [(5, 7), (3,), (), (2, 0), (33, 4)]
 ADAM = ("exp_avg", "exp_avg_sq", "step")
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     slots: tuple[str, ...] = ()
     settings: dict[str, Any] | None = None  # where they are not the arguments
     shapes: list[tuple[int, ...]] = SHAPES
-    rule: Rule | None = None  # of one that is torch.optim's own function
+    rule: UpdateRule | None = None  # of one that is torch.optim's own function
 
     @property
     def given(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def borrowed(
 ) -> Case:  # fmt: skip
     """An update that is torch.optim's own function, with the settings that `tfnb.train` makes of the arguments."""
     group = make([torch.nn.Parameter(torch.zeros(2, 2))], **arguments).param_groups[0]
-    rule = Rule(make.__name__, 0.01, **settings_of(make.__name__, group))
+    rule = UpdateRule(make.__name__, 0.01, **settings_of(make.__name__, group))
     return Case(make, arguments, op, tuple(slots.split()), rule.settings, shapes, rule)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import tfnb
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
-from tfnb.kernels.memory_budget import Offloaded
+from tfnb.kernels.memory_budget import OffloadCounts
 from tfnb.memory import prices
 
 BATCH, WIDTH = 4, 16
@@ -265,7 +265,7 @@ def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bo
 def test_without_a_budget_nothing_moves() -> None:
     assert Net(folded, swap_memory=True).call(5, None)[1] is None
     _, plan = Net(folded, swap_memory=True).call(5, 1 << 30)
-    assert plan.offloaded == Offloaded(plan.offloaded.saved, 0, 0, plan.offloaded.saved)
+    assert plan.offloaded == OffloadCounts(plan.offloaded.saved, 0, 0, plan.offloaded.saved)
 
 
 @pytest.mark.parametrize("program", [folded, counted])

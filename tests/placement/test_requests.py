@@ -7,7 +7,7 @@ import torch
 
 import tfnb
 from tfnb.errors import InvalidArgument
-from tfnb.graph.device_request import Request, parse
+from tfnb.graph.device_request import DeviceRequest, parse
 from tfnb.placement.placement import Piece
 from tfnb.placement.requests import shards_asked
 from tfnb.placement.shards import pack
@@ -16,12 +16,12 @@ from tfnb.placement.shards import pack
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("/job:w/replica:0/task:2/device:CPU:0", Request("w", 0, 2, "cpu", 0)),
-        ("/task:1", Request(task=1)),
-        ("task:1/cpu", Request(task=1, kind="cpu")),
-        ("cuda:3", Request(kind="cuda", number=3)),
-        ("/device:GPU:1", Request(kind="cuda", number=1)),
-        ("ps:1", Request("ps", None, 1)),
+        ("/job:w/replica:0/task:2/device:CPU:0", DeviceRequest("w", 0, 2, "cpu", 0)),
+        ("/task:1", DeviceRequest(task=1)),
+        ("task:1/cpu", DeviceRequest(task=1, kind="cpu")),
+        ("cuda:3", DeviceRequest(kind="cuda", number=3)),
+        ("/device:GPU:1", DeviceRequest(kind="cuda", number=1)),
+        ("ps:1", DeviceRequest("ps", None, 1)),
     ],
 )
 def test_parts_of_a_device_string(text, expected):

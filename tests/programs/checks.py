@@ -1,4 +1,4 @@
-"""What must hold of a random program; the oracle is torch run eagerly.
+"""Properties of every random program; the oracle is eager torch.
 
 Each check returns a word for what happened: ``ok``, or ``refused: ...`` where the recorder said that it cannot.
 """
@@ -24,7 +24,7 @@ from tfnb.passes.rewrite import Pass
 
 
 class Recorded:
-    """A program in a graph: its placeholders and what its names mean there."""
+    """A program in a graph: its placeholders, and the values of its names."""
 
     def __init__(self, program: Program, *, batch: bool = False) -> None:
         self.program = program
@@ -44,7 +44,7 @@ class Recorded:
 
 
 def recorded(program: Program, *, batch: bool = False) -> Recorded | str:
-    """The program in a graph, or how it was refused: with an error of ours that names the line."""
+    """The program in a graph, or the text of its refusal: an error of ours with the line."""
     try:
         return Recorded(program, batch=batch)
     except tfnb.errors.TfnbError as error:
@@ -53,7 +53,7 @@ def recorded(program: Program, *, batch: bool = False) -> Recorded | str:
 
 
 def eagerly(program: Program, seed: int, batch: int | None = None) -> dict[str, Any] | None:
-    """What torch makes of other data; None where it refuses, or where the values say nothing."""
+    """The eager results on other data; None if torch refuses, or the values tell nothing."""
     try:
         found = program.run(program.make(seed, batch))
     except (RuntimeError, IndexError, ValueError, TypeError):
@@ -70,7 +70,7 @@ def same(
 
 
 def replays(program: Program) -> str:
-    """Record equals eager; a run on other data equals eager on that data, however it is asked for."""
+    """A recording equals eager; a run on other data equals eager on that data, for every form of fetching."""
     want = program.run(program.make())
     got = recorded(program)
     if isinstance(got, str):
@@ -131,7 +131,7 @@ def files(program: Program) -> str:
 
 
 def passes(program: Program) -> str:
-    """Each pass alone keeps every fetched value, and so does feeding what an intermediate tensor would be anyway."""
+    """Each pass alone keeps every fetched value, and so does feeding an intermediate tensor with its own value."""
     got = recorded(program)
     other = eagerly(program, 2)
     if isinstance(got, str) or other is None:
@@ -162,7 +162,7 @@ def in_place(least: int) -> tuple[Pass, ...]:
 
 
 def donates(program: Program) -> str:
-    """Whatever is fetched has the same bits with donation and without, and no feed is written."""
+    """All fetches have the same bits with and without donation, and no feed is written."""
     got = recorded(program)
     if isinstance(got, str) or eagerly(program, 2) is None:
         return "not asked"
@@ -213,7 +213,7 @@ def batches(program: Program) -> str:
 
 
 def differentiates(program: Program) -> str:
-    """The symbolic gradients of all results are those of torch autograd."""
+    """The symbolic gradients of all results equal the gradients of torch autograd."""
     plain = {k: v.requires_grad_(v.dtype.is_floating_point or v.dtype.is_complex) for k, v in program.make(1).items()}
     roots = {k: v for k, v in plain.items() if v.requires_grad}
     try:

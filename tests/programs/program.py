@@ -57,7 +57,7 @@ class Program:
         return {given.name: given.make(seed, batch) for given in self.inputs}
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What every name means at the end of the program: tensors, or lists of them."""
+        """The values of all names at the end of the program: tensors, or lists of tensors."""
         names = {"torch": torch, "F": F, **inputs}
         for line in self.lines:
             exec(_compiled(line), names)
@@ -119,7 +119,7 @@ def tame(results: Mapping[str, Any]) -> bool:
 def differences(
     got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], names: Sequence[str], rounding: float = 0.0
 ) -> list[str]:
-    """What differs: dtypes, shapes, values beyond ``rounding`` and that of their dtype."""
+    """The differences in dtypes, shapes, and values beyond ``rounding`` and the rounding of the dtype."""
     found = []
     for g, w, name in zip(got, want, names, strict=True):
         g, w = g.detach(), w.detach()

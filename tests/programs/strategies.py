@@ -187,7 +187,7 @@ def inputs(*, dtypes: Sequence[torch.dtype], batch: bool) -> st.SearchStrategy[l
 
 
 def _tried(program: Program) -> dict[str, Any] | None:
-    """What torch makes of the program; None where it refuses or warns."""
+    """The eager results of the program; None if torch refuses or warns."""
     try:
         with warnings.catch_warnings(), Overlaps():
             warnings.simplefilter("ignore")
@@ -278,7 +278,7 @@ _FIELDS: dict[str, Callable[[_Filled], Any]] = {
 
 
 def _places(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What an operand can be: a name, or a place in a list."""
+    """The possible operands: names, and places in lists."""
     found: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         items = {name: value} if isinstance(value, torch.Tensor) else {f"{name}[{i}]": v for i, v in enumerate(value)}

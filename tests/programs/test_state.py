@@ -50,7 +50,7 @@ step = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(1, 2))
 
 
 class Applies(torch.nn.Module):
-    """A module whose forward does what it is given with its buffer."""
+    """A module whose forward applies a given function to its buffer."""
 
     def forward(self, function: Any) -> Any:
         return function(self.buf)
@@ -58,7 +58,7 @@ class Applies(torch.nn.Module):
 
 @dataclass
 class Plain:
-    """What the lines mean in Python."""
+    """The meaning of the lines in plain Python."""
 
     lines: list[str]
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Plain:
         self.state = {"v": torch.ones(3), "p": torch.tensor([1.0, 2.0, 3.0]), "buf": torch.tensor([0.5, 1.0, 2.0])}
 
     def run(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One run of all lines: what was read."""
+        """One run of all lines; returns the values read."""
         names: dict[str, Any] = {"torch": torch, "x": x, "s": self.state, "r": {}}
         exec("\n".join(self.lines), names)
         return names["r"]

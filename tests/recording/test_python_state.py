@@ -578,7 +578,7 @@ def test_comparisons_cost_at_most_a_twentieth_of_the_time_with_what_they_do_to_c
 
     Guard.all = (Guard(),)
     monkeypatch.setattr(python_state, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    watched = python_state.Watched([Guard()])  # type: ignore[list-item]
+    watched = python_state.StepGuards([Guard()])  # type: ignore[list-item]
     for _ in range(20):
         watched.check(pytest.fail)
         now[0] += run

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tfnb
 from tfnb.errors import Unsupported
-from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.marks.while_recording import SharedContext, swapped
 
 
 class Sign(torch.autograd.Function):
@@ -131,7 +131,7 @@ def test_the_first_enters_and_the_last_leaves() -> None:
     class Thing:
         own = 1
 
-    both = Shared(lambda: swapped((Thing, "own", 2)))
+    both = SharedContext(lambda: swapped((Thing, "own", 2)))
     first, second = both(), both()
     first.__enter__()
     second.__enter__()

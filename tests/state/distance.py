@@ -15,7 +15,7 @@ import torch
 
 from tfnb.cluster.queues.queues_there import Ask, Channels, RemoteQueue
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Arrived, Reply, Tick
+from tfnb.cluster.server.core_events import CoreTick, Reply, RequestArrival
 from tfnb.cluster.wire.messages import Ok, OpId, Request
 from tfnb.graph.queue import Queue
 from tfnb.state.queue_machine import QueueMachine
@@ -59,7 +59,7 @@ class Distance:
     def feed(self, request: Request) -> asyncio.Future[Any]:
         ticket, answer = next(self.tickets), self.loop.create_future()
         self.answers[ticket] = answer
-        self.carry_out(self.core.on(Arrived(ticket, request), time.monotonic()))
+        self.carry_out(self.core.on(RequestArrival(ticket, request), time.monotonic()))
         return answer
 
     def carry_out(self, effects: Any) -> None:
@@ -76,7 +76,7 @@ class Distance:
         return asyncio.run_coroutine_threadsafe(work(), self.loop).result(30)
 
     def tick(self) -> None:
-        self.loop.call_soon_threadsafe(lambda: self.carry_out(self.core.on(Tick(), time.monotonic())))
+        self.loop.call_soon_threadsafe(lambda: self.carry_out(self.core.on(CoreTick(), time.monotonic())))
 
     def home(self, queue: Queue, held: QueueMachine | None) -> RemoteQueue:
         made = self.channels.queue(queue, 0, f"{queue.name}/{next(self.keys)}")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tfnb.cluster.engine.members import Ahead
 from tfnb.cluster.engine.sources import Near
-from tfnb.state.batch_order import Order, Rows
-from tfnb.state.chunks import Chunked, Chunks
+from tfnb.state.batch_order import RowOrder, Rows
+from tfnb.state.chunks import ChunkedArray, Chunks
 
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(sum)
 
@@ -27,7 +27,7 @@ def held(lengths, tail=(2,)):
 @given(LENGTHS, st.integers(1, 9), st.booleans(), st.integers(0, 3))
 def test_batches_of_chunks_are_those_of_a_tensor(lengths, size, shuffle, seed):
     chunks, whole = held(lengths)
-    order = Order(len(whole), size, shuffle, seed)
+    order = RowOrder(len(whole), size, shuffle, seed)
     for step in range(2 * order.per_pass):
         of_chunks, of_tensor = Rows((chunks, whole), order).batch(step)
         assert torch.equal(of_chunks, of_tensor) and of_chunks.is_contiguous()
@@ -45,7 +45,7 @@ def test_the_chunks_that_rows_need_are_those_that_they_are_taken_of(lengths, dat
 @given(LENGTHS, st.integers(1, 9), st.booleans(), st.integers(0, 3), st.integers(1, 3))
 def test_within_chunks_each_pass_has_each_row_once_and_one_chunk_after_the_other(lengths, size, shuffle, seed, number):
     chunks, whole = held(lengths)
-    order = Order(len(whole), size, shuffle, seed, within=0)
+    order = RowOrder(len(whole), size, shuffle, seed, within=0)
     rows = Rows((chunks,), order)
     steps = range((number - 1) * order.per_pass, number * order.per_pass)
     taken = torch.cat([rows.batch(step)[0] for step in steps])[:, 0] // 2
@@ -57,8 +57,8 @@ def test_within_chunks_each_pass_has_each_row_once_and_one_chunk_after_the_other
 @given(LENGTHS, st.integers(1, 9), st.booleans(), st.integers(1, 40), st.data())
 def test_every_step_is_taken_once_and_near_where_its_rows_lie(lengths, size, shuffle, total, data):
     homes = data.draw(st.lists(st.sampled_from("abx"), min_size=len(lengths), max_size=len(lengths)))
-    array = Chunked("x", tuple(lengths), (), torch.float32, homes=tuple((home,) for home in homes))
-    order = Order(len(array), size, shuffle, 0, within=0)
+    array = ChunkedArray("x", tuple(lengths), (), torch.float32, homes=tuple((home,) for home in homes))
+    order = RowOrder(len(array), size, shuffle, 0, within=0)
     pieces = Near(Ahead((array,), order, total, int), ["a", "b"])
     taken: list[int] = []
     while not pieces.is_spent:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.state.distance import Distance
 from tfnb.errors import Cancelled, OutOfRange, QueueClosed
 from tfnb.graph.queue import Queue
-from tfnb.state.orders import Arrival, Order, Ranked, Shuffled
+from tfnb.state.orders import Arrival, Order, RankedOrder, ShuffledOrder
 from tfnb.state.queue_machine import Attempt, QueueMachine
 from tfnb.state.queue_operations import attempt_on
 
@@ -112,7 +112,7 @@ class Model:
         return True
 
 
-class Told(Shuffled):
+class Told(ShuffledOrder):
     """It tells what chance chose."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Told(Shuffled):
         return self.chosen[-1]
 
 
-ORDER = {"fifo": Arrival, "priority": Ranked, "shuffle": Told}
+ORDER = {"fifo": Arrival, "priority": RankedOrder, "shuffle": Told}
 
 
 class Attempts(RuleBasedStateMachine):

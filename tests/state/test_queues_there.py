@@ -16,12 +16,12 @@ import torch
 import tfnb
 from tests.state.distance import Distance, queues_there
 from tests.state.test_queues import in_thread, until
-from tfnb.cluster.queues.contents_there import Contents
+from tfnb.cluster.queues.contents_there import RemoteContents
 from tfnb.cluster.queues.journal import ChannelMark
 from tfnb.cluster.queues.queues_there import in_round
-from tfnb.cluster.wire.messages import Refused
+from tfnb.cluster.wire.messages import Refusal
 from tfnb.errors import OutOfRange, ParameterServerLost, QueueClosed, ResourceExhausted, StepAborted
-from tfnb.state.queue_contents import Held
+from tfnb.state.queue_contents import QueueSnapshot
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import HOMES, move
 
@@ -171,7 +171,7 @@ def test_what_nobody_knows_is_refused() -> None:
             "post", channel="x", number=0, got=0, acts=[["do", 0, "none", {}, 0], ["sing", 1, "", {}, 0]]
         )
         assert [end[2]["error"]["tag"] for end in answer.meta["ends"]] == ["NotFound", "InvalidArgument"]
-        assert not isinstance(answer, Refused)
+        assert not isinstance(answer, Refusal)
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.4])
@@ -197,7 +197,7 @@ def test_what_queues_hold_is_copied_and_changed_over_a_bad_connection(seed: int,
         async def refill(found: Any) -> None:
             await contents.refill(await contents.bring({0: {key: found}}))
 
-        contents, begin = Contents(ask, ask), time.monotonic()
+        contents, begin = RemoteContents(ask, ask), time.monotonic()
         for number in range(150):
             match rng.randrange(4):
                 case 0 | 1:
@@ -233,11 +233,11 @@ def test_a_lost_queue_holds_what_this_process_put_and_did_not_take(seed: int, ki
             return [await distance.asking(0)(one.method, one.meta, one.tensors) for one in asks]
 
         async def copy() -> None:
-            era, contents = journal.era, Contents(ask, ask)
+            era, contents = journal.era, RemoteContents(ask, ask)
             async with contents.held({0: [home.key]}, unheard=True) as held:
                 found = await contents.fetched(held)
             empty = {"ended": 0, "heard": 0, "put": []}
-            journal.copied(era, Held(*found[home.key]), ChannelMark.of(held.seen.get(home.channel.id, empty)))
+            journal.copied(era, QueueSnapshot(*found[home.key]), ChannelMark.of(held.seen.get(home.channel.id, empty)))
 
         async def lose() -> None:
             assert home.stay(queue)

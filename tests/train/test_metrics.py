@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tfnb.state.step_groups import Told
+from tfnb.state.step_groups import StepReport
 from tfnb.train.metrics import AT_ONCE, POINTS, Metrics
 
 
 def test_epoch_means_are_weighted_by_rows():
     metrics = Metrics(["a", "b"])
-    metrics.add(2, Told((1, 1), (3, 1), [torch.tensor([1.0, 5.0]), torch.tensor([[10], [20]])]))
-    metrics.add(3, Told((2,), (2,), [torch.tensor(7.0), torch.tensor([30])]))
+    metrics.add(2, StepReport((1, 1), (3, 1), [torch.tensor([1.0, 5.0]), torch.tensor([[10], [20]])]))
+    metrics.add(3, StepReport((2,), (2,), [torch.tensor(7.0), torch.tensor([30])]))
     metrics.read()
     first, second = {"epoch": 1, "step": 2, "a": 2.0, "b": 12.5}, {"epoch": 2, "step": 3, "a": 7.0, "b": 30.0}
     assert metrics.history == [first, second]
@@ -24,11 +24,11 @@ def test_epoch_means_are_weighted_by_rows():
 def test_steps_of_several_epochs_come_in_any_order():
     metrics = Metrics(["a"])
     for step, (rows, value, epoch) in enumerate([(3, 1.0, 1), (3, 8.0, 2), (1, 5.0, 1), (1, 4.0, 2), (3, 0.5, 3)], 1):
-        metrics.add(step, Told((epoch,), (rows,), [torch.tensor(value)]))
+        metrics.add(step, StepReport((epoch,), (rows,), [torch.tensor(value)]))
         if step == 2:
             metrics.read()
             assert metrics.means() == {"a": 8.0}
-    metrics.add(6, Told((3,), (3,)))
+    metrics.add(6, StepReport((3,), (3,)))
     metrics.read()
     assert metrics.history == [
         {"epoch": 1, "step": 3, "a": 2.0}, {"epoch": 2, "step": 4, "a": 7.0}, {"epoch": 3, "step": 6, "a": 0.5},
@@ -41,7 +41,7 @@ def test_curve_is_short_and_ends_with_the_last_step(steps, group):
     metrics = Metrics(["a"])
     for first in range(1, steps + 1, group):
         some = range(first, min(first + group, steps + 1))
-        told = Told([1] * len(some), [1] * len(some), [torch.tensor([*map(float, some)])])
+        told = StepReport([1] * len(some), [1] * len(some), [torch.tensor([*map(float, some)])])
         metrics.add(some[-1], told)
     metrics.read()
     curve = metrics.curve()
@@ -55,7 +55,7 @@ def test_curve_is_short_and_ends_with_the_last_step(steps, group):
 def test_first_value_that_is_not_finite_is_kept_by_name():
     metrics = Metrics(["a", "b"])
     for step, b in enumerate([1.0, math.nan, math.inf], 1):
-        metrics.add(step, Told((1,), (1,), [torch.tensor(1.0), torch.tensor(b)]))
+        metrics.add(step, StepReport((1,), (1,), [torch.tensor(1.0), torch.tensor(b)]))
     metrics.read()
     ((name, value, step),) = metrics.bad
     assert (name, math.isnan(value), step) == ("b", True, 2)
@@ -63,13 +63,13 @@ def test_first_value_that_is_not_finite_is_kept_by_name():
 
 def test_nothing_watched_costs_nothing():
     metrics = Metrics([])
-    metrics.add(1, Told((1,), (1,)))
+    metrics.add(1, StepReport((1,), (1,)))
     metrics.read()
     assert (metrics.history, metrics.curve(), metrics.means()) == ([{"epoch": 1, "step": 1}], [], {})
 
 
 def test_steps_in_any_order_are_cut_where_a_later_epoch_begins():
-    told = Told((1, 2, 1, 3), (8, 8, 8, 1), [torch.tensor([0.0, 1.0, 2.0, 3.0])])
+    told = StepReport((1, 2, 1, 3), (8, 8, 8, 1), [torch.tensor([0.0, 1.0, 2.0, 3.0])])
     parts = [(part.epochs, part.rows, part.values[0].tolist()) for part in told.by_epoch()]
     assert parts == [((1,), (8,), [0.0]), ((2, 1), (8, 8), [1.0, 2.0]), ((3,), (1,), [3.0])]
     assert [one.values[0].item() for one in told.one_by_one()] == [0.0, 1.0, 2.0, 3.0]

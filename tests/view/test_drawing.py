@@ -17,7 +17,7 @@ import tfnb
 from tests.graph.build import Builder, dense
 from tests.graph.strategies import graphs
 from tests.view.models import ResNet
-from tfnb.graph import Contents, Dim, Graph, Ref, Source, Spec
+from tfnb.graph import Contents, Dim, Graph, Ref, SourceLine, Spec
 from tfnb.view import Drawing, graph_bundle, graph_html, graph_svg
 from tfnb.view.colours import STRIP
 from tfnb.view.style import LIGHT
@@ -184,7 +184,7 @@ def test_a_cell_folds_the_others() -> None:
     x = b.placeholder("x", ("B", 3))
     row = Spec(torch.float32, (Dim("B"), 3))
     for cell, op in (("In[1]", "relu"), ("In[1]", "tanh"), ("In[2]", "sin")):
-        source = Source(cell, len(b.nodes), f"y = {op}(x)")
+        source = SourceLine(cell, len(b.nodes), f"y = {op}(x)")
         x = b.node(op, f"aten.{op}.default", (row,), inputs=(x,), attrs={"self": Ref(0)}, source=source)
     names = [title(box).split("\n")[0] for box in boxes(graph_svg(Graph("g", b.contents()), cell="In[2]"))]
     assert names == ["x", "In[1]", "sin"]

@@ -11,7 +11,7 @@ import torch
 from tests.graph.build import Builder
 from tests.view.browser import unpacked
 from tfnb.escaping import shorten, visible, xml
-from tfnb.graph import Graph, Ref, Source, Spec, Variable
+from tfnb.graph import Graph, Ref, SourceLine, Spec, Variable
 from tfnb.view import graph_dot, graph_html, graph_svg, tensor_html, text_tree, variable_html
 from tfnb.view.escape import packed
 from tfnb.view.layout import layout
@@ -44,7 +44,7 @@ def graph(text: str) -> Graph:
     row = Spec(torch.float32, (3,))
     x = b.placeholder(text, (3,))
     w = b.read(Variable(torch.zeros(3), name=text))
-    source = Source(text, 1, text)
+    source = SourceLine(text, 1, text)
     attrs = {"self": Ref(0), "other": Ref(1), "rounding_mode": text}
     where = {"scope": (text, text, "f"), "source": source, "device": text}
     y = b.node(text, "aten.div.Tensor_mode", (row,), inputs=(x, w), attrs=attrs, **where)

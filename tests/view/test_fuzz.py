@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tfnb
 from tests.graph.build import Builder
 from tests.view.browser import Page, browser
-from tfnb.graph import Dim, Graph, Ref, Source, Spec, Variable
+from tfnb.graph import Dim, Graph, Ref, SourceLine, Spec, Variable
 from tfnb.view import difference_html, graph_bundle, graph_html, tensor_html, variable_html
 from tfnb.view.drawing import Drawing
 
@@ -44,7 +44,7 @@ def named(text: str) -> Graph:
     row = Spec(torch.float32, (Dim("B"), 3))
     variable = Variable(torch.zeros(3), name=text)
     x = b.placeholder(f"{text} x", ("B", 3))
-    where = {"source": Source(text, 1, text), "scope": (text, "relu")}
+    where = {"source": SourceLine(text, 1, text), "scope": (text, "relu")}
     w = b.node(f"{text} w", "tfnb.read", (Spec(torch.float32, (3,)),), attrs={"variable": variable})
     y = b.node(f"{text} y", "aten.add.Tensor", (row,), inputs=(x, w), attrs={"self": Ref(0), "other": Ref(1)}, **where)
     b.node(f"{text} z", "aten.relu.default", (row,), inputs=(y,), attrs={"self": Ref(0)}, **where)

@@ -13,7 +13,7 @@ import torch
 from tests.view.browser import browser, unpacked
 from tests.view.loops import END, FED, HOME, LEFT, RIGHT, TITLED, Loops, nested, traced, while_with_a_branch
 from tfnb.execution import Trace
-from tfnb.execution.tracing.iterations import LoopTrace, Seen
+from tfnb.execution.tracing.iterations import LoopTrace, ValueSummary
 from tfnb.view import Drawing, graph_html, loop_sliders, trace_html
 
 # -- what a page holds ------------------------------------------------------------------------------------------------
@@ -22,16 +22,16 @@ from tfnb.view import Drawing, graph_html, loop_sliders, trace_html
 @pytest.mark.parametrize(
     ("seen", "words"),
     [
-        (Seen(torch.float32, (), (0.123456,)), "0.123"),
-        (Seen(torch.int64, (2,), (3, 1234567)), "[3, 1234567]"),
-        (Seen(torch.float32, (9,), (-1.0, 2.5)), "-1 to 2.5"),
-        (Seen(torch.float32, (9,), (2.0, 2.0)), "2"),
-        (Seen(torch.float32, (9,), (), 2, 1), "2 NaN, 1 infinite"),
-        (Seen(torch.float32, (0, 3)), ""),
-        (Seen(torch.complex64, (5,)), ""),
+        (ValueSummary(torch.float32, (), (0.123456,)), "0.123"),
+        (ValueSummary(torch.int64, (2,), (3, 1234567)), "[3, 1234567]"),
+        (ValueSummary(torch.float32, (9,), (-1.0, 2.5)), "-1 to 2.5"),
+        (ValueSummary(torch.float32, (9,), (2.0, 2.0)), "2"),
+        (ValueSummary(torch.float32, (9,), (), 2, 1), "2 NaN, 1 infinite"),
+        (ValueSummary(torch.float32, (0, 3)), ""),
+        (ValueSummary(torch.complex64, (5,)), ""),
     ],
 )
-def test_values_in_words(seen: Seen, words: str) -> None:
+def test_values_in_words(seen: ValueSummary, words: str) -> None:
     assert loop_sliders.value(seen) == words
 
 

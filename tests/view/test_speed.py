@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.graph.build import Builder
-from tfnb.graph import Dim, Graph, Ref, Source, Spec
+from tfnb.graph import Dim, Graph, Ref, SourceLine, Spec
 from tfnb.view import Drawing, graph_bundle
 
 
@@ -23,7 +23,7 @@ def layered(count: int) -> Graph:
     for place in range(count - 1):
         block = place // 20
         where = {
-            "source": Source("In[1]", 1, "y = net(x)"),
+            "source": SourceLine("In[1]", 1, "y = net(x)"),
             "scope": ("net", f"stage{block // 25}", f"block{block}", "f"),
         }
         far = values[(place * 7) % len(values)] if place % 20 == 0 else values[-1]

@@ -8,7 +8,7 @@ from hypothesis import given
 import tfnb
 from tests.graph.build import Builder
 from tests.graph.strategies import graphs
-from tfnb.graph import Contents, Dim, Graph, Ref, Source, Spec, Value
+from tfnb.graph import Contents, Dim, Graph, Ref, SourceLine, Spec, Value
 from tfnb.view.box import Box
 from tfnb.view.tree import LEVEL, tree
 
@@ -31,7 +31,7 @@ def chain(ops: list[tuple[str, tuple[str, ...], int]]) -> Contents:
     b = Builder()
     value = b.placeholder("x", ("B", 3))
     for op, scope, line in ops:
-        source = Source("In[1]", line, f"line {line}")
+        source = SourceLine("In[1]", line, f"line {line}")
         value = b.node(
             op, f"aten.{op}.default", (ROW,), inputs=(value,), attrs={"self": Ref(0)}, scope=scope, source=source
         )
@@ -111,7 +111,7 @@ def test_other_cells_are_one_box_each() -> None:
     b = Builder()
     x = b.placeholder("x", ("B", 3))
     for cell, op in (("In[1]", "relu"), ("In[1]", "tanh"), ("In[2]", "sin"), ("In[2]", "neg")):
-        source = Source(cell, 1 + len(b.nodes), op)
+        source = SourceLine(cell, 1 + len(b.nodes), op)
         x = b.node(op, f"aten.{op}.default", (ROW,), inputs=(x,), attrs={"self": Ref(0)}, source=source)
     root = tree(b.contents(), cell="In[2]")
     assert [(box.kind, box.title, len(box.nodes)) for box in root.children[1:]] == [

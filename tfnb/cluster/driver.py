@@ -1,8 +1,8 @@
 """`connect` and the connected `Cluster`: the blocking face of the engine.
 
-While a cluster is connected its servers own the values of the variables that ran there: a variable moves when a run
-or fit uses it for the first time, and comes home with `Cluster.pull` and `Cluster.close`. Whatever must not be cut by
-Ctrl-C happens in the client's event loop; this thread only waits for it.
+While a cluster is connected its servers own the values of the variables that ran there. A variable moves to the servers
+at its first use by a run or fit; `Cluster.pull` copies values to the notebook, and `Cluster.close` returns ownership.
+Work that Ctrl-C must not interrupt happens in the client's event loop, for which this thread only waits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 from tfnb.cluster import connected
 from tfnb.cluster.engine.engine import Engine
-from tfnb.cluster.engine.members import Ahead, Batch, Mode
+from tfnb.cluster.engine.members import Ahead, Mode, StepFeeds
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.members.adapting import Adapting
-from tfnb.cluster.members.connection import DaskCluster, LocalWorkers, Progress, Requirements
+from tfnb.cluster.members.connection import ConnectProgress, DaskCluster, LocalWorkers, Requirements
 from tfnb.cluster.members.deploy import find, start
 from tfnb.cluster.members.farewell import Farewell
-from tfnb.cluster.members.registered import Registered
+from tfnb.cluster.members.registered import Registration
 from tfnb.cluster.members.supervisor import LOOK, Supervisor
 from tfnb.cluster.notebook.card import Status
 from tfnb.cluster.notebook.collections import head, in_chunks
@@ -35,8 +35,8 @@ from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.restoring import brought
 from tfnb.cluster.notebook.steps_there import Steps, batches
 from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
-from tfnb.cluster.notebook.waiting import SETTLE, Waiting, ensure_no_look
-from tfnb.cluster.recovery import KEPT, Budget, Recovery, Replay, logged
+from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, ensure_no_look
+from tfnb.cluster.recovery import KEPT, BatchReplay, Recovery, RecoveryBudget, logged
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
     Aborted,
@@ -53,8 +53,8 @@ from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Arrays, Rows
-from tfnb.state.chunks import Chunked, like
-from tfnb.state.queue_contents import Held, held_by, labelled
+from tfnb.state.chunks import ChunkedArray, like
+from tfnb.state.queue_contents import QueueSnapshot, held_by, labelled
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import machine_of
 from tfnb.state.step_groups import StepGroup
@@ -130,7 +130,7 @@ class Cluster:
 
     def _begin(self, wanted: Requirements, timeout: float) -> None:
         """Tasks and servers on the workers that are there, under an epoch of their own."""
-        progress, self._registered = self._where.progress, Registered(self.client)
+        progress, self._registered = self._where.progress, Registration(self.client)
         given = self.client, self._link, self._registered, wanted, self._adapting, timeout, progress
         handle = self._link.start(start, *given)
         tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks", progress.say)
@@ -139,7 +139,7 @@ class Cluster:
         self._supervisor = Supervisor(self.client, self._engine, self._registered, self._where.wanted, self._adapting)
         self._link.wait(self._link.start(self._supervisor.start), timeout, "watching the workers")
         self._overview = Overview(self._engine, self.client)
-        self._waiting = Waiting(self._engine)
+        self._waiting = EventLoopWaiter(self._engine)
         self._do = self._waiting.do
         self._queues = QueueHomes(self._engine, self._link)
         self._variables = VariablesThere(self._engine, self._do, self._queues)
@@ -261,7 +261,7 @@ class Cluster:
         return self._steps.run(step, tensors, **options)
 
     def train(
-        self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, budget: Budget | None = None,
+        self, step: StepGraph, source: Ahead | Iterable[StepFeeds | None], *, budget: RecoveryBudget | None = None,
         mode: Mode | str = "sync", timeout: float | None = None, begin: int = 0,
         changes: Callable[[], Mode | None] = lambda: None, **options: Any,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
@@ -270,7 +270,10 @@ class Cluster:
         begin: so many steps of its arrays were taken before. budget: how often a lost server is replaced; not at all
         without one. An empty group tells each time what was ``lost``, and from which steps, ``kept``, training goes on.
         """
-        replay, budget = Replay(source, AppliedSteps(begin)), Budget(Restarts(most=0)) if budget is None else budget
+        replay, budget = (
+            BatchReplay(source, AppliedSteps(begin)),
+            RecoveryBudget(Restarts(most=0)) if budget is None else budget,
+        )
         end = None if timeout is None else time.monotonic() + timeout
 
         def changed() -> Mode | None:
@@ -315,7 +318,7 @@ class Cluster:
         raise failure
 
     def recover(
-        self, error: ParameterServerLost, budget: Budget, kept: int, end: float | None = None
+        self, error: ParameterServerLost, budget: RecoveryBudget, kept: int, end: float | None = None
     ) -> Recovery:  # fmt: skip
         """Start tasks and servers anew where a server was lost; the values are then those of the last pull.
 
@@ -374,7 +377,7 @@ class Cluster:
         members = (*before.servers, *before.places.values())
         is_replaced = any(member.info.get("nanny") for member in members)
         workers = len({member.peer.addr for member in members})
-        self._where.progress = Progress()
+        self._where.progress = ConnectProgress()
         try:
             self._begin(wanted._replace(workers=workers), min(seconds, REPLACED_WITHIN) if is_replaced else 1.0)
         except DeadlineExceeded:
@@ -388,7 +391,7 @@ class Cluster:
         if self._followers:
             self._link.post(self._begin_telling)
 
-    def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[Batch | None]:
+    def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[StepFeeds | None]:
         """What `train` takes, made of arrays: `Steps.ahead`."""
         return self._steps.ahead(step, data, begin)
 
@@ -396,7 +399,7 @@ class Cluster:
         """The rows of the first batch of arrays; of collections on the workers their first rows."""
         first = Rows([like(array) for array in data.arrays], data.order).batch(0)
         return [
-            head(self.client, array, data.order.batch_size) if isinstance(array, Chunked) else rows
+            head(self.client, array, data.order.batch_size) if isinstance(array, ChunkedArray) else rows
             for array, rows in zip(data.arrays, first, strict=True)
         ]
 
@@ -448,7 +451,7 @@ class Cluster:
 
     def cut(
         self, variables: Mapping[str, Variable], queues: Iterable[Queue], *, pins: bool = False
-    ) -> tuple[dict[str, torch.Tensor], dict[Queue, Held], int, PinnedValues | None]:
+    ) -> tuple[dict[str, torch.Tensor], dict[Queue, QueueSnapshot], int, PinnedValues | None]:
         """Copies of values by label, also in mid-training all of one step, what queues hold then, and that step.
 
         A Variable that no step here has used yet has its value in this process. pins: values of the others stay on the
@@ -466,7 +469,7 @@ class Cluster:
             asked = list(there.values())
             values, step, found = self._do("reading variables and queues", None, self._variables.values, asked, at)
             here |= {label: values[one.key].to(one.spec.device) for label, one in there.items()}
-        held = {queue: Held(*found[key]) for queue, (_, key) in at.items()}
+        held = {queue: QueueSnapshot(*found[key]) for queue, (_, key) in at.items()}
         held |= {own[label]: one for label, one in held_by(own).items()}
         return here, held, step, pinned
 
@@ -479,7 +482,7 @@ class Cluster:
 
     @contextmanager
     def restoring(
-        self, values: Mapping[Variable, torch.Tensor], held: Mapping[Queue, Held]
+        self, values: Mapping[Variable, torch.Tensor], held: Mapping[Queue, QueueSnapshot]
     ) -> Iterator[Callable[[], None]]:
         """A block in which a call lets Variables and queues be this, all or none; until then nothing is changed."""
         self._waiting.ensure_open()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tfnb.cluster.engine.members import Ahead, Batch
+from tfnb.cluster.engine.members import Ahead, StepFeeds
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.modes.plan import POISON
 from tfnb.cluster.wire import envelope
@@ -97,7 +97,7 @@ def recovery_log() -> tuple[Recovery, ...]:
 
 
 @dataclass
-class Budget:
+class RecoveryBudget:
     """How often one training may be recovered: ``restarts``, and fewer than `POISON` times in a row over one step."""
 
     restarts: Restarts
@@ -124,13 +124,13 @@ def logged(recovery: Recovery) -> Recovery:
 
 
 @dataclass
-class Replay:
+class BatchReplay:
     """The batches of a training, of which those are kept that a copy of the values has not seen.
 
     Arrays need not be kept: their steps are taken by their numbers. A None, at which tasks stand still, is kept until
     they have.
 
-    >>> replay = Replay(Batch((), 0, number=number) for number in range(4))
+    >>> replay = BatchReplay(StepFeeds((), 0, number=number) for number in range(4))
     >>> batches = replay.rest()
     >>> [next(batches).number for _ in range(3)]
     [0, 1, 2]
@@ -139,19 +139,19 @@ class Replay:
     ([1, 3], AppliedSteps(whole=1, beyond={2}))
     """
 
-    source: Ahead | Iterable[Batch | None]
+    source: Ahead | Iterable[StepFeeds | None]
     applied: AppliedSteps = field(default_factory=AppliedSteps)
     nbytes: int = 0
-    _drawn: deque[Batch | None] = field(default_factory=deque)
+    _drawn: deque[StepFeeds | None] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self._more = iter(()) if isinstance(self.source, Ahead) else iter(self.source)
 
-    def rest(self) -> Ahead | Iterator[Batch | None]:
+    def rest(self) -> Ahead | Iterator[StepFeeds | None]:
         """Arrays, or the batches that were drawn and are not applied, and then the others."""
         return self.source if isinstance(self.source, Ahead) else self._rest(list(self._drawn))
 
-    def _rest(self, again: list[Batch | None]) -> Iterator[Batch | None]:
+    def _rest(self, again: list[StepFeeds | None]) -> Iterator[StepFeeds | None]:
         yield from again
         for batch in self._more:
             self._drawn.append(batch)

@@ -126,7 +126,7 @@ def _text(side: _Side) -> str:
 def joined(
     recorder: Recorder, predicate: Any, regions: tuple[Region, Region], labels: Sequence[str], what: str
 ) -> list[Any]:  # fmt: skip
-    """The values of two branches, of which the predicate takes one; what they wrote is written.
+    """The outputs of a conditional over two regions, with the writes of both sides applied.
 
     An output that is None is absent in that branch. labels: what outputs are called in errors.
     """
@@ -181,7 +181,7 @@ class _Sizes:
         return self.fresh[a, b]
 
     def stand_in(self, spec: Spec) -> tuple[Size, ...]:
-        """The shape of the output in the branch where it is absent: no rows where only the other branch knows them."""
+        """The shape of an absent output in a branch: zero rows for sizes known to the other branch only."""
         made = set(self.fresh.values())
         return tuple(0 if size in made else size for size in spec.shape)
 
@@ -194,7 +194,7 @@ def _agreed(
     recorder: Recorder, name: str, regions: tuple[Region, Region], values: Sequence[Value | None], what: str,
     sizes: _Sizes | None,
 ) -> Spec:  # fmt: skip
-    """The spec of an output, which both branches give; raises InvalidArgument or ShapeError.
+    """The common spec of an output of both branches; raises InvalidArgument or ShapeError.
 
     sizes: gives symbols to axes that differ; None where the branches have to give one shape.
     """

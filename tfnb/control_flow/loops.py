@@ -31,8 +31,8 @@ from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.graph.spec import tensor_of
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.subgraphs.capture import Given, attempt, bound_outside, record_region
-from tfnb.recording.subgraphs.loop_node import Loop
+from tfnb.recording.subgraphs.capture import Argument, attempt, bound_outside, record_region
+from tfnb.recording.subgraphs.loop_node import LoopRecorder
 
 
 def while_loop(
@@ -97,7 +97,7 @@ def _while(
     leaves, form = flat(init)
     start = tensors(recorder, leaves, "while_loop")
     labels = names(body, init)
-    loop = Loop(recorder, start, labels, specs=invariants(recorder, start, init, shape_invariants), **how)
+    loop = LoopRecorder(recorder, start, labels, specs=invariants(recorder, start, init, shape_invariants), **how)
 
     def test(*carried: Any) -> list[Any]:
         return [truth(recorder, cond(*tree_unflatten(list(carried), form)), "the condition of while_loop")]
@@ -129,7 +129,7 @@ def _in_pieces(
     recorder: Recorder, cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: Any, invariants: Any,
     **how: Any,
 ) -> Any:  # fmt: skip
-    """A loop over pieces of 1, 2, 3, ... iterations, whose gradient computes a piece again when it comes to it.
+    """A loop over pieces of 1, 2, 3, ... iterations, whose gradient recomputes a piece when it reaches it.
 
     So nobody has to know how many iterations there are: m pieces have m (m + 1) / 2 iterations, the last one m.
     """
@@ -170,7 +170,7 @@ def _limit(recorder: Recorder, most: Any) -> int | Tensor | None:
 def _known_elements(
     recorder: Recorder, iteration: Callable[..., Any], init: Any, rows: Sequence[Spec], what: str
 ) -> Any:
-    """The loop variables, with arrays that know their elements: as one call of the body writes them, which is undone.
+    """The loop variables, with element specs of arrays inferred from one call of the body, which is undone.
 
     iteration: the next loop variables, from those and one row of each sequence.
     """
@@ -185,14 +185,14 @@ def _known_elements(
         found[:] = [array.spec for array in arrays(state)]
         return []
 
-    given = [Given(spec_of(t), f"variable_{i}", t.sample) for i, t in enumerate(start)]
-    given += [Given(spec, f"row_{i}") for i, spec in enumerate(rows)]
+    given = [Argument(spec_of(t), f"variable_{i}", t.sample) for i, t in enumerate(start)]
+    given += [Argument(spec, f"row_{i}") for i, spec in enumerate(rows)]
     record_region(recorder, call, given, scope=what, iterations=True).undo()
     return known_elements(recorder, init, found, what)
 
 
 def known_elements(recorder: Recorder, items: Any, specs: Sequence[Spec | None], what: str) -> Any:
-    """The structure, with arrays that know their elements: by what is recorded of each array's inside of a body."""
+    """The structure, with arrays of known element specs, as inferred from the recording of a body."""
     for spec in filter(None, specs):
         if not bound_outside(recorder, spec):
             raise InvalidArgument(
@@ -220,7 +220,7 @@ def _tensor(item: Any) -> Any:
 def _same_form(
     recorder: Recorder, found: Any, form: TreeSpec, start: Sequence[Tensor], body: Callable[..., Any], what: str
 ) -> list[Any]:  # fmt: skip
-    """The leaves of what a body returned; raises InvalidArgument if it has another structure than what it got."""
+    """The leaves of a body's result; raises InvalidArgument if its structure differs from the loop variables'."""
     leaves, got = flat(found)
     if got != form and len(start) == 1 and len(leaves) == 1:
         got = form  # one variable, returned without its tuple
@@ -236,7 +236,7 @@ def _same_form(
 
 
 def _number(leaf: Any, like: Tensor) -> Any:
-    """A Python number in the dtype of its loop variable where that holds it, as in ``tensor + number``."""
+    """A Python number in the dtype of its loop variable if representable, as in ``tensor + number``."""
     if not isinstance(leaf, (bool, int, float, complex)):
         return leaf
     fits = torch.result_type(like, leaf) == like.dtype
@@ -374,7 +374,7 @@ def _scan(
         return [*_same_form(recorder, found[0], form, start, fn, what), *tensors(recorder, leaves, what)]
 
     labels = [f"carry {i}" if len(start) > 1 else "carry" for i in range(len(start))]
-    loop = Loop(
+    loop = LoopRecorder(
         recorder, start, labels, rows, specs=invariants(recorder, start, init), reverse=reverse, what=what, swap=swap
     )  # fmt: skip
     found = loop.record(None, iteration)
@@ -382,7 +382,7 @@ def _scan(
 
 
 def _same_length(recorder: Recorder, rows: Sequence[Tensor], what: str) -> None:
-    """Raises ShapeError for tensors of several lengths; where only a run knows those, it looks."""
+    """Raise ShapeError for tensors of different lengths; lengths known only at run time are guarded."""
     for row in rows[1:]:
         same: Any = rows[0].shape[0] == row.shape[0]
         known = same if isinstance(same, bool) else recorder.symbols.truth(same)

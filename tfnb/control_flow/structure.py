@@ -18,7 +18,7 @@ SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)  # sizes that vary, and wh
 
 
 def of_size(item: Any) -> Any:
-    """A varying size, or a relation between some, as a recorded tensor; anything else as it is."""
+    """A varying size, or a relation between sizes, as a recorded tensor; other items unchanged."""
     if isinstance(item, torch.SymBool):
         return torch.ops.aten.scalar_tensor(sized_if(item, 1, 0), dtype=torch.int64) != 0
     if isinstance(item, (torch.SymInt, torch.SymFloat)):

@@ -68,7 +68,7 @@ class TensorArray:
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing says yet what an element is."""
+        """Whether the spec of elements is still unknown."""
         return self._rows is None
 
     @property
@@ -83,7 +83,7 @@ class TensorArray:
 
     @property
     def varying(self) -> list[bool]:
-        """For each tensor that it is made of: whether its axis 0 may change from iteration to iteration of a loop."""
+        """For each tensor of the array: whether its axis 0 may change between iterations of a loop."""
         return [self.dynamic_size] * (1 if self._rows is None else 2)
 
     @property
@@ -117,7 +117,7 @@ class TensorArray:
         return self._like(values, torch.ones(values.shape[0], dtype=torch.bool, device=values.device))
 
     def split(self, values: Any, length: int) -> TensorArray:
-        """An array of parts of ``values`` with so many rows each: what `concat` puts together."""
+        """An array of parts of ``values`` with so many rows each; the inverse of `concat`."""
         return self.unstack(self._element(values).unflatten(0, (-1, length)))
 
     def _element(self, value: Any) -> torch.Tensor:
@@ -204,7 +204,7 @@ class TensorArray:
 
 
 def _count(size: Any) -> Any:
-    """A number of elements; what a tensor holds is looked at when it is computed."""
+    """A validated number of elements; the value of a tensor is checked at run time."""
     size = size.read() if isinstance(size, Variable) else size
     if isinstance(size, torch.Tensor):
         is_number = size.numel() == 1 and not (size.is_floating_point() or size.is_complex())
@@ -224,7 +224,7 @@ def _index(index: Any, rank: int) -> torch.Tensor:
 
 
 def _done(op: Callable[..., Any], *args: torch.Tensor) -> Any:
-    """What an op gives; an element that is not there is the same error as in a run."""
+    """Run an op; an element out of range raises the same error as in a run."""
     try:
         return op(*args)
     except IndexError as error:

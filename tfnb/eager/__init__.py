@@ -1,4 +1,4 @@
-"""The eager autograd facade: what a user of torch's autograd and optimizers calls inside a recording.
+"""The eager autograd facade: torch's autograd and optimizer calls inside a recording.
 
 `state` is the autograd state of one recording: gradients, hooks, what requires a gradient. `autograd_calls` sees
 torch's functions (``.grad``, ``requires_grad_``, ``register_hook``, ``backward``) and answers them from that state.

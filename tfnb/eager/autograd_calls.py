@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tfnb.eager.backward import autograd_backward, autograd_grad, tensor_backward
 from tfnb.eager.outside import explained
-from tfnb.eager.state import Autograd, flag
+from tfnb.eager.state import AutogradState, flag
 from tfnb.eager.steps import recorded_steps
 from tfnb.errors import Unsupported
 from tfnb.graph import Node, current
@@ -27,7 +27,7 @@ _ROWS = OVERRIDES[Stage.AUTOGRAD]
 def facade(recorder: Recorder) -> Iterator[None]:
     """Inside, torch's autograd and optimizers are recorded."""
     explained()
-    state = Autograd(recorder)
+    state = AutogradState(recorder)
     recorder.autograd = state
     with recorded_steps(), Calls(state):
         yield
@@ -36,7 +36,7 @@ def facade(recorder: Recorder) -> Iterator[None]:
 class Calls(TorchFunctionMode):
     """Calls of one recording, each by the row of its function in the table of overrides."""
 
-    def __init__(self, state: Autograd) -> None:
+    def __init__(self, state: AutogradState) -> None:
         super().__init__()
         self.state = state
 
@@ -51,7 +51,7 @@ class Calls(TorchFunctionMode):
 
 
 def _is_of_func(args: Any) -> bool:
-    """Whether torch.func calls: it has an autograd of its own, in which its wrapped tensors stand."""
+    """Whether torch.func makes the call: it has its own autograd for its wrapped tensors."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return torch._C._are_functorch_transforms_active() or any(
         wrapped(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor)
@@ -80,18 +80,18 @@ class GradFn:
         )
 
 
-def _grad_fn(state: Autograd, tensor: Tensor) -> GradFn | None:
+def _grad_fn(state: AutogradState, tensor: Tensor) -> GradFn | None:
     return None if state.is_leaf(tensor) else GradFn(tensor.node, state.recorder.tape.at())
 
 
-def _after_accumulation(state: Autograd, tensor: Tensor, hook: Callable[..., Any]) -> Any:
+def _after_accumulation(state: AutogradState, tensor: Tensor, hook: Callable[..., Any]) -> Any:
     raise Unsupported(
         "register_post_accumulate_grad_hook on a recorded tensor is not recorded: use register_hook, or read "
         f".grad after backward(){state.recorder.tape.at()}"
     )
 
 
-def _freeze(state: Autograd, tensor: torch.Tensor, requires_grad: bool = True) -> Any:
+def _freeze(state: AutogradState, tensor: torch.Tensor, requires_grad: bool = True) -> Any:
     """``requires_grad_`` of a plain tensor."""
     var = None if flag(tensor) == requires_grad else known(tensor)
     if var is not None:
@@ -103,7 +103,7 @@ def _freeze(state: Autograd, tensor: torch.Tensor, requires_grad: bool = True) -
 def _of_kind(recorded: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """The row of a method: of a recorded tensor, and of a Parameter or another plain one."""
 
-    def row(state: Autograd, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def row(state: AutogradState, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         own = recorded if isinstance(tensor, Tensor) else plain
         return NotImplemented if own is None else own(state, tensor, *args, **kwargs)
 
@@ -111,17 +111,17 @@ def _of_kind(recorded: Callable[..., Any], plain: Callable[..., Any] | None = No
 
 
 _METHODS: Mapping[Any, Callable[..., Any]] = {
-    torch.Tensor.grad.__get__: Autograd.grad,  # type: ignore[union-attr]
-    torch.Tensor.grad.__set__: Autograd.set_grad,  # type: ignore[union-attr]
-    torch.Tensor.grad.__delete__: Autograd.set_grad,  # type: ignore[union-attr]
-    torch.Tensor.requires_grad.__get__: _of_kind(Autograd.requires_grad),  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__set__: _of_kind(Autograd.mark, _freeze),  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad_: _of_kind(Autograd.mark, _freeze),
-    torch.Tensor.is_leaf.__get__: _of_kind(Autograd.is_leaf),  # type: ignore[attr-defined]
+    torch.Tensor.grad.__get__: AutogradState.grad,  # type: ignore[union-attr]
+    torch.Tensor.grad.__set__: AutogradState.set_grad,  # type: ignore[union-attr]
+    torch.Tensor.grad.__delete__: AutogradState.set_grad,  # type: ignore[union-attr]
+    torch.Tensor.requires_grad.__get__: _of_kind(AutogradState.requires_grad),  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__: _of_kind(AutogradState.mark, _freeze),  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _of_kind(AutogradState.mark, _freeze),
+    torch.Tensor.is_leaf.__get__: _of_kind(AutogradState.is_leaf),  # type: ignore[attr-defined]
     torch.Tensor.grad_fn.__get__: _of_kind(_grad_fn),  # type: ignore[attr-defined,union-attr]
-    torch.Tensor.retain_grad: _of_kind(Autograd.retain),
-    torch.Tensor.retains_grad.__get__: _of_kind(Autograd.is_retained),  # type: ignore[attr-defined]
-    torch.Tensor.register_hook: _of_kind(Autograd.register_hook),
+    torch.Tensor.retain_grad: _of_kind(AutogradState.retain),
+    torch.Tensor.retains_grad.__get__: _of_kind(AutogradState.is_retained),  # type: ignore[attr-defined]
+    torch.Tensor.register_hook: _of_kind(AutogradState.register_hook),
     torch.Tensor.register_post_accumulate_grad_hook: _of_kind(_after_accumulation),
 }
 _PASSES: Mapping[Any, Callable[..., Any]] = {

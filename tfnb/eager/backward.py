@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tfnb.eager.state import Autograd
+from tfnb.eager.state import AutogradState
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
 from tfnb.gradients.walker import differentiate
 from tfnb.graph import Variable
@@ -24,7 +24,7 @@ _filling: ContextVar[bool] = ContextVar("filling", default=False)  # whether a `
 
 
 def tensor_backward(
-    state: Autograd, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    state: AutogradState, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
     inputs: Any = None,
 ) -> None:  # fmt: skip
     """``tensor.backward()``."""
@@ -32,7 +32,7 @@ def tensor_backward(
 
 
 def autograd_backward(
-    state: Autograd, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    state: AutogradState, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
     grad_variables: Any = None, inputs: Any = None,
 ) -> None:  # fmt: skip
     """Add d sum(tensors * grads) / d leaf to the ``.grad`` of every leaf, or of ``inputs`` only.
@@ -62,7 +62,7 @@ def autograd_backward(
 
 @contextmanager
 def _under_way() -> Iterator[bool]:
-    """Inside, what is added to a ``.grad`` is seen by who called; gives whether that was so before."""
+    """Inside, additions to ``.grad`` are handled by the caller; yields whether that was so before."""
     token = _filling.set(True)
     try:
         yield token.old_value is True
@@ -75,7 +75,7 @@ def _reached(leaves: Any, found: Any) -> bool:
 
 
 def autograd_grad(
-    state: Autograd, outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None,
+    state: AutogradState, outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None,
     create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
     is_grads_batched: bool = False, materialize_grads: bool = False,
 ) -> Any:  # fmt: skip
@@ -141,7 +141,7 @@ def _seeds(recorder: Recorder, ys: Sequence[Tensor], grads: Any) -> list[Any]:
     return seeds
 
 
-def _chosen(state: Autograd, inputs: Any) -> list[tuple[Any, Any]]:
+def _chosen(state: AutogradState, inputs: Any) -> list[tuple[Any, Any]]:
     """(holder, x) for each of the inputs that the user named."""
     found = []
     for x in _listed(inputs):

@@ -1,4 +1,4 @@
-"""The autograd state of one recording: gradients by their holder, what is retained, hooks by value.
+"""The autograd state of one recording: gradients by holder, retained gradients, hooks by value.
 
 A recording starts with every ``.grad`` None. The real ``.grad`` of a Parameter is neither read nor written.
 """
@@ -22,8 +22,8 @@ from tfnb.recording.values.variables import known
 from tfnb.recording.writes.in_place_calls import rebind
 
 
-class Autograd:
-    """The autograd state of the tensors of one recording, as torch's engine would have it."""
+class AutogradState:
+    """The autograd state of the tensors of one recording, equivalent to torch's engine."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -94,7 +94,7 @@ class Autograd:
         return self.recorder.tensor(self._born(holder.value) if flag(holder) else holder.value)
 
     def _born(self, value: Value) -> Value:
-        """The value of a leaf before what was written into it with grad mode off."""
+        """The value of a leaf before writes with grad mode off."""
         node = self.recorder.node(value.node)
         while {"no_grad", "in_place"} <= node.tags:
             value = node.inputs[0]
@@ -138,7 +138,7 @@ class Autograd:
         return tensor
 
     def reread(self, var: Variable, *, thawed: bool) -> None:
-        """Freeze or train a variable from here on: what is computed from it now stands apart from what was.
+        """Freeze or train a variable from here on: later nodes depend on it separately from earlier ones.
 
         What was computed while it was frozen has no path to it.
         """

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tfnb.graph import current
-from tfnb.recording.marks.while_recording import Shared
+from tfnb.recording.marks.while_recording import SharedContext
 from tfnb.train.from_torch import from_torch
 
 
@@ -43,4 +43,4 @@ def _steps() -> Iterator[None]:
         handle.remove()
 
 
-recorded_steps = Shared(_steps)
+recorded_steps = SharedContext(_steps)

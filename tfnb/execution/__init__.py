@@ -10,14 +10,25 @@ from tfnb.execution.budgeted import Budget
 from tfnb.execution.commit import Pending
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tracing.checked_steps import Checked
+from tfnb.execution.tracing.checked_steps import CheckedTracer
 from tfnb.execution.tracing.everything import Everything
 from tfnb.execution.tracing.kernel_events import profiling
 from tfnb.execution.tracing.trace import Trace
 from tfnb.execution.tracing.tracer import Tracer
 from tfnb.execution.tracing.value_health import ValueHealth
 
-__all__ = ["TRACERS", "Budget", "Checked", "Pending", "Program", "Trace", "Tracer", "ValueHealth", "lower", "profiling"]
+__all__ = [
+    "TRACERS",
+    "Budget",
+    "CheckedTracer",
+    "Pending",
+    "Program",
+    "Trace",
+    "Tracer",
+    "ValueHealth",
+    "lower",
+    "profiling",
+]
 
 TRACERS: dict[object, type[Tracer]] = {True: Everything, "kernels": Everything, "health": ValueHealth}
 """What ``trace=`` of a run keeps."""

@@ -1,4 +1,4 @@
-"""Programs of one signature within a memory budget, one plan for the sizes of the feeds, which decide what fits."""
+"""Programs of one signature within a memory budget: one plan for each choice of feed sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.lowering.program import Program
 from tfnb.kernels import memory_budget
-from tfnb.kernels.memory_budget import Offloaded
+from tfnb.kernels.memory_budget import OffloadCounts
 from tfnb.kernels.spill_file import SpillFile
 from tfnb.memory import MemoryPlan, memory_plan, step_passes, within, working
 from tfnb.passes import ONCE, feed_symbols
@@ -22,14 +22,14 @@ Sizes = tuple[torch.Size, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Planned:
-    """One choice of feed sizes: what runs, its plan, and what the last run did with the rows of loops."""
+class SizedPlan:
+    """A plan for one choice of feed sizes: the program, its memory plan, and the row statistics of the last run."""
 
     shapes: Sizes
     program: Program
     plan: MemoryPlan
     spill: SpillFile
-    offloaded: Offloaded | None = None
+    offloaded: OffloadCounts | None = None
 
     def __str__(self) -> str:
         text = f"at most {self.plan.peak:,} bytes, {len(self.plan.values)} nodes again"
@@ -42,7 +42,7 @@ class Planned:
         return "; ".join([text, *map(str, self.plan.loops)])
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """The program's code; its loops share what the plan leaves."""
+        """Run the program's code; its loops share the memory left by the plan."""
         again = {found.node.id: found.held for found in self.plan.loops if found.fate == "is computed again"}
         with memory_budget.within(self.plan.left, self.spill, again) as found:
             try:
@@ -56,11 +56,11 @@ class Budget:
 
     def __init__(self, program: Program, budget: int, once: Sequence[Pass] = ONCE) -> None:
         self.first, self.budget, self.once = program, budget, once
-        self._found: dict[Sizes, Planned] = {}
+        self._found: dict[Sizes, SizedPlan] = {}
         self._spill = SpillFile()
         self._lock = threading.Lock()
 
-    def planned(self, shapes: Sizes) -> Planned:
+    def planned(self, shapes: Sizes) -> SizedPlan:
         """The program for feeds of these shapes; raises ResourceExhausted with the smallest budget that is feasible."""
         found = self._found.get(shapes)
         if found is None:
@@ -68,14 +68,14 @@ class Budget:
                 found = self._found[shapes] = self._planned(shapes)
         return found
 
-    def plans(self) -> Iterator[tuple[str, Planned]]:
-        """What was planned so far, with names and shapes of the feeds."""
+    def plans(self) -> Iterator[tuple[str, SizedPlan]]:
+        """The plans made so far, with names and shapes of the feeds."""
         names = [self.first.whole.contents.by_id[value.node].name for value in self.first.feeds]
         for shapes, found in tuple(self._found.items()):
             yield ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True)), found
 
-    def _planned(self, shapes: Sizes) -> Planned:
-        """A program that is there already, if it fits for these sizes too, else one more."""
+    def _planned(self, shapes: Sizes) -> SizedPlan:
+        """Reuse a program that fits the budget at these sizes, or lower another one."""
         first = self.first
         bound = feed_symbols(first.whole.contents, first.feeds)
         sizes = {name: shapes[first.feeds.index(value)][axis] for name, (value, axis) in bound.items()}
@@ -86,6 +86,6 @@ class Budget:
         last = step_passes(self.once, within(self.budget, sizes))
         return self._measured(lower(first.whole, first.fetches, first.feeds, last), shapes, sizes)
 
-    def _measured(self, program: Program, shapes: Sizes, sizes: Mapping[str, int]) -> Planned:
+    def _measured(self, program: Program, shapes: Sizes, sizes: Mapping[str, int]) -> SizedPlan:
         plan = memory_plan(program.graph, program.fetches, program.feeds, sizes, self.budget, program.whole)
-        return Planned(shapes, program, plan, self._spill)
+        return SizedPlan(shapes, program, plan, self._spill)

@@ -29,7 +29,7 @@ class Update:
 
 @dataclass(slots=True)
 class Pending:
-    """What a computed step will write.
+    """The writes of a computed step, not yet committed.
 
     values: tensors, and numbers for tensors of one element. variables: all that are written, also by updates.
     done: is called at the end. queued: what it did to queues, which counts with the writes.
@@ -71,7 +71,7 @@ def _write(pending: Pending) -> None:
 def _alike(
     targets: list[torch.Tensor], values: list[torch.Tensor]
 ) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """All together; on a device those of each dtype, of which torch makes one kernel."""
+    """Group the writes: all together on the CPU, by dtype on a device, where torch makes one kernel of each group."""
     if not targets or targets[0].is_cpu:
         return [(targets, values)] if targets else []
     kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -85,7 +85,7 @@ def _alike(
 def _changed(
     targets: list[torch.Tensor], values: list[Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, Any]]]:
-    """Without those that stay as they are, of a branch that was not taken; numbers by themselves."""
+    """Separate the writes: tensors that changed (no untaken branch), their values, and numbers with their targets."""
     written, new, numbers = [], [], []
     for target, value in zip(targets, values, strict=True):
         if type(value) in _NUMBERS:

@@ -10,16 +10,16 @@ import torch
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TfnbError
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Deadline, Stop
-from tfnb.execution.tiers.compiled_loops import Native
+from tfnb.execution.tiers.compiled_loops import NativeLoop
 from tfnb.execution.tiers.scalarize import Quick, parts
-from tfnb.execution.tracing.probes import Probe, Probed
+from tfnb.execution.tracing.probes import Probe, ProbedCode
 from tfnb.graph import Node, Spec
 from tfnb.recording.marks.notes import line_of
 from tfnb.recording.values.workspace import workspace
 
 
 def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | None]) -> TfnbError:
-    """What ``error``, raised by the generated code of ``program`` on these feeds, means to the user.
+    """The user's error for ``error``, raised by the generated code of ``program`` on these feeds.
 
     program: a Program, or a Dataflow of several. A feed that is None is one that nobody needed.
     """
@@ -54,13 +54,13 @@ def _inside(program: Any) -> dict[int, Node]:
 
 
 def _asked(program: Any, node: Node) -> str:
-    """The line of a function that the user's line called, with which a node was recorded."""
+    """The line inside a called function at which a node was recorded, if known."""
     at = workspace(program.whole).asked.get(node.id)
     return "" if at is None else f"\n  in {line_of(*at)}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Accelerators have a class for it, torch's allocator on the CPU a sentence."""
+    """Whether an error means out of memory: a class on accelerators, a sentence of torch's allocator on the CPU."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
@@ -82,7 +82,7 @@ def deadline(program: Program, timeout: float) -> Deadline:
 
 
 def failing_node(program: Any, error: BaseException) -> Node | None:
-    """The node whose generated line raised, by the traceback's line in the generated code, or that stood in it.
+    """The failing node, from the traceback's line in the generated code, or attached to the error.
 
     In a loop or branch it is the innermost one.
     """
@@ -92,7 +92,7 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
         frame = trace.tb_frame
         if frame.f_code in programs:
             found = _at_line(programs[frame.f_code], trace.tb_lineno) or found
-        elif isinstance(loop := frame.f_locals.get("self"), Native):
+        elif isinstance(loop := frame.f_locals.get("self"), NativeLoop):
             found = loop.loop.node  # in C++, or in Python whose loops are compiled
         elif isinstance(probe := frame.f_locals.get("probe"), Probe):  # a traced run's
             found = _at_line(probe.code, trace.tb_lineno) or found
@@ -101,7 +101,7 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
 
 
 def _codes(program: Any) -> Iterator[Program | Quick]:
-    """All generated code of what was lowered."""
+    """All generated code of a lowered step, with inner programs."""
     if isinstance(program, Program):
         yield program
         yield from parts(program.quick)
@@ -109,7 +109,7 @@ def _codes(program: Any) -> Iterator[Program | Quick]:
         yield from _codes(inner)
 
 
-def _at_line(program: Program | Quick | Probed, line: int) -> Node | None:
+def _at_line(program: Program | Quick | ProbedCode, line: int) -> Node | None:
     text = program.code.splitlines()
     if not 0 < line <= len(text):
         return None

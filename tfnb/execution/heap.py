@@ -1,4 +1,4 @@
-"""The C library's heap between steps: what a step frees is kept for the next one.
+"""The C library's heap between steps: memory freed by a step is kept for the next one.
 
 By default glibc gives the end of its heap back to the system when 128 KiB of it are free, and maps larger blocks one by
 one; a step that allocates a few megabytes then touches new pages each time: 2200 of them in a step of a small GPT, a
@@ -31,7 +31,7 @@ def settle() -> None:
 
 
 def set_limits() -> bool:
-    """Let this process keep freed blocks of up to 32 MiB, and 64 MiB at the end of a heap; whether it does.
+    """Let this process keep freed blocks of up to 32 MiB, and 64 MiB at the end of a heap; returns whether it does.
 
     Larger ones lie on huge pages. What the environment says (``MALLOC_MMAP_THRESHOLD_``, ``THP_MEM_ALLOC_ENABLE``)
     stays.

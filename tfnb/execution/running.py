@@ -26,7 +26,7 @@ Deadline = tuple[float, Why]
 
 
 class Stop(BaseException):
-    """Raised in a thread whose step is stopped; no ``except Exception`` of a user's op catches it.
+    """Raised in a thread whose step is stopped; not caught by an ``except Exception`` in a user's op.
 
     node: where it stood, if what runs it knows; waits: what it waited for, in words.
     """
@@ -36,7 +36,7 @@ class Stop(BaseException):
 
 
 class Running:
-    """One step, made in the thread that computes it.
+    """One running step, made in the computing thread.
 
     >>> from tfnb.errors import Cancelled
     >>> step = Running()
@@ -56,7 +56,7 @@ class Running:
         self._sent = self._is_claimed = False
 
     def compute(self, call: Callable[..., T], *args: Any, until: Deadline | None = None) -> T:
-        """``call(*args)``, unless it is stopped: then the error that `stop` was given.
+        """``call(*args)``, or the error given to `stop` if the step is stopped.
 
         until: seconds from now, and the error; what ends later than that counts as stopped.
         """
@@ -84,7 +84,7 @@ class Running:
             _stops.running = above
 
     def stop(self, why: Why) -> None:
-        """End the computing with ``why(stop)``, from any thread; nothing happens if it ended already."""
+        """Stop the computation with the error ``why(stop)``, from any thread; no effect after its end."""
         self._why = why
         try:
             self._token.pop()
@@ -107,11 +107,11 @@ class Running:
         return result
 
     def hold(self) -> None:
-        """Nothing is raised from here on, until `let_go`; raises what was on its way."""
+        """Block stops until `let_go`; raises a stop already under way."""
         self._claim()
 
     def let_go(self) -> None:
-        """After `hold`: raise what came meanwhile."""
+        """After `hold`: raise a stop that arrived in the meantime."""
         self._is_claimed = False
         self._token.append(None)
         if self._why is not None:
@@ -119,7 +119,7 @@ class Running:
             raise Stop
 
     def _claim(self) -> None:
-        """The computing is over. A stop that came before is on its way to this thread, which waits for it.
+        """End the computation. A stop sent earlier is still on its way to this thread, which waits for the exception.
 
         Python drops what it raises in a callback of the collector or a ``__del__``: what was sent and does not come
         within two turns is raised here.
@@ -138,7 +138,7 @@ class Running:
 
 
 class _Stops(threading.local):
-    """What computes in a thread, and can be stopped: a step, and those inside of it."""
+    """The stoppable computations of a thread: a step, and nested steps."""
 
     running: tuple[Running, ...] = ()
 
@@ -148,7 +148,7 @@ _stops = _Stops()
 
 @contextmanager
 def unstoppable() -> Iterator[None]:
-    """A block that is done as a whole: a stop, or Ctrl-C, that comes meanwhile is raised behind it."""
+    """A block that runs as a whole: a stop or Ctrl-C in the meantime is raised after the block."""
     with ExitStack() as after, no_interrupt():
         held, _stops.running = _stops.running, ()  # a block inside, as of a step that a finalizer runs, finds them held
         after.callback(setattr, _stops, "running", held)

@@ -1,4 +1,4 @@
-"""What computes one step in this process, a notebook or a task: lowered, compiled and planned when it first runs."""
+"""The code of one step in this process, a notebook or a task: lowered, compiled and planned at the first run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tfnb.execution.budgeted import Budget, Planned
+from tfnb.execution.budgeted import Budget, SizedPlan
 from tfnb.execution.dataflow.executor import lowered, needs_dataflow
 from tfnb.execution.tiers.tiered import Mode, Tiers
 from tfnb.memory import step_passes
 from tfnb.passes import ONCE, StepGraph
-from tfnb.passes.flow.step_flow import Wanted
+from tfnb.passes.flow.step_flow import CutOptions
 from tfnb.passes.rewrite import Pass
 
 
@@ -26,14 +26,14 @@ class StepCode:
 
     def __init__(
         self, step: StepGraph, *, executor: str = "auto", compile: Mode = "off", once: Sequence[Pass] = ONCE,
-        memory_budget: int | None = None, parts: Wanted | None = None,
+        memory_budget: int | None = None, parts: CutOptions | None = None,
     ) -> None:  # fmt: skip
         self.step, self.is_dataflow, self._parts = step, needs_dataflow(step, executor), parts
         self._executor, self._compile, self._once, self._memory_budget = executor, compile, once, memory_budget
 
     @property
     def is_cut(self) -> bool:
-        """Whether it runs in parts, one for each place that its nodes ask for."""
+        """Whether the step runs in parts, one for each place requested by its nodes."""
         return self._executor == "parts"
 
     @cached_property
@@ -50,7 +50,7 @@ class StepCode:
 
     @cached_property
     def tiers(self) -> Tiers:
-        """The kinds of code that may run it."""
+        """The tiers of code that may run the step."""
         return Tiers(self.program, "off" if self.is_dataflow else self._compile)
 
     @cached_property
@@ -61,18 +61,18 @@ class StepCode:
         return Budget(self.program, self._memory_budget, self._once)
 
     def at(self, shapes: tuple[torch.Size, ...]) -> tuple[Any, Callable[..., Any]]:
-        """The program for feeds of these shapes, and what computes it."""
+        """The program for feeds of these shapes, and its function."""
         if self.budget is None:
             return self.program, self.tiers.forward(shapes)
         found = self.budget.planned(shapes)
         return found.program, self.tiers.forward(shapes) if self._fits(found) else found.forward
 
-    def _fits(self, found: Planned) -> bool:
-        """Whether the step keeps its memory budget as it is, without a value that is computed again or moves out."""
+    def _fits(self, found: SizedPlan) -> bool:
+        """Whether the step fits its memory budget unchanged, without recomputed or offloaded values."""
         return found.program is self.program and not found.plan.decisions
 
     def code(self, shapes: tuple[torch.Size, ...] | None = None) -> str:
-        """Which code runs the step, and why, for feeds of these shapes or of the first ones."""
+        """The kind of code that runs the step, and why, for feeds of these shapes or of the first run."""
         plans = [] if self.budget is None else [found for _, found in self.budget.plans()]
         is_planned = any(not self._fits(found) for found in plans if shapes in (None, found.shapes))
         return "generated code" if is_planned else self.tiers.code(shapes)
@@ -84,11 +84,11 @@ class StepCode:
         return [f"{at}: {self.code(found.shapes)}; {found}" for at, found in self.budget.plans()]
 
     def close(self) -> None:
-        """Nobody waits for it any more."""
+        """Release the compiler: no caller waits for the code any more."""
         if "tiers" in self.__dict__:
             self.tiers.close()
 
     @property
     def is_lowered(self) -> bool:
-        """Whether it ran here."""
+        """Whether the step has run here."""
         return "program" in self.__dict__

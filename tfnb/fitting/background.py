@@ -1,4 +1,4 @@
-"""A training in the background: `launch` starts it, and a handle tells where it is and ends it.
+"""A training in the background: `launch` starts the thread, and a handle reports progress and stops the training.
 
 The handle is one of the callbacks of `fit`, so it hears of each step and stops between two of them.
 """
@@ -54,12 +54,12 @@ class RunHandle:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over, however it ended."""
+        """Whether the training is over, however it ended."""
         return self._future.done()
 
     @property
     def progress(self) -> str:
-        """``step 312, epoch 2, running``: also how it ended."""
+        """``step 312, epoch 2, running``, or the result."""
         place = f"step {self.step}, epoch {self.epoch}"
         if not self.is_done:
             return f"{place}, {'stopping' if self._is_unwanted else 'running'}"
@@ -67,11 +67,11 @@ class RunHandle:
         return f"{place}, {self._future.result().summary if error is None else f'{type(error).__name__}: {error}'}"
 
     def stop(self) -> None:
-        """Let it end after the step that runs now; `fit` with ``resume=True`` goes on from there."""
+        """Stop after the current step; `fit` with ``resume=True`` continues from there."""
         self._is_unwanted = True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most ``timeout`` seconds; whether it is over."""
+        """Wait for the end, at most ``timeout`` seconds; returns whether the training is over."""
         try:
             self._future.exception(timeout)
         except TimeoutError:
@@ -79,7 +79,7 @@ class RunHandle:
         return True
 
     def result(self, timeout: float | None = None) -> RunResult:
-        """What `fit` gave or raised. Raises DeadlineExceeded where it runs for more than ``timeout`` seconds yet."""
+        """The result or error of `fit`. Raises DeadlineExceeded if still running after ``timeout`` seconds."""
         if not self.wait(timeout):
             raise DeadlineExceeded(f"the training of {self.name} did not end within {timeout} s: {self.progress}")
         return self._future.result()

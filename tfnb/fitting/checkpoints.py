@@ -28,7 +28,7 @@ def saver_of(checkpoint: Any, every: Any) -> Saver | None:
 
 
 class Checkpoints:
-    """The checkpoints of one training: those of ``saver`` every so many seconds, and those of callbacks.
+    """The checkpoints of one training: periodic ones of ``saver``, and those of callbacks.
 
     due: when the next one is, by the clock ``perf_counter``; never without a saver.
     """

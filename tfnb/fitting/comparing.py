@@ -48,7 +48,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found: ``runs`` has the points of each seed, by mode. Shown, it is curves with bands and a table.
+    """The result of `compare`: ``runs`` has the points of each seed, by mode. Shown as curves with bands and a table.
 
     The bands are one standard deviation over seeds.
     """
@@ -112,7 +112,7 @@ class Comparison:
 
 
 class Comparisons(dict[str, Comparison]):
-    """What `compare` found of several watched values, by name."""
+    """The results of `compare` for several watched values, by name."""
 
     def __repr__(self) -> str:
         return "\n\n".join(map(repr, self.values()))
@@ -195,7 +195,7 @@ class _Clock:
 
 @contextmanager
 def _kept(session: Session) -> Iterator[Any]:
-    """Gives what puts everything back for a seed; at the end all is as it was before."""
+    """Yields a function that restores the initial state for a seed; restores everything at the end."""
     variables = session.graph.contents.variables
     positions, seed = session.state.positions, session.graph.seed
     before = {label: variable.value() for label, variable in variables.items()}

@@ -49,20 +49,20 @@ class Panel:
         self._panel: Any = None
 
     def say(self, text: str) -> None:
-        """Show it beside the steps."""
+        """Show a text beside the steps."""
         if self._panel is None:
             self._panel = widgets.ProgressPanel(self._total, self._label)
         self._panel.note = text
 
     def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve, more: str = "") -> None:
-        """Show it, or renew it."""
+        """Show or update the panel."""
         if self._panel is None:
             self._panel = widgets.ProgressPanel(self._total, self._label)
         self._panel.more = more
         self._panel.update(step, metrics, rate, curve())
 
     def finish(self, text: str, metrics: Mapping[str, float], curve: Curve) -> None:
-        """The final state, which a saved notebook keeps."""
+        """Show the final state, kept in a saved notebook."""
         if self._panel is not None:
             self._panel.finish(text, metrics, curve())
 

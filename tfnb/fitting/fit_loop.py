@@ -22,7 +22,7 @@ from typing import Any
 
 from tfnb.cluster.engine.members import Mode
 from tfnb.cluster.engine.restarts import Restarts
-from tfnb.cluster.recovery import Budget, Recovery
+from tfnb.cluster.recovery import Recovery, RecoveryBudget
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, SchedulerLost, TfnbError
 from tfnb.escaping import xml
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
@@ -47,16 +47,16 @@ from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
-from tfnb.state.step_groups import StepGroup, Told
+from tfnb.state.step_groups import StepGroup, StepReport
 from tfnb.state.steps_taken import AppliedSteps, StepsHere, StepsThere
 from tfnb.train.batches import Batch, Batches, batches, is_single_pass, name_of
 from tfnb.train.callbacks import Callbacks, Progress
 from tfnb.train.metrics import Metrics
 from tfnb.widgets.curve import number, svg
 
-Taken = Generator[Told, None, None]
+Taken = Generator[StepReport, None, None]
 
-STANDS = Told((), ())  # tells that everything stands still
+STANDS = StepReport((), ())  # tells that everything stands still
 SHOWN_EVERY = 0.1  # seconds
 NAMED = '; with check="nan" fit stops at the first such step and names the op and line'
 _PLAIN = "generated code"  # needs no word
@@ -64,7 +64,7 @@ _PLAIN = "generated code"  # needs no word
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What `fit` did: how many steps, in how many seconds, and the watched values.
+    """The result of `fit`: numbers of steps and seconds, and the watched values.
 
     ``history`` has one entry for each epoch (pass over the data), also one that was cut short: ``epoch``, ``step`` (the
     last one of it), and for each watched value its mean over the epoch, weighted by rows. ``curve`` has them along the
@@ -245,7 +245,7 @@ def fit(
     checkpoints = Checkpoints(session, saver, checkpoint_every, callbacks, start)
     run = _Run(
         Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks), checked, start, reads, how,
-        progress_after, checkpoints, Budget(Restarts(most=restarts)),
+        progress_after, checkpoints, RecoveryBudget(Restarts(most=restarts)),
     )  # fmt: skip
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check, division, exact=exact)
@@ -282,7 +282,7 @@ def _here(
     session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
     division: Division, *, exact: bool | None,
 ) -> Taken:  # fmt: skip
-    """Each step, taken in this process, which stands still after each epoch."""
+    """Steps taken in this process, with a standstill after each epoch."""
     microbatches = division.microbatches
     if microbatches > 1:
         fetch = operations_of(fetch, session)
@@ -302,11 +302,11 @@ def _here(
             written = next(iter(session.written((fetch, watched), keys)), None)
             run.code = partial(session.code, (fetch, watched), keys, microbatches=microbatches)
         run.steps.begins(batch.position, written)
-        yield Told((batch.epoch,), (batch.rows,), call(*batch.values)[1])
+        yield StepReport((batch.epoch,), (batch.rows,), call(*batch.values)[1])
 
 
 def _by_epoch(taken: Taken, run: _Run) -> Taken:
-    """The same without those of no steps, cut where an epoch begins.
+    """Reports split at epoch boundaries, without empty ones.
 
     ``run`` hears of the end of each: when everything stands still, else before the first step of the next one.
     """
@@ -388,7 +388,7 @@ def _of_arrays(
     session: Session, fetches: Any, keys: tuple[Any, ...], rows: Arrays, total: int, run: _Run,
     options: Mapping[str, Any],
 ) -> Taken:  # fmt: skip
-    """The same for arrays, which tasks take their rows of by themselves."""
+    """Reports for arrays, from which tasks take their rows themselves."""
     each, begun = rows.order.per_pass if options["by_pass"] else total, run.step
     run.steps.numbered_from(begun)
     run.steps.begins(min(each - begun % each, total - begun))
@@ -411,14 +411,14 @@ def _of_arrays(
                 yield _told(epochs, lengths, group)
 
 
-def _told(epochs: Sequence[int], rows: Sequence[int], group: StepGroup) -> Told:
+def _told(epochs: Sequence[int], rows: Sequence[int], group: StepGroup) -> StepReport:
     _, watched = group.values
     is_known = not any(value is None for value in watched)  # else a lost task told nobody of them
-    return Told(epochs, rows, watched if is_known else (), group.numbers or ())
+    return StepReport(epochs, rows, watched if is_known else (), group.numbers or ())
 
 
 def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
-    """The user's data: nothing is half done while waiting for it, so an interrupt counts at once."""
+    """The user's data: an interrupt while waiting for data takes effect at once, since no step is half done."""
     while True:
         run.is_waiting = True
         run.stop_if_wanted()
@@ -430,8 +430,8 @@ def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
 
 
 @dataclass
-class _Counted:
-    """What is counted of the steps that were told. ``numbers``: of them on a cluster."""
+class _StepCounts:
+    """Counts of the reported steps. ``numbers``: their numbers on a cluster."""
 
     metrics: Metrics
     step: int
@@ -445,13 +445,13 @@ class _Run:
     def __init__(
         self, metrics: Metrics, front: Any, timeout: float | None, session: Session, callbacks: Callbacks,
         validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None, mode: Mode,
-        shown_after: float, checkpoints: Checkpoints, budget: Budget,
+        shown_after: float, checkpoints: Checkpoints, budget: RecoveryBudget,
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
         self._reads, self._shown_after = reads, shown_after
-        self._counted = _Counted(metrics, begin)
-        self._kept = _Counted(deepcopy(metrics), begin)  # of steps that no lost server takes back
-        self._since: list[Told] = []  # later ones
+        self._counted = _StepCounts(metrics, begin)
+        self._kept = _StepCounts(deepcopy(metrics), begin)  # of steps that no lost server takes back
+        self._since: list[StepReport] = []  # later ones
         self._taken_back = AppliedSteps()
         self.budget = budget
         self.why_over: str | None = None  # a callback ended it
@@ -477,7 +477,7 @@ class _Run:
         self._start = self._looked = time.perf_counter()
         self._warned = 0
 
-    def stepped(self, told: Told) -> None:
+    def stepped(self, told: StepReport) -> None:
         """More steps are done."""
         __tracebackhide__ = True
         self.steps.ends()
@@ -511,7 +511,7 @@ class _Run:
     def _metrics(self) -> Metrics:
         return self._counted.metrics
 
-    def _count(self, told: Told) -> None:
+    def _count(self, told: StepReport) -> None:
         counted = self._counted
         counted.step += len(told.epochs)
         counted.samples += sum(told.rows)
@@ -537,7 +537,7 @@ class _Run:
                 self._say_recovered(group.lost)
 
     def _go_back(self, kept: AppliedSteps, place: Callable[[int], tuple[int, int]]) -> None:
-        """Only these steps count: those of later ones are taken again, and of untold ones nobody knows the values."""
+        """Count only these steps: later steps are taken again, and values of unreported ones are unknown."""
         self._taken_back, self._counted = self._counted.numbers, deepcopy(self._kept)
         since, self._since = self._since, []
         for told in since:
@@ -548,7 +548,7 @@ class _Run:
         untold = numbers.missing(range(max(kept.whole, 1 + max(kept.beyond, default=-1))))
         for at in (at for run in untold for at in run if at in kept):
             epoch, rows = place(at)
-            self._count(Told((epoch,), (rows,), (), (at,)))
+            self._count(StepReport((epoch,), (rows,), (), (at,)))
 
     def _say_recovered(self, recovery: Recovery) -> None:
         """Tell the user, in one block."""
@@ -559,7 +559,7 @@ class _Run:
             self._lines = self.cluster.news(self._lines)[0]
 
     def epoch_over(self, epoch: int) -> None:
-        """An epoch is over: its values, and what is to be called."""
+        """End an epoch: collect its values, and call the callbacks."""
         __tracebackhide__ = True
         self._read()
         try:
@@ -575,7 +575,7 @@ class _Run:
         self._heed(self.callbacks.on_epoch(Progress(self.step, epoch, values, self._counted.samples)))
 
     def _heed(self, progress: Progress) -> None:
-        """What a callback asked for; it may have changed what recordings read."""
+        """Apply the requests of a callback, which may have changed recorded Python state."""
         user_code_ran()
         self.why_over = progress.stopped or self.why_over
         if progress.changed is not None:
@@ -594,7 +594,7 @@ class _Run:
 
     @property
     def left(self) -> float | None:
-        """Seconds that it may take yet."""
+        """Remaining seconds of the time limit."""
         return None if self.timeout is None else self.timeout - (time.perf_counter() - self._start)
 
     @property
@@ -603,7 +603,7 @@ class _Run:
         return {**self._metrics.means(), **self._validated.get(max(self._validated, default=0), {})}
 
     def _look(self, seconds: float) -> None:
-        """What is done a few times a second."""
+        """Periodic work, a few times a second: metrics, display, deadline."""
         __tracebackhide__ = True
         self._read()
         self._say_who_came()
@@ -668,7 +668,7 @@ class _Run:
         return text
 
     def failed(self, error: BaseException, *, is_kept: bool) -> None:
-        """The end by an error, which learns its step. is_kept: the batches of steps that were lost can be had again."""
+        """End by an error, with the step added to the error. is_kept: the batches of lost steps can be had again."""
         with suppress(KeyboardInterrupt):
             self._checkpoints.end(last=False)
         if isinstance(error, ParameterServerLost | SchedulerLost):
@@ -696,7 +696,7 @@ class _Run:
 
 
 def _user_level() -> int:
-    """The stacklevel at which a warning of the caller points to the line that called `fit`."""
+    """The stacklevel that points a warning of the caller to the line that called `fit`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code is not fit.__code__:
         frame, level = frame.f_back, level + 1
@@ -726,7 +726,7 @@ def _interrupts(run: _Run) -> Iterator[None]:
 def _validation(
     session: Session, data: Any, feeds: Any, names: Sequence[str], watched: tuple[Any, ...]
 ) -> Callable[[_Run], dict[str, float]]:  # fmt: skip
-    """What gives the watched values over the validation data, by name."""
+    """A function for the watched values over the validation data, by name."""
     if data is None:
         return lambda run: {}
     if not names:
@@ -744,7 +744,7 @@ def _validation(
         source = batches(data, feeds=None if isinstance(data, Mapping) else feeds, shuffle=False)
         for at, batch in enumerate(source.each, 1):
             found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))
-            metrics.add(at, Told((1,), (batch.rows,), found))
+            metrics.add(at, StepReport((1,), (batch.rows,), found))
             run.stop_if_wanted()
         metrics.read()
         return {f"val_{name}": value for name, value in metrics.means().items()}

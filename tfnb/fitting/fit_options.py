@@ -1,4 +1,4 @@
-"""What `fit` was asked for, checked: the watched values, the mode, and the steps that were taken before."""
+"""Options of `fit`, checked: the watched values, the mode, and the steps taken before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LATER = ("downpour", "sandblaster")
 
 
 def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Names and fetches of what is watched, which is the scalars of ``fetch`` where ``watch`` is None.
+    """Names and fetches of the watched values: by default the scalars of ``fetch``.
 
     Raises ShapeError for what is no scalar.
     """
@@ -52,7 +52,7 @@ def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...
 
 
 def _scalars(fetch: Any, session: Session, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The real scalars in a structure of fetches, by their keys or names; what writes a Variable is none of them."""
+    """The real scalars in a structure of fetches, by their keys or names; without writes of Variables."""
     if isinstance(fetch, Mapping):
         for key, item in fetch.items():
             yield from _scalars(item, session, str(key))
@@ -66,7 +66,7 @@ def _scalars(fetch: Any, session: Session, name: str = "") -> Iterator[tuple[str
 
 
 def _spec(item: Any, session: Session) -> tuple[Spec | None, str]:
-    """The spec of a fetch, which is None for an operation without a value, and the op that gives it."""
+    """The spec of a fetch, None for an operation without a value, and its op."""
     if isinstance(item, Variable):
         return item.spec, "tfnb.read"
     value = value_of(session.graph, item)
@@ -87,7 +87,7 @@ def _check_scalar(name: str, item: Any, session: Session) -> None:
 
 
 def known_keys(session: Session, keys: Iterable[Any], *, named: bool) -> None:
-    """Raise NotFound for a key of a batch that names nothing in the graph; named: ``feeds`` may say what it is for."""
+    """Raise NotFound for a key of a batch that names nothing in the graph; named: mention ``feeds`` as a remedy."""
     for key in keys if named else ():
         if isinstance(key, str) and not _is_value(session, key):
             names = [session.graph.contents.shown(node) for node in session.graph.placeholders]
@@ -134,7 +134,7 @@ def begin(session: Session, resume: Any) -> int:
 
 
 def exact_of(exact: Any) -> bool | None:
-    """Whether tasks look first if averaging by rows is exact; raises Unimplemented for sums that would make it so."""
+    """Validate ``exact``: whether tasks first check that averaging by rows is exact. Raises Unimplemented for True."""
     if exact is True:
         raise Unimplemented(
             "exact=True, sums over tasks in mid-step, is not there yet: exact=None warns where the average of "
@@ -189,7 +189,7 @@ def look_at_means(
 
 
 def operations_of(fetch: Any, session: Session) -> list[Any]:
-    """Of a structure of fetches those that do something: operations, and what writes a Variable."""
+    """The fetches with effects: operations, and writes of Variables."""
     leaves: list[Any] = []
     structure(fetch, leaves)
     ops = [(leaf, _spec(leaf, session)) for leaf in leaves if not isinstance(leaf, Variable)]

@@ -48,7 +48,7 @@ class Snapshots:
 
     @property
     def steps(self) -> list[int]:
-        """Of which steps there are snapshots."""
+        """The steps with snapshots."""
         return sorted(self._taken)
 
     @property
@@ -82,7 +82,7 @@ class Snapshots:
         return dict(self._taken[step].values)
 
     def restore(self, step: int) -> None:
-        """Put everything back to where it was after this step. Variables and queues that are newer stay as they are.
+        """Restore the state after this step. Variables and queues made since stay unchanged.
 
         Steps under way that used one of the queues raise Aborted: run them again.
         """

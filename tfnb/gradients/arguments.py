@@ -1,4 +1,4 @@
-"""What `gradients` and its kin are given: checked, and as recorded tensors and Variables of one graph."""
+"""Arguments of `gradients` and its kin: checked, and converted to recorded tensors and Variables of one graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def listed(items: Any) -> list[Any]:
 
 
 def entries_of(ys: list[Any], grad_ys: Any) -> tuple[list[Any], Any]:
-    """IndexedSlices among the ys as their values, and what is given for the dense tensor as the rows of it."""
+    """Replace IndexedSlices among the ys by their values, and their dense cotangents by the matching rows."""
     if not any(isinstance(y, IndexedSlices) for y in ys):
         return ys, grad_ys
     given = [None] * len(ys) if grad_ys is None else listed(grad_ys)
@@ -63,7 +63,7 @@ def seed(y: Tensor, grad: Any, index: int) -> torch.Tensor:
 
 
 def seeded_like(y: torch.Tensor, grad: Any, what: str, whose: str) -> torch.Tensor:
-    """``grad`` as a recorded tensor; raises InvalidArgument or ShapeError if it is not like ``y``."""
+    """``grad`` as a recorded tensor; raises InvalidArgument or ShapeError unless its dtype and shape match ``y``."""
     assert isinstance(y, Tensor)
     if not isinstance(grad, torch.Tensor):
         grad = torch.as_tensor(grad, dtype=y.dtype)  # a number

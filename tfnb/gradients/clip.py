@@ -16,7 +16,7 @@ from tfnb.gradients.slices import IndexedSlices
 
 
 def clip_by_value(x: Any, low: Any, high: Any) -> Any:
-    """``x`` with every element between ``low`` and ``high``, which enclose 0 if ``x`` is row-sparse.
+    """``x`` with every element between ``low`` and ``high``; for row-sparse ``x`` the range must include 0.
 
     >>> clip_by_value(torch.tensor([-3.0, 0.5]), -1, 1)
     tensor([-1.0000,  0.5000])

@@ -69,7 +69,7 @@ def _recorded(recorder: Recorder, fn: Callable[..., Any], args: Any, kwargs: Any
     outs, form = tree_flatten(ys)
     ends = [i for i, y in enumerate(outs) if floats(y)]
     if places and ends:
-        rule = OwnRule(_Checked(grad_fn, written_at(grad_fn), len(places)), written_at(grad_fn))
+        rule = OwnRule(_UserRule(grad_fn, written_at(grad_fn), len(places)), written_at(grad_fn))
         name = clean(getattr(fn, "__name__", "custom_gradient"))
         values = [recorder._entry(outs[i]) for i in ends]
         for i, new in zip(ends, attach(recorder, [None] * len(ends), values, before, rule, name), strict=True):
@@ -85,7 +85,7 @@ def _pair(fn: Callable[..., Any], arguments: Any) -> tuple[Any, Callable[..., An
     return result
 
 
-class _Checked:
+class _UserRule:
     """A grad_fn as a rule: one entry for each argument, or an error that names its line."""
 
     def __init__(self, grad_fn: Callable[..., Any], where: str, count: int) -> None:
@@ -111,7 +111,7 @@ class _Eager(torch.autograd.Function):
         outs, shape = tree_flatten(ys)
         ctx.ends = [i for i, y in enumerate(outs) if floats(y)]
         ctx.places = [i for i, x in enumerate(leaves) if floats(x)]
-        ctx.rule = _Checked(grad_fn, written_at(grad_fn), len(ctx.places))
+        ctx.rule = _UserRule(grad_fn, written_at(grad_fn), len(ctx.places))
         form.append(shape)
         return tuple(outs)
 

@@ -1,4 +1,4 @@
-"""What an op is made of, when it has no rule of its own: our composites first, then torch's decompositions.
+"""Decompositions of ops without a gradient rule: our composites first, then torch's.
 
 Uses `torch._decomp` (tried with torch 2.13). Imports recording.
 """

@@ -1,4 +1,4 @@
-"""Gradients that torch derives itself: autograd's own formula of an op, recorded while it runs.
+"""Gradients by autograd's own formula of an op, recorded while it runs.
 
 The op is called once more on stand-ins for the recorded tensors, with autograd on. That computes nothing, since the
 call gives what was recorded. Then autograd runs backward from there, and each ATen call that it makes is recorded. So
@@ -38,22 +38,22 @@ _KERNEL = re.compile(r"^Autograd\w*(?:\[alias\])?: registered at", re.MULTILINE)
 
 
 def dispatched_to_autograd() -> AbstractContextManager[None]:
-    """Calls inside reach the kernels of autograd, which a recording leaves out."""
+    """Inside, calls reach autograd's kernels, which recordings exclude."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in _KEYS:
         excluded = excluded - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return torch._C._ForceDispatchKeyGuard(included, excluded)  # type: ignore[no-any-return]
 
 
-class StandIn(torch.Tensor):
-    """Has dtype and layout of a recorded tensor, and autograd's records of it; its shape is that of ``like``."""
+class AutogradStandIn(torch.Tensor):
+    """Has the dtype and layout of a recorded tensor, with an autograd history; its shape is that of ``like``."""
 
     recorded: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, recorded: torch.Tensor, like: torch.Tensor | None = None) -> StandIn:
-        made: StandIn = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, recorded: torch.Tensor, like: torch.Tensor | None = None) -> AutogradStandIn:
+        made: AutogradStandIn = torch.Tensor._make_wrapper_subclass(
             cls, (recorded if like is None else like).shape, strides=recorded.stride(),
             storage_offset=recorded.storage_offset(), dtype=recorded.dtype, device=recorded.device,
             layout=recorded.layout,
@@ -69,7 +69,7 @@ class StandIn(torch.Tensor):
 
 
 class Derivation(TorchDispatchMode):
-    """Records what autograd calls on stand-ins; the first call of ``op`` gives stand-ins for ``outs``."""
+    """Records autograd's calls on stand-ins; the first call of ``op`` returns stand-ins for ``outs``."""
 
     def __init__(self, recorder: Recording, op: Any, outs: list[Any]) -> None:
         super().__init__()
@@ -80,16 +80,18 @@ class Derivation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:  # how autograd takes an output that it saved: its gradient flows on
-            return StandIn(args[0].recorded)
+            return AutogradStandIn(args[0].recorded)
         if func is torch.ops.aten._conj.default and not isinstance(args[0], torch.Tensor):  # a number of the user's
             return torch.tensor(args[0].conjugate())
         if func is self.op and self.is_first:
             self.is_first = False
-            return _grouped(func, [None if out.spec == absent(out.spec.device) else StandIn(out) for out in self.outs])
-        args, kwargs = tree_map_only(StandIn, lambda x: x.recorded, (args, kwargs or {}))
+            return _grouped(
+                func, [None if out.spec == absent(out.spec.device) else AutogradStandIn(out) for out in self.outs]
+            )
+        args, kwargs = tree_map_only(AutogradStandIn, lambda x: x.recorded, (args, kwargs or {}))
         with setting(current.stack, open=self.open), self.recorder.on(), torch.set_grad_enabled(self.grad):
             found = func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, StandIn, found)
+        return tree_map_only(torch.Tensor, AutogradStandIn, found)
 
 
 def _grouped(op: Any, outs: list[Any]) -> Any:
@@ -100,7 +102,7 @@ def _grouped(op: Any, outs: list[Any]) -> Any:
 
 
 def has_formula(op: str) -> bool:
-    """Whether torch may know the gradient of an op: of its own ops, and of those with a kernel for the key Autograd.
+    """Whether torch may know the gradient of an op: true for ATen ops, and for ops with an Autograd kernel.
 
     That kernel is what ``register_autograd`` of torch.library makes, or what a library in C++ registered.
     """
@@ -111,7 +113,7 @@ def has_formula(op: str) -> bool:
 
 
 def derived_rule(op: str, recorder: Recording) -> Rule:
-    """The rule that autograd has for an ATen op; it gives NotImplemented where torch has none for these sizes."""
+    """The rule of autograd for an ATen op; returns NotImplemented if torch has none for these sizes."""
 
     def rule(n: Forward, dys: Any) -> Any:
         mode = Derivation(recorder, overload(op), [*n.outs])
@@ -144,7 +146,7 @@ def _left(op: str, how: str) -> None:
 
 def _backward(n: Forward, given: list[Any], mode: Derivation) -> list[Any]:
     """The cotangents of a node's inputs."""
-    inputs = [StandIn(x) for x in n.inputs]
+    inputs = [AutogradStandIn(x) for x in n.inputs]
     for x, needed in zip(inputs, n.needed, strict=True):
         x.requires_grad = needed and flows(x.dtype)
     standing = Forward(n.op, inputs, (), n.attrs, n.needed)
@@ -156,7 +158,9 @@ def _backward(n: Forward, given: list[Any], mode: Derivation) -> list[Any]:
         found = mode.op(*args, **kwargs)
     mode.is_first = False  # a kernel may call another op in its place, and this one in its backward
     outs = found if isinstance(found, (list, tuple)) else [found]
-    pairs = [(y, StandIn(dy, y)) for y, dy in zip(outs, given, strict=True) if dy is not None and y.requires_grad]
+    pairs = [
+        (y, AutogradStandIn(dy, y)) for y, dy in zip(outs, given, strict=True) if dy is not None and y.requires_grad
+    ]
     wanted = [x for x in inputs if x.requires_grad]
     if not pairs:
         return [None] * len(inputs)

@@ -1,4 +1,4 @@
-"""The table of gradient rules: what an op's cotangents become, one entry per ATen overload.
+"""The table of gradient rules: the input cotangents of an op, one entry per ATen overload.
 
 A rule is ordinary torch code, run under the recorder, so what it does are nodes and can be differentiated again. It
 gets the forward node as `Forward` and the cotangent of its output, and returns one cotangent per tensor input. What
@@ -25,7 +25,7 @@ RuleFunction = Callable[["Forward", Any], Any]
 
 
 class Rule:
-    """A rule and for how many of the op's outputs it knows what to do (None: all of them).
+    """A gradient rule, and the number of the op's outputs whose cotangents it handles (None: all).
 
     saves: the others are saved for the gradient alone, and carry none.
     """
@@ -36,7 +36,7 @@ class Rule:
         self.function, self.outputs, self.saves = function, outputs, saves
 
     def serves(self, dys: Sequence[Any]) -> bool:
-        """Whether it knows what to do with the outputs that have cotangents."""
+        """Whether the rule handles all outputs with cotangents."""
         return self.outputs is None or all(dy is None for dy in dys[self.outputs :])
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ COMPLEX: set[str] = set()  # ops whose rules hold for complex tensors too; for o
 
 
 class Forward:
-    """The forward node as a rule sees it.
+    """The forward node as seen by a rule.
 
     ``inputs`` and ``outs`` are the recorded tensors; ``n["dim"]`` is an argument by its schema name, tensors
     substituted and defaults filled in; ``n.needs("weight")`` tells whether anybody wants that cotangent.
@@ -104,7 +104,7 @@ class Forward:
 
 
 class Tensors(Sequence[torch.Tensor]):
-    """The recorded tensors of some values, each made when a rule first asks for it."""
+    """The recorded tensors of some values, each made at its first access."""
 
     def __init__(self, values: Sequence[Value], make: Callable[[Value], torch.Tensor]) -> None:
         self._values, self._make = values, make
@@ -119,7 +119,7 @@ class Tensors(Sequence[torch.Tensor]):
 
 
 class Cotangents(Sequence[torch.Tensor]):
-    """The cotangents of a node's outputs; one that nobody gave becomes zeros when a rule first asks for it."""
+    """The cotangents of a node's outputs; a missing one becomes zeros at its first access."""
 
     def __init__(self, given: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> None:
         self._given, self._outs = list(given), outs
@@ -217,12 +217,12 @@ def columns(op: Any, function: Callable[[Forward, Any], Any]) -> None:
 
 
 def nograd(*ops: Any) -> None:
-    """Declare ops through which no gradient flows."""
+    """Declare ops without gradients."""
     NOGRAD.update(map(str, ops))
 
 
 def overloads(name: str) -> list[Any]:
-    """All overloads of an ATen op that write nothing; none if this torch does not have it."""
+    """All overloads of an ATen op without ``out=``; none if this torch lacks the op."""
     packet = getattr(torch.ops.aten, name, None)
     return [] if packet is None else [getattr(packet, o) for o in packet.overloads() if "out" not in o]
 

@@ -1,4 +1,4 @@
-"""IndexedSlices: a gradient that has rows for a few rows of a table, and what can be done with it as such.
+"""IndexedSlices: a gradient with values for some rows of a table, and its operations.
 
 A row named twice gets the sum. `CLOSED` is the table of what keeps the form: linear maps act on the entries as they
 are; a map f with f(0) = 0 acts on the distinct rows, after `coalesce`. Everything else needs `to_dense`, which is
@@ -32,7 +32,7 @@ MANY = 100_000_000  # elements; a larger densification warns
 
 
 class IndexedSlices:
-    """Row ``indices[k]`` of a tensor of ``dense_shape`` gets ``values[k]``; what has no entry is zero.
+    """A row-sparse tensor: row ``indices[k]`` of a tensor of ``dense_shape`` gets ``values[k]``; other rows are zero.
 
     values: [n, ...], indices: [n] integers, dense_shape: [rows, ...]. Duplicate indices mean the sum. It is what
     `gradients` gives for a table that is only looked up by row; it can be fetched, fed, scaled, added, cast, clipped,
@@ -74,7 +74,7 @@ class IndexedSlices:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of ``values``."""
+        """dtype of ``values``."""
         return self.values.dtype
 
     @property
@@ -92,7 +92,7 @@ class IndexedSlices:
 
     @property
     def graph(self) -> Graph:
-        """The graph that it was recorded into."""
+        """The graph of the recording."""
         return self.values.graph  # type: ignore[attr-defined,no-any-return]
 
     @property
@@ -119,7 +119,7 @@ class IndexedSlices:
         return made
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> IndexedSlices:
-        """``function`` of the values of the distinct rows; it must give zero for zero."""
+        """``function`` applied to the values of the distinct rows; must map zero to zero."""
         rows = self.coalesce()
         return rows.like(function(rows.values))
 
@@ -152,7 +152,7 @@ class IndexedSlices:
         return made
 
     def to_dense(self, why: str = "", *, noted: bool = True) -> torch.Tensor:
-        """The dense tensor. A recording notes line, bytes and ``why``; above 100 000 000 elements it warns."""
+        """The dense tensor. A recording notes line, bytes and ``why``, with a warning above 100 000 000 elements."""
         rows = self.canonical()
         with _densifying(self, why) if noted else nullcontext():
             return torch.ops.tfnb.densify(rows.values, rows.indices, self.dense_shape[0])
@@ -210,7 +210,7 @@ def _densifying(g: IndexedSlices, why: str = "") -> AbstractContextManager[None]
 
 @contextmanager
 def densifying(name: str, spec: Spec, why: str, recorder: Recording | None) -> Iterator[None]:
-    """What is recorded inside makes the gradient ``name`` dense: it is tagged and noted, and large ones warn."""
+    """Inside, nodes that make the gradient ``name`` dense are tagged and noted; large ones warn."""
     count = math.prod(spec.shape) if is_static(spec.shape) else None  # None: as many rows as a batch looks up
     size = "some rows" if count is None else f"{count * spec.dtype.itemsize} bytes"
     at = (recorder.where() if recorder else None) or "here"
@@ -294,7 +294,7 @@ CLOSED.update({name: _from_zero(name) for name in _FROM_ZERO.split()})
 
 
 def _factor(name: str, g: IndexedSlices, factor: Any) -> Any:
-    """What the entries of ``g`` meet when the dense tensor meets ``factor``: one for all rows, or each row's own."""
+    """The factor for the entries of ``g``, given the dense ``factor``: one for all rows, or one for each entry."""
     if isinstance(factor, Variable):
         factor = factor.read()
     if isinstance(factor, Real):
@@ -390,12 +390,12 @@ def _cat(parts: Sequence[Any], dim: int = 0, **kwargs: Any) -> IndexedSlices:
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where each part begins, and behind the last one where it ends."""
+    """Start offset of each part, and the end of the last one."""
     return reduce(lambda found, size: [*found, found[-1] + size], sizes, [0])
 
 
 def _padded(values: torch.Tensor, axis: int, start: int, whole: int) -> torch.Tensor:
-    """Zeros around ``values``, so that it is ``whole`` long."""
+    """``values`` padded with zeros to length ``whole``."""
     return torch.constant_pad_nd(
         values, [0, 0] * (values.dim() - 1 - axis) + [start, whole - start - _sizes(values)[axis]]
     )
@@ -439,7 +439,7 @@ _OPERATORS = """
 
 
 def _operators() -> None:
-    """The operators of the table, and for the others an error that says what to do."""
+    """Install the operators of the table, and errors with a remedy for the others."""
 
     def install(name: str) -> None:
         def operator(self: IndexedSlices, *args: Any) -> Any:

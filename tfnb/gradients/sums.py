@@ -26,7 +26,7 @@ def plus(recorder: Recording, total: torch.Tensor, dx: Any) -> torch.Tensor:
 
 
 def _summands(recorder: Recording, value: Value) -> Iterator[Value]:
-    """What a value is the sum of; itself where it is none."""
+    """The summands of a value; the value itself if it is no sum."""
     node: Node = recorder.node(value.node)
     if node.op == "aten.add.Tensor" and "alpha" not in node.attrs and len(node.inputs) == 2:
         for each in node.inputs:

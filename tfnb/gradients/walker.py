@@ -108,7 +108,7 @@ def differentiate(
     recorder: Recording, ys: list[Any], xs: list[Any], grad_ys: Any = None, stops: Iterable[Any] = (),
     unconnected: str = "none", *, rows: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """`gradients` in an open recording, in the grad mode that holds; ``rows``: those of tables may be row-sparse."""
+    """`gradients` in an open recording, in the current grad mode; ``rows``: tables' gradients may be row-sparse."""
     ys = [recorder.read(y) if isinstance(y, Variable) else y for y in ys]
     given = [None] * len(ys) if grad_ys is None else listed(grad_ys)
     if len(given) != len(ys):
@@ -138,7 +138,7 @@ def differentiate(
 
 
 def _values(x: Tensor | Variable, reads: Mapping[Variable, list[Value]], recorder: Recording) -> list[Value]:
-    """The graph values that ``x`` means: of a Variable, every read of it, and what a loop's body is given as it."""
+    """The graph values of ``x``: for a Variable all its reads, and its stand-ins inside loop bodies."""
     if isinstance(x, Tensor):
         x.node  # noqa: B018  raises StaleNode for a tensor that is gone
         return [x.value] if flows(x.dtype) else []
@@ -237,7 +237,9 @@ class Walk:
                     self._send(value, self._fitted(node, entry() if callable(entry) else entry, value))
 
     def _entries(self, node: Node, dys: list[Any], needed: list[bool], stack: ExitStack) -> list[Any]:
-        """One cotangent for each input, or a function that makes it; ``stack`` is open until all are made."""
+        """One cotangent for each input, or a function that makes the cotangent; ``stack`` stays open until all are
+        made.
+        """
         if "no_grad" in node.tags:
             return [dys[0], *([None] * (len(node.inputs) - 1))]
         is_read = node.op in READS or node.inputs[0] in self.tables
@@ -281,7 +283,7 @@ class Walk:
         return Rule(own)
 
     def _keeps_rows(self, node: Node) -> bool:
-        """Whether rows of the output are rows of the first input: a row-sparse cotangent of it goes through."""
+        """Whether rows of the output are rows of the first input, so that a row-sparse cotangent passes through."""
         if _has_own_rule(node):
             return False
         if node.op in LOOKUPS:  # one row alone has no axis of rows
@@ -291,7 +293,7 @@ class Walk:
         return node.op in PASSES or node.tags >= _STRAIGHT
 
     def _rows(self, node: Node, dy: Any, needed: list[bool]) -> IndexedSlices | None:
-        """The cotangent of a table, if it consists of rows."""
+        """The row-sparse cotangent of a table; None if it is dense."""
         is_rows = isinstance(dy, IndexedSlices)
         if node.op in PASSES:
             return dy if is_rows else None
@@ -359,7 +361,7 @@ class Walk:
     # -- ops without a rule -----------------------------------------------------------------------------------
 
     def _decomposed(self, node: Node, dys: list[torch.Tensor | None]) -> list[Any]:
-        """Record what the op is made of, and differentiate that."""
+        """Record the op's decomposition, and differentiate the recorded nodes."""
         function = None if node.op in self.inside else decomposition(node.op)
         if function is None:
             raise NoGradient(_refused(node, f"no gradient rule for {node.op}"), **node.where)
@@ -408,7 +410,7 @@ class Walk:
         return any(spec.dtype.is_complex for spec in (*node.outputs, *map(self._spec, node.inputs)))
 
     def _hint(self, size: Any) -> int | None:
-        """A size as it is in the samples; None where they do not know it."""
+        """A size in the samples; None if unknown."""
         symbols = self.recorder.symbols
         return symbols.hint(size.evaluate(symbols.bindings([size]))) if isinstance(size, Dim) else size
 
@@ -435,7 +437,7 @@ def _axis(node: Node) -> int:
 
 
 def _ways(node: Node) -> tuple[Value, ...]:
-    """The inputs to which a gradient may pass.
+    """The inputs that a gradient may reach.
 
     None through ops declared so, optimizer updates and what was recorded with grad mode off; but a write in place with
     grad mode off passes the gradient straight to what was there before, as torch does.
@@ -448,7 +450,7 @@ def _ways(node: Node) -> tuple[Value, ...]:
 
 
 def _conducting(node: Node) -> int | None:
-    """How many outputs a gradient may pass: those that are only saved for the gradient carry none, as in torch."""
+    """Number of outputs that carry gradients: outputs saved for the gradient alone carry none, as in torch."""
     rule = RULES.get(node.op)
     return rule.outputs if rule is not None and rule.saves else None
 
@@ -456,7 +458,7 @@ def _conducting(node: Node) -> int | None:
 def _broadcast(
     got: Sequence[Any], wanted: Sequence[Any], node: Node, rule: Rule | None, hint: Callable[[Any], int | None]
 ) -> tuple[list[int], list[int]]:
-    """Axes of a cotangent to sum away, and then those to sum to size one."""
+    """Axes of a cotangent to sum away, then axes to sum to size one."""
 
     def known_apart(a: Any, b: Any) -> bool:
         return hint(a) is not None and hint(b) is not None and hint(a) != hint(b)

@@ -1,4 +1,4 @@
-"""The checker: what must hold of every graph, as a table of (name, predicate, message).
+"""The checker: the invariants of every graph, as a table of (name, predicate, message).
 
 Runs at each commit of a recording and, under pytest, after each pass, so it is linear in nodes and quick: the
 predicates look up facts that one sweep collected. The message says what is wrong, where, and what causes it.
@@ -40,7 +40,7 @@ def check(contents: Contents) -> None:
 
 
 class _Facts:
-    """What the predicates look up, collected in one sweep over the nodes."""
+    """Facts for the predicates, collected in one sweep over the nodes."""
 
     def __init__(self, contents: Contents) -> None:
         nodes = contents.nodes
@@ -73,8 +73,10 @@ def _used(node: Node) -> tuple[set[int], list[Dim]]:
     return refs, dims
 
 
-class Rule(NamedTuple):
-    """``holds(node, place, facts)`` must be true of every node; ``message`` says what is wrong and why."""
+class Invariant(NamedTuple):
+    """An invariant: ``holds(node, place, facts)`` must be true of every node; ``message`` names the fault and its
+    cause.
+    """
 
     name: str
     holds: Callable[[Node, int, _Facts], bool]
@@ -135,7 +137,7 @@ def _unbound(node: Node, place: int, facts: _Facts) -> str:
 
 
 def _misfit(node: Node) -> str:
-    """What is wrong with the subgraphs of a node that holds some; empty if they fit."""
+    """Describe the misfit between a node and its subgraphs; empty if they fit."""
     attrs, count = node.attrs, len(node.outputs)
     try:
         if node.op == COND:
@@ -170,56 +172,56 @@ def _ill_formed(subgraph: Any, part: str, given: int, gives: int) -> str:
 
 
 RULES = (
-    Rule(
+    Invariant(
         "ids are unique",
         lambda node, place, facts: facts.position[node.id] == place,
         lambda node, place, facts: f"has the id {node.id} of another node; take ids from new_id()",
     ),
-    Rule(
+    Invariant(
         "names are well formed",
         lambda node, place, facts: node.name not in facts.unnamed,
         lambda node, place, facts: f"has a bad name; names match ^{NAME.pattern}$",
     ),
-    Rule(
+    Invariant(
         "names are unique",
         lambda node, place, facts: facts.first[node.name] == place,
         lambda node, place, facts: f"has the name of node number {facts.first[node.name]}; see contents.unique()",
     ),
-    Rule("inputs exist", _inputs_known, _bad_input),
-    Rule(
+    Invariant("inputs exist", _inputs_known, _bad_input),
+    Invariant(
         "control inputs exist",
         lambda node, place, facts: not node.control or all(i in facts.position for i in node.control),
         lambda node, place, facts: (
             f"waits for node id {next(i for i in node.control if i not in facts.position)}, which is not in the graph"
         ),
     ),
-    Rule(
+    Invariant(
         "effects exist",
         lambda node, place, facts: not node.effects or all(i in facts.position for i in node.effects),
         lambda node, place, facts: (
             f"also runs node id {next(i for i in node.effects if i not in facts.position)}, which is not in the graph"
         ),
     ),
-    Rule("inputs come earlier", _earlier, _later),
-    Rule("attrs name every input", _refs_match, _bad_refs),
-    Rule(
+    Invariant("inputs come earlier", _earlier, _later),
+    Invariant("attrs name every input", _refs_match, _bad_refs),
+    Invariant(
         "subgraphs fit their node",
         lambda node, place, facts: node.op not in REGIONS or not _misfit(node),
         lambda node, place, facts: _misfit(node),
     ),
-    Rule(
+    Invariant(
         "queue operations name their queue",
         lambda node, place, facts: node.op not in QUEUES or isinstance(node.attrs.get("queue"), Queue),
         lambda node, place, facts: "names no queue; its attr 'queue' is one",
     ),
-    Rule(
+    Invariant(
         "placeholders take no inputs",
         lambda node, place, facts: node.op != "tfnb.placeholder" or (not node.inputs and len(node.outputs) > 0),
         lambda node, place, facts: (
             f"is a placeholder with {len(node.inputs)} inputs and {len(node.outputs)} outputs; it has outputs alone"
         ),
     ),
-    Rule(
+    Invariant(
         "symbols are bound",
         lambda node, place, facts: not facts.unbound or facts.unbound.isdisjoint(facts.used[place][1]),
         _unbound,
@@ -227,7 +229,7 @@ RULES = (
 )
 
 
-def _error(rule: Rule, node: Node, place: int, facts: _Facts) -> TfnbError:
+def _error(rule: Invariant, node: Node, place: int, facts: _Facts) -> TfnbError:
     source = f"\n  {node.source}" if node.source else ""
     where: dict[str, Any] = {"node": node.name, "op": node.op}
     if node.source:

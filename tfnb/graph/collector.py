@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """The collector waits; for code of our own only, which leaves no cycles that hold much."""
+    """Disable garbage collection inside the block. For code of our own only, whose cycles hold little memory."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -25,7 +25,7 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """What is made inside stays for good: the collector waits, and does not look at it either when it goes on.
+    """Disable garbage collection inside the block, and move the objects made there to the oldest generation.
 
     For imports, once in a process: what else was made lately counts as old from here on, too.
     """
@@ -38,7 +38,7 @@ def lasting() -> Iterator[None]:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """The collector looks only at objects made from now on, and at those that stay only once, in all threads."""
+    """Exempt existing objects from garbage collection inside, and new ones after a full collection; in all threads."""
     is_ours = not gc.get_freeze_count()  # what somebody else froze stays so
     if is_ours:
         gc.freeze()

@@ -1,4 +1,4 @@
-"""What a graph holds at one version: nodes in program order and the facts derived from them. Immutable."""
+"""Contents of a graph at one version: nodes in program order and the facts derived from them. Immutable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tfnb.graph.node import Node, Owner, Source, Value
+from tfnb.graph.node import Node, Owner, SourceLine, Value
 from tfnb.graph.ops import NAMED
 from tfnb.graph.spec import Dim
 from tfnb.graph.variable import Variable
@@ -20,7 +20,7 @@ class Guard:
     """
 
     expr: str
-    source: Source | None = None
+    source: SourceLine | None = None
     owner: Owner | None = None
     is_local: bool = False
 
@@ -141,7 +141,7 @@ def _cell(node: Node) -> str:
 
 
 def unique(name: str, taken: Iterable[str]) -> str:
-    """``name``, or ``name_1``, ``name_2`` ... if it is taken.
+    """``name``, or ``name_1``, ``name_2`` ... if the name is taken.
 
     >>> unique("loss", {"loss": 0, "loss_1": 0})
     'loss_2'

@@ -1,4 +1,4 @@
-"""The thread's stack of open recordings, and what is asked of one from below.
+"""The thread's stack of open recordings, and the interface of a recording for the rooms below `tfnb.recording`.
 
 Only the stack: what a recording does is `tfnb.recording`'s. Everything that differs inside a recording asks here.
 """
@@ -15,7 +15,7 @@ import torch
 
 
 class Autograd(Protocol):
-    """The gradients and hooks of an open recording, which `tfnb.eager` keeps."""
+    """Gradients and hooks of an open recording; `tfnb.eager` implements the protocol."""
 
     @property
     def hooks(self) -> Mapping[Any, Mapping[int, Callable[..., Any]]]: ...  # by value
@@ -25,8 +25,8 @@ class Autograd(Protocol):
     def set_grad(self, tensor: Any, grad: torch.Tensor | None = None) -> None: ...
 
 
-class Recording(Protocol):
-    """An open recording, as the rooms above it use it."""
+class OpenRecording(Protocol):
+    """An open recording, as the rooms above `tfnb.graph` use one."""
 
     @property
     def graph(self) -> Any: ...
@@ -54,7 +54,7 @@ class Recording(Protocol):
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.open: list[Recording] = []
+        self.open: list[OpenRecording] = []
         self.used_outside = deque[Callable[[], Any]](
             maxlen=1
         )  # the last recorded tensor in an op outside, while it lives
@@ -65,7 +65,7 @@ extensions: list[Callable[[Any], AbstractContextManager[None]]] = []
 """What every recording opens with: registered by the rooms above, called with the recorder."""
 
 
-def recording() -> Recording | None:
+def recording() -> OpenRecording | None:
     """The innermost open recording of this thread."""
     return stack.open[-1] if stack.open else None
 

@@ -1,4 +1,4 @@
-"""What a node asks of the place where it runs: ``/job:J/replica:R/task:T/device:TYPE:I``, any part may be missing.
+"""The device request of a node: ``/job:J/replica:R/task:T/device:TYPE:I``, any part may be missing.
 
 Short forms are ``cpu``, ``cuda:1``, ``task:0`` and ``ps:0``. Text and fields only: `tfnb.placement.requests` says
 whether a place meets a request.
@@ -19,10 +19,10 @@ KINDS = ("cpu", "cuda", "gpu", "meta", "mps", "xpu")
 _FORM = "expected parts of /job:NAME/replica:0/task:0/device:TYPE:0, or one of cpu, cuda:0, task:0, ps:0"
 
 
-class Request(NamedTuple):
-    """The fields of a device string; None where it leaves one open.
+class DeviceRequest(NamedTuple):
+    """The fields of a device string; None for a field that the string leaves open.
 
-    >>> str(Request(job="worker", task=1, kind="cpu", number=0))
+    >>> str(DeviceRequest(job="worker", task=1, kind="cpu", number=0))
     '/job:worker/task:1/device:CPU:0'
     """
 
@@ -40,21 +40,21 @@ class Request(NamedTuple):
         parts = [f"/{name}:{field}" for name, field in fields.items() if field is not None]
         return "".join([*parts, *device, *(["/soft"] if self.soft else [])])
 
-    def within(self, outer: Request) -> Request:
-        """This request, with the fields that it leaves open from the scope around it; a kind brings its number."""
+    def within(self, outer: DeviceRequest) -> DeviceRequest:
+        """This request, completed field by field by the scope around it; a device kind brings its number along."""
         of_kind = self if self.kind is not None else outer
-        return Request(
+        return DeviceRequest(
             outer.job if self.job is None else self.job, outer.replica if self.replica is None else self.replica,
             outer.task if self.task is None else self.task, of_kind.kind, of_kind.number, self.soft or outer.soft,
         )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def parse(text: str) -> Request:
+def parse(text: str) -> DeviceRequest:
     """The fields of a device string. Raises InvalidArgument naming the part that is none.
 
     >>> parse("/job:worker/task:1/device:CPU:0")
-    Request(job='worker', replica=None, task=1, kind='cpu', number=0, soft=False)
+    DeviceRequest(job='worker', replica=None, task=1, kind='cpu', number=0, soft=False)
     >>> parse("ps:1").job, parse("cuda").kind, parse("task:1/soft").soft
     ('ps', 'cuda', True)
     """
@@ -66,7 +66,7 @@ def parse(text: str) -> Request:
             if name in fields:
                 raise InvalidArgument(f"device {text[:60]!r} says {name} twice; {_FORM}")
             fields[name] = value
-    return Request(**fields)  # type: ignore[arg-type]
+    return DeviceRequest(**fields)  # type: ignore[arg-type]
 
 
 Scope = str | Callable[["Node"], str | None] | None
@@ -74,7 +74,7 @@ Scope = str | Callable[["Node"], str | None] | None
 
 
 def softened(of_node: Callable[[Node], str | None]) -> Callable[[Node], str | None]:
-    """A function of the node whose requests are not asked for where they cannot be met."""
+    """A device function whose requests are soft: ignored where no place can meet them."""
 
     def soft(node: Node) -> str | None:
         text = of_node(node)
@@ -84,7 +84,7 @@ def softened(of_node: Callable[[Node], str | None]) -> Callable[[Node], str | No
 
 
 def nested(inner: Scope, outer: Scope) -> Scope:
-    """What a scope inside of another one asks for: field by field the inner one's; None asks for nothing.
+    """Combine the device scopes of two nested blocks: fields of the inner scope win, and None requests nothing.
 
     Of a function of the node, None leaves the node to the scope around.
 

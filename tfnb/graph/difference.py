@@ -1,4 +1,4 @@
-"""What two graphs do not have in common: nodes that are new, gone, or take or give something else.
+"""The difference of two graphs: nodes that were added, removed or changed.
 
 Nodes belong together that have the same id, as before and after a pass, or else that do the same with the same inputs,
 as in two recordings of an edited cell, or else that have the same name.
@@ -20,8 +20,8 @@ from tfnb.graph.subgraph import Subgraph
 from tfnb.graph.variable import Variable
 
 
-class Compared(NamedTuple):
-    """Ids of the nodes that belong together, as before and as after; the others, and those that differ, as after."""
+class Matching(NamedTuple):
+    """Pairs of corresponding node ids (before, after), and the nodes that were added, removed or changed."""
 
     same: Mapping[int, int]
     added: tuple[Node, ...]
@@ -29,14 +29,14 @@ class Compared(NamedTuple):
     changed: tuple[Node, ...]
 
 
-def compared(before: Contents, after: Contents) -> Compared:
-    """What two graphs do not have in common."""
+def compared(before: Contents, after: Contents) -> Matching:
+    """Match the nodes of two graphs, and list the nodes without a counterpart or with a different one."""
     same = _same(before, after)
     kept = set(same.values())
-    alike = _Alike(before, after, same)
+    alike = _Equality(before, after, same)
     pairs = [(before.by_id[old], after.by_id[new]) for old, new in same.items()]
     differ = {new.id for old, new in pairs if not alike.nodes(old, new)}
-    return Compared(
+    return Matching(
         same,
         tuple(node for node in after.nodes if node.id not in kept),
         tuple(node for node in before.nodes if node.id not in same),
@@ -45,7 +45,7 @@ def compared(before: Contents, after: Contents) -> Compared:
 
 
 class Difference(str):
-    """The unified difference of the text forms of two graphs; empty where they are equal. A notebook draws it.
+    """The unified difference of the text forms of two graphs; empty if the graphs are equal. A notebook draws it.
 
     >>> d = Difference.of("a", Contents(), "b", Contents())
     >>> d == "", d.added, d.removed, d.changed
@@ -85,13 +85,13 @@ class Difference(str):
 
 
 def _same(before: Contents, after: Contents) -> dict[int, int]:
-    """By id, else by op and inputs, else by name; what gives another number of values is another node.
+    """Match nodes by id, else by op and inputs, else by name. Nodes with different numbers of outputs never match.
 
     A node that does the same under another name is no twin where a node of that name and op was there before: of equal
     nodes those with equal names belong together.
     """
     found = {node.id: node.id for node in before.nodes if node.id in after.by_id}
-    alike, taken = _Alike(before, after, found), set(found)
+    alike, taken = _Equality(before, after, found), set(found)
     free: dict[tuple[str, tuple[Value, ...]], list[Node]] = {}
     for node in after.nodes:
         if node.id not in taken:
@@ -115,7 +115,7 @@ def _same(before: Contents, after: Contents) -> dict[int, int]:
     return found
 
 
-class _Alike:
+class _Equality:
     """Whether nodes, arguments and values of two graphs are the same."""
 
     def __init__(self, before: Contents, after: Contents, same: Mapping[int, int]) -> None:
@@ -132,11 +132,11 @@ class _Alike:
         return facts[0] == facts[1] and inputs and control and all(self._leaf(a.attrs[k], b.attrs[k]) for k in a.attrs)
 
     def inputs(self, node: Node) -> tuple[Value, ...]:
-        """What a node before took, as those of the nodes after that are the same."""
+        """The inputs of an old node, translated to the matching nodes of the new graph."""
         return tuple(map(self._now, node.inputs))
 
     def _ids(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Ids before, as those of the nodes after that are the same."""
+        """Ids of old nodes, translated to the matching nodes of the new graph."""
         return tuple(self._same.get(i, i) for i in ids)
 
     def _now(self, value: Value) -> Value:
@@ -163,4 +163,4 @@ class _Alike:
         return bool(a == b)
 
 
-__all__ = ["Compared", "Difference", "compared"]
+__all__ = ["Difference", "Matching", "compared"]

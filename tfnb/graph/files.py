@@ -1,4 +1,4 @@
-"""Files that are whole or absent: atomic replacement, reading of what may come from strangers, and digests.
+"""Files that are whole or absent: atomic replacement, reading of untrusted files, and digests.
 
 A file is written under a temporary name, its draft, which the writing process locks: the draft of a process that was
 killed is not locked any more, and `sweep` deletes it.
@@ -31,7 +31,7 @@ _DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)  # of which file
 
 
 def opened(path: Path) -> BinaryIO:
-    """A regular file to read; raises InvalidArgument for a pipe or a device, which might never end."""
+    """Open a regular file for reading; raises InvalidArgument for a pipe or a device, where a read might never end."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # the system has words for a folder
         raise InvalidArgument(f"{path} is no regular file: a pipe or a device cannot be checked before it is used")
@@ -39,7 +39,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, sync it and move it there: all or nothing.
+    """Let ``write`` fill a temporary file beside ``path``, sync the file and rename it to ``path``: all or nothing.
 
     A file that is replaced keeps its mode, and a link stays: what it leads to is replaced. Raises CheckpointWriteError
     with the errno where the disk is full or the folder cannot be written.
@@ -64,7 +64,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def sweep(folder: Path, names: re.Pattern[str]) -> None:
-    """Delete the drafts of files with such names in a folder that were left by processes killed while they wrote."""
+    """Delete drafts (temporary files) left by killed processes in a folder, if their final names match ``names``."""
     for draft in folder.iterdir():
         found = _DRAFT.fullmatch(draft.name)
         if found and names.fullmatch(found[1]) and not _is_locked(draft):
@@ -73,7 +73,7 @@ def sweep(folder: Path, names: re.Pattern[str]) -> None:
 
 @contextmanager
 def _locked(draft: Path, mode: int) -> Iterator[None]:
-    """A block in which others see that this process writes a new file."""
+    """Create a draft and hold its file lock inside the block, so that other processes leave the draft alone."""
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     try:
         if sys.platform != "win32":
@@ -85,7 +85,7 @@ def _locked(draft: Path, mode: int) -> Iterator[None]:
 
 
 def _is_locked(draft: Path) -> bool:
-    """Whether a process writes a draft, or may do so: then it stays."""
+    """Whether a live process holds the lock of a draft; also true where locks cannot be checked, so the draft stays."""
     if sys.platform == "win32":
         return True
     try:
@@ -103,7 +103,7 @@ def _is_locked(draft: Path) -> bool:
 
 
 def _led_to(path: Path) -> Path:
-    """The file that links lead to, which need not be there."""
+    """Follow symbolic links to the final path, which may be absent."""
     for _ in range(_LINKS):
         if not path.is_symlink():
             return path

@@ -17,7 +17,7 @@ from typing import Any
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ensure_type
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
-from tfnb.graph.difference import Compared, Difference, compared
+from tfnb.graph.difference import Difference, Matching, compared
 from tfnb.graph.forms.serial import read_graph, write_graph
 from tfnb.graph.forms.text import text
 from tfnb.graph.node import Node, Value
@@ -57,7 +57,7 @@ class Graph:
 
     @property
     def seed(self) -> int:
-        """What the streams of its random nodes start from, together with the cell and place of each."""
+        """Seed of the random streams of this graph's nodes; each stream adds the cell and place of its node."""
         return self._seed
 
     @seed.setter
@@ -158,7 +158,7 @@ class Graph:
         return text(self.name, self.contents)
 
     def diff(self, other: Graph) -> Difference:
-        """What is new, gone and changed in ``other``; a string, empty for equal graphs, that a notebook draws.
+        """The nodes that are new, gone or changed in ``other``: a string, empty for equal graphs, drawn in a notebook.
 
         >>> Graph("a").diff(Graph("b"))
         <Difference: 0 added, 0 removed, 0 changed>
@@ -166,8 +166,8 @@ class Graph:
         ensure_type(other, Graph, "Graph.diff")
         return Difference.of(self.name, self.contents, other.name, other.contents)
 
-    def since(self, before: Contents) -> Compared:
-        """What is new, gone and changed since these contents: nodes only, no text.
+    def since(self, before: Contents) -> Matching:
+        """The nodes that are new, gone or changed since ``before``: nodes only, no text.
 
         >>> Graph("a").since(Contents()).added
         ()
@@ -199,7 +199,7 @@ class Graph:
         return to_module(self, fetches, feeds)
 
     def why(self, node: Any) -> Any:
-        """Why a node is done at its task, in a run of all of the graph: its request, its place, the rule, what crosses.
+        """Explain the task of a node in a run of the whole graph: its request, its place, the rule, and the edges cut.
 
         node: a Node, a recorded tensor, or a name, also of what is inside of loops and branches. A run's passes may
         merge nodes: `tfnb.place(...).why` says it of a step. Raises NotFound, with names that are near.
@@ -220,7 +220,7 @@ class Graph:
         return parts_of_graph(self).why(node)
 
     def to_networkx(self) -> Any:
-        """The nodes, with ``name``, ``op``, ``spec`` and ``line``, and the edges between them as a MultiDiGraph.
+        """A networkx MultiDiGraph of the nodes (``name``, ``op``, ``spec``, ``line``) and of the edges between nodes.
 
         >>> import torch, tfnb
         >>> with tfnb.record() as g:
@@ -252,7 +252,7 @@ class Graph:
     # -- writing ------------------------------------------------------------------------------------------
 
     def commit(self, contents: Contents, *, removed: Iterable[tuple[int, str]] = ()) -> None:
-        """Swap in new contents, all or nothing; ``removed`` names ids that are gone and what to re-run."""
+        """Swap in new contents, all or nothing; ``removed`` maps ids of removed nodes to the cell to run again."""
         ensure_type(contents, Contents, "Graph.commit")
         gone = dict(removed)
         check(contents)
@@ -272,7 +272,7 @@ class Graph:
             raise FailedPrecondition(f"Graph {self.name} is finalized and cannot be modified")
 
     def derive(self, contents: Contents) -> Graph:
-        """A new graph with other contents: what a pass returns."""
+        """A new graph with other contents, as the result of a pass."""
         ensure_type(contents, Contents, "Graph.derive")
         derived = Graph(self.name, contents, seed=self.seed)
         derived.stale = self.stale

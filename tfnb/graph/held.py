@@ -1,4 +1,4 @@
-"""The tensor object behind a Variable: a Parameter or buffer, and the modules that hold it.
+"""The tensor object behind a Variable: a Parameter or buffer, and the modules that own the object.
 
 A module may come to hold another object in its place (`load_state_dict(assign=True)`, `layer.weight = ...`): the
 Variable goes with the module. Nothing here keeps a module or a tensor object alive.
@@ -20,8 +20,8 @@ _STRIDED = torch.strided
 _TABLES = "_parameters", "_buffers"
 
 
-class Watch(NamedTuple):
-    """What tells whether a tensor is what it was, where that is looked at from C.
+class TensorWatch(NamedTuple):
+    """Condition under which a Variable's tensor is unchanged, in a form that compiled code can check.
 
     object: lives, and stands in each of ``places``: module, name of its table, name there. find: gives the same tensor
     again. All of it holds as long as `CHANGES` is what it was.
@@ -31,7 +31,7 @@ class Watch(NamedTuple):
     places: tuple[tuple[weakref.ref[torch.nn.Module], str, str], ...] = ()
     find: Callable[[], torch.Tensor] | None = None
 
-    def is_as(self, other: Watch) -> bool:
+    def is_as(self, other: TensorWatch) -> bool:
         """Whether another one looks at the same."""
         return self.object is other.object and self.places == other.places and self.find is other.find
 
@@ -40,7 +40,7 @@ CHANGES = ctypes.c_int64()
 """How often a place was found where a module holds the tensor of a Variable."""
 
 
-class Held:
+class TensorHolder:
     """Where the tensor of one Variable is found."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -62,7 +62,9 @@ class Held:
             self._only = self.places[0] if len(self.places) == 1 else None
 
     def tensor(self) -> torch.Tensor | None:
-        """The object now; None if it died. Raises FailedPrecondition where modules that shared it hold two."""
+        """The current tensor object; None if the object died. Raises FailedPrecondition where sharing modules
+        hold two.
+        """
         now: torch.Tensor | None = None
         for place, name in self.places:
             module = place()
@@ -82,7 +84,7 @@ class Held:
         return now
 
     def wants_gradient(self) -> bool:
-        """``requires_grad`` of the object, which may be set at any time; once it died, as last seen.
+        """``requires_grad`` of the tensor, which users may set at any time; the last known value once the tensor died.
 
         What was computed, and a module holds in place of a buffer, is no leaf and is not trained.
         """
@@ -92,7 +94,7 @@ class Held:
         return self._wanted
 
     def is_buffer(self) -> bool:
-        """Whether modules hold the object, and all of them as a buffer."""
+        """Whether modules hold the object, and every module holds the object as a buffer."""
         modules = [(place(), name) for place, name in self.places]
         tables = [(module._parameters, module._buffers, name) for module, name in modules if module is not None]
         return bool(tables) and all(name in buffers and name not in own for own, buffers, name in tables)
@@ -103,7 +105,7 @@ class Held:
         return self.is_buffer() and all(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in modules)
 
     def values(self) -> torch.Tensor:
-        """The storage, not a copy; outside of recordings the same object as long as the tensor lies where it lay."""
+        """The storage, not a copy; outside of recordings the same object until the tensor moves in memory."""
         seen, only = self._seen, self._only
         if seen is not None and only is not None:  # on the path of every step: as below, in few calls
             module, name, tensor = only[0](), only[1], self._object()
@@ -121,14 +123,14 @@ class Held:
             self._seen = self._spare = found
         return found
 
-    def watched(self) -> Watch | None:
-        """What says, without asking, that `values` are those of now; None where there is more to it.
+    def watched(self) -> TensorWatch | None:
+        """The condition under which `values` stays the same; None if no such check exists.
 
         They are as long as the object lives, lies in memory where it lies, and its places hold it.
         """
         tensor = self.tensor()
         if tensor is None:
-            return None if any(place() is not None for place, _ in self.places) else Watch()
+            return None if any(place() is not None for place, _ in self.places) else TensorWatch()
         found = []
         for place, name in self.places:
             module = place()
@@ -138,7 +140,7 @@ class Held:
             if table is None or type(module).__getattribute__ is not object.__getattribute__:
                 return None
             found.append((place, table, name))
-        return Watch(self._object, tuple(found))
+        return TensorWatch(self._object, tuple(found))
 
 
 def overlap(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Large tables of which few rows are written: zeros that take memory only where somebody wrote, and their copies.
+"""Large, mostly zero tables: zeros that take memory only for written pages, and copies of such tables.
 
 A page of anonymous memory that nobody wrote is zero, and takes none. So a table of zeros may be larger than the
 memory of the machine. To copy it whole would take all of that: here only rows that are not zero are read, copied and
@@ -27,7 +27,7 @@ _MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, each page of which takes memory once it is written.
+    """A tensor of zeros whose pages take memory only after a write.
 
     >>> zeros((2, 3), torch.int64).sum()
     tensor(0)
@@ -49,7 +49,9 @@ def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_table(tensor: torch.Tensor) -> bool:
-    """Whether it is to be copied by `clone`, and sent by `packed`: a large one that `zeros` made, or half empty."""
+    """Whether `clone` and `packed` treat the tensor as a sparse table: large, and made by `zeros` or at most half
+    written.
+    """
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes < LARGE or not _has_rows(tensor):
         return False
@@ -94,7 +96,7 @@ def sums(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def taken(table: torch.Tensor) -> int:
-    """Bytes of the pages of a contiguous table that hold other than zero: what was only read takes none.
+    """Bytes of the pages of a contiguous table with nonzero elements; pages that were only read count nothing.
 
     >>> taken(torch.ones(1, 2)) == mmap.PAGESIZE, taken(torch.zeros(1, 2))
     (True, 0)
@@ -146,7 +148,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, which takes no more memory than the tensor does. Raises ResourceExhausted where there is less."""
+    """A copy that takes no more memory than the tensor does. Raises ResourceExhausted if less is free."""
     if tensor.numel() * tensor.element_size() < LARGE or tensor.device.type != "cpu":
         return tensor.clone()
     ensure_room(committed(tensor) if tensor.is_contiguous() else tensor.numel() * tensor.element_size(), "a copy")
@@ -154,7 +156,7 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied(table: torch.Tensor) -> torch.Tensor:
-    """A copy of a table, for those who have seen to the room.
+    """A copy of a table, without the check for free memory.
 
     >>> copied(torch.tensor([[0.0], [2.0]]))
     tensor([[0.],
@@ -174,7 +176,7 @@ def assign(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def ensure_room(nbytes: int, what: str) -> None:
-    """Raise ResourceExhausted where this machine has less memory than that: else the system would end a process."""
+    """Raise ResourceExhausted if fewer than ``nbytes`` are free here: the system would kill a process otherwise."""
     there = free()
     if there is not None and nbytes > there:
         raise ResourceExhausted(
@@ -203,7 +205,7 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(numbers: torch.Tensor, table: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Row numbers, so many of them at a time that little memory is taken."""
+    """Split row numbers into chunks, so that each chunk of rows takes little memory."""
     row = max(1, table.numel() * table.element_size() // max(1, len(table)))
     yield from numbers.split(max(1, CHUNK // row)) if len(numbers) else ()
 
@@ -225,7 +227,7 @@ def _candidates(table: torch.Tensor) -> torch.Tensor:
 
 
 def _written_pages(address: int, nbytes: int) -> np.ndarray | None:
-    """Of each page of a range of anonymous memory whether it is there; None where that cannot be told."""
+    """A mask of the written pages in a range of anonymous memory; None if the system does not tell."""
     first, last = address // _PAGE, -(-(address + nbytes) // _PAGE)
     found: list[np.ndarray] = []
     try:

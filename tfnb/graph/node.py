@@ -14,7 +14,7 @@ from tfnb.graph.spec import Dim, Spec
 
 
 class Value(NamedTuple):
-    """Output ``index`` of the node with id ``node``; hashes, so it is the key for values everywhere."""
+    """Output ``index`` of the node with id ``node``. Hashable: the key for values everywhere."""
 
     node: int
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a Value
@@ -27,8 +27,8 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where the user wrote it: a label (``In[3]``, or a file), line from 1, the line's text."""
+class SourceLine:
+    """Position in the user's code: a label (``In[3]``, or a file), the line number from 1, and the line's text."""
 
     label: str
     line: int
@@ -38,7 +38,7 @@ class Source:
         return f"{self.label} line {self.line}" + (f":  {self.text}" if self.text else "")
 
 
-def where(source: Source | None) -> dict[str, Any]:
+def where(source: SourceLine | None) -> dict[str, Any]:
     """The cell and line that an error names: arguments of `TfnbError`."""
     return {} if source is None else {"cell": source.label, "line": source.line}
 
@@ -74,7 +74,7 @@ class Node:
     control: tuple[int, ...] = ()
     effects: tuple[int, ...] = ()
     scope: tuple[str, ...] = ()
-    source: Source | None = None
+    source: SourceLine | None = None
     owner: Owner | None = None
     device: str | None = None
     tags: frozenset[str] = frozenset()
@@ -95,7 +95,7 @@ class Node:
 
     @property
     def where(self) -> dict[str, Any]:
-        """What an error about the node names: arguments of `TfnbError`."""
+        """Keyword arguments of `TfnbError` that locate the node."""
         return {"node": self.name, "op": self.op, **where(self.source)}
 
     def value(self, index: int = 0) -> Value:

@@ -1,4 +1,4 @@
-"""Facts about torch operators: what the schema of an overload says, and one table of what no schema says.
+"""Facts about torch operators, from the schema of an overload or from one table for facts that schemas lack.
 
 `facts` takes an overload, `facts_of` the op of a node. Also here: the out-of-place twin of an op that writes, the
 kernel that computes a recorded op, and arguments by name. Tried with torch 2.11 and 2.13.
@@ -128,7 +128,7 @@ _KERNELS |= {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of one op."""
+    """Known facts of one op."""
 
     # by the schema
     names: tuple[str, ...] = ()  # argument names in order
@@ -212,7 +212,7 @@ def _said(op: str) -> frozenset[str]:
 
 
 def _fails(op: str) -> tuple[bool, bool]:
-    """Whether an op can fail on the values that it is given; and on integers."""
+    """Whether an op can fail on the values of its operands; and whether it can fail on integers."""
     namespace, _, name = op.partition(".")
     always = namespace not in TRUSTED or bool(_LOOKS.match(name))
     return always, always or bool(_DIVIDES.match(name))
@@ -233,7 +233,7 @@ def admit(op: str, *, trusted: bool) -> None:
 
 @cache
 def twin(op: Op) -> Op | None:
-    """The overload that computes what ``op`` would write, without writing."""
+    """The out-of-place overload of an in-place or ``out=`` op."""
     if op in _TWINS:
         return _TWINS[op]
     own = facts(op)
@@ -254,13 +254,13 @@ def _types(op: Op) -> list[str]:
 
 
 def written_in_place(op: str) -> Op:
-    """The overload that writes what ``op`` gives into its first argument: ``aten.index_add_.default``."""
+    """The in-place overload of an op: ``aten.index_add.default`` gives ``aten.index_add_.default``."""
     namespace, name, kind = op.split(".")
     return overload(f"{namespace}.{name}_.{kind}")
 
 
 def kernel(op: Op) -> Callable[..., Any]:
-    """What computes a recorded ``op`` on plain tensors of any strides."""
+    """The kernel that computes a recorded ``op`` on plain tensors of any strides."""
     return _KERNELS.get(op, op)
 
 

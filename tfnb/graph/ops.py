@@ -1,4 +1,4 @@
-"""Op names: from a qualified name (``aten.mm.default``) to torch's overload, and what a file may name.
+"""Op names: resolve a qualified name (``aten.mm.default``) to torch's overload, and decide which ops a file may name.
 
 Uses one private call of torch (tried on 2.13): the dispatcher's schema look-up, which knows ATen and custom ops
 but not the TorchScript-only ones (``aten.save``), which read and write files.

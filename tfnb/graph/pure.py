@@ -20,7 +20,9 @@ _made: list[torch.library.Library] = []  # a library that is collected takes its
 
 @lru_cache(maxsize=1024)
 def pure(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The twin of an op that writes into plain tensor arguments; None where it writes into lists or optional ones."""
+    """The out-of-place twin of an op that writes plain tensor arguments; None if the op writes lists or optional
+    tensors.
+    """
     schema = op._schema
     written, fresh = _written(op), _fresh(op)
     if not written or any(str(a.type) != "Tensor" for a in schema.arguments if a.name in written):
@@ -43,7 +45,7 @@ def original(name: str) -> str | None:
 
 
 def on_copies(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """What the twin of ``op`` computes, with ``kernel`` in place of the op."""
+    """The function of the twin of ``op``: clone the written arguments, then run ``kernel`` on the clones."""
     names = [a.name for a in op._schema.arguments]
     written, fresh = _written(op), _fresh(op)
 

@@ -1,4 +1,4 @@
-"""Queue: what a graph knows of a queue. Data only; what it holds is the business of `tfnb.state`."""
+"""Queue: the description of a queue in a graph. Data only; `tfnb.state` holds the elements."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of queue. options: their names. The last ``kept_back`` components of what is put cannot be taken.
+class QueueKind:
+    """A kind of queue, with the names of its options. The last ``kept_back`` components of an element are never
+    dequeued.
 
     tells: a put tells whether its element was kept. one_length: the tensors of what is taken have as many rows as one
     another. numbered: what is taken begins with a number.
@@ -22,15 +23,15 @@ class Kind:
     numbered: bool = False
 
 
-QUEUES: Mapping[str, Kind] = {
-    "fifo": Kind(),
-    "padding": Kind(),
-    "shuffle": Kind(frozenset({"min_after_dequeue", "seed"})),
-    "priority": Kind(),
-    "mean": Kind(kept_back=1, tells=True),
-    "barrier": Kind(frozenset({"parts"}), numbered=True),
-    "tokens": Kind(frozenset({"lease_ms"}), numbered=True),
-    "sparse_mean": Kind(frozenset({"rows", "per_row"}), kept_back=1, tells=True, one_length=True),
+QUEUES: Mapping[str, QueueKind] = {
+    "fifo": QueueKind(),
+    "padding": QueueKind(),
+    "shuffle": QueueKind(frozenset({"min_after_dequeue", "seed"})),
+    "priority": QueueKind(),
+    "mean": QueueKind(kept_back=1, tells=True),
+    "barrier": QueueKind(frozenset({"parts"}), numbered=True),
+    "tokens": QueueKind(frozenset({"lease_ms"}), numbered=True),
+    "sparse_mean": QueueKind(frozenset({"rows", "per_row"}), kept_back=1, tells=True, one_length=True),
 }
 """The kinds of queues. Accumulators are two of them: what is taken is a mean of all that was put."""
 

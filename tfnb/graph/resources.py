@@ -1,4 +1,4 @@
-"""Containers: namespaces of what outlives graphs and sessions, Variables and queues. Semantics S-42, S-43.
+"""Containers: namespaces of resources (Variables and queues) that outlive graphs and sessions. Semantics S-42, S-43.
 
 A resource lives in one container. Under a shared name every graph and session meets the same one; without it a resource
 is its Python object, and its container decides only when it is dropped.
@@ -20,7 +20,7 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
 
 
 class Resource(Protocol):
-    """What lives in a container."""
+    """A Variable or queue that lives in a container."""
 
     name: str
     container: str
@@ -28,7 +28,7 @@ class Resource(Protocol):
 
     @property
     def definition(self) -> str:
-        """What it is, in words: the same for two that can be one."""
+        """A description of the resource in words, equal for two resources that may share a name."""
 
     @property
     def nbytes(self) -> int:
@@ -36,14 +36,14 @@ class Resource(Protocol):
 
     @property
     def used(self) -> float | None:
-        """When it was last used, as `time.time` says; None where nobody knows."""
+        """Time of the last use, as `time.time`; None if unknown."""
 
     def drop(self, why: str) -> None:
-        """It holds nothing any more; whoever uses it is told why."""
+        """Drop the contents; later users get an error with the reason ``why``."""
 
 
-class Entry(NamedTuple):
-    """One resource in the list of `containers`. owner: the process and thread that made it.
+class ContainerEntry(NamedTuple):
+    """One resource in the list of `containers`. owner: the process and thread that made the resource.
 
     used: when it was last used, by a step too, as `time.time` says; None where it was not.
     """
@@ -70,7 +70,7 @@ _CURRENT: ContextVar[str] = ContextVar("container", default="")
 
 @contextmanager
 def container(name: str) -> Iterator[str]:
-    """Variables and queues that are made inside live in the container ``name``, unless they say another.
+    """Variables and queues made inside the block live in the container ``name``, unless they name another container.
 
     >>> import tfnb, torch
     >>> with tfnb.container("experiment"):
@@ -89,7 +89,7 @@ def container(name: str) -> Iterator[str]:
         _CURRENT.reset(token)
 
 
-def containers(name: str | None = None) -> list[Entry]:
+def containers(name: str | None = None) -> list[ContainerEntry]:
     """The resources of a container, or of all: owner, kind, bytes, and when each was last used.
 
     >>> import tfnb
@@ -102,7 +102,7 @@ def containers(name: str | None = None) -> list[Entry]:
         found = [(one, owner) for one, owner in _ALL.owners.items() if name is None or one.container == name]
     return sorted(
         (
-            Entry(one.container, one.name, one.shared_name, type(one).__name__, owner, one.nbytes, one.used)
+            ContainerEntry(one.container, one.name, one.shared_name, type(one).__name__, owner, one.nbytes, one.used)
             for one, owner in found
         ),
         key=lambda entry: entry[:2],
@@ -154,12 +154,12 @@ def reset(*names: str | Iterable[str]) -> int:
 
 
 def placed(where: str) -> str:
-    """The container of a resource that says ``where`` it is to live, which may be nothing."""
+    """The container for a resource: ``where``, or the current container if ``where`` is empty."""
     return where or _CURRENT.get()
 
 
 def shared(where: str, shared_name: str | None) -> Any:
-    """The resource of this name, if there is one; raises InvalidArgument for what is no name."""
+    """The resource of this shared name, if one exists; raises InvalidArgument for names that are not strings."""
     if not isinstance(where, str) or not isinstance(shared_name, str | None):
         raise InvalidArgument(f"container and shared_name are strings, not {where!r} and {shared_name!r}")
     with _ALL.lock:

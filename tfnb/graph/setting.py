@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def setting(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, these attributes of the owner have these values; then they are what they were.
+    """Set attributes of an owner inside the block, and restore the previous values afterwards.
 
     >>> from types import SimpleNamespace
     >>> here = SimpleNamespace(depth=0)

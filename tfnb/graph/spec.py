@@ -1,4 +1,4 @@
-"""What a value is: dtype, shape with symbolic sizes, device.
+"""Spec of a value: dtype, shape with symbolic sizes, device.
 
 A size that varies is a :class:`Dim`, an integer expression over named symbols (``B``, ``4*B``, ``B//2 + 1``).
 It holds only text, so it travels to files and other processes; it is evaluated with the symbols bound to ints
@@ -103,14 +103,14 @@ def _allowed(node: ast.AST) -> bool:
 
 
 def _exponent(power: Any) -> Any:
-    """``power``, if it is small: a larger one makes numbers that fill the memory."""
+    """Return ``power`` if it is at most the cap: larger powers make numbers that fill the memory."""
     if not isinstance(power, torch.SymInt) and abs(power) > POWER_CAP:
         raise ShapeError(f"a size expression raises to the power {power}; at most {POWER_CAP} is allowed")
     return power
 
 
 def _bounded(number: Any) -> Any:
-    """``number``, if it is no longer than some sizes multiplied: powers of powers fill the memory."""
+    """Return ``number`` unless its bits exceed the cap: powers of powers fill the memory."""
     if isinstance(number, int) and number.bit_length() > BIT_CAP:
         raise ShapeError(f"a size expression has a number of {number.bit_length()} bits; at most {BIT_CAP} are allowed")
     return number
@@ -148,7 +148,7 @@ def _evaluate(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
 
 
 def sized_if(test: Any, body: Any, orelse: Any) -> Any:
-    """``body if test else orelse`` of whole numbers, as one size. test: a SymBool, or what stands for a truth value."""
+    """``body if test else orelse`` of integers, as one size. test: a SymBool, or an object with a truth value."""
     if isinstance(test, torch.SymBool):
         wrap = test.node.wrap_int
         body, orelse = (side if isinstance(side, torch.SymInt) else torch.SymInt(wrap(side)) for side in (body, orelse))
@@ -208,7 +208,7 @@ class Dim:
         return Dim(_NAME.sub(lambda found: str(names.get(found[0], found[0])), self.expr))
 
     def short(self) -> str:
-        """The expression as a reader would write it: ``T-1`` for ``max(0, (-1) + T)``.
+        """The expression in its usual notation: ``T-1`` for ``max(0, (-1) + T)``.
 
         >>> Dim("max(0, (-1) + T)").short(), Dim("2*B").short()
         ('T-1', '2*B')
@@ -304,7 +304,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def numbered(device: torch.device) -> torch.device:
-    """The device with its number: without one it is the current one of its kind. The CPU and ``meta`` have none.
+    """The device with its index: the current index of its kind if none is given. The CPU and ``meta`` have no index.
 
     >>> numbered(torch.device("cpu", 0)), numbered(torch.device("cuda", 1))
     (device(type='cpu'), device(type='cuda', index=1))
@@ -320,7 +320,7 @@ def numbered(device: torch.device) -> torch.device:
 
 
 def device_name(device: torch.device | str) -> str:
-    """The one text of a device: ``cpu``, ``meta``, ``cuda:1``; raises InvalidArgument for what names none.
+    """The canonical text of a device: ``cpu``, ``meta``, ``cuda:1``; raises InvalidArgument for other texts.
 
     >>> device_name("cpu:0"), device_name(torch.device("cuda", 1))
     ('cpu', 'cuda:1')
@@ -342,7 +342,7 @@ def _is_size(size: int, wanted: Size, symbols: Mapping[str, int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """dtype, shape (ints and Dims) and device, as `device_name` writes it, of one value.
+    """dtype, shape (ints and Dims) and device, in the form of `device_name`, of one value.
 
     >>> str(Spec(torch.float32, (Dim("B"), 784)))
     'float32[B, 784]'
@@ -376,7 +376,7 @@ class Spec:
         return tuple(d.evaluate(symbols) if isinstance(d, Dim) else d for d in self.shape)
 
     def fits(self, shape: Sequence[int], symbols: dict[str, int]) -> bool:
-        """Whether a tensor of this shape is meant; ``symbols`` has the sizes of letters, and gets those of new ones.
+        """Whether a shape matches this spec. ``symbols`` maps known letters to sizes; new letters are added.
 
         A size that derives from a letter that is not known yet fits any.
 
@@ -396,7 +396,7 @@ class Spec:
         return f"{_SHORT.get(self.dtype, dtype_name(self.dtype))}{self._sizes()}"
 
     def readable(self) -> str:
-        """``float32[B, 784] on cuda``, for drawings: sizes as a reader would write them."""
+        """``float32[B, 784] on cuda``, for drawings, with sizes in their usual notation."""
         where = "" if self.device == "cpu" else f" on {self.device}"
         return f"{dtype_name(self.dtype)}{self._sizes()}{where}"
 

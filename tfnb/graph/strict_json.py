@@ -1,4 +1,4 @@
-"""JSON texts that strangers wrote: what costs far more than its bytes, or is said twice, is refused before it is built.
+"""Untrusted JSON texts: refuse duplicate keys, and texts that cost far more than their bytes, before parsing.
 
 A parser makes an object of 50 bytes and more of three characters, and recurses where brackets are nested: both are
 counted in the text first.
@@ -23,7 +23,7 @@ _LONG = re.compile(rf"(?<![.\d])\d{{{DIGIT_CAP + 1}}}")
 
 
 def read(text: str, *, finite: bool = True) -> Any:
-    """The value that a JSON text holds. finite: NaN and infinities are refused, else read as Python writes them.
+    """Parse a JSON text. finite: refuse NaN and infinities; otherwise read them as Python writes them.
 
     Raises ValueError that says what is wrong, and the line where it is known.
 
@@ -41,7 +41,7 @@ def read(text: str, *, finite: bool = True) -> Any:
 
 
 def _ensure_small(text: str) -> None:
-    """Count what stands outside of strings."""
+    """Refuse a text with too many values, too long numbers or too deep nesting; strings are not counted."""
     outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
     values = outside.count(",") + outside.count("[") + outside.count("{")
     if values > VALUE_CAP:

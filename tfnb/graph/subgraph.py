@@ -1,4 +1,4 @@
-"""Subgraph: a function as data, which a node of structured control flow holds. Immutable, closed, without state.
+"""Subgraph: a function as data, held by a node of structured control flow. Immutable, closed, without state.
 
 Its contents are ordinary nodes; its inputs are their placeholders, so whatever works on a graph with feeds works on a
 subgraph. It names no value of the graph around it: what it takes from there is an input. It neither reads nor writes
@@ -59,7 +59,7 @@ class Subgraph:
 
     @cached_property
     def guards(self) -> tuple[Value, ...]:
-        """Guards that hold wherever it runs: what takes its outputs is computed below them."""
+        """Guards that hold at every call: consumers of the outputs are computed below them."""
         return tuple(node.value() for node in self.contents.nodes if is_guarding(node))
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class Subgraph:
 
 
 class Recursion:
-    """A function that calls itself: the nodes of its ``body`` that call it hold this very object.
+    """A recursive function: the nodes of its ``body`` that call the function hold this very object.
 
     ``limit``: how deep. The body is put in when it is there, and never replaced.
     """
@@ -81,12 +81,12 @@ class Recursion:
 
     @property
     def body(self) -> Subgraph:
-        """What a call computes."""
+        """The subgraph that a call computes."""
         assert self._body is not None, f"{self.name} is still being recorded"
         return self._body
 
     def define(self, body: Subgraph) -> None:
-        """Say what a call computes, once."""
+        """Set the subgraph that a call computes, once."""
         assert self._body is None
         self._body = body
 
@@ -101,17 +101,17 @@ def subgraphs(node: Node) -> Iterator[Subgraph]:
 
 
 def is_guarding(node: Node) -> bool:
-    """Whether a node is a guard of all that is computed below it, or one is inside of it."""
+    """Whether a node is a guard of all nodes below, or contains a guard in a subgraph."""
     return node.op == "tfnb.guard" or any(inner.op == "tfnb.guard" for inner in nested(node))
 
 
 def uses_queues(node: Node) -> bool:
-    """Whether a node, or one inside of it, uses a queue: it acts when it runs, and may wait."""
+    """Whether a node, or a node in its subgraphs, uses a queue: such a node acts when run, and may wait."""
     return node.op in QUEUES or any(inner.op in QUEUES for inner in nested(node))
 
 
 def queues_of(nodes: Iterable[Node]) -> tuple[Any, ...]:
-    """The queues that nodes use, or nodes inside of them, in order of first use."""
+    """The queues used by nodes and by nodes in their subgraphs, in order of first use."""
     everyone = (inner for node in nodes for inner in (node, *nested(node)))
     return tuple(dict.fromkeys(node.attrs["queue"] for node in everyone if node.op in QUEUES))
 
@@ -149,7 +149,9 @@ def nested(node: Node) -> Iterator[Node]:
 
 
 def path_to(nodes: Iterable[Node], wanted: int) -> list[str] | None:
-    """The node with this id and the regions that it stands in, the innermost first, in words; None if it is in none."""
+    """Names of the node with id ``wanted`` and of its enclosing regions, innermost first; None if no region contains
+    it.
+    """
     for node in nodes:
         for part, subgraph in node.attrs.items():
             if not isinstance(subgraph, Subgraph):

@@ -46,7 +46,7 @@ _ALIGNED = 64  # bytes
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-class Drafted(NamedTuple):
+class TensorDraft(NamedTuple):
     """A tensor file that is not written yet: its digest, its header, and its tensors in the order of their bytes."""
 
     digest: str
@@ -66,8 +66,8 @@ class Drafted(NamedTuple):
                 file.write(raw(tensor))
 
 
-def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> Drafted:
-    """What `write_tensors` writes to ``path``: equal tensors and facts make equal bytes, and so equal digests.
+def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> TensorDraft:
+    """The file that `write_tensors` writes to ``path``: equal tensors and facts make equal bytes and equal digests.
 
     Raises CheckpointWriteError for facts and tensors that are more than `read_tensors` takes.
     """
@@ -77,19 +77,21 @@ def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[st
         "complex": [key for key, tensor in tensors.items() if tensor.is_complex()],
         "sha256": {key: sha256(tensor) for key, tensor in stored.items()},
     })  # fmt: skip
-    digest = _digest(text, {key: Entry(of.dtype, tuple(of.shape)) for key, of in stored.items()})
+    digest = _digest(text, {key: TensorEntry(of.dtype, tuple(of.shape)) for key, of in stored.items()})
     ordered = dict(sorted(stored.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))  # all are aligned
     header = _header(ordered, {"tfnb": text, "digest": digest})
     if len(header) > HEADER_CAP:
         raise CheckpointWriteError(
-            f"cannot write {path}: {len(stored)} tensors, and what is told of them, make a header of {len(header)} "
+            f"cannot write {path}: {len(stored)} tensors and the facts about them make a header of {len(header)} "
             f"bytes; at most {HEADER_CAP} can be read again. What was there before is unchanged"
         )
-    return Drafted(digest, header, tuple(ordered.values()))
+    return TensorDraft(digest, header, tuple(ordered.values()))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:
-    """Write ``tensors`` and the JSON-able facts ``about`` them to ``path``; returns the digest. Raises as `drafted`."""
+    """Write ``tensors`` and JSON-able facts ``about`` the tensors to ``path``; returns the digest. Raises as
+    `drafted`.
+    """
     draft = drafted(path, tensors, about)
     replace_file(path, draft.write)
     return draft.digest
@@ -107,7 +109,7 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 
 
 def _stored(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as safetensors takes it: dense, real, on the CPU, with a storage of its own."""
+    """``tensor`` in the form that safetensors takes: dense, real, on the CPU, with its own storage."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise Unimplemented(f"{key}: {tensor.layout} tensors cannot be written to a file; convert with to_dense()")
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -122,8 +124,8 @@ def _stored(key: str, tensor: torch.Tensor) -> torch.Tensor:
 # -- headers ------------------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
-    """What a header says of one tensor; its bytes begin at ``start``, counted from the end of the header."""
+class TensorEntry(NamedTuple):
+    """The header's entry of one tensor, whose bytes begin at ``start``, counted from the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -137,20 +139,20 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says before its tensors: entries by key in the order of their bytes, and texts."""
+    """Header of a file: entries by key in the order of their bytes, and metadata texts."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, Any]
     begin: int  # of the first tensor, in the file
 
     @cached_property
     def is_of_others(self) -> bool:
-        """Whether another library wrote the file: it has no facts and no digest."""
+        """Whether another library wrote the file: the header has no facts and no digest of ours."""
         return not self.metadata.keys() & {"tfnb", "digest"}
 
 
 def read_facts(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """The keys of a file's tensors and the facts about them, from its header alone, which no digest vouches for."""
+    """Keys of a file's tensors and the facts about the tensors, from the header alone and not verified by a digest."""
     with opened(path) as file:
         header = read_header(path, file)
     try:
@@ -161,7 +163,7 @@ def read_facts(path: Path) -> tuple[list[str], dict[str, Any]]:
 
 
 def read_header(path: Path, file: BinaryIO) -> Header:
-    """The header of an open file, which stands behind it then; raises CheckpointCorrupt."""
+    """Read the header of an open file, leaving the file position behind the header; raises CheckpointCorrupt."""
     text, room = _header_text(path, file)
     try:
         records = strict_json.read(text.decode())
@@ -184,7 +186,7 @@ def read_header(path: Path, file: BinaryIO) -> Header:
 
 
 def _header_text(path: Path, file: BinaryIO) -> tuple[bytes, int]:
-    """The bytes of a header, and how many follow them."""
+    """The bytes of a header, and the number of bytes that follow."""
     whole = os.fstat(file.fileno()).st_size
     start = file.read(8)
     size = int.from_bytes(start, "little")
@@ -203,15 +205,15 @@ def _header_text(path: Path, file: BinaryIO) -> tuple[bytes, int]:
     return file.read(size), room - size
 
 
-def _entry(key: str, record: Any) -> tuple[str, tuple[int, int], Entry]:
-    """A key, the bytes that its tensor takes, and its entry; raises what code raises that is given another record."""
+def _entry(key: str, record: Any) -> tuple[str, tuple[int, int], TensorEntry]:
+    """Key, byte range and entry of a tensor record; malformed records raise whatever their access raises."""
     shape, offsets = record["shape"], record["data_offsets"]
     start, stop = offsets
     if not all(type(number) is int and 0 <= number < SIZE_CAP for number in (*shape, start, stop)):
         raise ValueError(f"{key} has sizes or offsets that are none")
     if len(shape) > RANK_CAP or math.prod(size or 1 for size in shape) >= SIZE_CAP:
         raise ValueError(f"{key} has the shape {shape[:8]}..., which no tensor has")
-    entry = Entry(DTYPES[record["dtype"]], tuple(shape), start)
+    entry = TensorEntry(DTYPES[record["dtype"]], tuple(shape), start)
     if entry.nbytes != stop - start:
         raise ValueError(f"{key} takes {entry.nbytes} bytes, and {stop - start} are told")
     return key, (start, stop), entry
@@ -221,7 +223,7 @@ def _entry(key: str, record: Any) -> tuple[str, tuple[int, int], Entry]:
 
 
 def read_tensors(path: Path, *, of_others: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
-    """Tensors, the facts about them, and the digest; raises CheckpointCorrupt naming file and key.
+    """Tensors, the facts about the tensors, and the digest; raises CheckpointCorrupt naming file and key.
 
     Nobody else can change the tensors: they are in memory of this process, or, where twice their bytes are not free, in
     a spare file without a name in the system's temp folder. ResourceExhausted is raised where neither has room.
@@ -259,7 +261,7 @@ def _facts(path: Path, header: Header) -> dict[str, Any]:
 
 
 def verified_facts(path: Path) -> tuple[dict[str, Any], str]:
-    """Facts and digest of a file of ours, all bytes of which have the right digests; tensors are read in pieces."""
+    """Facts and digest of a file of ours, after checking the digests of all bytes. Tensors are read in pieces."""
     with opened(path) as file:
         header = read_header(path, file)
         about = _facts(path, header)
@@ -269,7 +271,7 @@ def verified_facts(path: Path) -> tuple[dict[str, Any], str]:
     return about, header.metadata["digest"]
 
 
-def _hashed(path: Path, file: BinaryIO, key: str, entry: Entry) -> str:
+def _hashed(path: Path, file: BinaryIO, key: str, entry: TensorEntry) -> str:
     """The sha256 of the bytes of the next tensor."""
     summed, left = hashlib.sha256(), entry.nbytes
     while left:
@@ -281,7 +283,7 @@ def _hashed(path: Path, file: BinaryIO, key: str, entry: Entry) -> str:
 
 
 def checked(path: Path, header: Header, about: Mapping[str, Any], sums: Mapping[str, str]) -> None:
-    """Raise CheckpointCorrupt unless the digests of what was read are those that the file tells."""
+    """Raise CheckpointCorrupt unless the computed digests equal the digests in the header."""
     expected = about["sha256"]
     for key in sorted({*expected, *sums}):
         if (found := sums.get(key, "nothing")) != expected.get(key):
@@ -290,8 +292,8 @@ def checked(path: Path, header: Header, about: Mapping[str, Any], sums: Mapping[
         raise CheckpointCorrupt(f"{path}: metadata has another digest than expected, {header.metadata['digest']}")
 
 
-def _digest(text: str, entries: Mapping[str, Entry]) -> str:
-    """Of the JSON text, which holds the sha256 of the bytes, and of every dtype and shape."""
+def _digest(text: str, entries: Mapping[str, TensorEntry]) -> str:
+    """Digest of the JSON text, with the sha256 of all bytes in it, and of every dtype and shape."""
     specs = [[key, str(entries[key].dtype), list(entries[key].shape)] for key in sorted(entries)]
     return hashlib.sha256(f"{text}\n{json.dumps(specs)}".encode()).hexdigest()
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, InvalidType, NotFound, ShapeError, StepAborted, ensure_type
 from tfnb.graph import current, lazy_memory, resources
-from tfnb.graph.held import CHANGES, Held, Watch
+from tfnb.graph.held import CHANGES, TensorHolder, TensorWatch
 from tfnb.graph.spec import Spec, flows, tensor_of
 from tfnb.graph.variable_locks import LOCKS, counter
 
@@ -31,8 +31,8 @@ _NONE: Any = object()  # no initial value is kept
 _INITIALIZING: ContextVar[tuple[Variable | str, ...]] = ContextVar("initializing", default=())
 
 
-class Home(Protocol):
-    """Who owns the values while they are not here: a connected cluster."""
+class ValueOwner(Protocol):
+    """The owner of a Variable's value while the value is not in this process: a connected cluster."""
 
     def value(self, variable: Variable) -> torch.Tensor: ...
 
@@ -119,7 +119,7 @@ class Variable:
         """
         self = cls.__new__(cls)
         self._bind(None, Spec.of(tensor), name, trainable)
-        self.held = Held(tensor)
+        self.held = TensorHolder(tensor)
         return self
 
     @classmethod
@@ -127,7 +127,8 @@ class Variable:
         cls, find: Callable[[], torch.Tensor], *, name: str, leads: Leader | None = None,
         ready: Callable[[], None] | None = None,
     ) -> Variable:  # fmt: skip
-        """A Variable, not trainable, whose storage is what ``find`` gives each time: always of one shape and dtype.
+        """A Variable, not trainable, whose storage is the result of ``find`` at each access: always of one shape and
+        dtype.
 
         leads: whose number it shows. The value here counts also while the variable lives elsewhere: its owner looks
         here before each step.
@@ -146,7 +147,7 @@ class Variable:
 
     @classmethod
     def declared(cls, spec: Spec, *, name: str, trainable: bool) -> Variable:
-        """A Variable of a loaded graph: it has no value, and takes no memory, until one is stored."""
+        """A Variable of a loaded graph: without a value or memory until a value is stored."""
         self = cls.__new__(cls)
         self._bind(None, spec, name, trainable)
         return self
@@ -158,7 +159,7 @@ class Variable:
         self._storage = storage
         self._owned = None
         self._shown: Callable[[], torch.Tensor] | None = None
-        self.held: Held | None = None
+        self.held: TensorHolder | None = None
         self._fitting: torch.Tensor | None = None  # what was held when it was last looked at
         self.key = f"v{next(_serial)}"
         self.writes = counter()
@@ -167,7 +168,7 @@ class Variable:
         self.leads: Leader | None = None
         self.spec = spec
         self.shape = torch.Size(spec.sizes({}))
-        self.home: Home | None = None
+        self.home: ValueOwner | None = None
         self.container = resources.placed(container)
         self.shared_name = shared_name
         self._used: float | None = None
@@ -178,7 +179,7 @@ class Variable:
         self.request = None
 
     def divide(self, partitions: int | str | None = None, partition_bytes: int | None = None) -> None:
-        """In how many pieces of rows servers hold it, from the next connection on: as the arguments of a new one.
+        """Set the number of row shards on servers, from the next connection on, with the arguments of `Variable`.
 
         Raises InvalidArgument for more pieces than rows.
         """
@@ -194,19 +195,21 @@ class Variable:
 
     @property
     def used(self) -> float | None:
-        """When it was last used, by a step too, as `time.time` says; None if it was not."""
+        """Time of the last use, steps included, as `time.time`; None if never used."""
         return max(filter(None, (self._used, *LOCKS.uses(self))), default=None)
 
     @property
     def trainable(self) -> bool:
-        """Whether ``minimize`` and ``backward`` see it by default: as said when it was made, or as its tensor says."""
+        """Whether ``minimize`` and ``backward`` train the Variable by default: as declared, else as its tensor
+        requires.
+        """
         if self._trainable is not None:
             return self._trainable
         return self.held is not None and self.held.wants_gradient()
 
     @property
     def version(self) -> int:
-        """How often it was written here."""
+        """Number of writes in this process."""
         return int(self.writes.value)
 
     @property
@@ -235,11 +238,12 @@ class Variable:
 
     @property
     def kept(self) -> torch.Tensor:
-        """`storage`, to be shown or saved: also where no step may take it."""
+        """`storage` for display or saving, available also where no step may use the value."""
         return self.storage if self._shown is None else self._shown()
 
     def initialize(self) -> None:
-        """Give it its initial value, also anew; Variables without a value that this depends on get theirs first.
+        """Set the initial value, again if there is a value; Variables without a value that the initial value reads come
+        first.
 
         Raises InvalidArgument, with the cycle, for initial values that depend on each other; FailedPrecondition where
         the initial value was a tensor, which is not kept.
@@ -250,8 +254,8 @@ class Variable:
             is_number = isinstance(self._start, Real)
             self.set(_filled(self._start, self.shape, self.dtype) if is_number else _initial(self._start, self))
 
-    def _followed(self, held: Held) -> torch.Tensor:
-        """What the module holds now; raises where that can be no value of this variable."""
+    def _followed(self, held: TensorHolder) -> torch.Tensor:
+        """The module's current tensor; raises if its shape, dtype or device does not fit this variable."""
         try:
             found = held.values()
         except FailedPrecondition as error:
@@ -271,17 +275,17 @@ class Variable:
         self._fitting = found
         return found
 
-    def watched(self) -> Watch | None:
-        """What tells that `storage` is what it was; None where there is more to it."""
+    def watched(self) -> TensorWatch | None:
+        """The condition under which `storage` is unchanged; None if no such check exists."""
         if self._owned is not None:
-            return Watch()
+            return TensorWatch()
         if self.held is not None:
             return self.held.watched()
-        return None if self._storage is None else Watch(find=self._storage)
+        return None if self._storage is None else TensorWatch(find=self._storage)
 
     @property
     def definition(self) -> str:
-        """What it is, in words."""
+        """A description of the Variable in words."""
         return f"a Variable {self.spec}"
 
     @property
@@ -290,7 +294,7 @@ class Variable:
         return self.kept.numel() * self.kept.element_size() if self.initialized else 0
 
     def drop(self, why: str) -> None:
-        """It has no value from here on, until one is stored; steps that use it end first."""
+        """Drop the value; steps that use the Variable end first, and later ones need a new value."""
         text = f"variable {self.name} was dropped while this step used it: {why}; nothing was written"
         LOCKS.stop(self, lambda stop: StepAborted(text))
         with LOCKS.write(self):
@@ -299,13 +303,13 @@ class Variable:
 
     @property
     def hooks(self) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-        """What ``register_hook`` of its Parameter was given."""
+        """Hooks given to ``register_hook`` of its Parameter."""
         tensor = None if self.held is None else self.held.tensor()
         return [] if tensor is None else list((tensor._backward_hooks or {}).values())
 
     @property
     def after_hooks(self) -> list[Callable[[], Any]]:
-        """What ``register_post_accumulate_grad_hook`` of its Parameter was given, each a call without arguments."""
+        """Hooks given to ``register_post_accumulate_grad_hook`` of its Parameter, as calls without arguments."""
         tensor = None if self.held is None else self.held.tensor()
         return (
             [] if tensor is None else [partial(h, tensor) for h in (tensor._post_accumulate_grad_hooks or {}).values()]
@@ -359,7 +363,7 @@ class Variable:
         return str(self.kept.device) if self.initialized else self.spec.device
 
     def value(self, *, timeout: float | None = None) -> torch.Tensor:
-        """A copy of the value, wherever it lives; inside a recording a number of outside, which `read` is not.
+        """A copy of the value, wherever the owner is; inside a recording a value from outside, unlike `read`.
 
         timeout: seconds to wait for a step of another thread that writes it here, 60 by default. Raises
         DeadlineExceeded.
@@ -375,7 +379,7 @@ class Variable:
                 return lazy_memory.clone(self.kept)
 
     def set(self, value: torch.Tensor) -> None:
-        """Write the value at once, wherever it lives; raises ShapeError for another shape."""
+        """Write the value at once, wherever the owner is; raises ShapeError for another shape."""
         self._used = time.time()
         if self.home is None:
             self.store(value)
@@ -418,7 +422,7 @@ class Variable:
         return new
 
     def _operand(self, value: Any) -> torch.Tensor:
-        """A tensor as it is; a number or list in the variable's dtype."""
+        """Tensors unchanged; numbers and lists as tensors of the variable's dtype."""
         if isinstance(value, Variable):
             return value.value()
         plain = current.plain(value)
@@ -448,7 +452,9 @@ class Variable:
         return self._write("assign", value)
 
     def assign_add(self, value: Any) -> torch.Tensor:
-        """Add ``value``; returns the value after the write. On a cluster a step adds there, if it lies whole."""
+        """Add ``value``; returns the value after the write. On a cluster a server adds, if it holds the whole
+        Variable.
+        """
         return self._write("assign_add", value)
 
     def assign_sub(self, value: Any) -> torch.Tensor:
@@ -506,7 +512,7 @@ class Variable:
 
 
 def initialize(*what: Any) -> int:
-    """Give Variables their initial values, in the order in which these depend on each other; how many got one.
+    """Initialize Variables in the order in which their initial values depend on each other; returns their number.
 
     what: Variables, each also anew, or graphs, of which those get one that have none and keep an initial value.
 
@@ -531,7 +537,7 @@ def _without_value(graph: Any) -> list[Variable]:
 
 
 def _initial(value: Any, owner: Variable | str | None) -> torch.Tensor:
-    """An initial value as a tensor: of a Variable its value, of a function what it gives.
+    """An initial value as a tensor: the value of a Variable, or the result of a function.
 
     owner: whose it is; Variables that it depends on get theirs first. None: it is only looked at.
     """
@@ -548,7 +554,7 @@ def _initial(value: Any, owner: Variable | str | None) -> torch.Tensor:
 
 
 def _filled(number: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A number for every element; large tables of zeros take no memory before they are written."""
+    """A tensor filled with a number; large tables of zeros take no memory before a write."""
     if number == 0:
         return lazy_memory.zeros(shape, dtype)
     lazy_memory.ensure_room(math.prod(shape) * dtype.itemsize, "a Variable of one number")

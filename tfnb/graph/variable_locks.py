@@ -1,4 +1,4 @@
-"""Reader/writer locks of Variables: who may read and write them, step by step.
+"""Reader/writer locks of Variables: which steps may read and write, step by step.
 
 A step asks for all that it reads and writes at once, and waits for the steps before it that conflict: those that write
 what it uses, or use what it writes. Steps wait only for earlier ones, so they cannot wait for each other, and steps of
@@ -35,15 +35,15 @@ _free: list[ctypes.c_int64] = []
 
 
 def counter() -> ctypes.c_int64:
-    """A number that code of C may raise, too; near those that were made before it."""
+    """An int64 counter that compiled code can increment too; consecutive counters are neighbours in memory."""
     if not _free:
         block = (ctypes.c_int64 * _AT_ONCE)()
         _free.extend(ctypes.c_int64.from_buffer(block, 8 * at) for at in reversed(range(_AT_ONCE)))
     return _free.pop()
 
 
-class Stored(Protocol):
-    """A Variable. ``writes`` counts its writes, of which ``version`` is the number."""
+class StoredVariable(Protocol):
+    """A Variable. ``writes`` counts its writes, and ``version`` is the current count."""
 
     key: str
     name: str
@@ -57,32 +57,32 @@ class Stored(Protocol):
 
 
 class Access:
-    """What a step reads and what it writes."""
+    """The Variables that a step reads and those it writes."""
 
     __slots__ = ("used", "variables", "written")
 
-    def __init__(self, variables: Iterable[Stored], written: Iterable[Stored] = ()) -> None:
+    def __init__(self, variables: Iterable[StoredVariable], written: Iterable[StoredVariable] = ()) -> None:
         self.variables = tuple(variables)
         self.written = frozenset(variable.key for variable in written)
         self.used = frozenset(variable.key for variable in self.variables) | self.written
 
-    def also(self, variables: Iterable[Stored]) -> Access:
-        """The same, that reads these, too."""
+    def also(self, variables: Iterable[StoredVariable]) -> Access:
+        """A copy that reads further Variables."""
         found = Access((*self.variables, *variables))
         found.written, found.used = self.written, found.used | self.used
         return found
 
     def conflicts(self, other: Access) -> bool:
-        """Whether one of the two writes what the other one uses."""
+        """Whether one of the two accesses writes a Variable used by the other."""
         return not (self.written.isdisjoint(other.used) and other.written.isdisjoint(self.used))
 
     def names(self, other: Access) -> str:
-        """Of its Variables those that the other one uses."""
+        """Names of the Variables that both accesses use."""
         return ", ".join(variable.name for variable in self.variables if variable.key in other.used)
 
 
 class Use:
-    """The Variables of a program, and when it last ran, as `time.time` says."""
+    """The Variables of a program, and the time of its last run, as `time.time`."""
 
     __slots__ = ("__weakref__", "keys", "last")
 
@@ -109,13 +109,13 @@ class Hold:
         self.wake()
 
     def wake(self) -> None:
-        """Those that wait look again."""
+        """Wake all waiters, so that they check again."""
         while self.waiters:
             self.waiters.pop().set()
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class VariableSnapshot:
     """Copies of Variables, all of one moment, and how often each had been written by then."""
 
     versions: Mapping[Any, int]
@@ -151,7 +151,7 @@ class Locks:
             self._wait(hold, is_nested, timeout)
 
     def reusable(self, access: Access) -> Hold:
-        """A hold for code of C that takes it again and again, where no hold of ``holds`` is locked.
+        """A hold that compiled code may take repeatedly, while no hold of ``holds`` is locked.
 
         It looks and takes without giving Python's lock away, so needs no other.
         """
@@ -206,40 +206,40 @@ class Locks:
         finally:
             hold.leave()
 
-    def stop(self, variable: Stored, why: Callable[[Any], BaseException]) -> None:
-        """End the steps of other threads that compute with a Variable, each with this error; they write nothing."""
+    def stop(self, variable: StoredVariable, why: Callable[[Any], BaseException]) -> None:
+        """Stop other threads' steps that compute with a Variable, with the error of ``why``; they write nothing."""
         for hold in tuple(self.computing):
             if variable.key in hold.access.used and hold.thread != threading.get_ident() and hold.stop is not None:
                 hold.stop(why)
 
-    def use(self, variables: Iterable[Stored]) -> Use:
-        """What a program tells when it ran, for `uses`."""
+    def use(self, variables: Iterable[StoredVariable]) -> Use:
+        """Register the Variables of a program, so that `uses` knows when it last ran."""
         with self._mutex:
             made = Use(frozenset(variable.key for variable in variables))
             self._uses.add(made)
         return made
 
-    def uses(self, variable: Stored) -> list[float | None]:
+    def uses(self, variable: StoredVariable) -> list[float | None]:
         """When each program that uses a Variable last ran."""
         with self._mutex:
             return [use.last for use in self._uses if variable.key in use.keys]
 
-    def read(self, *variables: Stored, timeout: float | None = None) -> Any:
+    def read(self, *variables: StoredVariable, timeout: float | None = None) -> Any:
         """A block in which nobody else writes these Variables."""
         return self.held(Access(variables), timeout)
 
-    def write(self, *variables: Stored) -> Any:
+    def write(self, *variables: StoredVariable) -> Any:
         """A block in which nobody else reads or writes these Variables."""
         return self.held(Access(variables, variables))
 
-    def cut(self, variables: Iterable[Stored], timeout: float | None = None) -> Cut:
-        """Copies of what these Variables hold here, all of one moment."""
+    def cut(self, variables: Iterable[StoredVariable], timeout: float | None = None) -> VariableSnapshot:
+        """A consistent snapshot: copies of these Variables' values here, all of one moment."""
         found = tuple(variables)
         with self.read(*found, timeout=timeout):
-            return Cut(versions(found), {variable: lazy_memory.clone(variable.kept) for variable in found})
+            return VariableSnapshot(versions(found), {variable: lazy_memory.clone(variable.kept) for variable in found})
 
 
-def versions(variables: Iterable[Stored]) -> dict[Any, int]:
+def versions(variables: Iterable[StoredVariable]) -> dict[Any, int]:
     """How often each was written so far."""
     return {variable: variable.version for variable in variables}
 

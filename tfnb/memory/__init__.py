@@ -1,4 +1,4 @@
-"""Memory: one plan of what a step keeps, computes again, or moves out, on a byte budget.
+"""Memory: one plan of the values kept, recomputed or offloaded in a step, on a byte budget.
 
 `memory_plan`: the plan (`MemoryPlan`), one `Decision` for each value or loop that does not stay. `rematerialize`: the
 search in straight code. `loop_rows`: what loops keep of each iteration. `prices`: what computing and moving cost, in

@@ -1,4 +1,4 @@
-"""What loops keep of each iteration for their gradients, told before a run (semantics S-122)."""
+"""Rows that loops keep of each iteration for their gradients, predicted before a run (semantics S-122)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class LoopRows:
     known: bool = True
 
     def refused(self, iteration: int, room: int, why: str = "") -> ResourceExhausted:
-        """The error of a run in which they do not fit from this iteration on; ``room``: the bytes that there are for
-        them.
+        """The error of a run whose rows do not fit from this iteration on; ``room``: the bytes available for the rows.
 
         why: what the system said when they were moved out.
         """
@@ -55,7 +54,7 @@ class LoopRows:
 
 
 def loop_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> Iterator[LoopRows]:
-    """Of each loop, what it keeps; ``sizes``: of symbols."""
+    """The kept rows of each loop; ``sizes``: of symbols."""
     kept = kept_rows(graph.contents, fetches)
     for node in graph.nodes:
         rows = (

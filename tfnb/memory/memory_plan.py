@@ -1,4 +1,4 @@
-"""The plan of one step's memory: what is kept, computed again, or moved out, for straight code and for loops.
+"""The plan of one step's memory: values kept, recomputed or offloaded, for straight code and for loops.
 
 A value of straight code that does not fit is computed again (semantics S-188): `rematerialize` chooses which, and the
 graph that runs holds the copies. The rows that a loop keeps for its gradient are computed again or moved out, whichever
@@ -30,7 +30,7 @@ Fate = Literal["is computed again", "moves out"]
 
 
 def step_passes(once: Sequence[Pass] = ONCE, *planned: Pass) -> tuple[Pass, ...]:
-    """The passes that run once: those that choose kernels and order, then those that plan memory."""
+    """The passes that run once: those for kernels and order, then those that plan memory."""
     return (*once, spare, *planned, donate)
 
 
@@ -39,7 +39,7 @@ LAST = step_passes()
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to something that does not stay: a value of straight code, or the rows of a loop that do not fit.
+    """The fate of a value or of a loop's rows that do not fit in memory.
 
     node: what makes it. bytes: of the value, or of one iteration. moving, computing: both prices, as `prices` says.
     rows: of a loop. held: places among the loop's inputs of what would be gone by then, and is held for it.
@@ -94,7 +94,7 @@ def memory_plan(
     budget: int,
     whole: Graph,
 ) -> MemoryPlan:
-    """The plan that a graph follows, in which `within` put copies, if it runs with feeds of these sizes of symbols.
+    """The plan of a graph with the copies of `within`, at these sizes of symbols.
 
     whole: what it was pruned from; it has the nodes of what is fed.
     """
@@ -173,7 +173,7 @@ def within(budget: int, sizes: Mapping[str, int] | None = None) -> Pass:
 
 
 def _refuse_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int], budget: int, lowest: int) -> None:
-    """Raise ResourceExhausted for a loop whose rows, of which the feeds tell the number, are what does not fit."""
+    """Raise ResourceExhausted for a loop with a number of rows known from the feeds, if its rows exceed the budget."""
     for found in loop_rows(graph, fetches, sizes):
         if not found.leaves and found.iterations is not None and found.iterations * found.bytes > lowest - budget:
             left = budget - lowest + found.iterations * found.bytes

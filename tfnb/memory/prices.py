@@ -1,4 +1,4 @@
-"""What it costs to compute a value again or to move it out and back, both in bytes that kernels move.
+"""Costs of recomputing a value, or of offloading it and back, both in bytes moved by kernels.
 
 Measured with `tests/benchmarks/bench_swap.py --choices` on two cores (EPYC, torch 2.13, one thread), where other
 programs ran too: 17 to 35 MB that move beside the iterations, to a file that fits into the system's cache, hold these

@@ -1,4 +1,4 @@
-"""Rematerialization: values of straight code that would live across the peak are dropped and computed again after it.
+"""Rematerialization: values of straight code that live across the peak are dropped and recomputed after it.
 
 Without a budget, those that cost next to nothing: `spare`. Under one (semantics S-188 and S-190) a fixed sequence of
 plans, each with a lower peak than the one before: where the most is held, the values that are taken again later are
@@ -33,7 +33,7 @@ GAIN = 20  # and lowers the peak by at least this part
 
 
 def spare(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-    """Drop what is computed again for next to nothing from what is there anyway, if the peak is clearly lower then.
+    """Drop values that are nearly free to recompute from live values, if the peak is clearly lower then.
 
     A layer norm before a product, for one: in a transformer a tenth of what lives between forward and backward.
     """
@@ -97,8 +97,8 @@ def plans(
 
 
 @dataclass(slots=True)
-class _Tried:
-    """A choice of dropped pieces, each with the place after which it is gone, and what comes of it."""
+class _Trial:
+    """A choice of dropped pieces, each with the place of the drop, and the resulting program."""
 
     dropped: dict[Value, int]
     nodes: list[Node]
@@ -108,7 +108,7 @@ class _Tried:
 
 
 class _Dropping:
-    """The search: a graph, and the memory that it needs as it is."""
+    """The search for pieces to drop: a graph, and its memory without drops."""
 
     def __init__(
         self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int]
@@ -124,17 +124,17 @@ class _Dropping:
         self._costs: dict[int, float] = {}
         self._banned: set[Value] = set()
 
-    def tried(self, dropped: dict[Value, int]) -> _Tried:
-        """What comes of dropping these pieces."""
+    def tried(self, dropped: dict[Value, int]) -> _Trial:
+        """The program after dropping these pieces."""
         nodes, places = _Copying(self, dropped).program()
         graph = donate(self.graph if not dropped else with_nodes(self.graph, nodes), self.fetches, self.feeds)
         curve = Memory(graph, self.fetches, self.feeds, self.sizes, self.aside).curve()
         peak = max(curve, default=0)
         at = next((i for i, held in enumerate(curve) if held == peak), 0)
-        return _Tried(dropped, nodes, peak, curve.count(peak), places[at] if places else 0)
+        return _Trial(dropped, nodes, peak, curve.count(peak), places[at] if places else 0)
 
-    def lower(self, now: _Tried) -> _Tried | None:
-        """The next plan, which holds less at its peak; None where nothing helps."""
+    def lower(self, now: _Trial) -> _Trial | None:
+        """The next plan, with a lower peak; None if nothing helps."""
         while True:
             choice = self._cheapest(now)
             if not choice:
@@ -150,7 +150,7 @@ class _Dropping:
                 self._banned.update(choice[:1])
 
     def spared(self, at: int) -> dict[Value, int]:
-        """Pieces to drop at a place that costs next to nothing, by cheap ops on what is there anyway."""
+        """Pieces to drop at a place that are nearly free to recompute, by cheap ops on live values."""
         nodes = self.graph.contents.by_id
         priced: list[tuple[float, int, Value]] = []
         for owner, uses in self.uses.items():
@@ -170,7 +170,7 @@ class _Dropping:
             chosen[owner] = at
         return chosen
 
-    def _cheapest(self, now: _Tried) -> list[Value]:
+    def _cheapest(self, now: _Trial) -> list[Value]:
         """Pieces to drop at the peak, the cheapest first."""
         at = now.place
         priced: list[tuple[float, int, Value, int]] = []
@@ -193,7 +193,7 @@ class _Dropping:
         return not kept and repeats(self.graph.contents.by_id[owner.node])
 
     def _chain(self, owner: Value, at: int, dropped: Mapping[Value, int]) -> tuple[list[int], set[Value]]:
-        """Nodes to run again for a piece that is dropped at a place, and pieces that they keep alive across it."""
+        """Nodes to run again for a piece dropped at a place, and pieces kept alive for them."""
         again = next(place for place in self.uses[owner] if place > at)
         chain: dict[int, None] = {}  # in an order that no id decides: costs are summed along it
         kept: set[Value] = set()
@@ -229,7 +229,7 @@ class _Dropping:
 
 
 class _Copying:
-    """The program in which some pieces are dropped: each copy stands before the first node that takes it."""
+    """The program with some pieces dropped: each copy stands before its first consumer."""
 
     def __init__(self, dropping: _Dropping, dropped: Mapping[Value, int]) -> None:
         self.of, self.dropped = dropping, dropped
@@ -259,7 +259,7 @@ class _Copying:
         self.places.append(place)
 
     def _copy(self, value: Value, place: int) -> None:
-        """Put a copy of the value's node, behind copies of what it takes that is gone."""
+        """Insert a copy of the value's node, after copies of its dropped operands."""
         size = self.of.memory.size[self.of.memory.owner[value]]
         stack = [value.node]
         while stack:

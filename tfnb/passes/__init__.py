@@ -1,4 +1,4 @@
-"""Passes: functions from Graph to Graph, and what they ask of a graph.
+"""Passes: functions from Graph to Graph, and their shared analyses.
 
 `pipeline` has their order. `prune` keeps what a run needs. Until nothing changes: `fractions` keep their dtype, `fold`
 constants, `simplify` by a table, `merge` equal nodes (`region_merging`: loops and branches). Once, what a commit does
@@ -18,14 +18,52 @@ from tfnb.passes.merge import merge
 from tfnb.passes.narrow import narrow
 from tfnb.passes.numbers import numbers
 from tfnb.passes.order import order, split
-from tfnb.passes.pipeline import LAYOUTS, ONCE, PIPELINE, Passes, Stage, optimize, optimized, stages, table, with_fed
+from tfnb.passes.pipeline import (
+    LAYOUTS,
+    ONCE,
+    PIPELINE,
+    Passes,
+    PassResult,
+    optimize,
+    optimized,
+    stages,
+    table,
+    with_fed,
+)
 from tfnb.passes.prune import StepGraph, feed_symbols, prune, step_graph
 from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 __all__ = [
-    "LAID_OUT", "LAYOUTS", "ONCE", "PIPELINE", "Memory", "Passes", "Stage", "StepGraph", "absorb", "channels_last",
-    "chosen_layout", "conditional_updates", "donate", "feed_symbols", "fold", "merge", "narrow", "numbers",
-    "optimize", "optimized", "order", "overwriting", "peak", "prune", "simplify", "split", "stack", "stages",
-    "step_graph", "table", "with_fed",
+    "LAID_OUT",
+    "LAYOUTS",
+    "ONCE",
+    "PIPELINE",
+    "Memory",
+    "PassResult",
+    "Passes",
+    "StepGraph",
+    "absorb",
+    "channels_last",
+    "chosen_layout",
+    "conditional_updates",
+    "donate",
+    "feed_symbols",
+    "fold",
+    "merge",
+    "narrow",
+    "numbers",
+    "optimize",
+    "optimized",
+    "order",
+    "overwriting",
+    "peak",
+    "prune",
+    "simplify",
+    "split",
+    "stack",
+    "stages",
+    "step_graph",
+    "table",
+    "with_fed",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Conditional-update hoisting: what branches do to Variables becomes what the commit does in place, if they were taken.
+"""Conditional-update hoisting: updates of Variables in branches become conditional in-place updates of the commit.
 
 Rows that are written into a Variable which later branches read are written in each of those branches, too:
 
@@ -40,7 +40,7 @@ def conditional_updates(graph: Graph, fetches: Collection[Value] = (), feeds: Co
     return _updates_behind(_rows_inside(graph, fixed), fixed)
 
 
-class _Stored:
+class _Accesses:
     """Who reads and assigns each Variable."""
 
     def __init__(self, graph: Graph, fixed: frozenset[Value]) -> None:
@@ -53,7 +53,7 @@ class _Stored:
                 kept.setdefault(node.attrs["variable"], []).append(node)
 
     def values(self, value: Value, variable: Variable) -> list[Value]:
-        """All values that are the new one of a variable, which is assigned once."""
+        """All values equal to the new value of a variable that is assigned once."""
         (assign,) = self.assigns[variable]
         after = self.contents.position[assign.id]
         later = [node.value() for node in self.reads.get(variable, ()) if self.contents.position[node.id] > after]
@@ -64,8 +64,8 @@ class _Stored:
 
 
 def _rows_inside(graph: Graph, fixed: frozenset[Value]) -> Graph:
-    """Writes of rows of which, but for the assignment, branches alone take the result are made in those, too."""
-    stored = _Stored(graph, fixed)
+    """Move row writes whose results go to branches only, besides the assignment, into the branches."""
+    stored = _Accesses(graph, fixed)
     found = {value: write for node in graph.nodes for value, write in _taken(node, stored)}
     if not found:
         return graph
@@ -74,8 +74,8 @@ def _rows_inside(graph: Graph, fixed: frozenset[Value]) -> Graph:
     return with_nodes(graph, [_with_writes(node, found, specs) if node.op == COND else node for node in graph.nodes])
 
 
-def _taken(assign: Node, stored: _Stored) -> Iterable[tuple[Value, Node]]:
-    """Values that are what ``assign`` stores, with the node that writes it, where branches take them."""
+def _taken(assign: Node, stored: _Accesses) -> Iterable[tuple[Value, Node]]:
+    """Values equal to the one that ``assign`` stores, with the row-writing node, if branches take them."""
     contents = stored.contents
     if assign.op != "tfnb.assign" or len(stored.assigns[assign.attrs["variable"]]) != 1:
         return ()
@@ -107,7 +107,7 @@ def _as_operands(node: Node, values: Collection[Value]) -> bool:
 
 
 def _with_writes(node: Node, found: dict[Value, Node], specs: dict[Value, Spec]) -> Node:
-    """The branch with what the writes take for its operands, in the place of what they give."""
+    """The branch with the operands of row writes in place of the writes' results."""
     for place, operand in enumerate(node.attrs["operands"]):
         write = found.get(node.inputs[operand.input]) if isinstance(operand, Ref) else None
         if write is not None:
@@ -124,7 +124,9 @@ def _without_unused(node: Node) -> Node:
 
 
 def _with_write(node: Node, place: int, write: Node, specs: Sequence[Spec]) -> Node:
-    """The branch that takes what is written into at ``place``, and the rows and values where it does not have them."""
+    """The branch that takes the unwritten table at ``place``, and the rows and values as further operands
+    if missing.
+    """
     inputs, attrs = list(node.inputs), dict(node.attrs)
     operands, places = list(attrs["operands"]), []
     operands[place] = Ref(len(inputs))
@@ -141,7 +143,7 @@ def _with_write(node: Node, place: int, write: Node, specs: Sequence[Spec]) -> N
 
 
 def _side(side: Subgraph, place: int, write: Node, specs: dict[int, Spec]) -> Subgraph:
-    """One side, where the input at ``place`` is what is written into. specs: of rows and values, by their place."""
+    """One side, with the row write inside, of the table at ``place``. specs: of rows and values, by their place."""
     contents, whole = side.contents, side.inputs[place]
     more = [
         Node(id=new_id(), name=f"{write.name}.rows{new_id()}", op="tfnb.placeholder", outputs=(spec,))
@@ -166,7 +168,7 @@ def _side(side: Subgraph, place: int, write: Node, specs: dict[int, Spec]) -> Su
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """An update in one side of a branch: what it writes, and which outputs of the branch are its."""
+    """An update in one side of a branch: its Variables, and its outputs among the branch's."""
 
     node: Node
     side: str
@@ -181,7 +183,7 @@ class _Update:
 
 def _updates_behind(graph: Graph, fixed: frozenset[Value]) -> Graph:
     """Updates of branches that only write Variables, behind their branch, with the tag HOISTED."""
-    finder = _Finder(graph, fixed)
+    finder = _UpdateFinder(graph, fixed)
     found = {node.id: updates for node in graph.nodes if node.op == COND and (updates := list(finder.updates(node)))}
     if not found:
         return graph
@@ -207,8 +209,8 @@ def _updates_behind(graph: Graph, fixed: frozenset[Value]) -> Graph:
     return with_nodes(graph, nodes)
 
 
-class _Finder(_Stored):
-    """Updates that can be taken out; ``late``: branches behind them that pass on what they give."""
+class _UpdateFinder(_Accesses):
+    """Finds updates that can be hoisted; ``late``: later branches that pass on the updated values."""
 
     def __init__(self, graph: Graph, fixed: frozenset[Value]) -> None:
         super().__init__(graph, fixed)
@@ -251,7 +253,7 @@ class _Finder(_Stored):
         return _Update(inner, side, tuple(variables), tuple(places), tuple(reads))
 
     def _fits(self, node: Node, place: int, read: Node) -> bool:
-        """Whether the output is stored in the variable that was read, and what else takes it passes it on."""
+        """Whether the output is stored in the variable that was read, and its other consumers only pass it on."""
         variable, position = read.attrs["variable"], self.contents.position
         assigns = self.assigns.get(variable, [])
         if len(assigns) != 1 or assigns[0].inputs != (node.value(place),):
@@ -335,7 +337,7 @@ def _passing(node: Node, copies: dict[Value, Value]) -> Node:
 
 
 def _apart(node: Node, updates: Sequence[_Update]) -> tuple[Node, list[Node]]:
-    """The branch that also gives what its updates take, and the updates behind it."""
+    """Split a branch: the branch that also returns the operands of its updates, and the hoisted updates."""
     attrs, outputs = dict(node.attrs), list(node.outputs)
     sides = {name: list(attrs[name].outputs) for name in _SIDES}
     shapes, optional = list(attrs["shapes"]), set(attrs.get(OPTIONAL, ()))

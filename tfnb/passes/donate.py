@@ -69,19 +69,19 @@ def _whole(graph: Graph, memory: Memory) -> set[Value]:
 
 
 def _is_ours(node: Node) -> bool:
-    """Whether it is known what the node does with memory: other libraries' ops, loops and branches may pass it on."""
+    """Whether the node's use of memory is known: ops of other libraries, loops and branches may return their inputs."""
     return node.op.startswith(("aten.", "tfnb.")) and not _passes_on(node)
 
 
 def _passes_on(node: Node) -> bool:
-    """Whether the node may give what it was given, which no schema says."""
+    """Whether the node may return an input, unknown to its schema."""
     own = facts_of(node.op)
     return node.op in REGIONS or node.op == CALL or (own.unsaid_alias and not own.whole_view)
 
 
 @cache
 def overwriting(op: str) -> tuple[torch._ops.OpOverload, str | None] | None:
-    """The overload that computes ``op`` into its first operand, and the argument for it if that is not the first.
+    """The overload that computes ``op`` into its first operand, and the keyword for the output if there is one.
 
     None where the op is no single elementwise kernel: those have a variant that writes into a tensor of the caller's.
     """

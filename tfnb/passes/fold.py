@@ -1,4 +1,4 @@
-"""Constant folding: what depends on constants alone is computed once. White paper §5, semantics S-140."""
+"""Constant folding: nodes that depend on constants alone are computed once. White paper §5, semantics S-140."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Constants:
         return inputs_known and _bytes(node.outputs[0]) <= LARGEST
 
     def folded(self, node: Node) -> Node:
-        """The node as a constant, if it is one and worth it."""
+        """The node as a constant, if constant and worth storing."""
         makes_from_nothing = not node.inputs or facts_of(node.op).shape_only
         if node.id not in self.nodes or node.op == "tfnb.constant":
             return node
@@ -94,7 +94,7 @@ class _Constants:
 
 
 def _bytes(spec: Spec) -> float:
-    """Size of a value; infinite where it varies."""
+    """Size of a value in bytes; infinite for varying sizes."""
     if any(isinstance(size, Dim) for size in spec.shape):
         return float("inf")
     return torch.Size(spec.sizes({})).numel() * spec.dtype.itemsize

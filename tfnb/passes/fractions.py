@@ -1,4 +1,4 @@
-"""Fractions: a quotient of integers has the dtype that it was recorded with, whatever torch's default dtype is now.
+"""Fractions: a quotient of integers keeps its recorded dtype, independent of torch's current default dtype.
 
 ``mask / 3`` and ``labels.sqrt()`` take torch's default dtype when they run, and a later cell may have set another one.
 Recordings cast such operands themselves where the default is not float32 (`tfnb.recording.dispatch`), as workers of a
@@ -42,7 +42,7 @@ def _spec(graph: Graph, value: Value) -> Spec:
 
 
 def _fractional(node: Node) -> torch.dtype | None:
-    """The real dtype of a result that is no integer, where the node's attributes do not say it."""
+    """The real dtype of a result that is no integer, unless the node's attributes give the dtype."""
     dtype = node.outputs[0].dtype
     return dtype.to_real() if _is_inexact(dtype) and "dtype" not in node.attrs else None
 

@@ -1,4 +1,4 @@
-"""The in-place plan of a commit: which updates and row writes are done in the memory of their Variables.
+"""The in-place plan of a commit: updates and row writes done in the memory of their Variables.
 
 An update whose results are only stored (an optimizer's step, rows of a table) is not computed: the commit calls its
 in-place kernel, once for all updates of a kind. A step of SGD even takes the two factors of a large gradient, and the
@@ -39,17 +39,17 @@ _TENSORS = frozenset({"w", "grad", "slots", "indices", "rate", "left", "right", 
 
 
 def written(node: Node) -> tuple[int, ...]:
-    """Of the inputs of an update those that it writes: the variable and its slots."""
+    """Indices of the inputs that an update writes: the variable and its slots."""
     return (0,) if node.op in WRITES else (0, *range(2, 2 + len(node.attrs.get("slots", ()))))
 
 
 def settings(node: Node) -> dict[str, Any]:
-    """What is no tensor among the arguments."""
+    """The arguments that are no tensors."""
     return {name: value for name, value in node.attrs.items() if name not in _TENSORS}
 
 
 def in_place_updates(graph: Graph, fetches: Collection[Value], feeds: Collection[Value]) -> dict[int, Node]:
-    """Update nodes and their assigns, each with its update node, where nobody else takes what the update gives."""
+    """Update nodes and their assigns, each with its update node, if nobody else consumes the updated values."""
     updates = _Updates(graph, fetches, feeds)
     fused: dict[int, Node] = {}
     for node in graph.nodes:
@@ -70,7 +70,8 @@ class _Updates:
                 self.reads.setdefault(node.attrs["variable"], []).append(node)
 
     def assigns(self, node: Node) -> list[Node] | None:
-        """The assigns that store the outputs of an update node into the very variables it read, if that is all.
+        """The assigns that store an update's outputs into the very variables it read; None if there are other
+        consumers.
 
         Who else may take the new value of one that was taken out of a branch, the pass that did so has seen to.
         """
@@ -107,7 +108,7 @@ class _Updates:
         return any(not self._is_unused(n.value()) for n in later)
 
     def _is_unused(self, value: Value) -> bool:
-        """Whether nobody takes the value, but what just has to be there."""
+        """Whether a value has no consumers besides groups, and is not fetched."""
         users = self.contents.consumers.get(value, ())
         return value not in self.fetches and all(self.contents.by_id[i].op == "tfnb.group" for i in users)
 
@@ -143,7 +144,7 @@ def _absorbed(node: Node, graph: Graph, fixed: Collection[Value], feeds: Collect
 
 
 def _is_plain(attrs: Mapping[str, object]) -> bool:
-    """Whether it is w - lr * grad, with or without a momentum, and with a number for the rate."""
+    """Whether an update is w - lr * grad, optionally with momentum, with a number for the rate."""
     others = ("rate", "dampening", "nesterov", "weight_decay", "maximize")
     return isinstance(attrs.get("lr"), float) and not any(attrs.get(name) for name in others)
 
@@ -169,7 +170,7 @@ def _is_turned(node: Node) -> bool:
 
 
 def _root(value: Value, graph: Graph) -> Value:
-    """What a value is a view of: that of a feed holds no memory but the caller's."""
+    """The base of a chain of transposes: a view of a feed has no memory but the caller's."""
     while (node := graph.contents.by_id.get(value.node)) is not None and _is_turned(node):
         value = node.inputs[0]
     return value

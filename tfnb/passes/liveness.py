@@ -1,4 +1,4 @@
-"""Memory of a step, predicted from specs: which values lie in one piece of memory, how large it is, how long it lives.
+"""Memory of a step, predicted from specs: pieces of memory, with their sizes, lifetimes and the values that share them.
 
 Semantics S-141. What the step does not make (feeds, constants, Variables) costs nothing. Values are freed at their last
 use; what is fetched or written lives to the end, and so do gradients of optimizer updates, which are done at commit.
@@ -22,7 +22,7 @@ _BORROWED = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.read"})
 
 
 class Memory:
-    """Pieces of memory, each named by the value that first lies in it: its ``owner``.
+    """Pieces of memory, each named by its ``owner``, the first value stored there.
 
     size: bytes of each piece that the step makes. touched: the pieces that each node (by place) takes or makes, in an
     order that no id decides. made: those that it makes. kept: pieces that live to the end. aside: values

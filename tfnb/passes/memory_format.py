@@ -1,4 +1,4 @@
-"""Layout: two-dimensional convolutions on the CPU run with channels last, where that pays and where it is asked for.
+"""Layout: two-dimensional convolutions on the CPU run with channels last, if requested and profitable.
 
 The kernels keep the layout that they are given, so one copy of what enters the first convolution is enough: what
 follows finds its channels last, forward and backward. Measured (one thread, forward and backward): 0.8 of the time for
@@ -35,7 +35,7 @@ _OURS = ("tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT)
 
 
 def chosen_layout(wanted: str | None) -> Layout:
-    """What ``layout=`` means: for None the environment's TFNB_LAYOUT counts, and torch's own layout without it."""
+    """The meaning of ``layout=``: for None the environment's TFNB_LAYOUT, else torch's own layout."""
     found = os.environ.get("TFNB_LAYOUT", "torch") if wanted is None else wanted
     if found not in get_args(Layout):
         raise InvalidArgument(f"layout is one of {', '.join(map(repr, get_args(Layout)))}, not {found!r}")
@@ -43,7 +43,7 @@ def chosen_layout(wanted: str | None) -> Layout:
 
 
 def channels_last(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-    """The inputs of first convolutions are copied with channels last; what follows has the tag LAID_OUT."""
+    """Copy the inputs of first convolutions with channels last; dependent nodes get the tag LAID_OUT."""
     convolutions = [node for node in graph.nodes if node.op == _CONVOLUTION and _fits(node, graph)]
     if not convolutions or not torch.backends.mkldnn.is_available() or _traffic(convolutions, graph) < PAYS:
         return graph
@@ -92,14 +92,14 @@ def _traffic(convolutions: Sequence[Node], graph: Graph) -> float:
 
 
 def _entries(convolutions: Sequence[Node], graph: Graph) -> set[int]:
-    """The convolutions before which there is no other."""
+    """The convolutions without another convolution among their ancestors."""
     ids = {node.id for node in convolutions}
     behind = _behind(graph, ids)
     return {node.id for node in convolutions if node.inputs[0].node not in behind}
 
 
 def _behind(graph: Graph, ids: Collection[int]) -> set[int]:
-    """Those nodes and all that depends on them; not what variables carry to the next step."""
+    """Ids of the given nodes and of all dependent nodes, without the way through variables."""
     found = set(ids)
     for node in graph.nodes:
         if any(value.node in found for value in node.inputs):

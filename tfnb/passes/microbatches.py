@@ -25,7 +25,7 @@ from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes.flow.merges import MERGES, begin, varying_axis, way_of
 from tfnb.passes.prune import StepGraph, feed_symbols, prune
-from tfnb.passes.resolve import State, resolve
+from tfnb.passes.resolve import ResolvedStep, resolve
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
 GRADIENT = frozenset({"gradient"})  # also of sums over microbatches: a stage takes them up with its backward pass
@@ -77,7 +77,7 @@ class _Loop:
     step: StepGraph
     most: int = 1  # microbatches at a time
     schedule: str = ""
-    state: State = field(init=False)
+    state: ResolvedStep = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
     varying: set[int] = field(default_factory=set)  # nodes whose values differ by microbatch
 

@@ -45,7 +45,9 @@ def narrow(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Valu
 
 
 def _dtype(graph: Graph, node: Node) -> torch.dtype | None:
-    """What the indices of this pool fit into, if they are large and only its gradient takes them."""
+    """A smaller dtype for the indices of a large pool whose gradient alone takes the indices; None if not
+    applicable.
+    """
     pool = node.op.removesuffix(".default")
     backward, axes = f"{pool}_backward.default", 3 if "3d" in pool else 2  # its indices count over the last axes
     users = [graph.contents.by_id[i] for i in graph.contents.consumers.get(node.value(1), ())]
@@ -58,7 +60,7 @@ def _dtype(graph: Graph, node: Node) -> torch.dtype | None:
 
 
 def _cast(like: Node, suffix: str, value: Value, spec: Spec) -> Node:
-    """In the strides that the backward kernel wants, where that is known, when it is cast back."""
+    """A cast; casts back use the strides expected by the backward kernel, where known."""
     attrs = {"self": Ref(0), "dtype": spec.dtype}
     if suffix == "wide" and LAID_OUT not in like.tags:
         attrs["memory_format"] = torch.contiguous_format

@@ -41,7 +41,7 @@ def numbers(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Val
 
 
 def _spec(graph: Graph, node: Node) -> Spec | None:
-    """Of the tensor that the node takes beside a number which may be a constant of the same type."""
+    """Spec of the tensor operand beside a number that may become a constant of the same dtype."""
     if not facts_of(node.op).takes_number or node.attrs["self"] != Ref(0) or len(node.inputs) != 1:
         return None
     source = graph.contents.by_id.get(node.inputs[0].node)

@@ -1,4 +1,4 @@
-"""An order of the nodes in which a step needs less memory. Semantics S-155, white paper §5.2.
+"""An order of the nodes with a lower peak memory. Semantics S-155, white paper §5.2.
 
 Two moves that never make the values held between the old and the new place more: a node that frees more than it makes
 comes as soon as it can (a sum of partial gradients), and a node that makes more than it takes comes as late as it can
@@ -48,7 +48,7 @@ def split(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
 
 
 def order(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-    """The nodes in the order that needs the least memory, among those that the two moves lead to."""
+    """The nodes in the order with the lowest peak, among the orders reached by the two moves."""
     memory = Memory(graph, fetches, feeds)
     best: Sequence[int] = range(len(graph.nodes))
     lowest = memory.peak()
@@ -76,17 +76,21 @@ class _Moves:
         self.movable = [is_pure(node) for node in graph.nodes]
 
     def early(self, turns: Sequence[int] | None = None) -> list[int]:
-        """What frees more than it makes comes as soon as it can."""
+        """An order with nodes that free more than they allocate as early as possible."""
         turns = range(len(self.before)) if turns is None else turns
-        return self._eager(turns, self.before, self.after, _Held(self.memory, from_end=False))
+        return self._eager(turns, self.before, self.after, _HeldMemory(self.memory, from_end=False))
 
     def late(self) -> list[int]:
-        """What makes more than it takes comes as late as it can: the same with time running backwards."""
+        """Order in which nodes that allocate more than they free come as late as possible: `early` with time
+        reversed.
+        """
         turns = range(len(self.before) - 1, -1, -1)
-        return self._eager(turns, self.after, self.before, _Held(self.memory, from_end=True))[::-1]
+        return self._eager(turns, self.after, self.before, _HeldMemory(self.memory, from_end=True))[::-1]
 
-    def _eager(self, turns: Sequence[int], before: list[list[int]], after: list[list[int]], held: _Held) -> list[int]:
-        """The places in the order of ``turns``, but each as soon as it can be and makes the memory held no more.
+    def _eager(
+        self, turns: Sequence[int], before: list[list[int]], after: list[list[int]], held: _HeldMemory
+    ) -> list[int]:
+        """The places in the order of ``turns``, each moved to the front while the held memory does not grow.
 
         A node that neither adds nor frees anything (a view) comes too: what it leads to may free something.
         """
@@ -113,7 +117,7 @@ class _Moves:
 
 
 def _before(graph: Graph) -> list[list[int]]:
-    """For each node the places of those that must come before it."""
+    """For each node the places of its predecessors."""
     contents = graph.contents
     position = contents.position
     before: list[list[int]] = []
@@ -130,8 +134,8 @@ def _before(graph: Graph) -> list[list[int]]:
     return before
 
 
-class _Held:
-    """What a node would add to the memory held, as an order grows; with time running backwards if ``from_end``."""
+class _HeldMemory:
+    """Memory added by each node, as an order grows; with time reversed if ``from_end``."""
 
     def __init__(self, memory: Memory, *, from_end: bool) -> None:
         self.size, self.touched, self.made = memory.size, memory.touched, memory.made

@@ -32,8 +32,8 @@ ROUNDS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What a pass left: nodes, bytes that the step makes in all, and the predicted most that it holds at once."""
+class PassResult:
+    """The graph after a pass: its nodes, total bytes of its values, and predicted peak."""
 
     name: str
     nodes: int
@@ -44,25 +44,25 @@ class Stage:
 
 @dataclass(frozen=True)
 class Passes:
-    """What the passes make of the part of a graph that a run needs, stage by stage.
+    """The results of the passes on the part of a graph needed by a run, stage by stage.
 
     As text and in a notebook a table; the drawing below it has what all of them together changed. ``p[i].graph.diff(
     p[i + 1].graph)`` is what one of them did.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PassResult, ...]
 
-    def __getitem__(self, place: int) -> Stage:
+    def __getitem__(self, place: int) -> PassResult:
         return self.stages[place]
 
     def __len__(self) -> int:
         return len(self.stages)
 
-    def __iter__(self) -> Iterator[Stage]:
+    def __iter__(self) -> Iterator[PassResult]:
         return iter(self.stages)
 
     def diff(self) -> Difference:
-        """From what the run needs to what is run."""
+        """The difference from the pruned graph to the optimized one."""
         return self.stages[0].graph.diff(self.stages[-1].graph)
 
     def __repr__(self) -> str:
@@ -81,15 +81,15 @@ class Passes:
 def table(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None,
     last: Sequence[Pass] = ONCE,
-) -> list[Stage]:  # fmt: skip
+) -> list[PassResult]:  # fmt: skip
     """A row for each of `stages` that left something else. sizes: of symbols, by name; 32 for one that is missing."""
-    rows: list[Stage] = []
+    rows: list[PassResult] = []
     for name, after in stages(step_graph(graph, fetches, feeds), last):
         seen = with_fed(after, graph, feeds)  # the same head for all
         if rows and seen.nodes == rows[-1].graph.nodes:
             continue
         memory = Memory(seen, fetches, feeds, sizes)
-        rows.append(Stage(name, len(seen.nodes), sum(memory.size.values()), memory.peak(), seen))
+        rows.append(PassResult(name, len(seen.nodes), sum(memory.size.values()), memory.peak(), seen))
     return rows
 
 
@@ -99,13 +99,13 @@ def optimize(graph: Graph, fetches: Collection[Value], feeds: Collection[Value],
 
 
 def optimized(step: StepGraph, last: Sequence[Pass] = ONCE) -> Graph:
-    """`optimize` of what is pruned already."""
+    """`optimize` for a step that is already pruned."""
     *_, (_, found) = stages(step, last)
     return found
 
 
 def stages(step: StepGraph, last: Sequence[Pass] = ONCE) -> Iterator[tuple[str, Graph]]:
-    """Each pass that changed something and the graph after it; `prune` then drops what nobody needs any more."""
+    """The graph after each pass with an effect; a final `prune` drops unused nodes."""
     whole, graph, fetches, feeds = step.whole, step.graph, step.fetches, step.feeds
     groups = groups_of(graph)
     yield "prune", graph
@@ -131,7 +131,7 @@ def stages(step: StepGraph, last: Sequence[Pass] = ONCE) -> Iterator[tuple[str, 
 
 
 def with_fed(graph: Graph, whole: Graph, feeds: Collection[Value]) -> Graph:
-    """The graph with a placeholder in front for each fed node that it lacks: passes know its spec, not its operands."""
+    """The graph with a placeholder for each fed node it lacks: passes see the spec of a feed, not its operands."""
     fed = dict.fromkeys(value.node for value in feeds)
     missing = (whole.contents.by_id[i] for i in fed if i not in graph.contents.by_id)
     nodes = tuple(node if node.op == "tfnb.placeholder" else _opaque(node) for node in missing)

@@ -1,4 +1,4 @@
-"""Prune: cut at the feeds, keep what the fetches reach. White paper §4.2, partial execution."""
+"""Prune: cut at the feeds, keep the ancestors of the fetches. White paper §4.2, partial execution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfnb.graph.spec import Dim
 
 @dataclass(frozen=True, eq=False)
 class StepGraph:
-    """The part of a graph that one choice of fetches and feeds needs: what is lowered here, or sent to a cluster."""
+    """The part of a graph needed for one choice of fetches and feeds, to be lowered here or sent to a cluster."""
 
     whole: Graph
     graph: Graph  # pruned
@@ -27,12 +27,12 @@ class StepGraph:
 
     @cached_property
     def variables(self) -> tuple[Variable, ...]:
-        """Those that the step reads or writes."""
+        """Variables that the step reads or writes."""
         return tuple(self.graph.contents.variables.values())
 
     @cached_property
     def writes(self) -> tuple[Variable, ...]:
-        """Those that it writes."""
+        """Variables that the step writes."""
         return tuple(
             dict.fromkeys(node.attrs["variable"] for node in self.graph.nodes if node.op == "tfnb.assign")
         )  # fmt: skip
@@ -93,7 +93,7 @@ def _reach(contents: Contents, roots: Iterable[Value], fed: dict[Value, None]) -
 
 
 def _run(node: Node) -> Node:
-    """The node as a step runs it: what only differentiation needs is gone."""
+    """The node as a step runs it, without inputs needed for differentiation alone."""
     if node.op != WITH_GRADIENT:
         return node
     values = tuple(node.inputs[ref.input] for ref in node.attrs["values"])

@@ -1,4 +1,4 @@
-"""Nodes with subgraphs that differ only in what they give: one of them can give it all.
+"""Merging of nodes with subgraphs that differ only in their outputs.
 
 A gradient saves values of a loop or branch in a copy of its node, whose subgraphs have the same inputs (ids are never
 used twice), the same nodes, and further nodes and outputs.
@@ -18,7 +18,7 @@ from tfnb.graph.subgraph import row_places
 
 
 def key(node: Node) -> Hashable:
-    """What two nodes have in common that compute the same, but for what they give."""
+    """Key shared by two nodes with the same computation and possibly different outputs."""
     attrs = node.attrs
     parts = (attrs["then"], attrs["else"]) if node.op == COND else (attrs["body"], attrs["cond"])
     how = () if node.op == COND else (attrs["reverse"], "given" if isinstance(attrs["limit"], Ref) else attrs["limit"])
@@ -26,7 +26,7 @@ def key(node: Node) -> Hashable:
 
 
 def both(first: Node, other: Node) -> tuple[Node, dict[int, int]]:
-    """``first``, giving also what ``other`` gives; and where the outputs of ``other`` stand among those."""
+    """``first`` with the outputs of ``other`` added; and the indices of the outputs of ``other`` among them."""
     return _branches(first, other) if first.op == COND else _loops(first, other)
 
 
@@ -99,7 +99,7 @@ def kept_rows(contents: Contents, fetches: Collection[Value]) -> dict[Value, tup
 
 
 def counted_in_runs(contents: Contents, kept: Collection[Value], told: Collection[str]) -> set[Value]:
-    """Of kept rows those whose bytes a run counts: they may move out, or their sizes are not among those ``told``."""
+    """Kept rows whose bytes are counted at run time: rows that may be offloaded, or of sizes not in ``told``."""
     return {
         v for v in kept
         if contents.by_id[v.node].attrs.get("swap_memory") is not False

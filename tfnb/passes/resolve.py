@@ -1,4 +1,4 @@
-"""What a step does to variables, with the writes taken out: reads after a write become the written value.
+"""Elimination of a step's writes to variables: reads after a write become the written value.
 
 After `resolve`, the nodes of a step are pure dataflow, each written variable has one final value, and it is known which
 nodes depend on an optimizer update. Pure; imports the graph.
@@ -15,7 +15,7 @@ _GONE = ("tfnb.assign", "tfnb.group")
 
 
 @dataclass(frozen=True)
-class State:
+class ResolvedStep:
     """The pure nodes of a step in program order, and its writes.
 
     ``same``: a value that stands for another (what an assign gives, a read after an assign). ``final``: the new value
@@ -28,7 +28,7 @@ class State:
     updated: frozenset[int]
 
     def resolved(self, value: Value) -> Value:
-        """The value it stands for."""
+        """The value that stands for this one."""
         return self.same.get(value, value)
 
     def updated_ancestors(self, value: Value) -> set[int]:
@@ -43,7 +43,7 @@ class State:
         return found
 
 
-def resolve(graph: Graph, feeds: Collection[Value]) -> State:
+def resolve(graph: Graph, feeds: Collection[Value]) -> ResolvedStep:
     """The state of a pruned graph; fed values are taken as they are."""
     nodes: dict[int, Node] = {}
     same: dict[Value, Value] = {}
@@ -66,4 +66,4 @@ def resolve(graph: Graph, feeds: Collection[Value]) -> State:
     for node_id, node in nodes.items():
         if any(i not in nodes for i in node.control):
             nodes[node_id] = replace(node, control=tuple(i for i in node.control if i in nodes))
-    return State(nodes, same, final, frozenset(updated))
+    return ResolvedStep(nodes, same, final, frozenset(updated))

@@ -1,4 +1,4 @@
-"""What passes share: which nodes are pure, and how consumers are sent to another value.
+"""Utilities shared by passes: purity of nodes, redirection of consumers.
 
 A pass is a function ``(graph, fetches, feeds) -> Graph``. Fetched values stay what they are (their memory is the
 caller's), and nothing is looked through a fed value. Imports graph.

@@ -20,8 +20,8 @@ _NETS = [op.removeprefix("aten.") for op in sorted(ops_of("net"))]
 _OPTIONS = ("has_biases", "num_layers", "bidirectional", "batch_first")
 
 
-class Look:
-    """The graph as a row sees it: what produces a value, and who else takes it."""
+class RewriteView:
+    """The graph as seen by a rewrite: producers and consumers of values."""
 
     def __init__(self, graph: Graph, fixed: Collection[int]) -> None:
         self._nodes = {node.id: node for node in graph.nodes}
@@ -29,11 +29,11 @@ class Look:
         self._fixed = fixed
 
     def update(self, node: Node) -> None:
-        """A node as it is now."""
+        """Replace a node by its rewritten form."""
         self._nodes[node.id] = node
 
     def producer(self, value: Value) -> Node | None:
-        """The node behind a value, if it may be looked through: not what is fed."""
+        """The node that produces a value; None for fed values, whose producers must not be looked at."""
         node = self._nodes.get(value.node)
         return None if node is None or node.id in self._fixed else node
 
@@ -43,7 +43,7 @@ class Look:
         return None if node is None else node.outputs[value.index]
 
     def only_user(self, value: Value) -> bool:
-        """Whether one node takes the value, and it is not fetched."""
+        """Whether exactly one node consumes the value, and no fetch."""
         return len(self._consumers.get(value, ())) == 1 and value.node not in self._fixed
 
     def users(self, value: Value) -> list[Node]:
@@ -51,11 +51,11 @@ class Look:
         return [self._nodes[i] for i in self._consumers.get(value, ())]
 
 
-Rewrite = Callable[[Node, Look], Value | Node | None]
+Rewrite = Callable[[Node, RewriteView], Value | Node | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RewriteRule:
     """One rewrite: its name is its comment."""
 
     name: str
@@ -63,23 +63,23 @@ class Row:
     rewrite: Rewrite
 
 
-ROWS: list[Row] = []
+ROWS: list[RewriteRule] = []
 
 
 def row(name: str, *ops: str) -> Callable[[Rewrite], Rewrite]:
     """Add a row to the table."""
 
     def add(rewrite: Rewrite) -> Rewrite:
-        ROWS.append(Row(name, frozenset(f"aten.{op}" for op in ops), rewrite))
+        ROWS.append(RewriteRule(name, frozenset(f"aten.{op}" for op in ops), rewrite))
         return rewrite
 
     return add
 
 
 def simplify(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-    """Apply the table once to every node. Nothing is removed here: prune drops what nobody needs any more."""
+    """Apply the table once to every node. Removes nothing: prune drops unused nodes."""
     fixed = {value.node for value in (*fetches, *feeds)}
-    look = Look(graph, {value.node for value in feeds})
+    look = RewriteView(graph, {value.node for value in feeds})
     same: dict[Value, Value] = {}
     nodes: list[Node] = []
     for old in graph.nodes:
@@ -96,8 +96,8 @@ def simplify(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Va
     return with_nodes(graph, nodes)
 
 
-def _is_ordered(node: Node, found: Value | Node, look: Look) -> bool:
-    """Whether what runs before the nodes that a rewrite passes over runs before what is left of them."""
+def _is_ordered(node: Node, found: Value | Node, look: RewriteView) -> bool:
+    """Whether a rewrite keeps the control dependencies of the bypassed nodes."""
     left = found.inputs if isinstance(found, Node) else (found,)
     before = [look._nodes[v.node] for v in node.inputs if v not in left and v.node in look._nodes]
     if any(not set(each.control) <= set(node.control) for each in before):
@@ -106,7 +106,7 @@ def _is_ordered(node: Node, found: Value | Node, look: Look) -> bool:
     return all(set(node.control) <= set(user.control) for user in users)
 
 
-def _rewritten(node: Node, look: Look) -> Value | Node | None:
+def _rewritten(node: Node, look: RewriteView) -> Value | Node | None:
     return next((r for row in _BY_OP.get(node.op, ()) if (r := row.rewrite(node, look)) is not None), None)
 
 
@@ -114,19 +114,19 @@ def _rewritten(node: Node, look: Look) -> Value | Node | None:
 
 
 def _input(node: Node, name: str = "self") -> Value | None:
-    """The value passed as argument ``name``, if it is a tensor."""
+    """The value of the argument ``name``, if a tensor."""
     ref = node.attrs.get(name)
     return node.inputs[ref.input] if isinstance(ref, Ref) else None
 
 
-def _unchanged(node: Node, look: Look) -> Value | None:
-    """The input, if it has the very dtype, shape and device of the output."""
+def _unchanged(node: Node, look: RewriteView) -> Value | None:
+    """The input, if its dtype, shape and device equal the output's."""
     source = _input(node)
     return source if source is not None and look.spec(source) == node.outputs[0] else None
 
 
-def _before(node: Node, look: Look, *ops: str) -> Node | None:
-    """What produces the input, if it is one of ``ops``."""
+def _before(node: Node, look: RewriteView, *ops: str) -> Node | None:
+    """The producer of the input, if its op is among ``ops``."""
     source = _input(node)
     producer = None if source is None else look.producer(source)
     return producer if producer is not None and producer.op in {f"aten.{op}" for op in ops} else None
@@ -141,17 +141,17 @@ def _is_number(node: Node, name: str, number: int) -> bool:
 
 
 @row("alias(x) -> x", "alias.default", "detach.default", "lift_fresh.default")
-def _(node: Node, look: Look) -> Value | None:
+def _(node: Node, look: RewriteView) -> Value | None:
     return _unchanged(node, look)
 
 
 @row("x * 1 -> x; x / 1 -> x", "mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
-def _(node: Node, look: Look) -> Value | None:
+def _(node: Node, look: RewriteView) -> Value | None:
     return _unchanged(node, look) if _is_number(node, "other", 1) else None
 
 
 @row("(x.T).T -> x", "t.default", "transpose.int")
-def _(node: Node, look: Look) -> Value | None:
+def _(node: Node, look: RewriteView) -> Value | None:
     inner = _before(node, look, "t.default", "transpose.int")
     return _input(inner) if inner is not None and _swapped(inner) == _swapped(node) is not None else None
 
@@ -168,7 +168,7 @@ def _swapped(node: Node) -> tuple[int, int] | None:
 
 
 @row("x.permute(p).permute(q) -> x.permute(p[q])", "permute.default")
-def _(node: Node, look: Look) -> Value | Node | None:
+def _(node: Node, look: RewriteView) -> Value | Node | None:
     inner = _before(node, look, "permute.default")
     if inner is None:
         return None
@@ -180,18 +180,18 @@ def _(node: Node, look: Look) -> Value | Node | None:
 
 
 @row("x.view(its shape) -> x", "view.default", "expand.default")
-def _(node: Node, look: Look) -> Value | None:
+def _(node: Node, look: RewriteView) -> Value | None:
     return _unchanged(node, look)
 
 
 @row("x.view(a).view(b) -> x.view(b)", "view.default")
-def _(node: Node, look: Look) -> Node | None:
+def _(node: Node, look: RewriteView) -> Node | None:
     inner = _before(node, look, "view.default", "_unsafe_view.default")
     return None if inner is None else replace(node, inputs=inner.inputs[:1])
 
 
 @row("x.clone() -> x, where nobody minds the memory", "clone.default")
-def _(node: Node, look: Look) -> Value | None:
+def _(node: Node, look: RewriteView) -> Value | None:
     """Dropout with p = 0 is such a copy. A view may not be possible on other strides, and a write needs its own."""
     if "memory_format" in node.attrs:
         return None
@@ -199,7 +199,7 @@ def _(node: Node, look: Look) -> Value | None:
 
 
 def _takes_any_memory(node: Node) -> bool:
-    """Whether an op's outputs are new memory, whatever the strides of its inputs: torch's own kernels are like that."""
+    """Whether an op allocates its outputs, for all strides of its inputs: true for torch's own kernels."""
     if not node.op.startswith("aten."):
         return False
     op = overload(node.op)
@@ -210,7 +210,7 @@ def _takes_any_memory(node: Node) -> bool:
 
 
 @row("zeros with row i from each of n values, added up -> stack", "add.Tensor")
-def _(node: Node, look: Look) -> Node | None:
+def _(node: Node, look: RewriteView) -> Node | None:
     """The cotangent of ``x.unbind(d)``: n copies of x-sized zeros otherwise."""
     parts, dim, count = _summands(node, look, "aten.select_backward.default")
     at = {part.attrs["index"] % count: part.inputs[0] for part in parts}
@@ -220,7 +220,7 @@ def _(node: Node, look: Look) -> Node | None:
 
 
 @row("zeros with rows a:b from each of n values, added up -> cat", "add.Tensor")
-def _(node: Node, look: Look) -> Node | None:
+def _(node: Node, look: RewriteView) -> Node | None:
     """The cotangent of ``x.split(sizes, d)``."""
     parts, dim, count = _summands(node, look, "aten.slice_backward.default")
     if not parts or not all(
@@ -235,9 +235,8 @@ def _(node: Node, look: Look) -> Node | None:
 
 
 @row("a + (zeros with v added to row i) -> a with v added to row i", "add.Tensor")
-def _(node: Node, look: Look) -> Node | None:
-    """The cotangent of ``x[:, i]`` in a loop, which is added to that of earlier iterations: x-sized zeros in each
-    otherwise.
+def _(node: Node, look: RewriteView) -> Node | None:
+    """Accumulate the cotangent of ``x[:, i]`` in a loop in place, without zeros of the size of x in each iteration.
 
     Only of one row: of two that are the same the sum would be rounded in another order.
     """
@@ -255,12 +254,12 @@ def _(node: Node, look: Look) -> Node | None:
 
 
 @row("x.copy(v), both alike -> v, where nobody minds the memory", "copy.default")
-def _(node: Node, look: Look) -> Value | None:
+def _(node: Node, look: RewriteView) -> Value | None:
     source = node.inputs[-1]
     return source if look.spec(source) == node.outputs[0] and _only_for_values(node, look) else None
 
 
-def _only_for_values(node: Node, look: Look) -> bool:
+def _only_for_values(node: Node, look: RewriteView) -> bool:
     users = look.users(node.value())
     return bool(users) and all(map(_takes_any_memory, users))
 
@@ -268,7 +267,7 @@ def _only_for_values(node: Node, look: Look) -> bool:
 @row(
     "attention, whose gradient is taken -> attention that keeps its log-sum-exp", "scaled_dot_product_attention.default"
 )
-def _(node: Node, look: Look) -> Node | None:
+def _(node: Node, look: RewriteView) -> Node | None:
     """The gradient's rule computes the forward once more for its log-sum-exp; then both are one."""
     for other in look.users(node.inputs[0]):
         if other.op == "tfnb.attention.default" and other.inputs == node.inputs:
@@ -279,8 +278,8 @@ def _(node: Node, look: Look) -> Node | None:
 
 
 @row("a recurrent net, whose gradient is taken -> the net that keeps what it needs", *_NETS)
-def _(node: Node, look: Look) -> Node | None:
-    """As with attention, the gradient's rule computes the forward once more. In a region to be recomputed it shall."""
+def _(node: Node, look: RewriteView) -> Node | None:
+    """Share the forward that a recurrent net's gradient computes again, unless the region is to be recomputed."""
     if any(tag.startswith("recompute:") for tag in node.tags):
         return None
     for other in look.users(node.inputs[0]):
@@ -291,8 +290,8 @@ def _(node: Node, look: Look) -> Node | None:
     return None
 
 
-def _summands(node: Node, look: Look, op: str) -> tuple[list[Node], int, int]:
-    """The nodes that a tree of additions adds up, their ``dim`` and how many rows it has.
+def _summands(node: Node, look: RewriteView, op: str) -> tuple[list[Node], int, int]:
+    """The summands of a tree of additions, with their ``dim`` and number of rows.
 
     No node, unless all are ``op``, used only here, and put values into zeros of one shape along one axis.
     """
@@ -322,7 +321,7 @@ def _joined(node: Node, op: str, values: Sequence[Value], dim: int) -> Node:
     return replace(node, op=op, inputs=tuple(values), attrs={"tensors": list(refs), "dim": dim})
 
 
-_BY_OP: dict[str, list[Row]] = {}
+_BY_OP: dict[str, list[RewriteRule]] = {}
 for _row in ROWS:
     for _op in _row.ops:
         _BY_OP.setdefault(_op, []).append(_row)

@@ -32,7 +32,7 @@ _TRANSPOSES = ("aten.t.default", "aten.transpose.int")
 
 
 def stack(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-    """Apply the table above; prune drops what nobody needs any more."""
+    """Apply the table above; prune drops unused nodes."""
     fixed = {value.node for value in (*fetches, *feeds)} | {i for node in graph.nodes for i in node.control}
     done: set[int] = set()
     for _ in range(ROUNDS):
@@ -44,7 +44,7 @@ def stack(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
 
 
 def _few(rows: Size, first: Size, second: Size) -> bool:
-    """Whether copying an operand of so many rows beside what is computed from it costs little.
+    """Whether copying an operand of so many rows is cheap beside the computation with it.
 
     Rows that only a run knows count as few where they are a plain batch, and as many where they are more than that.
     """
@@ -147,7 +147,7 @@ def _groups(graph: Graph, fixed: set[int]) -> list[list[Node]]:
 
 
 def shared(node: Node, contents: Contents) -> Hashable | None:
-    """What the products of one group, ``rows @ weight`` or with a bias, have in common; None for another node."""
+    """Key of products in one group, ``rows @ weight`` or with a bias; None for other nodes."""
     if node.op not in ("aten.mm.default", "aten.addmm.default") or len(node.attrs) != len(node.inputs) or node.control:
         return None
     *bias, rows, weight = node.inputs
@@ -165,7 +165,7 @@ def _spec(contents: Contents, value: Value) -> Spec | None:
 
 
 def _later(contents: Contents, group: Sequence[Node], first: int) -> list[Node] | None:
-    """What the group needs of the nodes behind ``first``, in order, if all of it may move in front."""
+    """Nodes behind ``first`` needed by the group, in order; None if they may not move to the front."""
     found: dict[int, Node] = {}
     pending = [value.node for node in group for value in node.inputs]
     while pending:
@@ -210,7 +210,7 @@ class _Sums:
         self._rows: dict[tuple[Value, ...], Node] = {}
 
     def rewritten(self, node: Node) -> Iterator[Node]:
-        """The node, or what computes its value in another way."""
+        """The node, or nodes that compute its value by stacked products."""
         if not _is_sum(node, node.outputs) or self._is_inner(node):
             yield node
             return
@@ -244,7 +244,7 @@ class _Sums:
         return len(self.contents.consumers.get(value, ())) == 1 and value.node not in self.fixed
 
     def _terms(self, root: Node) -> list[Value]:
-        """What a tree of additions adds up, in order."""
+        """The terms of a tree of additions, in order."""
         found: list[Value] = []
         pending = list(reversed(root.inputs))
         while pending:
@@ -257,7 +257,7 @@ class _Sums:
         return found
 
     def _kind(self, value: Value) -> Hashable | None:
-        """What terms that can be stacked have in common; None for another term."""
+        """Key of terms that can be stacked together; None for other terms."""
         node = self.nodes.get(value.node)
         if node is None or not self._alone(value) or node.control or not flows(node.outputs[0].dtype):
             return None
@@ -285,7 +285,9 @@ class _Sums:
 
 
 def factors(node: Node, contents: Contents, fixed: Collection[int] = ()) -> list[Value] | None:
-    """The matrices whose rows a term adds up: a and b of ``a.t() @ b``, or b of ``b.sum(0)``, if those rows are few."""
+    """The matrices whose rows a term sums: a and b of ``a.t() @ b``, or b of ``b.sum(0)``; None unless the rows are
+    few.
+    """
     found: list[Value] = []
     if node.op == "aten.mm.default":
         left = contents.by_id.get(node.inputs[0].node)
@@ -301,7 +303,7 @@ def factors(node: Node, contents: Contents, fixed: Collection[int] = ()) -> list
 
 
 def transposed(node: Node) -> Value | None:
-    """The matrix that the node transposes, if that is what it does."""
+    """The matrix transposed by the node; None for other nodes."""
     if node.op not in _TRANSPOSES or len(node.outputs[0].shape) != 2:
         return None
     if node.op == "aten.transpose.int" and node.attrs["dim0"] % 2 == node.attrs["dim1"] % 2:
@@ -318,7 +320,7 @@ def _is_sum(node: Node, outputs: tuple[Spec, ...]) -> bool:
 
 
 def _added(node: Node, rest: Sequence[Value], stacked: Sequence[Node]) -> Iterator[Node]:
-    """``node`` as the sum of what was stacked, in order, and of the rest."""
+    """``node`` as the sum of the stacked terms, in order, and of the rest."""
     first, *others = stacked
     terms = [*(term.value() for term in others), *rest]
     if not terms:

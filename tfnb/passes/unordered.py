@@ -1,4 +1,4 @@
-"""What `tfnb.unordered` leaves in a step: Variables that it writes without order, and accesses in no order. Pure."""
+"""Effects of `tfnb.unordered` in a step: Variables written without order, and races. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Race(NamedTuple):
 
 
 def unordered(graph: Graph) -> dict[Variable, bool]:
-    """Variables of which all writes of a step are unordered -> whether they are made under a lock."""
+    """Variables with unordered writes only, each with whether its writes take a lock."""
     found: dict[Variable, tuple[bool, bool]] = {}
     for node in _accesses(graph):
         if _writes(node):
@@ -73,7 +73,7 @@ def _conflict(one: Node, two: Node) -> bool:
 
 
 def _ancestors(graph: Graph) -> dict[int, set[int]]:
-    """Of each node those that it depends on."""
+    """Ids of the ancestors of each node."""
     found: dict[int, set[int]] = {}
     for node in graph.nodes:
         direct = {value.node for value in node.inputs} | set(node.control)

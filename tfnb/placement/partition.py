@@ -39,7 +39,7 @@ from tfnb.passes.flow.cut import End, Partition
 from tfnb.passes.flow.cut import Kind as Amount
 from tfnb.passes.flow.places import TASK, Home, Place
 from tfnb.passes.flow.step_flow import symbols_of
-from tfnb.passes.resolve import State, resolve
+from tfnb.passes.resolve import ResolvedStep, resolve
 from tfnb.placement.placement import Homes, Kind, Placement, Rows, Transfer, server
 from tfnb.placement.shards import BY_ROWS
 
@@ -149,7 +149,7 @@ class _Cut:
     homes: Homes
     tasks: tuple[int, ...]
     divides: bool = False
-    state: State = field(init=False)
+    state: ResolvedStep = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
 
     def __post_init__(self) -> None:

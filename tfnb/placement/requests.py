@@ -16,7 +16,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.graph import Node, Variable
-from tfnb.graph.device_request import Request, parse
+from tfnb.graph.device_request import DeviceRequest, parse
 from tfnb.graph.ops import QUEUES
 from tfnb.graph.subgraph import nested, subgraphs
 from tfnb.placement.placement import Homes, server
@@ -27,14 +27,14 @@ _STATE = ("tfnb.read", "tfnb.assign")
 _ANYWHERE = (*QUEUES, *_STATE, "tfnb.constant", "tfnb.group")  # for these a server is no place that computes
 
 
-class Asked(NamedTuple):
+class NodeRequest(NamedTuple):
     """A node with a request."""
 
     node: Node
-    request: Request
+    request: DeviceRequest
 
 
-def asked(nodes: Iterable[Node]) -> tuple[Asked, ...]:
+def asked(nodes: Iterable[Node]) -> tuple[NodeRequest, ...]:
     """The nodes that ask for a place, also inside of loops and branches.
 
     A node that asks for a server and uses a queue or Variable says where that lies.
@@ -43,7 +43,7 @@ def asked(nodes: Iterable[Node]) -> tuple[Asked, ...]:
     ()
     """
     every = (inner for node in nodes for inner in (node, *nested(node)))
-    found = [Asked(node, parse(node.device)) for node in every if node.device is not None]
+    found = [NodeRequest(node, parse(node.device)) for node in every if node.device is not None]
     return tuple(each for each in found if not (each.node.op in _ANYWHERE and each.request.job == "ps"))
 
 
@@ -56,7 +56,7 @@ def numbers_of(tasks: Sequence[str]) -> list[int]:
     return [int(name.rpartition(":")[2]) if ":" in name else 0 for name in tasks]
 
 
-def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,), servers: int = 0) -> tuple[int, ...]:
+def tasks_of(found: Sequence[NodeRequest], tasks: Sequence[str] = (HERE,), servers: int = 0) -> tuple[int, ...]:
     """The tasks that requests name, in order.
 
     ``tasks``: names of those there are; ``servers``: how many of these. A soft request that none of them meets asks for
@@ -81,7 +81,7 @@ def tasks_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,), servers: in
     return tuple(sorted(chosen))
 
 
-def ensure_stages(found: Sequence[Asked]) -> None:
+def ensure_stages(found: Sequence[NodeRequest]) -> None:
     """Raise InvalidArgument where nodes do not ask for two tasks at least, the stages of a pipeline."""
     asked_for = sorted(
         {each.request.task for each in found if each.request.job != "ps" and each.request.task is not None}
@@ -94,7 +94,9 @@ def ensure_stages(found: Sequence[Asked]) -> None:
         )
 
 
-def ensure_on_servers(found: Sequence[Asked], devices: Mapping[int, Sequence[str]], undivided: str | None) -> None:
+def ensure_on_servers(
+    found: Sequence[NodeRequest], devices: Mapping[int, Sequence[str]], undivided: str | None
+) -> None:
     """Raise Unimplemented for the first node that asks for a server and is not done there.
 
     devices: places of each node by id (`tfnb.placement.placement.Placement`); undivided: as of
@@ -173,7 +175,7 @@ def shards_asked(
     return found
 
 
-def _ensure_kind(each: Asked) -> None:
+def _ensure_kind(each: NodeRequest) -> None:
     """Raise InvalidArgument where the node's values lie on another device."""
     node, request = each
     for spec in node.outputs if request.kind is not None else ():
@@ -186,7 +188,7 @@ def _ensure_kind(each: Asked) -> None:
             )
 
 
-def _said(each: Asked, why: str) -> str:
+def _said(each: NodeRequest, why: str) -> str:
     node = each.node
     at = f"\n  recorded at {node.source}" if node.source else ""
     return f"could not satisfy explicit device specification {node.device!r} of node {node.name}: {why}{at}"

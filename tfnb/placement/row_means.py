@@ -1,8 +1,8 @@
 """Whether averaging by rows gives the gradients of a whole batch: what is computed to see it, and the node if not.
 
-Gradients of parts, averaged by rows, are those of all rows where the loss is a mean over rows. A `Probe` computes them
-from all rows and from parts alike: dropout passes everything on, batch norm takes its running statistics, and what else
-is drawn is fed, so that nothing but the loss can make a difference. Pure; imports graph and passes.
+Gradients of parts, averaged by rows, are those of all rows where the loss is a mean over rows. A `MeansProbe` computes
+them from all rows and from parts alike: dropout passes everything on, batch norm takes its running statistics, and what
+else is drawn is fed, so that nothing but the loss can make a difference. Pure; imports graph and passes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Probe:
+class MeansProbe:
     """``graph`` computes ``fetches`` from ``feeds`` and, once they are known, ``drawn``.
 
     The first fetches are what ``borders`` send to servers; those behind them are ``numbers`` of the step's own graph:
@@ -153,7 +153,7 @@ class Probe:
         return kind if kind not in ("", "entropy") else "across"
 
 
-def probe(step: StepGraph, homes: Homes) -> Probe | None:
+def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
     """What is to be computed to compare the gradients of a step; None where tasks average none."""
     updates = StepGraph(step.whole, step.graph, _operations(step), step.feeds)
     for each in (step, updates):  # what is fetched may be of averaged gradients
@@ -178,7 +178,7 @@ def probe(step: StepGraph, homes: Homes) -> Probe | None:
     graph = cut.compute.derive(Contents(tuple(nodes)))
     drawn = tuple(node.value(i) for node in nodes if node.stream is not None for i in range(len(node.outputs)))
     fetches = (*(border.value for border in borders), *(at for _, at in known))
-    return Probe(
+    return MeansProbe(
         graph, cut.feeds, borders, fetches, drawn, rows, losses, watched, tuple(number for number, _ in known), norms,
         why_not,
     )  # fmt: skip

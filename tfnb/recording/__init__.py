@@ -1,9 +1,10 @@
 """From ordinary torch calls to nodes: recordings, recorded tensors, placeholders, Variables of parameters.
 
-The way of a call: `cells` opens a recording, whose recorder in `dispatch` sees each op. It looks in `overrides`, asks
-`shapes` for the shape, makes a tensor of `values`, and puts the node on the tape of `marks`. `writes` knows calls in
-place, `subgraphs` loops and branches. `ops` has facts about operators. `api` is what a user calls;
-`print_and_assert` is done in every run. `torch_patches` is what changes in torch meanwhile.
+The path of a call: `cells` opens a recording, whose recorder in `dispatch` sees each op. The recorder looks up
+`overrides`, asks `shapes` for the output shapes, makes recorded tensors, and appends the node to the tape; both the
+tensors and the tape are in `values`. `writes` records in-place calls, `subgraphs` loops and branches. `marks` has the
+scopes of nodes, notes for the user, and guards of Python state. `api` has the functions that users call,
+`print_and_assert` the nodes for printing and asserting in every run, `torch_patches` the table of patches of torch.
 """
 
 from tfnb.recording.api import (

@@ -134,7 +134,8 @@ def _recorded_at(node: Node) -> str:
 
 
 def constant(value: Any, *, name: str | None = None) -> Tensor:
-    """A recorded tensor of a fixed value: what ``torch.as_tensor`` takes, copied. Raises FailedPrecondition outside.
+    """A recorded tensor of a fixed value, copied from any argument of ``torch.as_tensor``. Raises FailedPrecondition
+    outside a recording.
 
     >>> import tfnb
     >>> with tfnb.record():
@@ -219,7 +220,8 @@ def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
 
 @contextmanager
 def unordered(*, use_locking: bool = False) -> Iterator[None]:
-    """Updates recorded inside give up order, as Hogwild does: steps that make them do not wait for each other.
+    """Updates recorded inside the block give up order, as in Hogwild: steps that make such updates never wait for each
+    other.
 
     A step holds the locks of what it writes from its first read to its commit. Of Variables that it writes only inside
     such blocks it holds none. What is promised then: a number is never half written; an optimizer's step and rows of
@@ -272,7 +274,7 @@ def group(*fetches: Any, name: str | None = None) -> Operation:
 
 
 def effects(*, name: str | None = None) -> Operation:
-    """An Operation that does what the block does when it runs eagerly: all its writes and steps, in order, once.
+    """An Operation with all effects of the block, as when run eagerly: all its writes and steps, in order, once.
 
     It runs also the writes and steps that are recorded below this call. Raises FailedPrecondition outside of a
     recording, Unsupported inside of a staged branch or loop.

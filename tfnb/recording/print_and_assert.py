@@ -1,4 +1,4 @@
-"""``tfnb.print`` and ``tfnb.assert_``: what Python does once, while recording, and these in every run."""
+"""``tfnb.print`` and ``tfnb.assert_``: Python's own run once, while recording; these nodes run at every run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def print(*xs: Any) -> Operation | None:
 
 
 def _piece(x: Any, recorder: Recorder, values: dict[Value, Ref]) -> str | Ref:
-    """What a print node says of ``x``: the number of its value among ``values``, or its text."""
+    """Argument of a print node for ``x``: a Ref to its value among ``values``, or its text."""
     if isinstance(x, torch.SymInt):
         x = torch.scalar_tensor(x, dtype=torch.int64)  # type: ignore[arg-type]  # torch takes it
     if isinstance(x, (torch.Tensor, Variable)):
@@ -57,7 +57,7 @@ def _piece(x: Any, recorder: Recorder, values: dict[Value, Ref]) -> str | Ref:
 
 
 def assert_(cond: Any, message: str = "") -> None:
-    """Stop each run of what is recorded below where ``cond`` does not hold, with the message, cell and line.
+    """Stop each run of later nodes if ``cond`` is false, with the message, cell and line.
 
     cond: a recorded tensor, of which all must be true, or anything else, which is asserted at once. So is the sample.
     A run that raises writes nothing. The error is an AssertionError.

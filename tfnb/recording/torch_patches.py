@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
 from tfnb.recording.marks.notes import NESTED
-from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.marks.while_recording import SharedContext, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
 from tfnb.recording.overrides.averaged_models import recorded_update
 from tfnb.recording.overrides.loader_batches import batch
 from tfnb.recording.overrides.override_table import module_rows
-from tfnb.recording.overrides.rng_state import Followed
+from tfnb.recording.overrides.rng_state import FollowedGenerator
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.python_draws import making, numpy_functions, of_class, of_module, seeding
 from tfnb.recording.values.recording import open_recording
@@ -44,7 +44,7 @@ Original = Callable[..., Any]
 
 
 class Patch(NamedTuple):
-    """One row: attributes of one or more owners, what makes a replacement of each original, and why."""
+    """A patch: attributes of one or more owners, the factory of each replacement, and the reason."""
 
     owners: Callable[[], list[Any]]
     names: tuple[str, ...]
@@ -52,7 +52,9 @@ class Patch(NamedTuple):
     why: str
 
     def places(self) -> Iterator[tuple[Any, str]]:
-        """Each owner that has a name, and that; AttributeError for one that none has: torch gave it another."""
+        """(owner, name) of each attribute to patch; AttributeError if no owner has the name: torch renamed the
+        attribute.
+        """
         owners = self.owners()
         for name in self.names:
             having = [owner for owner in owners if hasattr(owner, name)]
@@ -108,7 +110,9 @@ def _unrecorded(original: Original) -> Any:
 
 
 def _refused(why: str, but: Callable[[Any], bool] = lambda first: False) -> Callable[[Original], Any]:
-    """A call that is an error inside a recording. ``but``: of which first argument it is not."""
+    """Replace a call by an error inside a recording. ``but``: predicate on the first argument for calls that stay
+    allowed.
+    """
 
     def make(original: Original) -> Any:
         is_method = "." in original.__qualname__
@@ -251,7 +255,7 @@ PATCHES = (
           "a compiled module is the module: a recording sees torch's calls, not what a compiler makes of them"),
     Patch(_loaders, ("__iter__", "__next__"), batch, "how a loader draws is no part of the graph, and a batch is data"),
     Patch(_one(torch._utils), ("_rebuild_tensor",), _unrecorded, "what is read from a file is a plain tensor"),
-    Patch(_one(torch.random), ("default_generator",), Followed,
+    Patch(_one(torch.random), ("default_generator",), FollowedGenerator,
           "seeds given inside are noted with their line, since recorded draws have streams of their own"),
     Patch(_one(random), ("random", "getrandbits"), of_module, "numbers that Python draws are noted with their line"),
     Patch(_python_generators, ("random", "getrandbits"), of_class, "the same, of `random.uniform` and all others"),
@@ -282,7 +286,7 @@ def _made() -> Iterator[None]:
         yield
 
 
-_patches = Shared(_made)
+_patches = SharedContext(_made)
 
 
 @contextmanager
@@ -296,7 +300,9 @@ def surroundings() -> Iterator[None]:
 
 @contextmanager
 def _without_caches() -> Iterator[None]:
-    """They would carry plain casts of parameters into a recording, cut off from them, and recorded ones out of it."""
+    """Empty the caches of parametrizations and autocast inside: they would carry plain casts into a recording, and
+    recorded ones out.
+    """
     cached = dict(parametrize._cache)
     parametrize._cache.clear()
     torch.clear_autocast_cache()

@@ -1,4 +1,4 @@
-"""Session: what is fetched and fed becomes code; code runs as steps; a step computes, then commits.
+"""Session: fetches and feeds become code, and code runs as steps; a step computes, then commits.
 
 `structures` and `feeding` resolve fetches and feeds, `divided_feeds` those of microbatches. `prepared` is one
 signature, ready to run, with the `breakpoints`, the `printed` lines and the `value_cache` of its graph. `step_runner`

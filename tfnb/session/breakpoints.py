@@ -28,7 +28,7 @@ _KEY = "breakpoints"  # in `Graph.attached`: name -> Breakpoint
 
 @dataclass(frozen=True)
 class Breakpoint:
-    """Where runs of a graph stop: the name of a value, the condition, and what it is in words."""
+    """A breakpoint of a graph: the name of a value, the condition, and its text."""
 
     name: str
     holds: Callable[[torch.Tensor], bool]
@@ -39,8 +39,8 @@ class Breakpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """A breakpoint in one step: its node, and what it looks at, by name: the inputs of the node, and its own value."""
+class BreakpointStop:
+    """A breakpoint in one step: its node, and the values to show by name: the node's inputs and output."""
 
     at: Breakpoint
     node: Node
@@ -51,7 +51,7 @@ class Stop:
         value = values[-1]
         if value is None or not self.at.holds(value):  # None: of a branch that was not taken
             return
-        found = Stopped(self.at, self.node, dict(zip(self.wanted, values, strict=True)))
+        found = BreakpointValues(self.at, self.node, dict(zip(self.wanted, values, strict=True)))
         raise BreakpointReached(
             f"{found.title}; nothing was written. The error's `details`, in the next cell of a notebook `stopped`, has "
             f"the values of {', '.join(found)}",
@@ -59,7 +59,7 @@ class Stop:
         )  # fmt: skip
 
 
-class Stopped(dict[str, Any]):
+class BreakpointValues(dict[str, Any]):
     """The values at a breakpoint, by name: the inputs of the node, and behind them its own value."""
 
     def __init__(self, at: Breakpoint, node: Node, values: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Stopped(dict[str, Any]):
         )
 
 
-def stopping(step: StepGraph) -> Iterator[Stop]:
+def stopping(step: StepGraph) -> Iterator[BreakpointStop]:
     """The breakpoints of a graph that are in a step."""
     for at in step.whole.attached.get(_KEY, {}).values():
         value = _meant(step.whole, at.name)
@@ -85,7 +85,7 @@ def stopping(step: StepGraph) -> Iterator[Stop]:
         if value is not None and node is not None:
             inputs = dict(_inputs(step.whole, node))
             inputs.pop(at.name, None)
-            yield Stop(at, node, {**inputs, at.name: value})
+            yield BreakpointStop(at, node, {**inputs, at.name: value})
 
 
 def _inputs(graph: Graph, node: Node) -> Iterator[tuple[str, Value]]:
@@ -161,7 +161,7 @@ def _name(graph: Graph, item: Any) -> str:
 
 
 def _meant(graph: Graph, name: str) -> Value | None:
-    """The value at a breakpoint; None where its cell was recorded again without it."""
+    """The value at a breakpoint; None if its cell was recorded again without it."""
     try:
         return graph.value(name)
     except NotFound:
@@ -177,7 +177,7 @@ def _text(condition: Any) -> str:
 
 
 def _holds(name: str, condition: Any) -> Callable[[torch.Tensor], bool]:
-    """The condition as a function; what fails in it is an error that names the breakpoint."""
+    """The condition as a function, whose failures become errors naming the breakpoint."""
     if condition is None:
         return lambda _: True
     if condition in _BAD:

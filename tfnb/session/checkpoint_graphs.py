@@ -1,4 +1,4 @@
-"""Which of the named graphs a checkpoint is of, and what it leaves out: several graphs may share a model's Variables.
+"""The choice of graph for a checkpoint, and the Variables it leaves out: several graphs may share a model's Variables.
 
 A graph that only evaluates a model lacks the optimizer's Variables, which the graph that trains it has.
 """
@@ -20,7 +20,7 @@ _FEW = 4
 
 
 def header(path: str | PathLike[str]) -> tuple[list[str], str | None]:
-    """The labels of the Variables in a file, and the name of the graph that it is of, which files of others lack.
+    """Labels of the Variables in a file, and the name of its graph, absent in files of other libraries.
 
     Reads the header alone: a restore says whether the file is whole. Raises CheckpointCorrupt for one without a header.
     """
@@ -52,7 +52,7 @@ def widest(graph: Graph) -> Graph:
 
 
 def fitting(graph: Graph, labels: Container[str], name: str | None) -> Graph:
-    """The graph to restore from a file: the first of which the file has all Variables, else ``graph``.
+    """The graph to restore from a file: the first whose Variables are all in the file, else ``graph``.
 
     Asked are the widest graph, ``graph`` and the graph whose name the file tells. labels: of the file's tensors.
     """
@@ -61,7 +61,7 @@ def fitting(graph: Graph, labels: Container[str], name: str | None) -> Graph:
 
 
 def settable(graph: Graph) -> dict[str, Variable]:
-    """The Variables that a restore sets, by label: all but those that show the numbers of a torch optimizer."""
+    """Variables that a restore sets, by label: all but the mirrors of a torch optimizer's numbers."""
     return {label: variable for label, variable in graph.contents.variables.items() if variable.leads is None}
 
 

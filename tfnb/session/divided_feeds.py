@@ -1,4 +1,4 @@
-"""Feeds of a step over microbatches: those of the whole batch, and where its microbatches begin and end."""
+"""Feeds of a step over microbatches: the whole batch, and the bounds of its microbatches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DividedFeeder:
         self.values, self.names = whole.values, whole.names
 
     def fed(self, given: Iterable[Any]) -> Fed:
-        """The batch as `Feeder.fed` has it, then the shapes of the microbatches of each feed, and their shares."""
+        """The batch as converted by `Feeder.fed`, then the microbatches' shapes for each feed, and their shares."""
         tensors, shapes = self.whole.fed(given)
         more = self.more(tensors)
         return [*tensors, *more], (*shapes, *(tensor.shape for tensor in more))

@@ -1,4 +1,4 @@
-"""Feeds: from what a user gives to tensors that fit the graph, or an error that says what does not.
+"""Feeds: from a user's values to tensors that fit the graph, or an error naming the misfit.
 
 dtype changes must be lossless, but for float64 and complex128, which are rounded with a note; every symbol gets one
 size; guards of the recording are checked before the run.
@@ -34,7 +34,7 @@ MOST_FITTING = 64  # shapes of a signature that are known to fit
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one feed key takes.
+    """The requirements of one feed key.
 
     dtype: of CPU tensors that can be taken as they are; None where none can. fixed: see `Node.fixed`.
     """
@@ -129,12 +129,12 @@ class Feeder:
         return tensors, shapes
 
     def converted(self, given: Iterable[Any]) -> list[torch.Tensor]:
-        """`fed` without a look at the shapes: for arrays of which a step takes some rows."""
+        """`fed` without a check of shapes: for arrays from which a step takes some rows."""
         __tracebackhide__ = True
         return self.spread([row.tensor(value) for row, value in zip(self._rows, given, strict=True)])
 
     def spread(self, given: Iterable[T]) -> list[T]:
-        """What is given for each key, for each of ``values``."""
+        """The value given for each key, repeated for each of its ``values``."""
         return [value for row, value in zip(self._rows, given, strict=True) for _ in range(row.count)]
 
     def more(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -155,7 +155,7 @@ class Feeder:
 
     @property
     def names(self) -> list[str]:
-        """What each key feeds."""
+        """The name of each key."""
         return [row.name for row in self._rows]
 
     def take(self, place: int, value: Any, symbols: dict[str, int]) -> dict[int, torch.Tensor]:
@@ -249,7 +249,7 @@ def _from_python(value: Any, spec: Spec, name: str) -> torch.Tensor:
 
 
 def _fit(given: torch.Size, row: _Row, symbols: dict[str, int]) -> None:
-    """Bind the symbols of a shape, or say where it does not fit."""
+    """Bind the symbols of a shape, or raise ShapeError with the misfit."""
     spec, why = row.spec, ""
     if spec.fits(given, symbols):
         return
@@ -306,7 +306,7 @@ _GIVEN = ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
 
 
 def listing(graph: Graph, limit: int = 8) -> str:
-    """A few names a user may mean: placeholders, and results of what the user's own lines compute."""
+    """A few names for suggestions: placeholders, and results of the user's own lines."""
     forward = [n for n in graph.nodes if n.tags.isdisjoint(("gradient", "update"))]
     consumed = {v.node for n in forward for v in n.inputs}
     results = (n for n in forward if n.id not in consumed and n.outputs and n.op not in _GIVEN)

@@ -1,4 +1,4 @@
-"""A signature of a session, ready to run: what was fetched and fed, the code of it, and what becomes of the results."""
+"""A signature of a session, ready to run: its fetches and feeds, code, and handling of results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.held import overlap
-from tfnb.graph.variable_locks import Cut
+from tfnb.graph.variable_locks import VariableSnapshot
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.microbatches import Microbatches, in_microbatches
-from tfnb.placement.requests import Asked, asked
+from tfnb.placement.requests import NodeRequest, asked
 from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
-from tfnb.recording.marks.python_state import Watched, watched
+from tfnb.recording.marks.python_state import StepGuards, watched
 from tfnb.session.breakpoints import stopping
 from tfnb.session.divided_feeds import DividedFeeder, Division
 from tfnb.session.feeding import Feeder
@@ -32,7 +32,7 @@ from tfnb.state.step_groups import StepGroup
 
 
 class Look(NamedTuple):
-    """Further fetches of a step, and what becomes of their values: a print or a breakpoint of its graph."""
+    """Further fetches of a step with a consumer of their values: a print or a breakpoint of its graph."""
 
     wanted: tuple[Value, ...]
     see: Callable[[Sequence[Any]], None]
@@ -40,7 +40,7 @@ class Look(NamedTuple):
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRun:
     """One signature, ready to run."""
 
     code: StepCode
@@ -50,30 +50,30 @@ class Prepared:
     structured: Callable[[Sequence[Any]], Any]  # the same of values without those of ``looks``
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
-    asked: tuple[Asked, ...] = ()  # nodes that ask for a place
+    asked: tuple[NodeRequest, ...] = ()  # nodes that ask for a place
     looks: Sequence[Look] = ()  # whose values are fetched behind ``values``
     direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
-    guarded: tiers.Guarded | None = None  # what that is of
-    python: Watched | None = None  # what the recordings read of Python, which no run may find changed
+    guarded: tiers.GuardedCode | None = None  # what that is of
+    python: StepGuards | None = None  # what the recordings read of Python, which no run may find changed
     default: torch.dtype = field(default_factory=torch.get_default_dtype)  # the code is for: `tfnb.passes.fractions`
 
     def is_of(self, graph: Graph) -> bool:
-        """Whether it is of the graph's version and of torch's default dtype of now."""
+        """Whether the signature matches the graph's version and torch's current default dtype."""
         return self.version == graph.version and self.default is torch.get_default_dtype()
 
     def ensure_fresh(self) -> None:
-        """Raise StaleNode where Python state that was recorded has changed; warn of what is only to be said."""
+        """Raise StaleNode if recorded Python state has changed; warn of lesser changes."""
         if self.python is not None:
             self.python.check(_warn)
 
     @property
     def stops(self) -> bool:
-        """Whether a breakpoint may stop it."""
+        """Whether a breakpoint may stop the step."""
         return bool(self.looks) and any(look.stops for look in self.looks)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it asks for nothing beside the step itself."""
+        """Whether the signature needs nothing beside the step itself."""
         return not (self.trailing or self.asked or self.feeder.repeats or self.stops)
 
     @property
@@ -98,16 +98,16 @@ class Prepared:
             if look.stops:
                 look.see(results[start:end])
 
-    def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
-        """The values of the fetched Variables after the step; those that it did not write are of the cut."""
+    def after(self, cut: VariableSnapshot | None = None) -> list[torch.Tensor]:
+        """The values of the fetched Variables after the step; unwritten ones come from the snapshot."""
         copies, writes = {} if cut is None else cut.copies, self.code.step.writes
         return [v.value() if v in writes or v not in copies else copies[v] for v in self.trailing]
 
 
 def prepare(
     graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode]
-) -> Prepared:  # fmt: skip
-    """Resolve what is fetched and fed; ``code`` makes what runs the step."""
+) -> PreparedRun:  # fmt: skip
+    """Resolve fetches and feeds; ``code`` makes the code of the step."""
     version = graph.version
     leaves: list[Any] = []
     nested = structure(fetches, leaves)
@@ -132,7 +132,7 @@ def prepare(
     feeder.narrow(step.graph.nodes)
     made = code(step)
     places = () if made.is_cut else asked(step.graph.nodes)  # of a step in parts each place is there
-    return Prepared(
+    return PreparedRun(
         made, feeder, values, rebuild, structured, trailing, version, places, looks,
         python=watched(graph.attached, step.graph.nodes),
     )  # fmt: skip
@@ -140,8 +140,8 @@ def prepare(
 
 def prepare_divided(
     graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode], division: Division
-) -> Prepared:  # fmt: skip
-    """`prepare` of a step over microbatches. Raises Unimplemented where it has breakpoints."""
+) -> PreparedRun:  # fmt: skip
+    """`prepare` for a step over microbatches. Raises Unimplemented if the graph has breakpoints."""
     microbatches, schedule = division
     made: list[Microbatches] = []
 
@@ -182,7 +182,7 @@ def _refuse_overlaps(step: StepGraph) -> None:
 
 
 def _warn_left_out(step: StepGraph) -> None:
-    """Say once what a block of the step writes and the step does not."""
+    """Warn once of writes in a block of the step that the step leaves out."""
     notes: list[Note] = step.whole.attached.get(LEFT, [])
     for note in left_out(notes, step.graph.contents):
         notes.remove(note)
@@ -202,7 +202,7 @@ def _placed(looks: Sequence[Look], start: int) -> Iterator[tuple[Look, int, int]
 
 
 def _looked(looks: Sequence[Look], rebuild: Callable[[Sequence[Any]], Any], start: int, results: Sequence[Any]) -> Any:
-    """``rebuild`` of the results without those that only looks are for; the step is over, and prints."""
+    """``rebuild`` for the results without the fetches of looks; prints are made, since the step is over."""
     end = start
     for look, begin, end in _placed(looks, start):
         if not look.stops:

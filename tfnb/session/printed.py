@@ -1,4 +1,4 @@
-"""The prints of a graph whose values a step has, or can make of what it has.
+"""The prints of a graph whose values a step computes or can derive.
 
 A print is a group of values with text between them. It adds no node to the step: its values are further fetches.
 """
@@ -41,5 +41,5 @@ def _only_printed(step: StepGraph) -> set[int]:
 
 
 def line(node: Node, values: Sequence[Any]) -> str:
-    """What a print says of its values, as Python's ``print`` would."""
+    """The line of a print, formatted like Python's ``print``."""
     return " ".join(str(values[piece.input]) if isinstance(piece, Ref) else piece for piece in node.attrs[PRINT])

@@ -1,4 +1,4 @@
-"""What a session saves and restores, of one moment: Variables, queues, positions of sources, numbers of optimizers."""
+"""State that a session saves and restores, of one moment: Variables, queues, positions of sources, optimizers."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from tfnb.session.checkpoint_graphs import settable
 from tfnb.session.step_runner import StepRunner
 from tfnb.state import checkpoint, param_groups, queue_contents
 from tfnb.state.input_sources import Source
-from tfnb.state.queue_contents import Held
+from tfnb.state.queue_contents import QueueSnapshot
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
 from tfnb.state.source_puts import position_behind, standing
-from tfnb.state.steps_taken import StepsTaken, StepsThere, Taken
+from tfnb.state.steps_taken import StepsTaken, StepsThere, TakenSteps
 
-_NO_QUEUES: Mapping[str, Held] = MappingProxyType({})
+_NO_QUEUES: Mapping[str, QueueSnapshot] = MappingProxyType({})
 _OF_OPTIMIZERS = "optimizers", "schedulers"  # positions that only a whole restore takes
 
 
 class Moment(NamedTuple):
-    """What a session had at one moment: values and contents of queues by label, and its `positions`.
+    """A session's state at one moment: values and queue contents by label, and its `positions`.
 
-    ``pinned``: values that servers hold, which are not among those.
+    ``pinned``: values held by servers, which are not among these.
     """
 
     values: Mapping[str, torch.Tensor]
     positions: Mapping[str, Any]
-    queues: Mapping[str, Held]
+    queues: Mapping[str, QueueSnapshot]
     pinned: checkpoint.Pinned | None = None
 
     @property
@@ -69,15 +69,18 @@ class Ahead(NamedTuple):
 
 @dataclass
 class Inputs:
-    """What the sessions of a graph read: sources by name, restored positions of those that are not known yet, queues
-    that no node uses, restored contents by label of queues that are not known yet, schedulers of torch optimizers,
-    restored states by label of those that are not known yet, steps of a training of `fit` that is not at its end, the
-    one in progress, and a checkpoint that is ahead of the values, since the cluster was lost that had newer ones."""
+    """Inputs shared by the sessions of a graph.
+
+    sources: by name; positions: restored ones of sources not known yet. queues: those that no node uses; contents:
+    restored ones, by label, of queues not known yet. schedulers: of torch optimizers; states: restored ones, by label,
+    of schedulers not known yet. trained: steps of an unfinished training of `fit`; training: the one in
+    progress. ahead: a checkpoint newer than the values here, after the loss of the cluster that had newer ones.
+    """
 
     sources: dict[str, Source] = field(default_factory=dict)
     positions: dict[str, dict[str, int]] = field(default_factory=dict)
     queues: WeakKeyDictionary[Queue, None] = field(default_factory=WeakKeyDictionary)
-    contents: dict[str, queue_contents.Saved] = field(default_factory=dict)
+    contents: dict[str, queue_contents.SavedQueue] = field(default_factory=dict)
     schedulers: list[Any] = field(default_factory=list)
     states: dict[str, Any] = field(default_factory=dict)
     trained: int = 0
@@ -87,7 +90,8 @@ class Inputs:
 
 
 class SavedState:
-    """What `Session.save` writes and `restore` puts back: Variables, queues, positions of sources and random streams.
+    """The state written by `Session.save` and read by `restore`: Variables, queues, positions of sources and random
+    streams.
 
     The sessions of a graph share `Inputs`; ``steps``, which numbers its runs, and ``cluster``, if it has one of
     its own, are of one session.
@@ -99,12 +103,12 @@ class SavedState:
         self._hashed: tuple[Contents, str] | None = None
 
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
-        """Write it to one file, as of one moment: `Session.save`."""
+        """Write the state to one file, as of one moment: `Session.save`."""
         variables, about, tensors, _ = self.unwritten()
         return checkpoint.save(path, variables, about, tensors)
 
     def unwritten(self, *, pins: bool = False) -> checkpoint.Unwritten:
-        """What `save` writes, in memory: copies of one moment. pins: but for what servers pinned, and can write."""
+        """The state to `save`, in memory, of one moment. pins: without values pinned by servers, which write them."""
         moment = self.moment(pins=pins)
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
         for label, (facts, kept) in self.inputs.contents.items():
@@ -126,7 +130,7 @@ class SavedState:
 
     @contextmanager
     def _standing(self, training: StepsTaken | None) -> Iterator[None]:
-        """A block in which no element is read on its way to a queue, or drawn by a training."""
+        """A block in which no element is in transit to a queue or drawn by a training."""
         source = None if training is None else training.source
         drawn = source.standing() if isinstance(source, QueueElements) else nullcontext()
         with standing(self.inputs.sources.values()), drawn:
@@ -150,7 +154,9 @@ class SavedState:
             return Moment(values, positions, self._with_drawn(held, source, taken), pinned)
         return Moment(values, positions, held, pinned)
 
-    def _with_drawn(self, held: Mapping[str, Held], source: QueueElements, taken: Taken) -> Mapping[str, Held]:
+    def _with_drawn(
+        self, held: Mapping[str, QueueSnapshot], source: QueueElements, taken: TakenSteps
+    ) -> Mapping[str, QueueSnapshot]:
         """The same, with the elements that a training drew and no step counts of."""
         if taken.position is None:
             return held
@@ -161,7 +167,7 @@ class SavedState:
         }
 
     def go_back(self, moment: Moment) -> None:
-        """Everything is as it was, or nothing is changed; Variables and queues that are newer stay as they are.
+        """Restore a moment, all or nothing; Variables and queues made since stay unchanged.
 
         One note tells which hyperparameters of torch optimizers changed, and another one names the schedulers that
         stay as they are.
@@ -200,9 +206,9 @@ class SavedState:
 
     @contextmanager
     def _restoring(
-        self, values: Mapping[Variable, torch.Tensor], queues: Mapping[str, Queue], held: Mapping[str, Held]
+        self, values: Mapping[Variable, torch.Tensor], queues: Mapping[str, Queue], held: Mapping[str, QueueSnapshot]
     ) -> Iterator[Callable[[], None]]:
-        """A block in which a call lets Variables and queues be this; whatever may fail of it fails before."""
+        """A block whose callable restores Variables and queues; everything that may fail fails before."""
         for variable, value in values.items():
             variable.ensure_fits(value)
         if (cluster := connected(self._cluster)) is not None:
@@ -244,7 +250,7 @@ class SavedState:
         return f"restored the param groups of {label}, but not the state of {named}: {how}"
 
     def _queues(self) -> dict[str, Queue]:
-        """Those that are there still, by label."""
+        """The existing queues, by label."""
         everyone = [*queues_of(self._graph.nodes), *self.inputs.queues]
         return queue_contents.labelled(queue for queue in everyone if not getattr(queue, "gone", ""))
 
@@ -254,12 +260,14 @@ class SavedState:
         training = self.inputs.training
         return self._positions_behind(None if training is None else training.applied)
 
-    def _positions_behind(self, taken: Taken | None, held: Mapping[str, Held] = _NO_QUEUES) -> dict[str, Any]:
-        """The same behind the steps of a training that count, and behind what queues hold."""
+    def _positions_behind(
+        self, taken: TakenSteps | None, held: Mapping[str, QueueSnapshot] = _NO_QUEUES
+    ) -> dict[str, Any]:
+        """Positions behind the counted steps of a training, and behind the contents of queues."""
         marks = [one.marks for one in held.values()]
         inputs, training = self.inputs, self.inputs.training
         sources = inputs.positions | {name: position_behind(one, marks) for name, one in inputs.sources.items()}
-        kept = Taken(inputs.trained, None, self._steps.runs.next, not inputs.has_gaps)
+        kept = TakenSteps(inputs.trained, None, self._steps.runs.next, not inputs.has_gaps)
         trained, position, run, is_whole = taken or kept
         is_read = training is not None and not isinstance(training.source, QueueElements | None)
         if position is not None and is_read:
@@ -290,7 +298,7 @@ class SavedState:
     def restore(
         self, path: str | PathLike[str], *, strict: bool = True, mapping: Mapping[str, str] | None = None
     ) -> None:
-        """Become what a file holds, all or nothing: `Session.restore`."""
+        """Load the state from a file, all or nothing: `Session.restore`."""
         saved, about = checkpoint.load(path)
         tensors, held = queue_contents.split(saved, about.get("queues", ()))
         if not strict or mapping:
@@ -354,7 +362,7 @@ class SavedState:
 
     @property
     def resumed(self) -> int:
-        """The step behind which a training that was stopped goes on; 0 where steps before it are missing."""
+        """The step after which a stopped training resumes; 0 if earlier steps are missing."""
         return 0 if self.inputs.has_gaps else self.trained
 
     @property

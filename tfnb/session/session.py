@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from tfnb.cluster.connected import connected, notices
 from tfnb.cluster.engine.members import Ahead
 from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
-from tfnb.execution import TRACERS, Checked, Trace, profiling
-from tfnb.execution.budgeted import Planned
+from tfnb.execution import TRACERS, CheckedTracer, Trace, profiling
+from tfnb.execution.budgeted import SizedPlan
 from tfnb.execution.dataflow.executor import EXECUTORS
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
@@ -32,7 +32,7 @@ from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.resources import reset
-from tfnb.graph.variable_locks import LOCKS, Cut
+from tfnb.graph.variable_locks import LOCKS, VariableSnapshot
 from tfnb.memory import byte_count, least_budgets, step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
 from tfnb.placement.requests import tasks_of
@@ -40,9 +40,9 @@ from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
 from tfnb.session.divided_feeds import WHOLE, Division
 from tfnb.session.feeding import Fed
-from tfnb.session.prepared import Prepared, prepare, prepare_divided, same_step
+from tfnb.session.prepared import PreparedRun, prepare, prepare_divided, same_step
 from tfnb.session.saved_state import SavedState
-from tfnb.session.step import Step
+from tfnb.session.step import PartialRun
 from tfnb.session.step_runner import StepRunner
 from tfnb.session.structures import (
     fed_by,
@@ -56,7 +56,7 @@ from tfnb.session.structures import (
 )
 from tfnb.state import checkpoint
 from tfnb.state.batch_order import Arrays, Rows
-from tfnb.state.chunks import Chunked, like
+from tfnb.state.chunks import ChunkedArray, like
 from tfnb.state.input_sources import Source
 from tfnb.state.queues import TensorQueue
 from tfnb.state.run_numbers import RunNumbers, runs_of
@@ -140,7 +140,7 @@ class Session:
         self.memory_budget = None if memory_budget is None else byte_count(memory_budget)
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
         self._cluster = cluster
-        self._prepared: dict[Any, Prepared] = {}
+        self._prepared: dict[Any, PreparedRun] = {}
         self._steps = StepRunner(self.graph.name)
         self.state = SavedState(self.graph, self._steps, cluster)
         self.trace: Trace | None = None  # what the last traced run did
@@ -154,7 +154,7 @@ class Session:
 
     @property
     def runs(self) -> RunNumbers:
-        """The numbers of its runs, by which random nodes draw."""
+        """The run counter, from which random nodes draw."""
         return self._steps.runs
 
     # -- running ------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Session:
         check: Literal["nan"] | None = None,
         isolation: Literal["snapshot"] | None = None,
     ) -> Any:
-        """The values of ``fetches``, with their structure; only what they need is executed.
+        """The values of ``fetches``, with their structure; only their ancestors are executed.
 
         fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
         feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds; a compiled step that
@@ -276,7 +276,7 @@ class Session:
     def looked_at(
         self, fetches: Any, feeds: Mapping[Any, Any], more: Mapping[str, Any], **options: Any
     ) -> tuple[Any, dict[str, torch.Tensor]]:
-        """`run`, in generated code, and those of ``more`` (Values and Variables) that there are in the step anyway."""
+        """`run` in generated code, together with the items of ``more`` that the step computes anyway."""
         __tracebackhide__ = True
         step = self._prepare(fetches, parts_of(tuple(feeds))).code.step
         made = step.graph.contents.by_id.keys() - {value.node for value in step.feeds}
@@ -285,7 +285,7 @@ class Session:
         return results, values
 
     def _generated(self) -> Session:
-        """The same session in generated code, for runs with further fetches and feeds, which are no runs of users."""
+        """A twin session in generated code, for internal runs with further fetches and feeds."""
         if self._twin is None:
             self._twin = Session(self.graph, cluster=self._cluster, compile="off", executor=self._executor)
             self._twin._once, self._twin._is_twin, self._twin._steps.runs = self._once, True, self.runs
@@ -293,7 +293,7 @@ class Session:
         return self._twin
 
     def passes(self, fetches: Any, feeds: Iterable[Any] = (), *, sizes: Mapping[str, int] | None = None) -> Passes:
-        """What the passes make of what a run of ``fetches`` needs: nodes, bytes and predicted peak after each.
+        """Results of the passes on a run of ``fetches``: nodes, bytes and predicted peak after each pass.
 
         feeds: what would be fed, placeholders or other tensors. sizes: of axes that vary, by name, for the bytes; 32
         is taken for others. Runs nothing. A notebook draws what is new, gone and changed.
@@ -315,7 +315,7 @@ class Session:
         fed = [value for key in feeds for value in fed_by(self.graph, key)]
         return Passes(tuple(table(self.graph, values, fed, sizes, step_passes(self._once))))
 
-    def step(self, fetches: Sequence[Any], feeds: Sequence[Any] = ()) -> Step:
+    def step(self, fetches: Sequence[Any], feeds: Sequence[Any] = ()) -> PartialRun:
         """One step computed in parts, as a context manager: feed something, fetch something, feed more.
 
         fetches: what will be fetched, each once; feeds: what will be fed, each once. What a later fetch shares with an
@@ -341,7 +341,7 @@ class Session:
             raise InvalidArgument(f"a step in parts fetches recorded tensors; record {names}.read()")
         values = {value: place for place, value in enumerate(prepared.values)}
         keys = {fed_by(self.graph, key)[0]: place for place, key in enumerate(feeds)}
-        return Step(
+        return PartialRun(
             prepared.code.program, prepared.feeder, self.runs.take(),
             fetch=lambda item: values.get(value_of(self.graph, item)),
             feed=lambda key: keys.get(fed_by(self.graph, key)[0]),
@@ -389,7 +389,7 @@ class Session:
                 yield prepared.of_group(group)
                 prepared.ensure_fresh()
 
-    def _ahead(self, prepared: Prepared, data: Arrays, total: int, by_pass: bool, begin: int) -> Ahead:
+    def _ahead(self, prepared: PreparedRun, data: Arrays, total: int, by_pass: bool, begin: int) -> Ahead:
         """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""
         __tracebackhide__ = True
         arrays, order = data
@@ -397,24 +397,24 @@ class Session:
         for at in {0, min(total, order.per_pass) - 1}:
             prepared.feeder.fed(shown.batch(at))
         run = runs_of(self.runs, total, order.per_pass if by_pass else total, begin)
-        given = prepared.feeder.converted([a.stand_in()[:0] if isinstance(a, Chunked) else a for a in arrays])
+        given = prepared.feeder.converted([a.stand_in()[:0] if isinstance(a, ChunkedArray) else a for a in arrays])
         fed = [
-            replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor
+            replace(array, dtype=tensor.dtype) if isinstance(array, ChunkedArray) else tensor
             for array, tensor in zip(prepared.feeder.spread(arrays), given, strict=True)
         ]
         return Ahead(tuple(fed), order, total, run, by_pass, prepared.feeder.more)
 
-    def _cut(self, prepared: Prepared, isolation: str, timeout: float | None) -> Cut:
-        """Copies of what a step reads, and of the Variables that are fetched with it."""
+    def _cut(self, prepared: PreparedRun, isolation: str, timeout: float | None) -> VariableSnapshot:
+        """A snapshot of the Variables read by a step, and of those fetched with it."""
         if isolation != "snapshot":
             raise InvalidArgument(f"isolation is None or 'snapshot', not {isolation!r}")
         self._ensure_together("isolation", prepared.code)
         return LOCKS.cut((*prepared.code.program.variables, *prepared.trailing), timeout)
 
     def _directly(
-        self, prepared: Prepared, values: Iterable[Any], timeout: float | None = None
+        self, prepared: PreparedRun, values: Iterable[Any], timeout: float | None = None
     ) -> list[Any] | None:  # fmt: skip
-        """The step in one call; None where it did nothing, and `_execute` does it."""
+        """The step in one call; None if the call declined, to be run by `_execute`."""
         direct = prepared.direct  # another thread may forget it meanwhile
         if direct is None or self._steps.is_closed or self._cluster is not None or connected() is not None or notices:
             return None
@@ -428,7 +428,9 @@ class Session:
             self.runs.take()
         return results
 
-    def _execute(self, prepared: Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
+    def _execute(
+        self, prepared: PreparedRun, fed: Fed, timeout: float | None, cut: VariableSnapshot | None = None
+    ) -> list[Any]:
         __tracebackhide__ = True
         tensors, shapes = fed
         if self.cluster is not None:
@@ -437,13 +439,13 @@ class Session:
             warnings.warn(notices.pop(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
         results = self._steps.step(prepared, program, tensors, timeout, forward, program.commit, cut)
-        if type(forward) is tiers.Guarded and prepared.is_plain:
+        if type(forward) is tiers.GuardedCode and prepared.is_plain:
             again = prepared.guarded is forward  # a step that runs once needs none
             prepared.direct, prepared.guarded = forward.direct() if again else None, forward
         return results
 
     def _traced(
-        self, prepared: Prepared, fed: Fed, timeout: float | None, how: bool | str, cut: Cut | None
+        self, prepared: PreparedRun, fed: Fed, timeout: float | None, how: bool | str, cut: VariableSnapshot | None
     ) -> list[Any]:
         """`_execute` with a tracer."""
         __tracebackhide__ = True
@@ -469,7 +471,7 @@ class Session:
         self.trace = self.graph.attached["trace"] = trace  # live drawings of the graph look there
 
     def _checked(
-        self, prepared: Prepared, fed: Fed, timeout: float | None, check: str, cut: Cut | None = None
+        self, prepared: PreparedRun, fed: Fed, timeout: float | None, check: str, cut: VariableSnapshot | None = None
     ) -> list[Any]:  # fmt: skip
         """`_execute` of a step that writes nothing that is not finite."""
         __tracebackhide__ = True
@@ -480,7 +482,7 @@ class Session:
         if self.cluster is not None:
             return self._there(prepared, tensors, timeout, check=True)
         program, _ = code.at(shapes)
-        checked = Checked(program)
+        checked = CheckedTracer(program)
         try:
             return self._steps.step(prepared, program, tensors, timeout, checked.forward, checked.commit, cut)
         finally:
@@ -488,7 +490,7 @@ class Session:
                 self._keep(checked.found.trace())
 
     def _there(
-        self, prepared: Prepared, tensors: list[torch.Tensor], timeout: float | None, *, check: bool = False,
+        self, prepared: PreparedRun, tensors: list[torch.Tensor], timeout: float | None, *, check: bool = False,
         trace: Callable[[Trace], None] | None = None,
     ) -> list[Any]:  # fmt: skip
         """The step on the cluster."""
@@ -500,13 +502,13 @@ class Session:
 
         return [*self._steps.stoppable(prepared.code.step, None, run), *prepared.after()]
 
-    def _sent(self, prepared: Prepared, *options: str) -> StepGraph:
+    def _sent(self, prepared: PreparedRun, *options: str) -> StepGraph:
         """The step for the cluster."""
         for option in ("memory_budget", *options):
             self._ensure_together(option, prepared.code, prepared)
         return prepared.code.step
 
-    def _ensure_together(self, option: str, code: StepCode | None, prepared: Prepared | None = None) -> None:
+    def _ensure_together(self, option: str, code: StepCode | None, prepared: PreparedRun | None = None) -> None:
         """Raise Unimplemented where an option that is asked for does not go with how the step runs."""
         asked = {"memory_budget": self.memory_budget is not None, "queues": code is not None and code.is_dataflow}
         if prepared is not None:
@@ -517,7 +519,7 @@ class Session:
                 if what == option and holds[situation]:
                     raise Unimplemented(text)
 
-    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...], division: Division = WHOLE) -> Prepared:
+    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...], division: Division = WHOLE) -> PreparedRun:
         __tracebackhide__ = True
         self._steps.ensure_open()
         about = division, self.memory_budget, torch.get_default_dtype()  # see `tfnb.passes.fractions`
@@ -545,7 +547,7 @@ class Session:
                 self._prepared.pop(key, None)
 
     def _code(self, step: StepGraph, *, old: StepCode | None) -> StepCode:
-        """What runs a step; where another cell changed, what there is."""
+        """The code of a step, reused if only other cells changed."""
         if old is not None and same_step(old.step, step):
             return old
         code = StepCode(
@@ -557,7 +559,7 @@ class Session:
     # -- files ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> checkpoint.Checkpoint:
-        """Write the graph's variables to one safetensors file; the result says what it holds.
+        """Write the graph's variables to one safetensors file; returns a summary of its contents.
 
         With them go what the queues, accumulators and barriers of the graph hold, the numbers in the param groups of
         its torch optimizers, the states of schedulers that `reads` names, the positions of its random streams, of the
@@ -572,7 +574,7 @@ class Session:
     def restore(
         self, path: str | PathLike[str], *, strict: bool = True, mapping: Mapping[str, str] | None = None
     ) -> Session:
-        """Assign the variables from a file, and let queues hold what they held, all or none; returns the session.
+        """Assign the variables from a file, and restore the contents of queues, all or none; returns the session.
 
         Steps under way that used one of these queues raise Aborted and write nothing: run them again. What waits for
         elements takes those that are there then. On a cluster everything is brought to the servers before the first
@@ -610,11 +612,11 @@ class Session:
         return self._prepare(fetches, tuple(feeds)).code.step.writes
 
     def status(self) -> list[str]:
-        """For each signature run here and each choice of feed sizes, which code runs and why."""
+        """A line for each signature run here and each choice of feed sizes: the running code and the reason."""
         return [line for code in self._codes() for line in code.status()]
 
     def code(self, fetches: Any, feeds: Sequence[Any] = (), *, microbatches: int = 1) -> str:
-        """Which code runs a signature here, and why, for the sizes that it ran with first; empty if it did not run.
+        """The code that runs a signature here, and the reason, for the first sizes; empty before its first run.
 
         >>> import tfnb
         >>> with tfnb.record() as g:
@@ -628,7 +630,7 @@ class Session:
         return code.code() if code.is_lowered else ""
 
     def limited(self, memory_budget: int | str | None) -> AbstractContextManager[None]:
-        """Within it runs and callables have this memory budget; None keeps the session's. Raises InvalidArgument."""
+        """Inside, runs and callables have this memory budget; None keeps the session's. Raises InvalidArgument."""
         return self._limited(self.memory_budget if memory_budget is None else byte_count(memory_budget))
 
     @contextmanager
@@ -639,8 +641,8 @@ class Session:
         finally:
             self.memory_budget = kept
 
-    def plans(self) -> list[tuple[str, Planned]]:
-        """With a memory budget: names and sizes of the feeds of each signature run here, and what was planned."""
+    def plans(self) -> list[tuple[str, SizedPlan]]:
+        """With a memory budget: names and sizes of the feeds of each signature run here, and the plan."""
         budgets = (code.budget for code in self._codes())
         return [row for found in budgets if found and found.budget == self.memory_budget for row in found.plans()]
 
@@ -696,7 +698,7 @@ def limit(graph: Graph, memory_budget: int | str | None) -> Session:
     if budget is not None and budget < smallest:
         raise InvalidArgument(
             f"a memory budget of {budget:,} bytes holds no value of graph {graph.name}; the least sensible "
-            f"one is {largest:,} bytes, what its largest node needs for feeds of one row"
+            f"one is {largest:,} bytes, the needs of its largest node for feeds of one row"
         )
     session = default_session(graph)
     session.memory_budget = budget

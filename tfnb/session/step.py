@@ -22,8 +22,8 @@ from tfnb.interrupts import from_signal_handler
 from tfnb.session.feeding import Feeder
 
 
-class Step:
-    """One step: `fetch` and `feed` what was declared, each once. Leaving the block early writes nothing."""
+class PartialRun:
+    """One step in pieces: `fetch` and `feed` declared names, each once. Leaving the block early writes nothing."""
 
     def __init__(
         self, program: Program, feeder: Feeder, run: int, *, fetch: Callable[[Any], int | None],
@@ -177,7 +177,7 @@ class Step:
         self._ended = why
         self._known.clear()
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> PartialRun:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,4 +1,4 @@
-"""A step over several tasks, shown before it is run."""
+"""A step over several tasks, shown before a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfnb.session.structures import fed_by, graph_of, structure, value_of, varia
 
 
 def place(fetches: Any, feeds: Iterable[Any] | None = None) -> StepParts:
-    """What a run of ``fetches`` is in parts, by the tasks that its nodes ask for; runs nothing, and needs no cluster.
+    """The parts of a run of ``fetches``, by the tasks that its nodes request; runs nothing, and needs no cluster.
 
     fetches: as those of `run`. feeds: what would be fed, placeholders or other tensors (of a dict, its keys); None for
     all placeholders. The result prints a table with a line for each task; a notebook draws it, and each of its

@@ -1,4 +1,4 @@
-"""One step of a session: computed with the locks of its Variables, then committed. It can be stopped meanwhile."""
+"""One step of a session: computed under the locks of its Variables, then committed; can be stopped."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tfnb.errors import Cancelled, FailedPrecondition, TfnbError
 from tfnb.execution import Program
 from tfnb.execution.explain import deadline, explained
 from tfnb.execution.running import Running, Stop
-from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
+from tfnb.graph.variable_locks import LOCKS, NOTHING, Hold, VariableSnapshot, ensure_unchanged, versions
 from tfnb.interrupts import from_signal_handler
 from tfnb.placement.requests import tasks_of
-from tfnb.session.prepared import Prepared
+from tfnb.session.prepared import PreparedRun
 from tfnb.state.queue_machine import whole_steps
 from tfnb.state.run_numbers import RunNumbers
 
 
 class StepRunner:
-    """Runs steps one by one or side by side, as threads ask; knows which are under way, and their numbers."""
+    """Runs steps in sequence or concurrently, as threads request; tracks running steps, and numbers all."""
 
     def __init__(self, graph: str) -> None:
         self.graph = graph  # its name
@@ -42,8 +42,8 @@ class StepRunner:
             running.stop(lambda _: Cancelled(f"the session of graph {self.graph} was closed during this run"))
 
     def step(
-        self, prepared: Prepared, program: Program, tensors: list[torch.Tensor], timeout: float | None,
-        forward: Callable[..., Any], commit: Callable[[Any], None], cut: Cut | None,
+        self, prepared: PreparedRun, program: Program, tensors: list[torch.Tensor], timeout: float | None,
+        forward: Callable[..., Any], commit: Callable[[Any], None], cut: VariableSnapshot | None,
     ) -> list[Any]:  # fmt: skip
         """Compute, commit, and read the fetched Variables, with the locks of all Variables."""
         __tracebackhide__ = True
@@ -83,7 +83,7 @@ class StepRunner:
         return results  # type: ignore[no-any-return]
 
     def stoppable(self, program: Any, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
-        """``call(*args)``, which `close`, the deadline, and a reset of what the hold in front is of, end."""
+        """``call(*args)``, stopped by `close`, by the deadline, or by a reset of the held Variables."""
         __tracebackhide__ = True
         running, hold = Running(), next((arg for arg in args[:1] if isinstance(arg, Hold)), None)
         self.running.add(running)
@@ -114,7 +114,7 @@ class StepRunner:
         return program.write(tensors, [variable.storage for variable in program.variables], run, forward)
 
     def _locked(self, hold: Hold, *args: Any) -> Any:
-        """`_compute` with the locks, which the step keeps until it committed."""
+        """`_compute` with the locks, held until the commit."""
         __tracebackhide__ = True
         if not hold.is_granted:
             _take(hold)
@@ -122,9 +122,11 @@ class StepRunner:
 
     def _aside(
         self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int,
-        cut: Cut | None,
+        cut: VariableSnapshot | None,
     ) -> Any:  # fmt: skip
-        """`_compute` of a step that waits inside, or reads copies: the locks come after it, if nobody wrote since."""
+        """`_compute` for a step that waits inside, or reads a snapshot: locks are taken afterwards, if versions are
+        unchanged.
+        """
         __tracebackhide__ = True
         kept = () if program.access is None else program.access.variables  # not those that it writes without order
         seen = versions(kept) if cut is None else {v: cut.versions[v] for v in kept}
@@ -139,7 +141,7 @@ class StepRunner:
 
     def _compute(
         self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int,
-        cut: Cut | None = None,
+        cut: VariableSnapshot | None = None,
     ) -> Any:  # fmt: skip
         __tracebackhide__ = True
         storages = [variable.storage for variable in program.variables]
@@ -151,7 +153,7 @@ class StepRunner:
             raise explained(program, error, tensors) from error
 
 
-def _look(prepared: Prepared, results: Sequence[Any]) -> None:
+def _look(prepared: PreparedRun, results: Sequence[Any]) -> None:
     """Raise where a breakpoint stops the step."""
     __tracebackhide__ = True
     if prepared.looks:
@@ -162,7 +164,7 @@ _NOTHING_USED = nullcontext()
 
 
 def _take(hold: Hold) -> None:
-    """Wait for the locks; the error of a deadline says for which."""
+    """Wait for the locks; the error of a deadline names the Variables."""
     start = time.monotonic()
     try:
         LOCKS.take(hold)

@@ -1,4 +1,4 @@
-"""Fetches and feeds as the user names and nests them: what each means in a graph, and its structure."""
+"""Fetches and feeds with the user's names and nesting: their meaning in a graph, and their structure."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def value_of(graph: Graph, item: Any, what: str = "fetch") -> Value:
 
 
 def variable_of(graph: Graph, item: Any) -> Variable | None:
-    """The Variable that a fetch or feed key means, if it means one."""
+    """The Variable named by a fetch or feed key; None if it names none."""
     if isinstance(item, Variable):
         return item
     if isinstance(item, torch.Tensor) and not isinstance(item, Tensor):
@@ -159,7 +159,7 @@ def variable_of(graph: Graph, item: Any) -> Variable | None:
 
 
 def fed_by(graph: Graph, key: Any) -> tuple[Value, ...]:
-    """The values that a feed key stands for: one, or of a Variable all that read it."""
+    """The values fed by a key: one, or for a Variable all its reads."""
     variable = variable_of(graph, key)
     if variable is None:
         return (value_of(graph, key, "feed"),)
@@ -170,7 +170,7 @@ def fed_by(graph: Graph, key: Any) -> tuple[Value, ...]:
 
 
 def _left_in(graph: Graph, tensor: torch.Tensor) -> Value | None:
-    """What the recorded code itself wrote into a Parameter or buffer last, so that fetching it does that."""
+    """The last write of the recorded code into a Parameter or buffer, so that fetching the tensor runs the write."""
     var = known(tensor)
     writes = (n for n in reversed(graph.nodes) if n.op == "tfnb.assign" and n.attrs["variable"] is var)
     return next((Value(node.id) for node in writes if "step" not in node.tags), None)

@@ -1,4 +1,4 @@
-"""Values of unchanged nodes, which runs reuse: after an edit a run computes what the edit changed (semantics S-31).
+"""Values of unchanged nodes, reused by runs: after an edit a run computes only changed nodes (semantics S-31).
 
 A value has a key made of its node's op and attributes and the keys of its inputs; a feed's is its content, a
 Variable's is who it is and how often it was written. Values that are there become feeds of a smaller step, so nothing
@@ -18,12 +18,12 @@ from torch.utils import _pytree
 
 from tfnb.graph import Graph, Value
 from tfnb.graph.files import sha256
-from tfnb.graph.forms.encode import Writer
+from tfnb.graph.forms.encode import GraphWriter
 from tfnb.passes import StepGraph
 from tfnb.passes.rewrite import is_pure
 from tfnb.recording import graph as graph_named
 from tfnb.session.feeding import Fed
-from tfnb.session.prepared import Prepared
+from tfnb.session.prepared import PreparedRun
 
 KEY = "values"  # in `Graph.attached`
 LIMIT = 1 << 30  # bytes
@@ -42,8 +42,8 @@ class ValueCache:
         self._store.clear()
         self.bytes = 0
 
-    def plan(self, prepared: Prepared, fed: Fed) -> Smaller | None:
-        """What is left to do of a run with these feeds; None of one that writes, draws, waits or prints."""
+    def plan(self, prepared: PreparedRun, fed: Fed) -> Smaller | None:
+        """The remaining part of a run with these feeds; None for a run that writes, draws, waits or prints."""
         step = prepared.code.step
         if prepared.code.is_dataflow or step.writes or prepared.trailing or prepared.looks:
             return None
@@ -53,14 +53,14 @@ class ValueCache:
         return Smaller(self, step, keys, set(prepared.feeder.values))
 
     def get(self, key: str, index: int) -> torch.Tensor | None:
-        """A value, which was used now."""
+        """A cached value, marked as recently used."""
         found = self._store.get((key, index))
         if found is not None:
             self._store.move_to_end((key, index))
         return found
 
     def put(self, key: str, index: int, value: torch.Tensor) -> None:
-        """Hold a value, if it is not too large."""
+        """Store a value, unless too large."""
         if value.nbytes > self.limit or (key, index) in self._store:
             return
         self._store[key, index] = value
@@ -74,7 +74,7 @@ class ValueCache:
 
 
 class Smaller:
-    """A step of which some values are there: ``feeds`` are those, ``kept`` what it computes and the cache will hold."""
+    """A step with some cached values: ``feeds`` are cached, ``kept`` computed and to be cached."""
 
     def __init__(self, cache: ValueCache, step: StepGraph, keys: Mapping[int, str], fed: set[Value]) -> None:
         self._cache, self._keys = cache, keys
@@ -99,7 +99,7 @@ class Smaller:
         cache.reused += sum(bool(node.inputs) for node in step.graph.nodes) - len(made)
 
     def taken(self, results: Any, kept: list[torch.Tensor]) -> Any:
-        """Keep the values; the results, none of which shares memory with them."""
+        """Cache the values; returns results that share no memory with cached ones."""
         for value, tensor in zip(self.kept, kept, strict=True):
             self._cache.put(self._keys[value.node], value.index, tensor)
         held = {tensor.untyped_storage().data_ptr() for tensor in (*kept, *self.feeds.values())}
@@ -112,8 +112,8 @@ class Smaller:
 
 
 def _keys(step: StepGraph, fed: Mapping[Value, torch.Tensor]) -> dict[int, str]:
-    """The key of each node of a step that has one: those that only compute, of what has keys itself."""
-    writer = Writer(step.whole.contents, only=("op", "out", "attrs", "device"))
+    """Keys of the nodes of a step that have one: pure nodes whose operands have keys."""
+    writer = GraphWriter(step.whole.contents, only=("op", "out", "attrs", "device"))
     specs = step.whole.contents.by_id
     shapes = [[str(specs[at.node].outputs[at.index]), list(tensor.shape)] for at, tensor in fed.items()]
     found = {at.node: _content(tensor) for at, tensor in fed.items() if tensor.layout == torch.strided}

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-from tfnb.state.chunks import Chunked, Chunks
+from tfnb.state.chunks import ChunkedArray, Chunks
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """``rows`` in batches of ``batch_size``, the last one of a pass may be short; each pass in another order.
 
     ``within``: the place of an array in chunks; whole chunks are shuffled then, and the rows within each of them.
 
-    >>> order = Order(rows=7, batch_size=3)
+    >>> order = RowOrder(rows=7, batch_size=3)
     >>> [order.place(step) for step in (0, 2, 3)]
     [(1, 0, 3), (1, 6, 7), (2, 0, 3)]
     """
@@ -45,21 +45,21 @@ class Order(NamedTuple):
 class Arrays(NamedTuple):
     """Arrays of training data, all with the same number of rows or without an axis, and the order of the rows."""
 
-    arrays: tuple[torch.Tensor | Chunked, ...]
-    order: Order
+    arrays: tuple[torch.Tensor | ChunkedArray, ...]
+    order: RowOrder
 
 
 @dataclass
 class Rows:
     """Arrays whose rows are taken in an order. An array without an axis is taken whole.
 
-    >>> rows = Rows((torch.arange(5), torch.tensor(7)), Order(5, 2, shuffle=False))
+    >>> rows = Rows((torch.arange(5), torch.tensor(7)), RowOrder(5, 2, shuffle=False))
     >>> rows.batch(2), rows.part(0, 1, 2)
     ((tensor([4]), tensor(7)), (tensor([1]), tensor(7)))
     """
 
     arrays: Sequence[torch.Tensor | Chunks]
-    order: Order
+    order: RowOrder
     _pass: int = field(default=0, init=False)  # the pass of `_permutation`
     _permutation: torch.Tensor = field(default_factory=lambda: torch.empty(0), init=False)
     _generator: torch.Generator = field(default_factory=torch.Generator, init=False)
@@ -102,14 +102,14 @@ class Rows:
         return torch.cat([first + torch.randperm(length, generator=self._generator) for first, length in parts])
 
 
-def chunk_order(order: Order, groups: Sequence[int], number: int, generator: torch.Generator) -> list[int]:
+def chunk_order(order: RowOrder, groups: Sequence[int], number: int, generator: torch.Generator) -> list[int]:
     """The order in which pass ``number`` takes whole chunks; ``generator`` then gives that of their rows.
 
     Shuffled chunks of one group stand together: a batch at the end of a chunk goes on with one of the same worker.
 
-    >>> chunk_order(Order(8, 2, shuffle=False), [1, 0, 1], 1, torch.Generator())
+    >>> chunk_order(RowOrder(8, 2, shuffle=False), [1, 0, 1], 1, torch.Generator())
     [0, 1, 2]
-    >>> chunk_order(Order(8, 2), [1, 0, 1], 1, torch.Generator())[0]
+    >>> chunk_order(RowOrder(8, 2), [1, 0, 1], 1, torch.Generator())[0]
     1
     """
     if not order.shuffle:

@@ -21,7 +21,7 @@ from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, InvalidArgume
 from tfnb.graph import Spec
 from tfnb.graph.tensor_files import read_tensors, verified_facts, write_tensors
 from tfnb.state import manifests, param_groups
-from tfnb.state.checkpoint_stores import Store, located
+from tfnb.state.checkpoint_stores import CheckpointStore, located
 from tfnb.state.manifests import Layout, Manifest, Shard
 
 FORMAT, VERSION = "tfnb-variables", 1
@@ -41,7 +41,7 @@ class Pinned(Protocol):
         """Bytes of the values."""
         ...
 
-    def write_shards(self, store: Store, whole: Collection[Shard]) -> Layout:
+    def write_shards(self, store: CheckpointStore, whole: Collection[Shard]) -> Layout:
         """As `tfnb.state.manifests.write_shards`, once: the values are given up then."""
         ...
 
@@ -116,7 +116,7 @@ def save(
 
 
 def save_shards(
-    store: Store, name: str, unwritten: Unwritten, meta: Mapping[str, Any], whole: Collection[Shard] = ()
+    store: CheckpointStore, name: str, unwritten: Unwritten, meta: Mapping[str, Any], whole: Collection[Shard] = ()
 ) -> tuple[Checkpoint, Manifest]:
     """Write shards, but for those that are there ``whole``, and then the manifest that names them.
 

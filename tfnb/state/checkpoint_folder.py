@@ -31,7 +31,7 @@ _ABOUT = "saver"  # the key of a checkpoint's meta that says what `kept` has to 
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CheckpointRecord:
     """One checkpoint of a folder: its step, when it was taken (seconds since the epoch), and the values then."""
 
     step: int
@@ -62,15 +62,16 @@ class Retention:
     best: str | None = None
     sign: int = 1
 
-    def best_of(self, found: Sequence[Kept]) -> Kept | None:
+    def best_of(self, found: Sequence[CheckpointRecord]) -> CheckpointRecord | None:
         """The one with the best value, the first of equal ones; NaN is no value."""
         rated = [(self.sign * value, at) for at, one in enumerate(found) if (value := one.value(self.best)) is not None]
         return found[min(rated)[1]] if rated else None
 
-    def kept(self, found: Sequence[Kept]) -> list[Kept]:
+    def kept(self, found: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
         """Those of ``found``, which stand in the order of their steps, that are kept.
 
-        >>> found = [Kept(step, Path(f"{step}"), 600.0 * step, {"loss": abs(step - 3)}) for step in range(1, 9)]
+        >>> losses = {step: {"loss": abs(step - 3)} for step in range(1, 9)}
+        >>> found = [CheckpointRecord(step, Path(f"{step}"), 600.0 * step, loss) for step, loss in losses.items()]
         >>> [one.step for one in Retention(keep=2, every=1800, best="loss").kept(found)]
         [1, 3, 4, 7, 8]
         """
@@ -114,7 +115,7 @@ class CheckpointFolder:
         """Files with the name of a checkpoint, in the order of their steps, whole or not."""
         return [(_step(name), self.store.path_of(name)) for name in _ordered(self.store.listed())]
 
-    def checkpoints(self) -> list[Kept]:
+    def checkpoints(self) -> list[CheckpointRecord]:
         """Those that are whole, in the order of their steps."""
         metas = self._metas()
         return [self._kept(name, meta) for name, meta in metas.items() if not isinstance(meta, str)]
@@ -177,7 +178,7 @@ class CheckpointFolder:
         there = self._listed()
         return {name: self._meta(name, there) for name in _ordered(there)}
 
-    def _kept(self, name: str, meta: Mapping[str, Any]) -> Kept:
+    def _kept(self, name: str, meta: Mapping[str, Any]) -> CheckpointRecord:
         about = meta.get(_ABOUT)
         about = about if isinstance(about, dict) else {}
         taken, values = about.get("taken"), about.get("values")
@@ -189,7 +190,7 @@ class CheckpointFolder:
             if isinstance(values, dict)
             else {}
         )
-        return Kept(_step(name), path, taken, numbers)
+        return CheckpointRecord(_step(name), path, taken, numbers)
 
     def _meta(self, name: str, there: Mapping[str, Signature]) -> Mapping[str, Any] | str:
         """What a file says of itself, or what is wrong with it or with a shard of it."""

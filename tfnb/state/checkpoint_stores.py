@@ -24,7 +24,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
 Signature = tuple[Any, ...]  # of a file: another one of its name has another signature
 
 
-class Store(Protocol):
+class CheckpointStore(Protocol):
     """Files by name; a name has at most one folder, ``shards/...``."""
 
     def path_of(self, name: str) -> Path | str:
@@ -168,7 +168,7 @@ class RemoteStore:
 _DATES = ("ETag", "etag", "mtime", "created", "LastModified", "updated", "generation")
 
 
-def store_of(path: str | PathLike[str]) -> Store:
+def store_of(path: str | PathLike[str]) -> CheckpointStore:
     """The store of a folder: a path, or a URL such as ``s3://bucket/run``. Raises InvalidArgument.
 
     >>> str(store_of("file:///tmp/run")), str(store_of("memory://run"))
@@ -183,7 +183,7 @@ def store_of(path: str | PathLike[str]) -> Store:
     return RemoteStore(text)
 
 
-def located(path: str | PathLike[str]) -> tuple[Store, str]:
+def located(path: str | PathLike[str]) -> tuple[CheckpointStore, str]:
     """The store that holds a file, and its name there."""
     text = fspath(path)
     if _URL.match(text):

@@ -1,6 +1,6 @@
 """Arrays whose rows lie in chunks that are elsewhere: what is known of them, and rows of the chunks that are here.
 
-`Chunked` is all that a notebook has; `Chunks` stands for the array where some chunks are. Imports torch and numpy.
+`ChunkedArray` is all that a notebook has; `Chunks` stands for the array where some chunks are. Imports torch and numpy.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked:
+class ChunkedArray:
     """What is known of an array in chunks along axis 0, without its values.
 
     ``lengths``: rows of each chunk; ``tail``: the shape of a row; ``keys``: names of the chunks, for whoever reads
     them; ``homes``: where each one lies; ``held``: what keeps them there.
 
-    >>> array = Chunked("x", (2, 3), (4,), torch.float32)
+    >>> array = ChunkedArray("x", (2, 3), (4,), torch.float32)
     >>> len(array), array.dim(), array.nbytes, array.stand_in().shape
     (5, 2, 80, torch.Size([5, 4]))
     """
@@ -120,9 +120,9 @@ class Chunks:
         return torch.cat(parts) if parts else torch.empty((0, *self.tail), dtype=self.dtype)
 
 
-def like(array: torch.Tensor | Chunked) -> torch.Tensor:
+def like(array: torch.Tensor | ChunkedArray) -> torch.Tensor:
     """The array itself, or what stands in for it."""
-    return array.stand_in() if isinstance(array, Chunked) else array
+    return array.stand_in() if isinstance(array, ChunkedArray) else array
 
 
 # -- collections of Dask, by its own protocol: nothing of it is imported here ------------------------------------------

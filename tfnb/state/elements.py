@@ -76,11 +76,11 @@ def elements_of(
     if part is not None:
         number = torch.tensor(part)
         return [(number, *row) for row in zip(*(tensor.unbind(0) for tensor in tensors), strict=True)]
-    batch = Batch(tensors)
+    batch = ElementBatch(tensors)
     return [Row(batch, place) for place in range(len(tensors[0]))]
 
 
-class Batch:
+class ElementBatch:
     """Tensors whose rows are elements."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -95,14 +95,14 @@ class Batch:
 class Row(Sequence[torch.Tensor]):
     """An element that is a row of a batch: no tensors are made of it while it only passes through a queue.
 
-    >>> batch = Batch([torch.tensor([1, 2, 3])])
+    >>> batch = ElementBatch([torch.tensor([1, 2, 3])])
     >>> spans([Row(batch, 0), Row(batch, 1)]), tuple(Row(batch, 2))
     ([(0, 2)], (tensor(3),))
     """
 
     __slots__ = ("batch", "place")
 
-    def __init__(self, batch: Batch, place: int) -> None:
+    def __init__(self, batch: ElementBatch, place: int) -> None:
         self.batch, self.place = batch, place
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ import torch
 from tfnb.errors import CheckpointCorrupt, CheckpointIncompatible, CheckpointWriteError
 from tfnb.graph import lazy_memory, strict_json
 from tfnb.graph.tensor_files import drafted, read_tensors, verified_facts
-from tfnb.state.checkpoint_stores import Store
+from tfnb.state.checkpoint_stores import CheckpointStore
 
 FORMAT, VERSION = "tfnb-checkpoint", 1
 FOLDER = "shards"  # the folder of the shards, beside the manifests
@@ -135,7 +135,7 @@ def _shards_at(label: str, numbers: Any, shards: list[Shard]) -> tuple[Shard, ..
 
 
 def write_shards(
-    store: Store, tensors: Mapping[str, torch.Tensor], whole: Collection[Shard] = ()
+    store: CheckpointStore, tensors: Mapping[str, torch.Tensor], whole: Collection[Shard] = ()
 ) -> dict[str, tuple[Shard, ...]]:
     """Write tensors to shards, but for those that are there ``whole``; raises CheckpointWriteError."""
     found = dict[str, list[Shard]]()
@@ -173,7 +173,7 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Ten
 
 
 @contextmanager
-def probed(store: Store) -> Iterator[str]:
+def probed(store: CheckpointStore) -> Iterator[str]:
     """A block with the name of a file by which another process sees that the store is the same one for it."""
     name = f"{FOLDER}/probe-{secrets.token_hex(16)}"
     store.put(name, lambda draft: draft.write_text(name))
@@ -183,7 +183,7 @@ def probed(store: Store) -> Iterator[str]:
         store.drop(name)
 
 
-def is_seen(store: Store, probe: str) -> bool:
+def is_seen(store: CheckpointStore, probe: str) -> bool:
     """Whether a store has the file of `probed`: nobody guesses its name."""
     try:
         with store.got(probe) as path:
@@ -192,7 +192,7 @@ def is_seen(store: Store, probe: str) -> bool:
         return False
 
 
-def write(store: Store, name: str, manifest: Manifest) -> None:
+def write(store: CheckpointStore, name: str, manifest: Manifest) -> None:
     """Write a manifest whose shards are there; raises CheckpointWriteError."""
     text = manifest.text().encode()
     if len(text) > CAP:
@@ -209,7 +209,7 @@ def is_manifest(path: Path) -> bool:
         return file.read(2) == b"{\n"
 
 
-def read(store: Store, name: str) -> Manifest:
+def read(store: CheckpointStore, name: str) -> Manifest:
     """A manifest; its shards are not looked at. Raises CheckpointCorrupt, CheckpointIncompatible or OSError."""
     where = store.path_of(name)
     with store.got(name) as path:
@@ -224,7 +224,7 @@ def read(store: Store, name: str) -> Manifest:
 
 
 @contextmanager
-def _opened(store: Store, shard: Shard) -> Iterator[Path]:
+def _opened(store: CheckpointStore, shard: Shard) -> Iterator[Path]:
     """A block with the path of a shard of the right size; raises CheckpointCorrupt."""
     where = store.path_of(shard.name)
     try:
@@ -238,20 +238,20 @@ def _opened(store: Store, shard: Shard) -> Iterator[Path]:
         raise CheckpointCorrupt(f"{where} is missing: a manifest names it") from None
 
 
-def _ensure_is(store: Store, shard: Shard, about: Mapping[str, Any], digest: str) -> None:
+def _ensure_is(store: CheckpointStore, shard: Shard, about: Mapping[str, Any], digest: str) -> None:
     found = {name: about.get(name) for name in _ABOUT}
     if found != _ABOUT or digest != shard.sha256:
         raise CheckpointCorrupt(f"{store.path_of(shard.name)} holds {digest}, of {found}: another file has its name")
 
 
-def verify(store: Store, shard: Shard) -> None:
+def verify(store: CheckpointStore, shard: Shard) -> None:
     """Compare all bytes of a shard with its digests; raises CheckpointCorrupt or OSError."""
     with _opened(store, shard) as path:
         about, digest = verified_facts(path)
     _ensure_is(store, shard, about, digest)
 
 
-def load(store: Store, manifest: Manifest) -> dict[str, torch.Tensor]:
+def load(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.Tensor]:
     """The tensors by label, after all digests were compared. Raises CheckpointCorrupt."""
     for shard in manifest.shards:  # before memory is taken for the first of many
         with _opened(store, shard):
@@ -281,7 +281,7 @@ def _joined(label: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return lazy_memory.joined(parts)
 
 
-def collect(store: Store, kept: Iterable[Manifest]) -> None:
+def collect(store: CheckpointStore, kept: Iterable[Manifest]) -> None:
     """Delete the shards that no manifest of ``kept`` names, and probes that were left."""
     named = {shard.name for manifest in kept for shard in manifest.shards}
     for name in store.listed(FOLDER):

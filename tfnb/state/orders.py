@@ -126,12 +126,12 @@ class Arrival(Whole, deque[Element]):
         self.insert(place, element)
 
 
-class Shuffled(Whole):
+class ShuffledOrder(Whole):
     """Any element may come next, each as likely as the others; ``least`` stay until the queue is closed.
 
     What comes is a function of the seed and of what was done before.
 
-    >>> pool = Shuffled(least=2, seed=0)
+    >>> pool = ShuffledOrder(least=2, seed=0)
     >>> for word in "abcd":
     ...     _ = pool.put(word)
     >>> pool.spare(closed=False), pool.spare(closed=True), sorted(pool.take() for _ in range(4))
@@ -183,10 +183,10 @@ class Shuffled(Whole):
         self._random.setstate((version, tuple(numbers), gauss))
 
 
-class Ranked(Whole):
+class RankedOrder(Whole):
     """The element whose first tensor is the smallest number comes next; of equal ones that which came first.
 
-    >>> ranked = Ranked()
+    >>> ranked = RankedOrder()
     >>> for element in [(2, "a"), (1, "b"), (1, "c")]:
     ...     _ = ranked.put(element)
     >>> first = ranked.take()
@@ -232,13 +232,13 @@ class Ranked(Whole):
         self._elements.insert(place, element)
 
 
-class Keyed:
+class KeyedOrder:
     """Elements that come in parts, under a key: whole ones may be taken, in the order in which their keys came first.
 
     What is put: the number of a part, the key, the part. What is taken: a number that grows with each new key, the key,
     all parts. A key may be used again once its element is whole.
 
-    >>> keyed = Keyed(parts=2)
+    >>> keyed = KeyedOrder(parts=2)
     >>> [keyed.put(p) for p in [(0, 7, "a"), (0, 5, "b"), (1, 5, "B")]], len(keyed), keyed.coming()
     ([True, True, True], 1, 1)
     >>> keyed.put((1, 7, "A")), [(int(at), int(key), *parts) for at, key, *parts in keyed]
@@ -323,8 +323,8 @@ class Keyed:
 ORDERS: Mapping[str, Callable[[Mapping[str, Any]], Order]] = {
     "fifo": lambda options: Arrival(),
     "padding": lambda options: Arrival(),
-    "shuffle": lambda options: Shuffled(options["min_after_dequeue"], options["seed"]),
-    "priority": lambda options: Ranked(),
-    "barrier": lambda options: Keyed(options["parts"]),
+    "shuffle": lambda options: ShuffledOrder(options["min_after_dequeue"], options["seed"]),
+    "priority": lambda options: RankedOrder(),
+    "barrier": lambda options: KeyedOrder(options["parts"]),
 }
 """The order of each kind of queue, made of the queue's options."""

@@ -32,7 +32,7 @@ _MARK = "@"  # begins the keys of queues
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class QueueSnapshot:
     """What a queue holds: ``found`` as JSON, and tensors."""
 
     found: Mapping[str, Any]
@@ -43,9 +43,9 @@ class Held:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def copy(self) -> Held:
+    def copy(self) -> QueueSnapshot:
         """The same in memory of its own."""
-        return Held(self.found, [tensor.clone() for tensor in self.tensors])
+        return QueueSnapshot(self.found, [tensor.clone() for tensor in self.tensors])
 
     @property
     def marks(self) -> Mapping[str, int]:
@@ -53,7 +53,7 @@ class Held:
         return dict(self.found["marks"])
 
 
-class Saved(NamedTuple):
+class SavedQueue(NamedTuple):
     """What a file has of one queue: facts, and tensors by their keys."""
 
     facts: Mapping[str, Any]
@@ -73,30 +73,32 @@ def labelled(queues: Iterable[Queue]) -> dict[str, Queue]:
     return found
 
 
-def held_by(queues: Mapping[str, Queue]) -> dict[str, Held]:
+def held_by(queues: Mapping[str, Queue]) -> dict[str, QueueSnapshot]:
     """What queues of this process hold, at one moment; those of other processes are left out."""
     machines = {
         label: machine for label, queue in queues.items() if isinstance(machine := machine_of(queue), QueueMachine)
     }
     found = copied({machine: ordered(queues[label]) for label, machine in machines.items()})
-    return {label: Held(*one) for label, one in zip(machines, found, strict=True)}
+    return {label: QueueSnapshot(*one) for label, one in zip(machines, found, strict=True)}
 
 
-def in_front(queue: Queue, held: Held, elements: Sequence[Element]) -> Held:
+def in_front(queue: Queue, held: QueueSnapshot, elements: Sequence[Element]) -> QueueSnapshot:
     """What a queue would hold if these came next."""
     machine = _filled(queue, held)
     machine.put_front(elements)
     (found,) = copied({machine: ordered(queue)})
-    return Held({**found[0], "marks": held.found["marks"]}, found[1])
+    return QueueSnapshot({**found[0], "marks": held.found["marks"]}, found[1])
 
 
-def ready_to_hold(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> Callable[[], None]:
+def ready_to_hold(queues: Mapping[str, Queue], held: Mapping[str, QueueSnapshot]) -> Callable[[], None]:
     """What lets queues of this process hold this instead of what they hold now, all at one moment, and cannot fail."""
     pairs = [(machine_of(queues[label]), _filled(queues[label], one)) for label, one in held.items()]
     return partial(become, {machine: other for machine, other in pairs if isinstance(machine, QueueMachine)})
 
 
-def written(queues: Mapping[str, Queue], held: Mapping[str, Held]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def written(
+    queues: Mapping[str, Queue], held: Mapping[str, QueueSnapshot]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Facts and tensors for a file. Whatever grows with the elements is a tensor: a file's header has a limit."""
     facts, tensors = dict[str, Any](), dict[str, torch.Tensor]()
     for label, one in held.items():
@@ -126,7 +128,7 @@ def match(
     queues: Mapping[str, Queue],
     *,
     needed: Container[Queue],
-) -> dict[str, Held]:
+) -> dict[str, QueueSnapshot]:
     """What each queue is to hold, as a file says that has this of queues; nothing is changed.
 
     Raises NotFound for a needed queue that the file lacks, CheckpointIncompatible for a queue of another kind, and
@@ -159,15 +161,15 @@ _DAMAGES = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 """What code raises that is given other facts or tensors than it wrote."""
 
 
-def _read(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], begin: str) -> Held:
+def _read(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], begin: str) -> QueueSnapshot:
     """What a file says that a queue is to hold, of tensors whose keys begin so; raises one of `_DAMAGES`."""
     told = strict_json.read(tensors[begin + "facts"].numpy().tobytes().decode(), finite=False)
     groups = [tensors[f"{begin}{number}"] for number in range(about["groups"])]
     found = {**about["found"], "facts": told["facts"]}
-    return Held(found, _unpacked(groups, told["shapes"], tensors[begin + "places"]))
+    return QueueSnapshot(found, _unpacked(groups, told["shapes"], tensors[begin + "places"]))
 
 
-def _ensure_fits(queue: Queue, held: Held) -> None:
+def _ensure_fits(queue: Queue, held: QueueSnapshot) -> None:
     """Raise one of `_DAMAGES` for contents that a queue cannot have."""
     machine = _filled(queue, held)
     order, parts = machine.elements, queue.gives
@@ -186,16 +188,16 @@ def _ensure_fits(queue: Queue, held: Held) -> None:
 
 def others(
     facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], queues: Mapping[str, Queue]
-) -> dict[str, Saved]:
+) -> dict[str, SavedQueue]:
     """What a file that has this of queues has of others than these, by label."""
-    found = {label: Saved(about, {}) for label, about in facts.items() if label not in queues}
+    found = {label: SavedQueue(about, {}) for label, about in facts.items() if label not in queues}
     for key, tensor in tensors.items():
         if (label := key.removeprefix(_MARK).rpartition("/")[0]) in found:
             found[label].tensors[key] = tensor
     return found
 
 
-def _filled(queue: Queue, held: Held) -> QueueMachine:
+def _filled(queue: Queue, held: QueueSnapshot) -> QueueMachine:
     machine = made(queue)
     machine.fill(held.found, held.tensors)
     return machine

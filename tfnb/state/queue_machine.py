@@ -68,7 +68,7 @@ class Attempt:
     )  # fmt: skip
 
     def __init__(
-        self, machine: Home, kind: Kind, then: Callable[[Attempt], None], *, elements: Sequence[Element] = (),
+        self, machine: QueueHost, kind: Kind, then: Callable[[Attempt], None], *, elements: Sequence[Element] = (),
         count: int = 1, up_to: bool = False, required: int = 1, cancel_pending: bool = False,
         question: Callable[[Any], int] = len, what: Any = None,
         call: tuple[Mapping[str, Any], Sequence[torch.Tensor]] = ({}, ()), lends: bool = False,
@@ -157,13 +157,13 @@ UNDER_WAY: dict[StepQueues, None] = {}
 """The steps of this process that use queues here."""
 
 
-class _Begun(threading.local):
+class _ThreadBlock(threading.local):
     """Of the block that a thread is in. No ContextVar: what an event loop is asked for would keep it."""
 
     steps: list[StepQueues] | None = None
 
 
-_begun = _Begun()
+_begun = _ThreadBlock()
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def whole_steps() -> Iterator[None]:
         _begun.steps = above
 
 
-class Home(Protocol):
+class QueueHost(Protocol):
     """What an attempt is made on: a queue here, or one elsewhere that is reached by messages."""
 
     name: str
@@ -257,7 +257,7 @@ class QueueMachine:
         self.used: float | None = None
         self.past: Mapping[str, set[str]] = {kind: set() for kind in _LINE}
         self.lent: set[Attempt] = set()  # whose elements may come back
-        self.heir: Home | None = None  # who has the elements now
+        self.heir: QueueHost | None = None  # who has the elements now
         self._lock = threading.Lock()
         self._placing: deque[Attempt] = deque()
         self._over: list[Attempt] = []  # to be told
@@ -373,7 +373,7 @@ class QueueMachine:
             over = self._settled()
         _tell(over)
 
-    def leave(self, heir: Home | None = None) -> tuple[dict[str, Any], list[torch.Tensor], list[Waiting]]:
+    def leave(self, heir: QueueHost | None = None) -> tuple[dict[str, Any], list[torch.Tensor], list[Waiting]]:
         """All elements go elsewhere: the facts and tensors of them, and who waits.
 
         heir: takes up what is submitted here from now on.

@@ -30,7 +30,7 @@ from tfnb.state.elements import (
     elements_of,
 )
 from tfnb.state.orders import ORDERS, Order
-from tfnb.state.queue_machine import Attempt, Home, Kind, Level, Mark, QueueMachine, StepQueues, give_back
+from tfnb.state.queue_machine import Attempt, Kind, Level, Mark, QueueHost, QueueMachine, StepQueues, give_back
 from tfnb.state.tokens import Tokens
 from tfnb.state.waits import WAITS, Runner, check_timeout
 
@@ -130,7 +130,7 @@ class QueueHandle(Queue):
         recorder = current.recording()
         if not isinstance(recorder, Recorder):
             return self._act("dequeue", attrs)
-        outputs, values = _Taken(recorder, self, attrs).parts(self._sample(sample, attrs))
+        outputs, values = _DequeueSpecs(recorder, self, attrs).parts(self._sample(sample, attrs))
         return effect(recorder, ops.DEQUEUE, self, attrs=attrs, outputs=outputs, samples=values)  # type: ignore[return-value]
 
     def size(self) -> Any:
@@ -245,7 +245,7 @@ def _defined(kind: type[Queue], queue: Queue) -> str:
     return f"a {kind.__name__} of {queue.capacity} elements ({parts}{options})"
 
 
-def machine_of(queue: Queue) -> Home:
+def machine_of(queue: Queue) -> QueueHost:
     """What a queue holds; raises NotFound where its container was reset."""
     if getattr(queue, "gone", ""):
         raise NotFound(f"queue {queue.name} is no more: {queue.gone}; make it again")  # type: ignore[attr-defined]
@@ -274,7 +274,7 @@ MAKE: Mapping[str, Callable[[Mapping[str, Any]], Order]] = {
 
 
 _MAKING = threading.Lock()
-HOMES: list[Callable[[Queue, QueueMachine | None], Home]] = []
+HOMES: list[Callable[[Queue, QueueMachine | None], QueueHost]] = []
 """Who holds queues elsewhere: makes the home of a queue, of what a machine here held; the last one counts."""
 
 
@@ -370,7 +370,7 @@ def _doubled(sample: torch.Tensor, axis: int) -> torch.Tensor:
         return sample.expand(rows).clone() if sample.shape[axis] else sample.new_zeros(rows)
 
 
-class _Taken:
+class _DequeueSpecs:
     """Specs and samples of what a recorded dequeue gives."""
 
     def __init__(self, recorder: Recorder, queue: Queue, attrs: Mapping[str, Any]) -> None:

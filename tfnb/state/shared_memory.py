@@ -63,7 +63,7 @@ class Segment(_Memory):
     """Shared memory that this process made. Raises OSError where there can be none.
 
     >>> one = Segment(8)
-    >>> other = Mapped(one.name)
+    >>> other = MappedSegment(one.name)
     >>> one.flat[0] = 7
     >>> other.flat.tolist(), other.word
     ([7, 0, 0, 0, 0, 0, 0, 0], 0)
@@ -90,7 +90,7 @@ class Segment(_Memory):
         weakref.finalize(self, _end, os.getpid(), file, address, self._words).atexit = False
 
 
-class Mapped(_Memory):
+class MappedSegment(_Memory):
     """The segment of another process. Raises OSError where this is not the same memory."""
 
     def __init__(self, name: str) -> None:
@@ -121,14 +121,14 @@ class Maps:
     """Segments of other processes, each mapped once, as long as their makers have them."""
 
     def __init__(self) -> None:
-        self._of: dict[str, Mapped] = {}
+        self._of: dict[str, MappedSegment] = {}
 
-    def get(self, name: str) -> Mapped:
+    def get(self, name: str) -> MappedSegment:
         """The segment of this name. Raises OSError."""
         found = self._of.get(name)
         if found is None:
             self._of = {key: one for key, one in list(self._of.items())[1 - MAPS :] if one.word != GONE}
-            found = self._of[name] = Mapped(name)
+            found = self._of[name] = MappedSegment(name)
         return found
 
 

@@ -42,7 +42,7 @@ def of_one(values: Sequence[torch.Tensor | None], number: int | None) -> StepGro
     return StepGroup(1, stacked, None if number is None else (number,))
 
 
-class Told(NamedTuple):
+class StepReport(NamedTuple):
     """Steps in a row that are done: of each its epoch and its rows, and the watched values.
 
     values: for each name one tensor, which has one number for each step; none where nobody knows them. numbers: of the
@@ -54,19 +54,19 @@ class Told(NamedTuple):
     values: Sequence[torch.Tensor] = ()
     numbers: Sequence[int] = ()
 
-    def part(self, start: int, stop: int) -> Told:
+    def part(self, start: int, stop: int) -> StepReport:
         """Some of the steps."""
         values = tuple(value.reshape(-1)[start:stop] for value in self.values)
-        return Told(self.epochs[start:stop], self.rows[start:stop], values, self.numbers[start:stop])
+        return StepReport(self.epochs[start:stop], self.rows[start:stop], values, self.numbers[start:stop])
 
-    def one_by_one(self) -> Iterator[Told]:
+    def one_by_one(self) -> Iterator[StepReport]:
         """Each step by itself."""
         return (self.part(at, at + 1) for at in range(len(self.epochs)))
 
-    def by_epoch(self) -> Iterator[Told]:
+    def by_epoch(self) -> Iterator[StepReport]:
         """The same in parts, each of which begins with its latest epoch.
 
-        >>> [part.epochs for part in Told((2, 1, 2, 3, 3), (8,) * 5).by_epoch()]
+        >>> [part.epochs for part in StepReport((2, 1, 2, 3, 3), (8,) * 5).by_epoch()]
         [(2, 1, 2), (3, 3)]
         """
         start, latest = 0, self.epochs[0] if self.epochs else 0

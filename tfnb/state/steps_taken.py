@@ -66,7 +66,7 @@ class SeenSteps:
     now: Callable[[], AppliedSteps] | None = None
 
 
-class Taken(NamedTuple):
+class TakenSteps(NamedTuple):
     """So many steps count. Behind them the source stands there, and the next step draws the random numbers of ``run``.
 
     position: None where the data has none. run: the session's own next one where others took numbers meanwhile.
@@ -85,19 +85,19 @@ class StepsTaken(Protocol):
     source: Source | None
 
     @property
-    def applied(self) -> Taken:
+    def applied(self) -> TakenSteps:
         """The steps that the Variables have seen."""
         ...
 
 
-class _Begun(NamedTuple):
+class _LatestStep(NamedTuple):
     """The step that began last. told: those that have returned; step: with it, once ``written`` is not of ``version``.
 
     run: the next number of a run when it began.
     """
 
-    told: Taken
-    step: Taken
+    told: TakenSteps
+    step: TakenSteps
     written: Variable | None = None
     version: int = 0
     run: int = 0
@@ -108,13 +108,13 @@ class StepsHere:
 
     def __init__(self, begin: int, source: Source | None, runs: RunNumbers) -> None:
         self.source, self._runs = source, runs
-        first = Taken(begin, None if source is None else source.position)
-        self._begun = _Begun(first, first, run=runs.next)  # changed at once: other threads ask what is applied
+        first = TakenSteps(begin, None if source is None else source.position)
+        self._begun = _LatestStep(first, first, run=runs.next)  # changed at once: other threads ask what is applied
 
     def begins(self, position: Position | None, written: Variable | None) -> None:
         """A step over the batch before ``position`` begins, and writes ``written`` among others."""
         told, version = self._begun.told, 0 if written is None else written.version
-        self._begun = _Begun(told, Taken(told.steps + 1, position), written, version, self._runs.next)
+        self._begun = _LatestStep(told, TakenSteps(told.steps + 1, position), written, version, self._runs.next)
 
     def ends(self) -> None:
         """It has returned."""
@@ -126,7 +126,7 @@ class StepsHere:
         return self._begun.step is not self._begun.told
 
     @property
-    def applied(self) -> Taken:
+    def applied(self) -> TakenSteps:
         """The steps that the Variables have seen. Random numbers of one that was broken off are drawn again."""
         told, step, written, version, begun = self._begun
         has_written = written is not None and written.version != version
@@ -196,15 +196,15 @@ class StepsThere:
         self._is_lost = True
 
     @property
-    def applied(self) -> Taken:
+    def applied(self) -> TakenSteps:
         """The steps that the servers have applied, as far as is known here."""
         return self.at(self._step())
 
-    def at(self, step: int) -> Taken:
+    def at(self, step: int) -> TakenSteps:
         """What is applied at this step of the cluster."""
         steps = step - self._before
         last = (max(steps, self._known.whole) if self._in_order else self._known.whole) - 1
         is_ours = self._drawn > 0 and self._runs.next == self._first_run + self._drawn
         run = self._first_run + steps if is_ours and self._in_order else self._runs.next
         is_whole = not self._is_lost and (self._in_order or self._known.whole - self._first == steps)
-        return Taken(self._begin + steps, self._positions.get(last, self._start), run, is_whole)
+        return TakenSteps(self._begin + steps, self._positions.get(last, self._start), run, is_whole)

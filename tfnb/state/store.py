@@ -46,7 +46,7 @@ def memory(nbytes: int) -> torch.Tensor:
     return raw[start : start + nbytes]
 
 
-class Watched:
+class WatchedBytes:
     """Bytes, and whether somebody holds a tensor of them."""
 
     def __init__(self, flat: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class Watched:
         return torch.from_numpy(array).view(self.flat.dtype)  # its storage, and that of its views, holds the array
 
 
-class _Generation(Watched):
+class _Generation(WatchedBytes):
     """One buffer of a slab, and who reads it; in shared memory where that is wanted and there is some.
 
     The word of its segment counts how often it was opened for writing: another process that copied it meanwhile, though
@@ -87,7 +87,7 @@ class _Generation(Watched):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _SlabPlace:
     """Where a value lies in a slab, contiguous: from element ``start`` on."""
 
     start: int
@@ -110,11 +110,11 @@ class Slab:
 
     def __init__(self, values: Mapping[str, torch.Tensor], is_shared: bool = False) -> None:
         (dtype,) = {value.dtype for value in values.values()}
-        self.places: dict[str, _Place] = {}
+        self.places: dict[str, _SlabPlace] = {}
         end = 0
         for key, value in values.items():
             strides = torch.empty(value.shape, device="meta").stride()
-            self.places[key] = _Place(end // dtype.itemsize, _size(value), value.shape, strides)
+            self.places[key] = _SlabPlace(end // dtype.itemsize, _size(value), value.shape, strides)
             end += _size(value) + -_size(value) % ALIGN
         self.nbytes = max(end, ALIGN)
         self.is_lazy = any(map(lazy_memory.is_table, values.values()))  # takes memory where it was written only

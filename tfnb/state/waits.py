@@ -18,13 +18,13 @@ from typing import Any
 
 from tfnb.errors import DeadlockError, InvalidArgument, TfnbError
 from tfnb.recording.marks.notes import user_level
-from tfnb.state.queue_machine import Attempt, Home
+from tfnb.state.queue_machine import Attempt, QueueHost
 
 POLL = 0.1  # seconds between looks at whether the step was stopped
 LOOK = 1.0  # seconds between looks at who waits for whom
 NOTICE = 2.0  # seconds until a notice
 
-Past = Mapping[Home, Mapping[str, set[str]]]  # who did what to which queue so far
+Past = Mapping[QueueHost, Mapping[str, set[str]]]  # who did what to which queue so far
 
 
 def check_timeout(timeout: Any) -> None:
@@ -44,12 +44,12 @@ _PRODUCER = {"dequeue": "enqueue", "enqueue": "dequeue", "close": "dequeue"}  # 
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Operation:
+class QueueOperation:
     """An operation on a queue that waits there, or that a runner would still do ``behind`` attempts that wait."""
 
     what: str
     kind: str
-    machine: Home
+    machine: QueueHost
     behind: Collection[Attempt] = ()
     attempt: Attempt | None = None
 
@@ -67,9 +67,9 @@ class Runner:
     ask for all three while it waits.
     """
 
-    may: Callable[[], Collection[tuple[Home, str]]] = tuple
+    may: Callable[[], Collection[tuple[QueueHost, str]]] = tuple
     attempts: Callable[[], Iterable[Attempt]] = tuple
-    later: Callable[[], Iterable[Operation]] = tuple
+    later: Callable[[], Iterable[QueueOperation]] = tuple
     name: str = field(default_factory=lambda: f"thread {threading.current_thread().name}")
     inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     since: float | None = None  # when it began to wait
@@ -92,7 +92,7 @@ class Runner:
         """Whether it waits, and nothing of that has ended."""
         return self.since is not None and not any(attempt.is_over for attempt in self.attempts())
 
-    def operations(self) -> Iterator[Operation]:
+    def operations(self) -> Iterator[QueueOperation]:
         """Those that are not over."""
         waiting = [attempt for attempt in self.attempts() if not attempt.is_over]
         before: dict[Attempt, list[Attempt]] = {}
@@ -101,7 +101,7 @@ class Runner:
                 before.setdefault(follower, []).append(attempt)
         for attempt in waiting:
             what = attempt.what or f"{attempt.kind} by {self.name}"
-            yield Operation(what, attempt.kind, attempt.machine, before.get(attempt, ()), attempt)
+            yield QueueOperation(what, attempt.kind, attempt.machine, before.get(attempt, ()), attempt)
         yield from self.later()
 
 
@@ -199,8 +199,10 @@ WAITS = Waits()
 
 
 def stuck(
-    operations: Iterable[Operation], free: Collection[tuple[Home, str]] = (), past: Past = MappingProxyType({})
-) -> list[Operation]:
+    operations: Iterable[QueueOperation],
+    free: Collection[tuple[QueueHost, str]] = (),
+    past: Past = MappingProxyType({}),
+) -> list[QueueOperation]:
     """Operations that nobody can end: those that wait for a producer stand before all that would produce it.
 
     free: what runners do that do not wait. Whoever used a queue before and is not among the operations may do it again.
@@ -213,17 +215,20 @@ def stuck(
 
 
 def _blocked(
-    found: Sequence[Operation], everyone: Iterable[Operation], free: Collection[tuple[Home, str]], past: Past
-) -> list[Operation]:
+    found: Sequence[QueueOperation],
+    everyone: Iterable[QueueOperation],
+    free: Collection[tuple[QueueHost, str]],
+    past: Past,
+) -> list[QueueOperation]:
     """Those of ``found`` that only others of ``found`` could let go on."""
     kept, attempts = set(found), {one.attempt for one in found}
     open_ = {(one.machine, one.kind) for one in everyone if one not in kept}.union(free)
-    behind: dict[tuple[Home, str], set[str]] = {}  # who would do what to which queue, and cannot
+    behind: dict[tuple[QueueHost, str], set[str]] = {}  # who would do what to which queue, and cannot
     for one in found:
         if not one.stands:
             behind.setdefault((one.machine, one.kind), set()).add(one.what)
 
-    def is_blocked(one: Operation) -> bool:
+    def is_blocked(one: QueueOperation) -> bool:
         if not one.stands:
             return bool(one.behind) and attempts.issuperset(one.behind)
         machine, producer = one.machine, _PRODUCER[one.kind]
@@ -237,7 +242,7 @@ def _blocked(
     return [one for one in found if is_blocked(one)]
 
 
-def wait_graph(operations: Iterable[Operation], others: Iterable[tuple[Home, str, str]] = ()) -> WaitGraph:
+def wait_graph(operations: Iterable[QueueOperation], others: Iterable[tuple[QueueHost, str, str]] = ()) -> WaitGraph:
     """Who waits for which queue, and who would serve it. others: queue, kind and name of what else runs."""
     edges: dict[tuple[str, str], None] = {}
     everyone, others = list(operations), list(others)

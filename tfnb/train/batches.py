@@ -16,8 +16,8 @@ import torch
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
 from tfnb.interrupts import from_signal_handler
-from tfnb.state.batch_order import Arrays, Order, Rows
-from tfnb.state.chunks import Chunked, as_rows, as_tensor, is_collection, without_frames
+from tfnb.state.batch_order import Arrays, RowOrder, Rows
+from tfnb.state.chunks import ChunkedArray, as_rows, as_tensor, is_collection, without_frames
 from tfnb.state.input_sources import Position, Source
 
 DEFAULT_BATCH = 32  # rows
@@ -95,7 +95,7 @@ def _of_arrays(
     data: Mapping[Any, Any], epochs: int, steps: int | None, batch_size: int, shuffle: bool, seed: int, begin: int
 ) -> Batches:  # fmt: skip
     keys, arrays = tuple(data), tuple(as_array(key, value) for key, value in data.items())
-    order = Order(_rows(keys, arrays), batch_size, shuffle, seed)
+    order = RowOrder(_rows(keys, arrays), batch_size, shuffle, seed)
     total = steps or epochs * order.per_pass
 
     def each() -> Iterator[Batch]:
@@ -107,9 +107,9 @@ def _of_arrays(
     return Batches(each(), total, Arrays(arrays, order), keys)
 
 
-def as_array(key: Any, value: Any) -> torch.Tensor | Chunked:
+def as_array(key: Any, value: Any) -> torch.Tensor | ChunkedArray:
     """Data as a tensor, without a copy where that is possible. A Dask collection is computed, up to `MOST` bytes."""
-    if isinstance(value, Chunked):
+    if isinstance(value, ChunkedArray):
         return value
     value = _computed(key, value) if is_collection(value) else current.plain(value)
     try:
@@ -138,7 +138,7 @@ def _computed(key: Any, collection: Any) -> Any:
         ) from error
 
 
-def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor | Chunked, ...]) -> int:
+def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor | ChunkedArray, ...]) -> int:
     """How many rows all the arrays have."""
     lengths = {name_of(key): len(array) for key, array in zip(keys, arrays, strict=True) if array.dim()}
     if not lengths:
@@ -153,7 +153,7 @@ def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor | Chunked, ...]) -> 
 
 
 def name_of(key: Any) -> str:
-    """What to call a feed key or fetch in a message."""
+    """The name of a feed key or fetch, for messages."""
     return key if isinstance(key, str) else str(getattr(key, "name", key))
 
 
@@ -161,7 +161,7 @@ def name_of(key: Any) -> str:
 
 
 def batch_count(data: Any) -> int | None:
-    """The number of items in one pass over ``data``, or None where ``len`` of it raises.
+    """The number of items in one pass over ``data``, or None where ``len`` raises.
 
     A DataLoader over an IterableDataset has ``__len__`` and raises TypeError; a stream's own ``__len__`` may raise
     any exception.
@@ -176,7 +176,7 @@ def batch_count(data: Any) -> int | None:
 
 
 def is_single_pass(data: Any) -> bool:
-    """Whether ``data`` is an iterator, which gives its items once.
+    """Whether ``data`` is an iterator, and so gives its items once.
 
     Only an iterator is asked for ``iter``: that of a DataLoader would start its worker processes.
     """
@@ -225,7 +225,7 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) 
 
 
 def _pass_of(source: Source) -> Iterator[Any]:
-    """The rest of a pass, or the next one where it stood at the end of a pass."""
+    """The rest of a pass, or the next pass if none is left."""
     found = False
     for item in source:
         found = True

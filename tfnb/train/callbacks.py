@@ -1,4 +1,4 @@
-"""What `fit` tells functions of the user's, and early stopping, which is one of them. Imports errors only."""
+"""Callbacks of `fit` and their argument, and early stopping as one of them. Imports errors only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Progress:
         self.stopped = why
 
     def change(self, mode: Any, *, backup: int = 0, staleness: int | None = None) -> None:
-        """Let the training go on in another mode, as `tfnb.fit` has it, from the next step that no task has begun.
+        """Change the mode of the training, as named in `tfnb.fit`, from the next step that no task has begun.
 
         Steps are taken one at a time where the training is in this process: there a mode changes nothing.
         """
@@ -45,7 +45,7 @@ class Progress:
 
 
 class Callbacks:
-    """What is called after each step and each epoch: functions (after an epoch), or objects with either method.
+    """The functions to call after each step and epoch: functions (after an epoch), or objects with either method.
 
     >>> seen = []
     >>> Callbacks([lambda progress: seen.append(progress.epoch)]).on_epoch(Progress(9, 1, {})).stopped is None, seen
@@ -78,12 +78,12 @@ class Callbacks:
         return bool(self._epochs)
 
     def on_step(self, progress: Progress) -> Progress:
-        """After a step; with what was asked for."""
+        """Call the callbacks after a step; returns the progress with their requests."""
         __tracebackhide__ = True
         return _told(self._steps, progress)
 
     def on_epoch(self, progress: Progress) -> Progress:
-        """After an epoch; with what was asked for."""
+        """Call the callbacks after an epoch; returns the progress with their requests."""
         __tracebackhide__ = True
         return _told(self._epochs, progress)
 

@@ -23,7 +23,7 @@ from tfnb.kernels.optim import NUMBERS, SWITCHES
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
 from tfnb.train.optimizer import Optimizer, Pair, Rate, buffer_writes
-from tfnb.train.update_rules import OPTIMIZERS, Rule, parts_of, settings_of
+from tfnb.train.update_rules import OPTIMIZERS, UpdateRule, parts_of, settings_of
 
 _CLASSES = {getattr(torch.optim, name) for name in OPTIMIZERS}
 _TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and pickles leave it out
@@ -71,7 +71,7 @@ def _without_twin(kind: type) -> str:
     )
 
 
-class _Place(NamedTuple):
+class _GroupMember(NamedTuple):
     """A parameter, and the number of its group."""
 
     parameter: torch.Tensor
@@ -145,7 +145,7 @@ class Hyperparameters:
 
 
 def _formula(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each setting, by the names of the op, what a recorded step cannot take anew at each run."""
+    """The settings that are fixed in a recorded step, by the names of the op; other settings are read at each run."""
     numbers = NUMBERS[OPTIMIZERS[kind].op]
     decisive = SWITCHES | {"eps"}  # rows without gradient stay as they are where nothing is divided by 0
     return {
@@ -156,7 +156,7 @@ def _formula(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FromTorch(Optimizer):
-    """What `from_torch` gives. A step updates the parameters of the optimizer only, each as its group says."""
+    """The optimizer made by `from_torch`: updates the parameters of the torch optimizer only, each by its group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(0.0)  # each group has its own
@@ -204,33 +204,33 @@ class FromTorch(Optimizer):
 
     # -- the torch optimizer's groups and state -------------------------------------------------------------------
 
-    def _places(self) -> list[_Place]:
-        return [_Place(p, i) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+    def _places(self) -> list[_GroupMember]:
+        return [_GroupMember(p, i) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
 
     def _trained(self, recorder: Recorder) -> list[Variable]:
         mine = {known(parameter) for parameter, _ in self._places()}
         return [v for v in super()._trained(recorder) if v in mine]
 
-    def _rule(self, owner: Variable) -> tuple[torch.Tensor, Rule]:
+    def _rule(self, owner: Variable) -> tuple[torch.Tensor, UpdateRule]:
         """The parameter of a variable, and the rule of its group with the hyperparameters of now."""
         for parameter, number in self._places():
             if known(parameter) is owner:
                 return parameter, self._group_rule(number)
         raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it{_at()}")
 
-    def _group_rule(self, number: int) -> Rule:
+    def _group_rule(self, number: int) -> UpdateRule:
         group = self.optimizer.param_groups[number]
-        return Rule(self._label, group["lr"], **settings_of(self._label, group))
+        return UpdateRule(self._label, group["lr"], **settings_of(self._label, group))
 
     def _hyperparameters(self, number: int) -> Hyperparameters:
-        """Those of a group, for steps that are recorded with its formula of now."""
+        """The hyperparameters of a group, for steps recorded with its current formula."""
         made = Hyperparameters(self.optimizer, number)
         known = self._groups.setdefault(number, [])
         if made.formula not in [one.formula for one in known]:
             known.append(made)
         return next(one for one in known if one.formula == made.formula)
 
-    def _slot(self, rule: Rule, parameter: torch.Tensor, name: str, stem: str) -> Variable:
+    def _slot(self, rule: UpdateRule, parameter: torch.Tensor, name: str, stem: str) -> Variable:
         key = parameter, name
         if key not in self._kept:
             self._begin(rule, parameter, set(rule.names(parameter)) - self._first.get(parameter, {}).keys())
@@ -240,14 +240,14 @@ class FromTorch(Optimizer):
                 self._kept[key] = Variable.looked_up(find, name=f"{stem}/{name}")
         return self._kept[key]
 
-    def _begin(self, rule: Rule, parameter: torch.Tensor, names: Collection[str]) -> None:
-        """Make what slots start with, some of it by the learning rate of now."""
+    def _begin(self, rule: UpdateRule, parameter: torch.Tensor, names: Collection[str]) -> None:
+        """Make the initial slot values, some of them from the current learning rate."""
         with _disable_current_modes(), torch.no_grad():
             made = rule.initial(parameter.detach())
         self._first.setdefault(parameter, {}).update({name: made[name] for name in names})
 
     def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """A slot in torch's state. What is not there yet is put there when it is needed outside of a recording."""
+        """A slot in torch's state. A missing slot is created when needed outside of a recording."""
         state = self.optimizer.state.get(parameter, {})
         if state.get(name) is not None:
             return self._as_tensor(state, name)
@@ -265,7 +265,7 @@ class FromTorch(Optimizer):
         return self._first[parameter][name]
 
     def _as_tensor(self, state: dict[str, Any], name: str) -> torch.Tensor:
-        """What stands in a state; the count of SparseAdam is a number until a graph needs it."""
+        """An entry of a state as a tensor; the count of SparseAdam is a number until a graph needs it."""
         if not isinstance(state[name], torch.Tensor):
             number = _plain(state[name])
             if current.recording() is not None:
@@ -300,7 +300,7 @@ class FromTorch(Optimizer):
 
 
 def _by_rows(recorder: Recorder, grad: Tensor) -> IndexedSlices | None:
-    """The entries of a gradient that is nothing but that of one look-up in a table, as nobody changed it."""
+    """The entries of a gradient that is exactly the gradient of one table look-up."""
     node = grad.node
     if node.op != "aten.embedding_dense_backward.default" or node.attrs["scale_grad_by_freq"]:
         return None

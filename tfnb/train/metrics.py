@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.state.step_groups import Told
+from tfnb.state.step_groups import StepReport
 
 POINTS = 400  # of a curve
 AT_ONCE = 512  # steps kept as tensors
@@ -30,7 +30,7 @@ class Metrics:
     """Means of watched values.
 
     >>> m = Metrics(["loss"])
-    >>> m.add(2, Told((1, 1), (30, 10), [torch.tensor([1.0, 5.0])]))
+    >>> m.add(2, StepReport((1, 1), (30, 10), [torch.tensor([1.0, 5.0])]))
     >>> m.read()
     >>> m.history, m.curve()
     ([{'epoch': 1, 'step': 2, 'loss': 2.0}], [{'step': 1, 'loss': 1.0}, {'step': 2, 'loss': 5.0}])
@@ -39,15 +39,15 @@ class Metrics:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.bad: list[Bad] = []
-        self._fresh: list[tuple[int, Told]] = []  # that have values, each with its first step
+        self._fresh: list[tuple[int, StepReport]] = []  # that have values, each with its first step
         self._unread = 0  # steps of them
         self._ends: dict[int, int] = {}  # of each epoch its last step so far
         self._totals: dict[int, list[float]] = {}  # of each epoch the rows, and for each name the sum over them
         self._windows: list[tuple[int, int, list[float]]] = []  # last step, steps, sums
         self._width = 1
 
-    def add(self, step: int, told: Told) -> None:
-        """Steps up to ``step``. Those of several epochs may come in any order, as asynchronous tasks take them."""
+    def add(self, step: int, told: StepReport) -> None:
+        """Add steps up to ``step``. Steps of several epochs may come in any order, as from asynchronous tasks."""
         first = step - len(told.epochs) + 1
         for at, epoch in enumerate(told.epochs, first):
             self._ends[epoch] = at
@@ -58,7 +58,7 @@ class Metrics:
                 self.read()
 
     def read(self) -> None:
-        """Turn what was added into numbers."""
+        """Convert the added values to numbers."""
         if not self._fresh:
             return
         steps = [step for first, told in self._fresh for step in range(first, first + len(told.epochs))]
@@ -80,17 +80,17 @@ class Metrics:
         self._extend_windows(steps, columns)
 
     def means(self) -> dict[str, float]:
-        """The means over the last epoch of which something is read."""
+        """The means over the latest epoch with values read."""
         return self.means_of(max(self._totals, default=0))
 
     def means_of(self, epoch: int) -> dict[str, float]:
-        """The means over what is read of an epoch."""
+        """The means over the values read of an epoch."""
         rows, *sums = self._totals.get(epoch, [0.0] * (1 + len(self.names)))
         return {name: total / rows if rows else math.nan for name, total in zip(self.names, sums, strict=True)}
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Of each epoch its last step, and the means over all that is read of it."""
+        """For each epoch its last step, and the means over its values read."""
         return [{"epoch": epoch, "step": step, **self.means_of(epoch)} for epoch, step in sorted(self._ends.items())]
 
     def curve(self) -> list[dict[str, Any]]:

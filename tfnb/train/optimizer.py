@@ -1,4 +1,4 @@
-"""What an optimizer is: slots beside each variable, and a rule that renews both.
+"""The base of optimizers: slots beside each variable, and a rule that updates both.
 
 `minimize` records gradients, one update a variable, and assignments tagged ``step``: nothing is taken while recording,
 and reads never pull a step. A new optimizer is a subclass with `initial` and `update` in ordinary torch code; it runs
@@ -61,7 +61,7 @@ class Optimizer:
     def update_rows(
         self, w: torch.Tensor, grad: IndexedSlices, slots: Mapping[str, torch.Tensor], lr: Rate
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """`update` for a row-sparse gradient; here by a dense copy of it."""
+        """`update` for a row-sparse gradient; by default on a dense copy."""
         return self.update(w, grad.to_dense(f"{type(self).__name__} renews every row"), slots, lr)
 
     def update_all(
@@ -143,7 +143,7 @@ class Optimizer:
 
     @property
     def _label(self) -> str:
-        """What its nodes are named after."""
+        """The name prefix of its nodes."""
         return type(self).__name__
 
     def _trained(self, recorder: Recorder) -> list[Variable]:
@@ -176,7 +176,7 @@ class Optimizer:
         return [recorder.assign(v, value, tags=frozenset({"step"})) for v, value in values]
 
     def _row_rule(self) -> Any:
-        """`update_rows`, unless a subclass says in `update` how its steps differ from those of the base."""
+        """`update_rows`, unless a subclass overrides `update` alone."""
         nearest = next(c for c in type(self).__mro__ if "update" in vars(c) or "update_rows" in vars(c))
         return self.update_rows if "update_rows" in vars(nearest) else partial(Optimizer.update_rows, self)
 
@@ -276,7 +276,7 @@ def _graph_of(pairs: Sequence[Pair]) -> Graph:
 
 
 def _scalar(loss: Any) -> Tensor:
-    """The loss, if it is one."""
+    """The loss, checked to be a scalar."""
     if not isinstance(loss, Tensor):
         raise InvalidArgument(
             f"a loss is a recorded tensor, not {type(loss).__name__}: "

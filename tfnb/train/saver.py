@@ -1,4 +1,4 @@
-"""Saver: a folder of checkpoints of one training, of which the newest, the best and some for ever are kept.
+"""Saver: a folder of checkpoints of one training; keeps the newest, the best, and some permanently.
 
 Files are written by a thread of its own from copies of one moment, one at a time. What fails of that, such as a full
 disk, is told in a warning, and does not end a training.
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from tfnb.errors import FailedPrecondition, InvalidArgument, InvalidType
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.checkpoint import Checkpoint, Unwritten
-from tfnb.state.checkpoint_folder import CheckpointFolder, Kept, Retention, name_of
+from tfnb.state.checkpoint_folder import CheckpointFolder, CheckpointRecord, Retention, name_of
 from tfnb.train.callbacks import Progress
 
 _MORE_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score")
@@ -28,7 +28,7 @@ PASSING = (OSError, MemoryError)  # of a full disk or memory, or a server that d
 
 
 class Saver:
-    """A folder of checkpoints ``ckpt-<step>.json``, each of which `Session.restore` and `fit` read.
+    """A folder of checkpoints ``ckpt-<step>.json``, readable by `Session.restore` and `fit`.
 
     path: the folder, which is made where it is missing, or an fsspec URL such as ``s3://bucket/run``. A checkpoint is a
     manifest, written last, of shards with their digests in the folder ``shards``; what did not change since the
@@ -116,14 +116,14 @@ class Saver:
         lines += [f"  not counted: {name}: {why}" for name, why in self._folder.others().items()]
         return "\n".join([f"<Saver of {self._folder.path}: {len(found)} checkpoints>", *lines])
 
-    def _shown(self, one: Kept) -> str:
+    def _shown(self, one: CheckpointRecord) -> str:
         value = one.value(self.retention.best)
         return "" if value is None else f": {self.retention.best} {value:.6g}"
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def save(self, step: int | None = None) -> Checkpoint:
-        """Write a checkpoint of now, and wait for it.
+        """Write a checkpoint of the current state, and wait for the file.
 
         step: its number; by default the steps of the training of `fit` that is not at its end, else the number of runs
         of the session. Raises CheckpointWriteError, with what was there unchanged.
@@ -149,7 +149,7 @@ class Saver:
     # -- for fit ----------------------------------------------------------------------------------------------------
 
     def opens(self, session: Any, begin: int) -> None:
-        """A training of a session begins behind so many steps: what the folder holds is of it."""
+        """Begin a training of a session after ``begin`` steps: the folder's checkpoints belong to it."""
         self._session = session
         self.failures, self._begun, self.written = 0, -1, None
         self._folder.make()
@@ -170,7 +170,9 @@ class Saver:
         return self.failures > 0 or self._session.state.trained != self._begun
 
     def begin(self, values: Mapping[str, float] = _NO_VALUES) -> None:
-        """Copy what the session has now, and let a thread write it; the one before is settled."""
+        """Copy the current state of the session, and let a thread write the copy; the previous file is settled
+        first.
+        """
         try:
             unwritten = self._taken()
         except PASSING as error:
@@ -189,7 +191,7 @@ class Saver:
         Thread(target=write, name=f"tfnb-saver-{step}", daemon=True).start()
 
     def settle(self) -> None:
-        """Wait for the file that is being written, and tell in a warning that it could not be."""
+        """Wait for the current file, and warn if it could not be written."""
         if self._writing is None:
             return
         error, self._writing = self._writing.exception(), None

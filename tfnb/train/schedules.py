@@ -20,7 +20,7 @@ Schedule = Callable[[Any], torch.Tensor]
 
 
 def _schedule(rule: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> Callable[..., Schedule]:
-    """Let a schedule take numbers too, and check what all of them are given: lengths and rates."""
+    """Let a schedule accept numbers, too, and validate the common arguments: lengths and rates."""
 
     @wraps(rule)
     def make(*args: Any, **kwargs: Any) -> Schedule:

@@ -27,7 +27,7 @@ SPARSE = ("exact", "lazy")
 
 
 class Definition(NamedTuple):
-    """What an optimizer is.
+    """The definition of a torch optimizer.
 
     op: of `tfnb.kernels.optim` or `borrowed`. slots: their names, in the order of the op; ``name?a&b`` only where the
     settings a and b are set. still: whether a row without gradient stays as it is, and its slots, so that exact steps
@@ -79,7 +79,7 @@ _PAIRS = {
     "betas": ("beta1", "beta2"), "eps": ("eps1", "eps2"), "etas": ("etaminus", "etaplus"),
     "step_sizes": ("step_size_min", "step_size_max"),
 }  # fmt: skip
-_STARTS: Mapping[str, Callable[[torch.Tensor, Rule], torch.Tensor]] = {
+_STARTS: Mapping[str, Callable[[torch.Tensor, UpdateRule], torch.Tensor]] = {
     "step": lambda w, rule: _count(w, 0.0, rule),
     "mu": lambda w, rule: _count(w, 1.0, rule),
     "mu_product": lambda w, rule: _count(w, 1.0, rule),
@@ -92,8 +92,8 @@ _STARTS: Mapping[str, Callable[[torch.Tensor, Rule], torch.Tensor]] = {
 """What a slot starts with; others with zeros."""
 
 
-def _count(w: torch.Tensor, start: float, rule: Rule) -> torch.Tensor:
-    """A number beside a variable, of the dtype that torch.optim gives it; SparseAdam takes powers of it in Python."""
+def _count(w: torch.Tensor, start: float, rule: UpdateRule) -> torch.Tensor:
+    """A counter beside a variable, in the dtype of torch.optim; SparseAdam takes its powers in Python."""
     wide = torch.get_default_dtype() is torch.float64 and rule.definition.op not in _FUSED
     dtype = torch.float64 if wide or rule.kind == "SparseAdam" else torch.float32
     return torch.tensor(start, dtype=dtype, device=w.device)
@@ -103,7 +103,7 @@ def _full(w: torch.Tensor, value: float) -> torch.Tensor:
     return torch.full_like(w, complex(value, value) if w.is_complex() else value)
 
 
-class Rule(Optimizer):
+class UpdateRule(Optimizer):
     """An optimizer of `OPTIMIZERS`, with torch's settings by torch's names."""
 
     def __init__(self, kind: str, lr: Any, *, sparse: str = "exact", **given: Any) -> None:
@@ -159,13 +159,13 @@ class Rule(Optimizer):
         return self.definition.vector is not None and w.dim() < 2
 
     def __repr__(self) -> str:
-        name = self.kind if type(self) is Rule else type(self).__name__
+        name = self.kind if type(self) is UpdateRule else type(self).__name__
         shown = self.settings | ({"sparse": self.sparse} if self.sparse != "exact" else {})
         return f"{name}(lr={self.lr!r}, {', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 
 def settings_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a param group of torch's, the settings that the op of the optimizer takes, and what its slots start with."""
+    """The settings of a torch param group used by the optimizer's op or by its initial slots."""
     schema = getattr(torch.ops.tfnb, OPTIMIZERS[kind].op).default._schema
     known = {argument.name for argument in schema.arguments if argument.kwarg_only} - {"lr"}
     known |= {"initial_accumulator_value"}
@@ -182,7 +182,7 @@ def parts_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
-    """A setting of torch by the names of the op, which has one for each part of a pair."""
+    """A setting of torch under the names of the op, which has one name for each part of a pair."""
     if name not in _PAIRS or (name == "eps" and isinstance(value, Real)):  # some have one eps, others a pair
         return [(name, value)]
     if not isinstance(value, (tuple, list)) or len(value) != 2:
@@ -204,8 +204,8 @@ def _setting(owner: str, name: str, value: Any) -> Any:
     return float(value)
 
 
-class SGD(Rule):
-    """Stochastic gradient descent, with momentum if it is not 0."""
+class SGD(UpdateRule):
+    """Stochastic gradient descent, with momentum if nonzero."""
 
     def __init__(
         self, lr: Any = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
@@ -248,7 +248,7 @@ class Nesterov(Momentum):
         super().__init__(lr, momentum, 0.0, weight_decay, True, maximize=maximize, sparse=sparse)
 
 
-class Adadelta(Rule):
+class Adadelta(UpdateRule):
     """Steps as long as a running mean of past ones, over that of gradients, each by its root (Zeiler 2012).
 
     >>> Adadelta(rho=0.95)
@@ -266,7 +266,7 @@ class Adadelta(Rule):
             raise InvalidArgument(f"{type(self).__name__}: rho is the weight of the past, from 0 to 1, not {rho}")
 
 
-class Adagrad(Rule):
+class Adagrad(UpdateRule):
     """Steps divided by the root of all squared gradients so far (Duchi et al. 2011)."""
 
     def __init__(
@@ -279,7 +279,7 @@ class Adagrad(Rule):
         )  # fmt: skip
 
 
-class RMSProp(Rule):
+class RMSProp(UpdateRule):
     """Steps divided by the root of a running mean of squared gradients (Hinton's lecture 6e; Graves 2013 centered)."""
 
     def __init__(
@@ -292,7 +292,7 @@ class RMSProp(Rule):
         )  # fmt: skip
 
 
-class Adam(Rule):
+class Adam(UpdateRule):
     """Running means of the gradient and its square (Kingma and Ba 2015); ``amsgrad`` after Reddi et al. 2018."""
 
     def __init__(
@@ -319,7 +319,7 @@ class AdamW(Adam):
 
 
 class LazyAdam(Adam):
-    """Adam that changes only the rows of a row-sparse gradient; on dense gradients it is Adam."""
+    """Adam that changes only the rows of a row-sparse gradient; plain Adam on dense gradients."""
 
     def __init__(
         self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,

@@ -55,7 +55,7 @@ class Box:
             yield from child.walk()
 
     def at(self, key: Key) -> Box:
-        """The box with that key, which starts with this one's."""
+        """The descendant with a key that starts with this box's key."""
         box = self
         for place in key[len(self.key) :]:
             box = box.children[place]
@@ -63,7 +63,7 @@ class Box:
 
 
 def common(keys: Iterable[Key]) -> Key:
-    """The key of the innermost box that holds all of these.
+    """The key of the innermost box that contains all these keys.
 
     >>> common([(1, 2, 3), (1, 2, 0, 4)])
     (1, 2)

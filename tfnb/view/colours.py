@@ -1,5 +1,4 @@
-"""What colours a drawing: what a traced run measured for each node (`Heat`), what became of it (`Marks`), and where it
-is done (`Sites`).
+"""Colours of a drawing: measurements of a traced run (`Heat`), changes of nodes (`ChangeMarks`), and places (`Sites`).
 
 A trace is anything with ``events`` that have ``node``, ``seconds`` and ``bytes``, and ``inside``. For a difference both
 graphs are drawn as one. Imports the words and the box.
@@ -30,7 +29,7 @@ HOT = {"heat4": "over 33 %", "heat3": "11 %", "heat2": "4 %", "heat1": "1 %"}
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Amounts by node id, of what total, and what they are: ``time`` in seconds or ``bytes``."""
+    """Amounts by node id with their total, in seconds of ``time`` or in ``bytes``."""
 
     amounts: dict[int, float]
     total: float
@@ -38,7 +37,7 @@ class Heat:
     lit: frozenset[int] = frozenset()  # nodes that ran, and nobody measured
 
     def of(self, box: Box) -> float | None:
-        """The amount of all nodes of a box; None where nothing of it ran."""
+        """The amount of all nodes of a box; None if none of them ran."""
         found = [self.amounts[node.id] for node in box.nodes if node.id in self.amounts]
         return sum(found) if found else None
 
@@ -69,7 +68,7 @@ class Heat:
 def heat(
     trace: Any, by: str = "time", lit: frozenset[int] = frozenset(), paths: Mapping[int, Path] | None = None
 ) -> Heat:  # fmt: skip
-    """What a trace says of each node; a share of the time is one of the whole step's. Raises InvalidArgument.
+    """The amounts of a trace by node; a share of time is relative to the whole step. Raises InvalidArgument.
 
     paths: of the drawing's nodes in loops and branches.
     """
@@ -120,13 +119,13 @@ STRIP = {
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """How many numbers of which kind a traced run saw, by the recorded path of a node."""
+    """Counts of numbers by kind in a traced run, by the recorded path of a node."""
 
     by_path: Mapping[Path, Any]  # of objects with ``counts`` and ``size`` that add up
     paths: Mapping[int, Path]
 
     def of(self, box: Box) -> Any:
-        """The health of all values of a box; None where nothing of it was looked at."""
+        """The health of all values of a box; None if none was checked."""
         found = [self.by_path.get(self.paths.get(node.id, (node.id,))) for node in box.nodes]
         seen = [health for health in found if health is not None]
         return sum(seen[1:], seen[0]) if seen else None
@@ -137,7 +136,7 @@ class Vitals:
         return "" if health is None else repr(health)
 
     def shares(self, box: Box) -> list[tuple[str, float]]:
-        """Colours and shares of the whole; of what there is too little of to be seen, a share that can be."""
+        """Colours with their shares of the whole; tiny shares are enlarged to be visible."""
         health = self.of(box)
         if health is None or not health.size:
             return []
@@ -153,7 +152,7 @@ STRIPES = ("#0072b2", "#d55e00", "#2a9d76", "#c2699a", "#c98a0a", "#3d9fd8")  # 
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Where each node of a drawing is done, by its id, and what crosses, by recorded id and the place that takes it."""
+    """The place of each node of a drawing, by its id, and crossings, by recorded id and receiving place."""
 
     at: Mapping[int, Place]
     crossings: Mapping[tuple[int, Place], Crossing]
@@ -174,7 +173,7 @@ class Sites:
         return f"at {', '.join(map(str, found))}" if found else ""
 
     def crossing(self, producer: int, consumer: int) -> str | None:
-        """How a value crosses to its user: ``task:0 -> task:1, value, 96 bytes``; None where it does not."""
+        """How a value crosses to its user: ``task:0 -> task:1, value, 96 bytes``; None if both are at one place."""
         source, to = self.at.get(producer), self.at.get(consumer)
         if source is None or to is None or source == to:
             return None
@@ -214,8 +213,8 @@ TONES = {"added": "update", "removed": "failing", "changed": "variable"}
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """Colours boxes by what became of their nodes; others are plain."""
+class ChangeMarks:
+    """Colours boxes by the changes of their nodes; unchanged ones are plain."""
 
     by_id: Mapping[int, str]
     paths: Mapping[int, tuple[int, ...]]  # of the drawing's nodes in loops and branches: they follow what is around
@@ -224,7 +223,7 @@ class Marks:
         return self.by_id.get(self.paths.get(node.id, (node.id,))[0])
 
     def of(self, box: Box) -> str | None:
-        """What became of a box: of its nodes if they agree, else a group with some of them is changed."""
+        """The change of a box: that of its nodes if they agree, else "changed"."""
         found = {self._of(node) for node in box.nodes}
         return found.pop() if len(found) == 1 else "changed"
 
@@ -242,24 +241,24 @@ class Marks:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Words by colour of what became of nodes; a group of several kinds has the colour of what is changed."""
+        """Words for the changes by colour; a group of several kinds has the colour of changed ones."""
         return {tone: mark for mark, tone in TONES.items() if mark in self.by_id.values()}
 
 
-def legend(colours: Heat | Marks, root: Box) -> list[list[str]]:
+def legend(colours: Heat | ChangeMarks, root: Box) -> list[list[str]]:
     """Words and colours that boxes inside of ``root`` have."""
     tones = {colours.tone(box) for child in root.children for box in child.walk()}
     return [[words, LIGHT[tone].line] for tone, words in colours.kinds.items() if tone in tones]
 
 
 def marks(difference: Difference) -> dict[int, str]:
-    """What became of each node of `union` that is not as it was."""
+    """The change of each node of `union`, without unchanged nodes."""
     parts = {"added": difference.added, "removed": difference.removed, "changed": difference.changed}
     return {node.id: mark for mark, nodes in parts.items() for node in nodes}
 
 
 def union(difference: Difference) -> Graph:
-    """The graph after, and among it the nodes that are gone, below what they took."""
+    """The graph after, with removed nodes inserted below their inputs."""
     after, names = difference.after, Names(node.name for node in difference.after.nodes)
     place: dict[int, int] = dict(after.position)  # of nodes after, and of those that are gone: behind which of them
     gone, last = [], -1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import graphviz
 
-from tfnb.view.wiring import Edge, End, Inlet, Outlet
+from tfnb.view.wiring import DrawnEdge, End, Inlet, Outlet
 
 Size = tuple[float, float]  # pixels
 
@@ -15,7 +15,7 @@ EDGES = 250  # of one level that are laid out; more would take seconds
 _BUSY = 4  # edges of a port from which on they no longer pull their ends together
 
 
-def level(sizes: Sequence[Size], edges: Sequence[Edge]) -> str:
+def level(sizes: Sequence[Size], edges: Sequence[DrawnEdge]) -> str:
     """DOT of one level: boxes ``0, 1, ...`` of these sizes, ports, and the first `EDGES` edges by their place."""
     graph = graphviz.Digraph(
         graph_attr={"rankdir": "TB", "nodesep": "0.22", "ranksep": "0.34", **_EFFORT},
@@ -41,13 +41,13 @@ def _ports(graph: graphviz.Digraph, rank: str, names: Sequence[str]) -> None:
             row.body += [f"\t\t{name}\n" for name in names]
 
 
-def busy_inlets(edges: Sequence[Edge]) -> set[End]:
+def busy_inlets(edges: Sequence[DrawnEdge]) -> set[End]:
     """Inlets with so many users that their edges are drawn pale."""
     tails = [edge.tail for edge in edges if isinstance(edge.tail, Inlet)]
     return {tail for tail in tails if tails.count(tail) > _BUSY}
 
 
-def ends(edges: Sequence[Edge]) -> dict[End, str]:
+def ends(edges: Sequence[DrawnEdge]) -> dict[End, str]:
     """Names of all ends in DOT, by place: equal levels of different boxes have the same DOT and are laid out once."""
     names: dict[End, str] = {}
     for end in (end for edge in edges for end in (edge.tail, edge.head)):

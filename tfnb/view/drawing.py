@@ -1,4 +1,4 @@
-"""A graph's drawing: which boxes are unfolded at first, their faces, and the whole picture as SVG.
+"""A graph's drawing: the boxes unfolded at first, their faces, and the whole picture as SVG.
 
 Every box has a card (folded) and, if it holds others, a frame (unfolded). The page gets the picture and the other face
 of each group, so it can fold and unfold without asking anyone.
@@ -15,10 +15,10 @@ from tfnb.escaping import shorten, xml
 from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, key_name
-from tfnb.view.colours import Heat, Marks, Vitals, heat, sites
+from tfnb.view.colours import ChangeMarks, Heat, Vitals, heat, sites
 from tfnb.view.face import HEAD, Face, Painter, n, times
 from tfnb.view.inside import opened
-from tfnb.view.level import Drawn, Level, Placed, Ports
+from tfnb.view.level import BoxLevel, LevelDrawing, PlacedBox, Ports
 from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.style import HOT_SHEET, LEGIBLE, PAPER, SANS, SHEET
 from tfnb.view.tree import tree
@@ -58,11 +58,11 @@ class Drawing:
         failed = _id_of(failing, self.contents)
         self.vitals = Vitals(trace.health, inside.paths) if trace is not None and trace.health else None
         red = self._origins(trace, inside.paths) | ({failed} if failed is not None else set())
-        self.colours: Heat | Marks | None = None if marks is None else Marks(marks, inside.paths)
+        self.colours: Heat | ChangeMarks | None = None if marks is None else ChangeMarks(marks, inside.paths)
         if trace is not None:
             self.colours = heat(trace, by, inside.lit, inside.paths)
         self.sliders = LoopSliders(trace, inside, self.wiring) if trace is not None and trace.loops else None
-        self.badges = Marks(badges, inside.paths) if badges else None
+        self.badges = ChangeMarks(badges, inside.paths) if badges else None
         self.sites = sites(graph, self.contents, inside.paths)
         self.painter = Painter(
             self.wiring, red, inside.dead.union(grey), self.colours, self.sliders, self.badges, self.vitals, self.sites
@@ -71,7 +71,7 @@ class Drawing:
         self.opened = self._opened(min(boxes, MOST), wanted if len(wanted) <= MARKED else ())
 
     def path(self, node: int) -> tuple[int, ...]:
-        """The ids of a node of the drawing and of those around it, as they were recorded."""
+        """The recorded ids of a node of the drawing and of its enclosing nodes."""
         return self._paths.get(node, (node,))
 
     @staticmethod
@@ -104,7 +104,7 @@ class Drawing:
         return frozenset(opened)
 
     def seen(self, key: Key) -> Key:
-        """The key of the box that a node is seen in at first: itself, or the outermost folded box around it."""
+        """The key of the visible box for a node: itself, or the outermost folded box around it."""
         return next((key[:depth] for depth in range(1, len(key)) if key[:depth] not in self.opened), key)
 
     # -- faces ------------------------------------------------------------------------------------------------
@@ -122,13 +122,13 @@ class Drawing:
         inside = f'<g class="level" {size} transform="translate({n(shift)},{HEAD})">{drawn.svg}</g>'
         return self.painter.frame(box, inside, drawn.width, drawn.height), drawn.ports.moved(shift)
 
-    def _level(self, box: Box, opened: Collection[Key]) -> Drawn:
-        return Level(box, [self._placed(child, opened) for child in box.children], self.wiring, self.sites).draw()
+    def _level(self, box: Box, opened: Collection[Key]) -> LevelDrawing:
+        return BoxLevel(box, [self._placed(child, opened) for child in box.children], self.wiring, self.sites).draw()
 
-    def _placed(self, box: Box, opened: Collection[Key]) -> Placed:
+    def _placed(self, box: Box, opened: Collection[Key]) -> PlacedBox:
         unfolded = box.key in opened
         face, ports = self.frame(box, opened) if unfolded else (self.card(box), Ports())
-        return Placed(face, ports, lambda x, y: self._wrapped(box, face, x, y, unfolded))
+        return PlacedBox(face, ports, lambda x, y: self._wrapped(box, face, x, y, unfolded))
 
     def _wrapped(self, box: Box, face: Face, x: float, y: float, unfolded: bool) -> str:
         words = [f'class="box" data-key="{box.name}" transform="translate({n(x)},{n(y)})" tabindex="0"']
@@ -162,7 +162,7 @@ class Drawing:
         return [shorten(line, 200) for line in lines]
 
     def face(self, name: str, unfolded: bool) -> str:
-        """One face of the group with that key, as SVG: what a live view asks for."""
+        """One face of the group with this key as SVG, on request of a live view."""
         box = self.root.at(tuple(map(int, name.split("."))))
         return self.frame(box, ())[0].svg if unfolded else self.card(box).svg
 
@@ -177,7 +177,7 @@ class Drawing:
 
     @cached_property
     def outline(self) -> str:
-        """What the picture shows, in words: for those who cannot see it."""
+        """A description of the picture in words, for users who cannot see it."""
         seen = [f"{box.title} {box.detail}".strip() for box in self.root.children[:OUTLINE]]
         more = f", and {len(self.root.children) - OUTLINE} more" if len(self.root.children) > OUTLINE else ""
         return f"A dataflow graph from top to bottom: {', then '.join(shorten(word, 60) for word in seen)}{more}."
@@ -190,7 +190,7 @@ class Drawing:
         return self.picture(self.opened)
 
     def picture(self, opened: Collection[Key | str]) -> str:
-        """The drawing with these boxes, or those of these names, unfolded, laid out anew; raises LayoutFailed."""
+        """The drawing with these boxes (by key or name) unfolded, laid out anew; raises LayoutFailed."""
         keys = {tuple(map(int, key.split("."))) if isinstance(key, str) else key for key in opened}
         drawn = self._level(self.root, keys)
         wide, high = n(drawn.width), n(drawn.height)
@@ -219,7 +219,7 @@ def _id_of(which: Which, contents: Contents) -> int | None:
 
 
 def _passes(box: Box) -> list[str]:
-    """What switches a box hangs on: the passes of its nodes, of which a small one has none but its own."""
+    """The switches that toggle a box: the passes of its nodes; small nodes have only their own."""
     if box.is_small:
         return ["variable"]
     return sorted({facts.tone(node) for node in box.nodes if node.op not in facts.SMALL})

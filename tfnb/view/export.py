@@ -32,7 +32,7 @@ from tfnb.view.timeline import timeline
 
 
 def graph_html(graph: Graph, *, limit: int = page.BYTES, **options: Any) -> str:
-    """A self-contained interactive drawing, an indented listing where that fails; below it a ``trace``'s timeline.
+    """A self-contained interactive drawing, or an indented listing as fallback, with the timeline of a ``trace`` below.
 
     limit: bytes up to which it takes along what is folded at first.
     """
@@ -44,7 +44,7 @@ def graph_html(graph: Graph, *, limit: int = page.BYTES, **options: Any) -> str:
 def graph_bundle(
     graph: Graph, *, cell: str | None = None, failing: Node | None = None, badges: Mapping[int, str] | None = None
 ) -> dict[str, str]:
-    """What a cell shows of a graph: HTML, the picture alone for where HTML is cleaned of it, and text."""
+    """The output of a cell for a graph: HTML, the picture alone for front ends that sanitize HTML, and text."""
     drawing = Drawing(graph, cell=cell, failing=failing, badges=badges)
     is_whole = drawing.contents is graph.contents  # no loop or branch is opened, so the trees are the same
     text = listing(graph.name, drawing.wiring) if is_whole else text_tree(graph, cell=cell)
@@ -56,23 +56,23 @@ def graph_bundle(
 
 
 def timeline_of(trace: Any, drawing: Drawing) -> str:
-    """What stands below the drawing of a traced run, linked to its boxes; nothing without one."""
+    """The timeline below the drawing of a traced run, linked to its boxes; empty without a trace."""
     keys = {drawing.path(node): key_name(key) for node, key in drawing.wiring.where.items()}
     return "" if trace is None else timeline(trace, keys)
 
 
 def trace_html(trace: Any, *, by: str = "time") -> str:
-    """A traced run: its graph coloured by time or bytes, the timeline with the live bytes, and what took longest."""
+    """A traced run: its graph coloured by time or bytes, the timeline with the live bytes, and the longest items."""
     return graph_html(trace.graph, trace=trace, by=by)
 
 
 def difference_html(difference: Difference) -> str:
-    """Two graphs as one, coloured by what is new, gone and changed."""
+    """Two graphs as one, coloured by new, gone and changed nodes."""
     return page.html(Drawing(union(difference), marks=marks(difference)), lambda: str(difference))
 
 
 def passes_html(passes: Any) -> str:
-    """The table of what passes did to a run, above the first and the last graph as one."""
+    """The table of the passes' effects on a run, above the first and the last graph as one."""
     return f"<pre>{xml(repr(passes))}</pre>{difference_html(passes.diff())}"
 
 

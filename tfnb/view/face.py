@@ -1,4 +1,4 @@
-"""What a box looks like: the card of a node or folded group, and the frame around an unfolded one.
+"""Faces of a box: the card of a node or folded group, and the frame around an unfolded one.
 
 SVG strings in the box's own coordinates, colours as attributes. Sizes come from `style`, positions from the caller.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tfnb.escaping import shorten, xml
 from tfnb.view import facts
 from tfnb.view.box import Box
-from tfnb.view.colours import TONES, Heat, Marks, Sites, Vitals
+from tfnb.view.colours import TONES, ChangeMarks, Heat, Sites, Vitals
 from tfnb.view.inside import ARGUMENT
 from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE, width
@@ -60,9 +60,9 @@ class Painter:
     wiring: Wiring
     failing: frozenset[int] = frozenset()
     grey: frozenset[int] = frozenset()
-    colours: Heat | Marks | None = None
+    colours: Heat | ChangeMarks | None = None
     sliders: LoopSliders | None = None
-    badges: Marks | None = None
+    badges: ChangeMarks | None = None
     vitals: Vitals | None = None
     sites: Sites | None = None
 
@@ -98,7 +98,7 @@ class Painter:
         return Face(self._group(box, tone, parts), wide, high)
 
     def frame(self, box: Box, inside: str, wide: float, high: float) -> Face:
-        """An unfolded group around the drawing of its level, which has that size; the level sits below the title."""
+        """An unfolded group around the drawing of its level, of the given size, below the title."""
         row, slider = self._header(box), self.sliders.label(box) if self.sliders is not None else None
         least = _length(row) + 2 * PAD + 13 + (SLIDER if slider else 0)
         wide = max(wide, least)
@@ -130,7 +130,7 @@ class Painter:
         return Face(self._group(box, tone, parts), wide, 20)
 
     def _badge(self, box: Box, wide: float) -> list[str]:
-        """A dot at the corner of what is not as it was."""
+        """A dot at the corner of a changed box."""
         mark = self.badges.of(box) if self.badges is not None else None
         if mark is None:
             return []
@@ -179,7 +179,7 @@ class Painter:
         return [*row, Word(shorten(box.where, 24), 10, soft=True)] if box.where else row
 
     def _result(self, box: Box) -> list[str]:
-        """Name and spec of what the box gives, or how much it holds."""
+        """Name and spec of the box's result, or its number of nodes."""
         results = self.wiring.results(box)
         if len(results) != 1:
             return [facts.plural(len(box.nodes), "node")] if box.children else []
@@ -189,7 +189,7 @@ class Painter:
         return [word for word in (name, facts.specs(node, places)) if word]
 
     def _uses(self, box: Box) -> list[str]:
-        """What a function or node takes from far away."""
+        """Names of distant inputs of a function or node."""
         if box.kind not in ("function", "op"):
             return []
         names = [shorten(facts.short_name(node), 20) for node in self.wiring.uses(box)]
@@ -258,7 +258,7 @@ def _text(row: Row, x: float, y: float, *, halo: bool = False) -> str:
 
 
 def _strip(shares: Iterable[tuple[str, float]], x: float, y: float, wide: float) -> str:
-    """How many numbers are of which kind, as lengths."""
+    """Shares of numbers by kind, as lengths."""
     parts = []
     for colour, share in shares:
         parts.append(
@@ -269,7 +269,7 @@ def _strip(shares: Iterable[tuple[str, float]], x: float, y: float, wide: float)
 
 
 def _slider(x: float, loop: int, words: str) -> str:
-    """What iterations of a loop are chosen with: the thumb on the left means all of them."""
+    """The slider that selects iterations of a loop: the thumb on the left means all of them."""
     track = f'<rect class="track" y="7" width="{n(TRACK)}" height="4" rx="2" fill="{WIRE}"/>'
     grip = f'<rect class="grip" y="-4" width="{n(TRACK)}" height="26" fill="{FRAME}" fill-opacity="0"/>'
     thumb = f'<circle class="thumb" cx="0" cy="9" r="6" fill="{LIGHT["forward"].line}" stroke="{FRAME}"/>'

@@ -20,7 +20,7 @@ PREVIEW = 64  # numbers; tensor data beyond this never enters a page
 
 
 def label(node: Node) -> str:
-    """The short name of what a node does.
+    """The short name of a node's operation.
 
     >>> label(Node(id=1, name="c", op="aten.convolution.default"))
     'convolution'
@@ -53,7 +53,7 @@ def constant(node: Node) -> str:
 
 
 def tone(node: Node) -> str:
-    """Which of the colours a node is drawn in."""
+    """The name of the colour of a node."""
     if node.op == "tfnb.placeholder":
         return "input"
     if node.op == "tfnb.read":
@@ -66,7 +66,7 @@ def tone(node: Node) -> str:
 
 
 def is_densified(node: Node) -> bool:
-    """Whether it makes a row-sparse gradient dense."""
+    """Whether a node makes a row-sparse gradient dense."""
     return "densified" in node.tags
 
 
@@ -76,7 +76,7 @@ def specs(node: Node, places: Iterable[int]) -> str:
 
 
 def short_name(node: Node) -> str:
-    """What a card calls a node that is elsewhere: its given name, or the end of its scope."""
+    """The name of a distant node on a card: its given name, or the end of its scope."""
     if node.op == "tfnb.read":
         return variable_name(node)
     if node.op == "tfnb.constant":
@@ -97,7 +97,7 @@ def bytes_of(out: Spec) -> int:
 
 
 def _estimate(size: int | Dim) -> int:
-    """A size, or what it is where all axes that vary are `BATCH`; 1 for an expression without a value there."""
+    """A size, with `BATCH` for all varying axes; 1 for an expression without a value there."""
     try:
         return max(1, int(size.evaluate(dict.fromkeys(size.symbols, BATCH)))) if isinstance(size, Dim) else size
     except (ShapeError, OverflowError, ValueError):  # of a stranger's file; an infinity, or not a number
@@ -135,7 +135,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def arguments(node: Node, contents: Contents) -> str:
-    """The call as the user would read it: ``x, weight, stride=[1, 1]``."""
+    """The call in the user's notation: ``x, weight, stride=[1, 1]``."""
     words = []
     for name, item in node.attrs.items():
         if name == "value" and isinstance(item, torch.Tensor):
@@ -195,7 +195,7 @@ def outputs(node: Node) -> Iterator[str]:
 
 
 def quoted(node: Node) -> list[str]:
-    """Where the user wrote it."""
+    """The node's line in the user's code."""
     return [shorten(str(node.source), 160)] if node.source else []
 
 

@@ -1,4 +1,4 @@
-"""Nodes with subgraphs, opened: what is inside stands before them as nodes like any others, in a scope of their own.
+"""Nodes with subgraphs, opened: inner nodes stand before them as ordinary nodes, in a scope of their own.
 
 For drawings only. What a subgraph is given becomes a node that takes the value from outside, and the node itself takes
 what its subgraphs give; so the edges of a picture go in and come out.
@@ -21,7 +21,7 @@ Path = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedGraph:
     """The contents with all subgraphs opened, and ids of nodes in branches that a run took, and did not take.
 
     ``paths``: of each node that is in a loop or branch, the recorded ids of those around it and its own. ``sides``: the
@@ -37,25 +37,25 @@ class Opened:
 
 def opened(
     contents: Contents, taken: Mapping[int, Collection[bool]] | None = None, keep: Collection[int] = ()
-) -> Opened:  # fmt: skip
+) -> OpenedGraph:  # fmt: skip
     """The contents with all subgraphs opened, at any depth.
 
     keep: constants and the like that are shown even where a loop does not use them. taken: the sides that
     a run took, by the branch's id.
     """
     if not any(node.op in REGIONS for node in contents.nodes):
-        return Opened(contents)
+        return OpenedGraph(contents)
     opening = _Opening(taken or {})
     found = [inner for node in contents.nodes for inner in opening.node(node)]
     opening.taken_from.update(value.node for node in contents.nodes for value in node.inputs)
     nodes = tuple(_without_unused(found, opening.taken_from.difference(keep)))
     dead = frozenset(opening.dead)
     shown = Contents(nodes, contents.guards, contents.bindings)
-    return Opened(shown, frozenset(opening.lit) - dead, dead, opening.paths, opening.sides)
+    return OpenedGraph(shown, frozenset(opening.lit) - dead, dead, opening.paths, opening.sides)
 
 
 def _without_unused(nodes: Sequence[Node], taken: Collection[int]) -> Iterator[Node]:
-    """Without constants, zeros and the like that were ``taken``, but only as what a loop is given and does not use."""
+    """Nodes without constants, zeros and the like that a loop is given, among ``taken``, but never uses."""
     used = {value.node for node in nodes for value in node.inputs}
     return (n for n in nodes if n.inputs or n.op == "tfnb.placeholder" or n.id in used or n.id not in taken)
 
@@ -74,7 +74,7 @@ class _Opening:
         self._ids = count(-1, -1)
 
     def node(self, node: Node) -> Iterator[Node]:
-        """The node, behind those inside of it."""
+        """The node, after its inner nodes."""
         if node.op not in REGIONS:
             yield node
             return
@@ -91,7 +91,7 @@ class _Opening:
         yield replace(node, inputs=inputs, attrs={**attrs, "given": tuple(map(Ref, range(len(inputs))))})
 
     def _note(self, node: Node, part: str, inner: Iterable[Node]) -> None:
-        """Whether a run took this side of a branch; of one that it never came to, neither is known."""
+        """Note whether a run took this side of a branch; for a branch never reached, neither side is known."""
         if node.op != COND:
             return
         way, ids = part == "then", tuple(n.id for n in inner)
@@ -109,7 +109,7 @@ class _Opening:
         return node
 
     def _part(self, node: Node, part: str, subgraph: Subgraph, ids: dict[int, int]) -> Iterator[Node]:
-        """The nodes of one subgraph, on the line of the node around it."""
+        """The nodes of one subgraph, at the line of the enclosing node."""
         values = dict(zip(subgraph.inputs, _given(node, part), strict=True))
         used = {value for inner in subgraph.contents.nodes for value in inner.inputs}.union(subgraph.outputs)
         self.taken_from.update(ids[value.node] for value in used if value is not None)
@@ -136,7 +136,7 @@ class _Opening:
 
 
 def _given(node: Node, part: str) -> list[Value | None]:
-    """What each input of a subgraph is outside."""
+    """The outside value of each input of a subgraph."""
     names = ["operands"] if node.op == COND else ["init", "xs", "captures"] if part == "body" else ["init", "captures"]
     found: list[Value | None] = []
     for name in names:

@@ -54,7 +54,7 @@ def layout(source: str) -> Layout:
 
 
 def svg(source: str) -> str:
-    """DOT as Graphviz draws it. Raises LayoutFailed."""
+    """Graphviz's SVG of a DOT source. Raises LayoutFailed."""
     with _lock:
         text = _render(source, "svg").decode()
     return text[text.index("<svg") :]
@@ -83,7 +83,7 @@ class _Engine(WasmtimeBackend):  # type: ignore[misc]
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """Trap whatever runs here longer than this."""
+        """Trap code that runs here longer than the deadline."""
         self._session.store.set_epoch_deadline(1)
         timer = threading.Timer(seconds, self._engine.increment_epoch)
         timer.daemon = True

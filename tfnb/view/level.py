@@ -14,7 +14,7 @@ from tfnb.view.colours import Sites
 from tfnb.view.face import HEAD, Face, n
 from tfnb.view.layout import Point, layout
 from tfnb.view.style import LIGHT, WIRE
-from tfnb.view.wiring import Edge, End, Inlet, Outlet, Wiring
+from tfnb.view.wiring import DrawnEdge, End, Inlet, Outlet, Wiring
 
 MARGIN = 14
 TOP, INLETS, OUTLETS = 4, -10, 0  # margins below a frame's title: without ports, with ports; above its lower edge
@@ -38,8 +38,8 @@ class Ports:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A drawn child: its face, its ports if it is unfolded, and what makes it SVG at a position."""
+class PlacedBox:
+    """A drawn child: its face, its ports if unfolded, and a function that makes SVG at a position."""
 
     face: Face
     ports: Ports
@@ -47,7 +47,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class LevelDrawing:
     """The inside of a box."""
 
     svg: str
@@ -56,11 +56,11 @@ class Drawn:
     ports: Ports
 
 
-class Level:
+class BoxLevel:
     """The children of ``box`` and the edges between them, laid out."""
 
     def __init__(
-        self, box: Box, children: Sequence[Placed], wiring: Wiring, sites: Sites | None = None
+        self, box: Box, children: Sequence[PlacedBox], wiring: Wiring, sites: Sites | None = None
     ) -> None:  # fmt: skip
         self.box, self.children, self.wiring, self.sites = box, children, wiring, sites
         self.edges = wiring.edges(box)
@@ -72,10 +72,10 @@ class Level:
         self.width = self.plan.width + 2 * MARGIN
         self.height = self.plan.height + self.top + (OUTLETS if ports.outlets else MARGIN)
 
-    def draw(self) -> Drawn:
+    def draw(self) -> LevelDrawing:
         """The level as SVG, its ports and its size."""
         svg = "".join((*self._wires(), *self._boxes(), *self._dots()))
-        return Drawn(svg, self.width, self.height, self._ports())
+        return LevelDrawing(svg, self.width, self.height, self._ports())
 
     def _centre(self, end: End) -> Point:
         x, y = self.plan.nodes[self.names.get(end, str(end))]
@@ -116,7 +116,7 @@ class Level:
             for part in self._parts(edge):
                 yield self._wire(part, self._points(place, part), pale=pale)
 
-    def _parts(self, edge: Edge) -> Iterator[Edge]:
+    def _parts(self, edge: DrawnEdge) -> Iterator[DrawnEdge]:
         """The edge, once for each child of its tail that gives values: they leave an unfolded box apart."""
         depth = len(self.box.key) + 1
         by_child: dict[Key, list[Value]] = {}
@@ -126,9 +126,9 @@ class Level:
             yield edge
             return
         for values in by_child.values():
-            yield Edge(edge.tail, edge.head, tuple(values))
+            yield DrawnEdge(edge.tail, edge.head, tuple(values))
 
-    def _points(self, place: int, edge: Edge) -> list[Point]:
+    def _points(self, place: int, edge: DrawnEdge) -> list[Point]:
         """Bezier points from the layout, with both ends moved to the ports they belong to."""
         laid = self.plan.edges.get(place)
         points = [(x + MARGIN, y + self.top) for x, y in laid] if laid else self._direct(edge)
@@ -138,14 +138,14 @@ class Level:
         points[-2], points[-1] = (points[-2][0] + after, points[-2][1]), (x1, y1)
         return _falling(points)
 
-    def _direct(self, edge: Edge) -> list[Point]:
-        """A curve for an edge beyond what is laid out."""
+    def _direct(self, edge: DrawnEdge) -> list[Point]:
+        """A curve for an edge without a layout."""
         (x0, y0), (x1, y1) = self._centre(edge.tail), self._centre(edge.head)
         y0 += self.children[edge.tail].face.height / 2 if isinstance(edge.tail, int) else 0
         y1 -= self.children[edge.head].face.height / 2 if isinstance(edge.head, int) else 0
         return [(x0, y0), (x0, (y0 + y1) / 2), (x1, (y0 + y1) / 2), (x1, y1)]
 
-    def _start(self, edge: Edge, point: Point) -> Point:
+    def _start(self, edge: DrawnEdge, point: Point) -> Point:
         if isinstance(edge.tail, Inlet):
             return point[0], -HEAD
         outlets = self.children[edge.tail].ports.outlets if isinstance(edge.tail, int) else {}
@@ -154,7 +154,7 @@ class Level:
         gives = [outlets[key[depth]] for key in keys if len(key) > depth and key[depth] in outlets]
         return (self._left(edge.tail) + gives[0], point[1]) if gives else point
 
-    def _stop(self, edge: Edge, point: Point) -> Point:
+    def _stop(self, edge: DrawnEdge, point: Point) -> Point:
         if isinstance(edge.head, Outlet):
             return point[0], self.height
         if not isinstance(edge.head, int):
@@ -168,7 +168,7 @@ class Level:
     def _left(self, end: End) -> float:
         return self._centre(end)[0] - self.children[int(end)].face.width / 2  # type: ignore[arg-type]
 
-    def _wire(self, edge: Edge, points: list[Point], *, pale: bool) -> str:
+    def _wire(self, edge: DrawnEdge, points: list[Point], *, pale: bool) -> str:
         contents = self.wiring.contents
         tone = facts.tone(contents.by_id[edge.values[0].node]) if edge.values else "forward"
         if any(facts.is_densified(contents.by_id[value.node]) for value in edge.values):
@@ -193,7 +193,7 @@ class Level:
         title = xml("\n".join((*_words(edge.values, self.wiring), *crossing)))
         return f'<path {look} {ends} d="{path(points, tip=isinstance(edge.head, int))}"><title>{title}</title></path>'
 
-    def _crossing(self, edge: Edge) -> list[str]:
+    def _crossing(self, edge: DrawnEdge) -> list[str]:
         """How the values of an edge cross to places where the head uses them; nothing where they do not."""
         if self.sites is None:
             return []

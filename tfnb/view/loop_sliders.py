@@ -13,14 +13,14 @@ from typing import Any
 from tfnb.escaping import shorten
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, common, key_name
-from tfnb.view.inside import Opened
+from tfnb.view.inside import OpenedGraph
 from tfnb.view.wiring import Wiring
 
 LONGEST = 30  # characters of a value on a card
 
 
 def value(seen: Any) -> str:
-    """The numbers of a value in brief; nothing where it has none to tell."""
+    """The numbers of a value in brief; empty if unknown."""
     bad = {"NaN": seen.nan, "infinite": seen.infinite}
     if any(bad.values()):
         return ", ".join(f"{count:,} {word}" for word, count in bad.items() if count)
@@ -45,7 +45,7 @@ def spec(seen: Any) -> str:
 
 
 def history(trace: Any, path: tuple[int, ...], most: int = 200) -> str:
-    """The values of a node inside in each iteration that was kept, a line each; without them, how often it ran."""
+    """The values of an inner node in each kept iteration, a line each; without them, its number of runs."""
     rows = [
         (iteration, note)
         for iterations in trace.loops
@@ -63,16 +63,16 @@ def history(trace: Any, path: tuple[int, ...], most: int = 200) -> str:
 
 
 def _named(iteration: Any) -> str:
-    """``iteration 2 in iteration 1`` of the loop around it."""
+    """``iteration 2 in iteration 1`` of the enclosing loop."""
     return f"iteration {iteration.number + 1:,}" + (
         f" in {_named(iteration.around)}" if iteration.around is not None else ""
     )
 
 
 class LoopSliders:
-    """What the loops of a traced run did in single iterations, by the boxes of one drawing."""
+    """Records of single loop iterations in a traced run, by the boxes of one drawing."""
 
-    def __init__(self, trace: Any, opened: Opened, wiring: Wiring) -> None:
+    def __init__(self, trace: Any, opened: OpenedGraph, wiring: Wiring) -> None:
         self.loops = tuple(trace.loops)
         self.wiring, self.sides = wiring, opened.sides
         self.calls = {path: amount.calls for path, amount in trace.inside.items()}
@@ -122,13 +122,13 @@ class LoopSliders:
         return [f"{calls:,} times", *dict.fromkeys(_short(note) for _, _, note in self.notes[node])]
 
     def label(self, box: Box) -> tuple[int, str] | None:
-        """Number and first words of the slider of an unfolded box, if it has one."""
+        """Number and initial text of the slider of an unfolded box, if any."""
         place = self.frames.get(box.key)
         return None if place is None else (place, f"all {facts.plural(self.loops[place].total, 'iteration')}")
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """What the sliders need: see ``loop_sliders.js`` of `tfnb.widgets`."""
+        """The data of the sliders: see ``loop_sliders.js`` of `tfnb.widgets`."""
         if not self.frames:
             return {}
         words: dict[str, int] = {}
@@ -150,7 +150,7 @@ class LoopSliders:
         return (box for box in self.wiring.root.walk() if box.children and self.is_inside(box))
 
     def _sides(self) -> Iterator[list[Any]]:
-        """Loop, nodes of a side of a branch, and in which iterations it was taken."""
+        """Loop, nodes of a side of a branch, and the iterations that took the side."""
         ids: Mapping[tuple[Any, bool], tuple[int, ...]] = self.sides
         where = self.wiring.where
         for place, iterations in enumerate(self.loops):
@@ -166,7 +166,7 @@ def _short(note: Any) -> str:
 
 
 def _packed(notes: Iterable[tuple[int, int, Any]], words: dict[str, int]) -> Iterator[int]:
-    """The loop, then four numbers an iteration: which, words on a card and in the tooltip, tenths of microseconds."""
+    """The loop, then four numbers an iteration: index, words on a card and in the tooltip, tenths of microseconds."""
     for count, (place, at, note) in enumerate(notes):
         if not count:
             yield place

@@ -69,12 +69,12 @@ def _fitting(drawing: Drawing, room: int) -> dict[str, str]:
 
 
 def digest(picture: str) -> str:
-    """Names a picture by its content: how a live view finds the static one it stands in for."""
+    """The name of a picture, a digest by which a live view finds the static picture it replaces."""
     return hashlib.sha256(picture.encode()).hexdigest()[:16]
 
 
 def live(drawing: Drawing, *, below: str = "") -> dict[str, Any]:
-    """What `tfnb.widgets.graph_widget.GraphWidget` shows of a drawing, with a timeline below; LayoutFailed."""
+    """The data of `tfnb.widgets.graph_widget.GraphWidget` for a drawing, with a timeline below; raises LayoutFailed."""
     title = f"{drawing.name}  {facts.counts(drawing.contents)}"
     iterations = drawing.sliders.data if drawing.sliders is not None else {}
     return {

@@ -62,7 +62,7 @@ def _nodes(boxes: Sequence[Box]) -> tuple[Node, ...]:
 
 
 def _signature(nodes: Sequence[Node]) -> tuple[Any, ...]:
-    """What two equal blocks share: ops, arguments, specs and wiring. Updates are equal whatever their shapes."""
+    """The signature shared by equal blocks: ops, arguments, specs and wiring. Updates are equal at all shapes."""
     place = {node.id: index for index, node in enumerate(nodes)}
     sized = not any("update" in node.tags for node in nodes)
     return tuple(

@@ -31,7 +31,7 @@ _CELL = 'style="text-align:left;padding:1px 12px 1px 0;vertical-align:top"'
 
 
 def tensor_html(tensor: Any) -> str:
-    """A recorded tensor: spec, where it comes from, and its sample."""
+    """A recorded tensor: spec, origin, and sample."""
     sample = tensor.found_sample()
     badge = '<span style="background:#e8ecf2;color:#3d4d66;border-radius:8px;padding:0 7px">sample</span> '
     shown = badge + _glance(sample) if isinstance(sample, torch.Tensor) else ""
@@ -42,7 +42,7 @@ def tensor_html(tensor: Any) -> str:
 
 
 def tensor_facts(tensor: Any) -> Facts:
-    """What both forms say about a recorded tensor."""
+    """Facts about a recorded tensor, for HTML and text."""
     node, spec, sample = tensor.node, tensor.spec, tensor.found_sample()
     found = [("device", spec.device), ("bytes", _bytes(spec)), ("from", f"{node.name} = {node.op}")]
     if node.source:
@@ -58,7 +58,7 @@ def variable_html(variable: Variable) -> str:
 
 
 def variable_facts(variable: Variable) -> Facts:
-    """What both forms say about a Variable; a value that lives elsewhere is not fetched."""
+    """Facts about a Variable, for HTML and text; remote values are not fetched."""
     here = variable.home is None
     found = [("bytes", _bytes(variable.spec)), ("home", "here" if here else str(variable.home))]
     found.append(("trainable", "yes" if variable.trainable else "no"))
@@ -66,7 +66,7 @@ def variable_facts(variable: Variable) -> Facts:
 
 
 def checkpoint_html(checkpoint: Any) -> str:
-    """A file of variables: its path, the step, and what it holds."""
+    """A file of variables: its path, step, and contents."""
     return _details(f"{checkpoint.file}  {len(checkpoint.specs)} variables", checkpoint.facts, "")
 
 
@@ -81,18 +81,18 @@ def values_html(values: Any) -> str:
 
 
 def spec_html(spec: Spec) -> str:
-    """A Spec: dtype, sizes, which of them vary, bytes."""
+    """A Spec: dtype, sizes, varying sizes, bytes."""
     return _details(str(spec), spec_facts(spec), "")
 
 
 def spec_facts(spec: Spec) -> Facts:
-    """What both forms say about a Spec."""
+    """Facts about a Spec, for HTML and text."""
     varies = ", ".join(spec.symbols) or "nothing"
     return [("dtype", dtype_name(spec.dtype)), ("varies", varies), ("device", spec.device), ("bytes", _bytes(spec))]
 
 
 def operation_html(operation: Any) -> str:
-    """An Operation: what it runs, and where it was written."""
+    """An Operation: its op, and its position in the code."""
     try:
         return _details(f"{operation.name}  {operation.node.op}", operation_facts(operation), "")
     except StaleNode as gone:
@@ -100,7 +100,7 @@ def operation_html(operation: Any) -> str:
 
 
 def operation_facts(operation: Any) -> Facts:
-    """What both forms say about an Operation: ``inputs`` are the first `FEW` of what it runs or takes."""
+    """Facts about an Operation, for HTML and text: ``inputs`` are the first `FEW` of its inputs and dependencies."""
     node, contents = operation.node, operation.graph.contents
     used = (*(value.node for value in node.inputs), *node.control)
     names = dict.fromkeys(contents.shown(contents.by_id[at]) for at in used)
@@ -110,12 +110,12 @@ def operation_facts(operation: Any) -> Facts:
 
 
 def session_html(session: Any) -> str:
-    """A Session: where it runs, and which code runs what was run."""
+    """A Session: its home, and the code of its signatures."""
     return _details(repr(session).strip("<>"), session_facts(session), "")
 
 
 def session_facts(session: Any) -> Facts:
-    """What both forms say about a Session."""
+    """Facts about a Session, for HTML and text."""
     cluster, budget = session.cluster, session.memory_budget
     found = [("runs", "here" if cluster is None else f"on a cluster: {', '.join(cluster.tasks)}")]
     found += [] if budget is None else [("memory budget", facts.amount(budget))]
@@ -125,12 +125,12 @@ def session_facts(session: Any) -> Facts:
 
 
 def queue_html(queue: Queue) -> str:
-    """A queue, accumulator or barrier: how full it is, who waits, and what it holds."""
+    """A queue, accumulator or barrier: its level, its waiters, and its contents."""
     return _details(repr(queue).strip("<>"), queue_facts(queue), "")
 
 
 def queue_facts(queue: Queue) -> Facts:
-    """What both forms say about a queue; of one on a server, as that said last."""
+    """Facts about a queue, for HTML and text; for a queue on a server, as last reported."""
     parts = (f"{dtype_name(dtype)}{_shape(shape)}" for dtype, shape in queue.components)
     found = [
         ("level", repr(queue).strip("<>").partition(": ")[2]),
@@ -144,7 +144,7 @@ def queue_facts(queue: Queue) -> Facts:
 
 
 def _shape(shape: tuple[int | None, ...] | None) -> str:
-    """``[3, ?]``: sizes, of which some differ from element to element; nothing for any shape."""
+    """``[3, ?]``: sizes, with a question mark for those that vary by element; empty for any shape."""
     return " of any shape" if shape is None else f"[{', '.join('?' if n is None else str(n) for n in shape)}]"
 
 

@@ -1,4 +1,4 @@
-"""A traced run as HTML: bars in lanes, the bytes alive below them, and tables of what took longest.
+"""A traced run as HTML: bars in lanes, the live bytes below, and tables of the longest items.
 
 Of a run on a cluster each place is a lane, and below them each link; arrows go from place to place, messages on links.
 
@@ -93,7 +93,7 @@ def _tone(event: Any) -> str:
 
 
 def _links(event: Any, keys: Mapping[tuple[int, ...], str], iterations: Mapping[int, str]) -> str:
-    """The box of a bar in the drawing, and which iteration of which loop: see ``timeline.js`` of `tfnb.widgets`."""
+    """The box of a bar in the drawing, and its iteration of a loop: see ``timeline.js`` of `tfnb.widgets`."""
     key = keys.get(event.path or (event.node.id,)) if event.node else None
     iteration = iterations.get(id(event.iteration))
     words = [
@@ -116,7 +116,7 @@ def _bar(event: Any, lanes: Mapping[Any, float], scale: float, links: str, paint
 
 
 def _messages(messages: Sequence[Any], lanes: Mapping[Any, float], scale: float) -> str:
-    """A bar on the link for each message, and an arrow from the place that sent it to the one where it went."""
+    """A bar on the link for each message, and an arrow from its source to its destination."""
     middle = {thread: top + 17 + BAR / 2 for (thread, device), top in reversed([*lanes.items()]) if device != "link"}
     paint, parts = LIGHT["input"], []
     for one in messages:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from tfnb.graph import Contents, Node, Source
+from tfnb.graph import Contents, Node, SourceLine
 from tfnb.view import facts
 from tfnb.view.box import Box
 from tfnb.view.inside import ARGUMENT
@@ -23,7 +23,7 @@ LEVEL = 60  # boxes of one level
 PART = 40  # boxes of one part of a longer level
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """One step of the way from the root to a node."""
 
     kind: str
@@ -35,7 +35,7 @@ class Item(NamedTuple):
     """A node and its way."""
 
     node: Node
-    steps: tuple[Step, ...]
+    steps: tuple[PathStep, ...]
 
 
 def tree(contents: Contents, *, cell: str | None = None) -> Box:
@@ -60,7 +60,7 @@ def _ordered(contents: Contents, cell: str | None) -> list[Item]:
             after.setdefault(node.inputs[0].node, []).append(node)
     moved = {node.id for nodes in (*before.values(), *after.values()) for node in nodes}
 
-    def take(node: Node, steps: tuple[Step, ...]) -> list[Item]:
+    def take(node: Node, steps: tuple[PathStep, ...]) -> list[Item]:
         around = [Item(small, steps) for small in before.get(node.id, ())]
         behind = [item for late in after.get(node.id, ()) for item in take(late, steps)]
         return [*around, Item(node, steps), *behind]
@@ -70,14 +70,14 @@ def _ordered(contents: Contents, cell: str | None) -> list[Item]:
 
 
 def _adopted(items: list[Item], contents: Contents) -> list[Item]:
-    """Sums of partial gradients, which belong to no forward node, beside the gradients they come between."""
+    """Place sums of partial gradients, without a forward node, beside their neighbouring gradients."""
     for place in range(1, len(items) - 1):
         node, before, behind = items[place].node, items[place - 1].steps, items[place + 1].steps
         if _is_sum(node, contents) and "gradient" in items[place - 1].node.tags:
             least = 1 + next(k for k, step in enumerate(before) if step.kind == "pass")
             shared = next((k for k, (a, b) in enumerate(zip(before, behind, strict=False)) if a != b), len(before) - 1)
             shared += before[shared].label.isdigit()  # an item of a Sequential or ModuleList keeps its own sums
-            items[place] = Item(node, (*before[: max(least, shared)], Step("function", facts.label(node))))
+            items[place] = Item(node, (*before[: max(least, shared)], PathStep("function", facts.label(node))))
     return items
 
 
@@ -95,12 +95,12 @@ def _first_users(contents: Contents) -> dict[int, int]:
     return users
 
 
-def _steps(node: Node, contents: Contents, cell: str | None) -> tuple[Step, ...]:
+def _steps(node: Node, contents: Contents, cell: str | None) -> tuple[PathStep, ...]:
     if node.op == "tfnb.placeholder":
         return ()
     steps = []
     if cell is not None and not _of_cell(node, cell):
-        steps.append(Step("cell", node.source.label if node.source else "elsewhere"))
+        steps.append(PathStep("cell", node.source.label if node.source else "elsewhere"))
     if node.source:
         steps.append(_line(node.source))
     return (*steps, *_scopes(node, contents))
@@ -110,29 +110,29 @@ def _of_cell(node: Node, cell: str) -> bool:
     return cell in (node.source and node.source.label, node.owner and node.owner.key)
 
 
-def _line(source: Source) -> Step:
+def _line(source: SourceLine) -> PathStep:
     where = f"{source.label}:{source.line}"
-    return Step("line", source.text.strip(), where) if source.text.strip() else Step("line", where)
+    return PathStep("line", source.text.strip(), where) if source.text.strip() else PathStep("line", where)
 
 
-def _scopes(node: Node, contents: Contents) -> tuple[Step, ...]:
+def _scopes(node: Node, contents: Contents) -> tuple[PathStep, ...]:
     """Steps below the line. A gradient goes under its forward node's scope, an update under its variable's name."""
     scope = node.scope
     if _is_update(node, contents):
         name = scope[0] if scope else "update"
-        ways = [] if node.op == "tfnb.group" else [Step("scope", _updated(node, contents))]
-        return (Step("pass", name), *ways, *(Step("function", part) for part in scope[1:]))
+        ways = [] if node.op == "tfnb.group" else [PathStep("scope", _updated(node, contents))]
+        return (PathStep("pass", name), *ways, *(PathStep("function", part) for part in scope[1:]))
     if "gradient" in node.tags:
         inner = scope[1:] if scope and re.fullmatch(r"gradients(_\d+)?", scope[0]) else scope
         forward = contents.by_id.get(node.forward) if node.forward is not None else None
         depth = len(forward.scope) - 1 if forward else 0
-        return (Step("pass", "gradients"), *_kinds(inner, depth))
+        return (PathStep("pass", "gradients"), *_kinds(inner, depth))
     return _kinds(scope, len(scope) - 1)
 
 
-def _kinds(scope: Sequence[str], modules: int) -> tuple[Step, ...]:
+def _kinds(scope: Sequence[str], modules: int) -> tuple[PathStep, ...]:
     """Steps of a scope path whose first ``modules`` parts are modules or name scopes."""
-    return tuple(Step("scope" if place < modules else "function", part) for place, part in enumerate(scope))
+    return tuple(PathStep("scope" if place < modules else "function", part) for place, part in enumerate(scope))
 
 
 def _is_update(node: Node, contents: Contents) -> bool:
@@ -188,13 +188,13 @@ def _only_writes(box: Box) -> bool:
 
 
 def _is_fed(box: Box) -> bool:
-    """Whether a group is what a loop or branch is given, and the constants and variables that these are."""
+    """Whether a group consists of a loop's or branch's arguments, with their constants and variables."""
     *others, last = box.children or (box,)
     return bool(others) and last.kind == "op" and last.node.op == ARGUMENT and all(each.is_small for each in others)
 
 
 def _merged(outer: Box, inner: Box) -> Box:
-    """The only child with what its parent knew: a line gives its code, a scope or pass its name."""
+    """Merge an only child with its parent: a line gives its code, a scope or pass its name."""
     if outer.kind in ("line", "cell"):
         inner.code, inner.where = inner.code or outer.title, inner.where or outer.where
         return inner

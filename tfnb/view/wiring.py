@@ -1,4 +1,4 @@
-"""The edges of one level: between its boxes, and to ports on its frame for what comes from and goes outside.
+"""The edges of one level: between its boxes, and to ports on its frame for edges from and to the outside.
 
 An end is the place of a child, an `Inlet` (the box outside that the value comes from, the same at every depth) or an
 `Outlet` (the child inside that gives the value).
@@ -32,7 +32,7 @@ End = int | Inlet | Outlet
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class DrawnEdge:
     """Values that go from one end to another; none for an edge that only orders."""
 
     tail: End
@@ -40,8 +40,8 @@ class Edge:
     values: tuple[Value, ...]
 
 
-class Link(NamedTuple):
-    """One node's use of another; ``value`` is None where it only runs later. A quiet one is words, not an edge."""
+class NodeLink(NamedTuple):
+    """One node's use of another; ``value`` is None for a control dependency. A quiet link is words, not an edge."""
 
     producer: int
     consumer: int
@@ -58,12 +58,12 @@ class Wiring:
         self.where: dict[int, Key] = {box.node.id: box.key for box in root.walk() if not box.children and box.nodes}
 
     @cached_property
-    def links(self) -> dict[int, list[Link]]:
+    def links(self) -> dict[int, list[NodeLink]]:
         """Links into and out of each node."""
-        found: dict[int, list[Link]] = {}
+        found: dict[int, list[NodeLink]] = {}
         for node in self.contents.nodes:
-            data = [Link(v.node, node.id, v, self._is_quiet(v, node)) for v in dict.fromkeys(node.inputs)]
-            order = [Link(producer, node.id, None, False) for producer in node.control]
+            data = [NodeLink(v.node, node.id, v, self._is_quiet(v, node)) for v in dict.fromkeys(node.inputs)]
+            order = [NodeLink(producer, node.id, None, False) for producer in node.control]
             order += [self._effect(i, node.id) for i in node.effects]
             for link in data + order:
                 if link.producer in self.where and link.consumer in self.where:
@@ -71,12 +71,13 @@ class Wiring:
                     found.setdefault(link.consumer, []).append(link)
         return found
 
-    def _effect(self, effect: int, step: int) -> Link:
-        """From a statement to the step that runs it, or back where it stands below that. Statistics of modules are
-        quiet: with counters of batch norm as edges no network would be a chain."""
+    def _effect(self, effect: int, step: int) -> NodeLink:
+        """A link from a statement to the step that runs it, or back if it stands below. Statistics of modules are
+        quiet: with counters of batch norm as edges no network would be a chain.
+        """
         place = self.contents.position
         quiet = "buffer" in self.contents.by_id[effect].tags
-        return Link(min(effect, step, key=place.__getitem__), max(effect, step, key=place.__getitem__), None, quiet)
+        return NodeLink(min(effect, step, key=place.__getitem__), max(effect, step, key=place.__getitem__), None, quiet)
 
     def _is_quiet(self, value: Value, user: Node) -> bool:
         """Values that a gradient takes from the forward pass, and variables and constants used again far away."""
@@ -89,7 +90,7 @@ class Wiring:
             return True
         return producer.op in facts.SMALL and self.where[producer.id][:-1] != self.where[user.id][:-1]
 
-    def edges(self, box: Box) -> list[Edge]:
+    def edges(self, box: Box) -> list[DrawnEdge]:
         """The edges of the level inside ``box``, in order of first use."""
         merged: dict[tuple[End, End], dict[Value, None]] = {}
         for link in dict.fromkeys(link for node in box.nodes for link in self.links.get(node.id, ())):
@@ -97,7 +98,7 @@ class Wiring:
                 values = merged.setdefault(ends, {})
                 if link.value is not None:
                     values[link.value] = None
-        return [Edge(tail, head, tuple(values)) for (tail, head), values in merged.items()]
+        return [DrawnEdge(tail, head, tuple(values)) for (tail, head), values in merged.items()]
 
     def results(self, box: Box) -> list[tuple[Node, tuple[int, ...]]]:
         """The values of a box that something outside takes, or nothing at all: nodes and output places."""
@@ -116,12 +117,12 @@ class Wiring:
         return found
 
     def uses(self, box: Box) -> list[Node]:
-        """Nodes outside a box whose values it takes quietly."""
+        """Nodes outside a box with quiet links into it."""
         inside = {node.id for node in box.nodes}
         quiet = (link for node in box.nodes for link in self.links.get(node.id, ()) if link.quiet)
         return [self.contents.by_id[i] for i in dict.fromkeys(k.producer for k in quiet if k.producer not in inside)]
 
-    def _ends(self, link: Link, level: Key) -> Iterator[tuple[End, End]]:
+    def _ends(self, link: NodeLink, level: Key) -> Iterator[tuple[End, End]]:
         tail, head = self.where[link.producer], self.where[link.consumer]
         depth = len(level)
         inside, used_inside = tail[:depth] == level, head[:depth] == level

@@ -35,7 +35,7 @@ from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.tasks.programs import Plan, ShardProgram, place
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.messages import Ok, OpId, Peer, Request
-from tfnb.cluster.wire.streams import Broken, Offer, Stream, framed
+from tfnb.cluster.wire.streams import Stream, StreamBroken, StreamOffer, framed
 from tfnb.cluster.wire.transport import write_request
 from tfnb.passes import step_graph
 from tfnb.placement.partition import split
@@ -102,7 +102,7 @@ class Server:
         answer = answers.get(timeout=SECONDS)
         assert isinstance(answer, Ok), answer
 
-    def offer(self) -> Offer:
+    def offer(self) -> StreamOffer:
         """A fresh key."""
         return self._serving.offer(ADDRESS, streams.Security())
 
@@ -132,10 +132,10 @@ class ServerProcess:
         self._process.stdin.flush()
         return dict(json.loads(self._process.stdout.readline()))
 
-    def offer(self) -> Offer:
+    def offer(self) -> StreamOffer:
         """A fresh key."""
         found = self._answer("offer")
-        return Offer(found["host"], found["port"], bytes.fromhex(found["name"]), bytes.fromhex(found["key"]))
+        return StreamOffer(found["host"], found["port"], bytes.fromhex(found["name"]), bytes.fromhex(found["key"]))
 
     def facts(self) -> dict[str, Any]:
         """How it is."""
@@ -219,7 +219,7 @@ class Attacker:
         """What that seed says; its name."""
         self.chance = random.Random(seed)
         name = self.chance.choice([*ATTACKS])
-        with suppress(OSError, Broken):  # the server closed it first
+        with suppress(OSError, StreamBroken):  # the server closed it first
             ATTACKS[name](self)
         return name
 
@@ -230,7 +230,7 @@ class Attacker:
 
     # -- what attacks are made of --
 
-    def connection(self, offer: Offer | None = None) -> socket.socket:
+    def connection(self, offer: StreamOffer | None = None) -> socket.socket:
         """One that has proved nothing."""
         host, port, *_ = offer or self.server.offer()
         return self._kept(socket.create_connection((host, port), timeout=SECONDS))
@@ -246,7 +246,7 @@ class Attacker:
             self._open.popleft().close()
         return sock
 
-    def claim(self, sock: socket.socket, offer: Offer) -> bytes:
+    def claim(self, sock: socket.socket, offer: StreamOffer) -> bytes:
         """The proof of a key for what the server says first."""
         hello = b""
         while len(hello) < 40:

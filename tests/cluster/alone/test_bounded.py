@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.cluster.alone.test_core import Add
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Arrived, Reply
-from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request
+from tfnb.cluster.server.core_events import Reply, RequestArrival
+from tfnb.cluster.wire.messages import Ok, OpId, Refusal, Request
 from tfnb.state.store import Store
 
 
@@ -25,7 +25,7 @@ class World:
             shard: Core(Store(), lambda meta, tensors: Add(), epoch=1, incarnation=7, shard=shard) for shard in shards
         }
         self.tickets = itertools.count()
-        self.answers: dict[int, Ok | Refused] = {}
+        self.answers: dict[int, Ok | Refusal] = {}
         self.waiting: dict[int, tuple[int, str]] = {}  # ticket -> shard and loop
         self.clocks: dict[int, dict[str, int]] = {shard: {} for shard in shards}
         self.values = dict.fromkeys(shards, 0.0)
@@ -38,7 +38,7 @@ class World:
     def ask(self, shard, method, client, tensors=(), /, op=None, **meta):
         ticket = next(self.tickets)
         request = Request(method, op or OpId(client, ticket), 1, 7, meta, list(tensors))
-        for effect in self.cores[shard].on(Arrived(ticket, request), 0.0):
+        for effect in self.cores[shard].on(RequestArrival(ticket, request), 0.0):
             assert isinstance(effect, Reply)
             self.answers[effect.ticket] = effect.answer
             if effect.ticket in self.waiting:
@@ -51,7 +51,7 @@ class World:
 
     def read(self, shard, loop, answer):
         """A read that was answered: it is fresh enough, and whole."""
-        if isinstance(answer, Refused):
+        if isinstance(answer, Refusal):
             assert (shard, loop) in self.gone
             return
         assert self.behind(shard, loop) <= self.staleness, "C-55"
@@ -108,7 +108,7 @@ class Loop:
         kind, shard, about = self.todo.pop(0)
         if kind == "enter":
             answer = world.answers[world.ask(shard, "enter", self.name, clock=self.clock, **about)]
-            if isinstance(answer, Refused):
+            if isinstance(answer, Refusal):
                 return self.fail(shard)
             if shard == world.shards[0]:
                 assert answer.meta["clock"] >= self.clock
@@ -126,7 +126,7 @@ class Loop:
                     reads=["w"], **about,
                 )
             ]  # fmt: skip
-            if isinstance(answer, Refused):
+            if isinstance(answer, Refusal):
                 world.clocks[shard] = before
                 return self.fail(shard)
             assert is_in and answer.tensors[0].item() == world.values[shard]
@@ -138,7 +138,7 @@ class Loop:
             ticket = world.ask(shard, "pull", self.name, keys=["w"], since=[-1], staleness=world.staleness, **about)
             if ticket in world.answers:
                 world.read(shard, self.name, world.answers[ticket])
-                if isinstance(world.answers[ticket], Refused):
+                if isinstance(world.answers[ticket], Refusal):
                     self.fail(shard)
             else:
                 world.waiting[ticket] = shard, self.name
@@ -226,7 +226,7 @@ def test_a_push_that_is_repeated_moves_the_clock_once_and_its_loop_on():
     assert world.answers[ticket].tensors[0].item() == 1.0
     for method in ("enter", "push", "pull"):
         late = world.ask(0, method, "late", training="t", loop="b", clock=1, keys=["w"], plan="add", staleness=0)
-        assert world.answers[late] == Refused("given-up", "loop b was given up")
+        assert world.answers[late] == Refusal("given-up", "loop b was given up")
 
 
 @pytest.mark.parametrize("clock", [0, 7])

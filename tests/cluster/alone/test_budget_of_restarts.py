@@ -6,7 +6,7 @@ import pytest
 
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.modes.plan import POISON
-from tfnb.cluster.recovery import Budget, Recovery
+from tfnb.cluster.recovery import Recovery, RecoveryBudget
 from tfnb.errors import ParameterServerLost
 
 
@@ -16,11 +16,11 @@ def lost() -> ParameterServerLost:
 
 def test_none_are_taken_of_an_empty_budget() -> None:
     with pytest.raises(ParameterServerLost, match=r"at step 7\.$"):
-        Budget(Restarts(most=0)).spend(lost(), 7)
+        RecoveryBudget(Restarts(most=0)).spend(lost(), 7)
 
 
 def test_a_spent_budget_says_how_to_have_more() -> None:
-    budget = Budget(Restarts(most=2))
+    budget = RecoveryBudget(Restarts(most=2))
     budget.spend(lost(), 7)
     budget.spend(lost(), 9)
     with pytest.raises(ParameterServerLost, match=r"2 restarts in 10 minutes are spent.*restarts=n"):
@@ -28,7 +28,7 @@ def test_a_spent_budget_says_how_to_have_more() -> None:
 
 
 def test_a_step_that_kills_servers_stops_the_training() -> None:
-    budget = Budget(Restarts(most=100))
+    budget = RecoveryBudget(Restarts(most=100))
     for step in (7, *[9] * (POISON - 1)):
         budget.spend(lost(), step)
     with pytest.raises(ParameterServerLost, match=f"{POISON} attempts at step 10 each lost a server"):

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import tfnb.cluster.server.core as core_module
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Arrived
+from tfnb.cluster.server.core_events import RequestArrival
 from tfnb.cluster.server.ledger import WINDOW, Ledger
 from tfnb.cluster.wire import sparse_values
-from tfnb.cluster.wire.messages import Failed, Ok, OpId, Refused, Request
+from tfnb.cluster.wire.messages import Failure, Ok, OpId, Refusal, Request
 from tfnb.graph import lazy_memory
 from tfnb.passes.flow.merges import mean
 from tfnb.state.store import Store
@@ -60,7 +60,9 @@ class Server:
     def __call__(self, method, tensors=(), *, op=None, epoch=1, incarnation=7, **meta):
         self.seq += 1
         op = op or OpId("client", self.seq)
-        (reply,) = self.core.on(Arrived(self.seq, Request(method, op, epoch, incarnation, meta, list(tensors))), 0.0)
+        (reply,) = self.core.on(
+            RequestArrival(self.seq, Request(method, op, epoch, incarnation, meta, list(tensors))), 0.0
+        )
         assert reply.ticket == self.seq
         return reply.answer
 
@@ -244,10 +246,10 @@ def test_commit_of_a_worker_that_staged_nothing_names_the_gap():
 
 def test_c22_an_error_before_the_write_leaves_the_state_and_one_inside_poisons():
     server = Server(fail="compute")
-    assert isinstance(server.push(1), Failed)
+    assert isinstance(server.push(1), Failure)
     assert server.w.tolist() == [0, 0, 0]
     server = Server(fail="commit")
-    assert isinstance(server.push(1), Failed)
+    assert isinstance(server.push(1), Failure)
     assert server("stat").reason == "poisoned"
 
 
@@ -535,7 +537,7 @@ class Shard(RuleBasedStateMachine):
 
     def _deliver(self, op, value):
         answer = self.server.push(value, op=op)
-        if isinstance(answer, Refused):
+        if isinstance(answer, Refusal):
             assert answer.reason == "too-old"
         elif op in self.acked:
             assert answer.dup and answer.meta == self.acked[op]
@@ -635,7 +637,7 @@ def test_a_restore_has_its_memory_before_it_is_decided(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("tfnb.state.store.memory", none_left)
-        assert isinstance(server("freeze", id="y", keys=[], brought="x"), Failed)
+        assert isinstance(server("freeze", id="y", keys=[], brought="x"), Failure)
         assert server.core.poisoned is None
     assert isinstance(server("freeze", id="z", keys=[], brought="x"), Ok)
     monkeypatch.setattr("tfnb.state.store.memory", none_left)

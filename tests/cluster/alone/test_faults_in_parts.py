@@ -19,10 +19,10 @@ from tests.cluster.alone.test_core import Server
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
 from tfnb.cluster.tasks import meeting as m
-from tfnb.cluster.wire.messages import Failed, Ok
+from tfnb.cluster.wire.messages import Failure, Ok
 from tfnb.errors import StepAborted, TfnbError, Unavailable
 
-BAD = Failed("InvalidArgument", "kernel")
+BAD = Failure("InvalidArgument", "kernel")
 DEADLINE = 50.0
 
 
@@ -100,7 +100,7 @@ class Process:
 
     def run(self, number: int, peers: dict[int, int]) -> None:
         if number <= self.floor or number in self.over:
-            self.world.tell(p.Missed(number, self.incarnation, Failed("StepAborted", "over")))
+            self.world.tell(p.CallFailure(number, self.incarnation, Failure("StepAborted", "over")))
             return
         self.rounds[number] = Running(self.part, peers)
         self.on(m.Begin(number, frozenset(peers.values())))
@@ -126,7 +126,7 @@ class Process:
                 return
             one, running.place = steps[running.place], running.place + 1
             if isinstance(one, Send):
-                message = m.Came(number, one.edge, (), running.has, None, self.incarnation)
+                message = m.MessageArrival(number, one.edge, (), running.has, None, self.incarnation)
                 self.world.send(self.world.arrive, running.peers[one.to], message)
             else:
                 running.waits = True
@@ -157,22 +157,22 @@ class Process:
 
     def done(self, number: int, running: Running) -> None:
         self.end(number)
-        self.world.tell(p.Done(number, self.incarnation, (number, running.has)))
+        self.world.tell(p.TaskAnswer(number, self.incarnation, (number, running.has)))
 
     def fail(self, number: int, cause: TfnbError) -> None:
         """The part raises, here or because of another one; what that means is the notebook's word."""
         if number not in self.rounds:
             return
         self.end(number, has_failed=True)
-        failure = Failed(type(cause).__name__, str(cause))
+        failure = Failure(type(cause).__name__, str(cause))
         if isinstance(cause, Unavailable):
-            self.world.send(self.world.judge, p.Missed(number, self.incarnation, failure), cause.peers[0])
+            self.world.send(self.world.judge, p.CallFailure(number, self.incarnation, failure), cause.peers[0])
         else:
             self.world.tell(p.Error(number, self.incarnation, failure))
 
     def end(self, number: int, has_failed: bool = False) -> None:
         del self.rounds[number]
-        self.on(m.End(number, has_failed))
+        self.on(m.PartEnd(number, has_failed))
 
     def cancel(self, number: int, floor: int) -> None:
         self.floor = max(self.floor, floor)
@@ -201,7 +201,7 @@ class World:
         self.lost, self.ended = list[int](), list[e.Finish]()
         self.members = {part: self.start(part) for part in parts}
         self.absent: dict[int, bool] = {}  # parts without a member, and whether one comes
-        self.machine: p.Step | None = None
+        self.machine: p.StepMachine | None = None
         self.kinds: dict[str, Any] = {
             "answer": self.deliver, "answer twice": self.deliver_again, "raise": self.raises, "kill": self.kill,
             "silence": self.silence, "break": self.breaks, "refuse": self.refuse, "interrupt": self.interrupt,
@@ -257,15 +257,15 @@ class World:
 
     def prepare(self, shard: int, number: int, workers: tuple[int, ...]) -> None:
         answer = self.servers[shard]("prepare", round=number, workers=list(workers))
-        self.tell(p.Prepared(number, shard) if isinstance(answer, Ok) else p.ShardError(number, shard, BAD))
+        self.tell(p.ShardReady(number, shard) if isinstance(answer, Ok) else p.ShardError(number, shard, BAD))
 
     def commit(self, shard: int, number: int, workers: tuple[int, ...]) -> None:
         answer = self.servers[shard].commit(number, workers)
         assert isinstance(answer, Ok), "what was prepared, and is not over, can be written"
         self.committed.setdefault(number, set()).add(shard)
-        self.tell(p.Committed(number, shard))
+        self.tell(p.ShardCommit(number, shard))
 
-    def judge(self, event: p.Missed, peer: str) -> None:
+    def judge(self, event: p.CallFailure, peer: str) -> None:
         """The notebook asks whether a task is alive that another one lost."""
         if self.processes[int(peer)].is_dead:
             self.lose(int(peer))
@@ -310,7 +310,7 @@ class World:
         posts = [message for message in self.bag if message[:2] == (self.arrive, at.incarnation)]
         self.bag = [one for one in self.bag if one not in posts or getattr(one[2], "sender", 0) != other.incarnation]
         cause = Unavailable("reset", peers=(str(other.incarnation),))
-        self.send(self.arrive, at.incarnation, m.Lost(other.incarnation, cause))
+        self.send(self.arrive, at.incarnation, m.ConnectionLoss(other.incarnation, cause))
 
     def silence(self) -> None:
         """The notebook hears nothing of a task, which goes on, and may join again."""
@@ -327,7 +327,7 @@ class World:
         self.absent[part] = self.are_replaced or is_silent
         if self.absent[part]:
             self.send(self.join, incarnation, is_silent)
-        self.on(e.Lost(incarnation, is_silent))
+        self.on(e.TaskLoss(incarnation, is_silent))
 
     def join(self, incarnation: int, is_silent: bool) -> None:
         """The successor of a task, or one that was silent, after its rounds were ended."""
@@ -374,7 +374,7 @@ class World:
         """The step, or another attempt of it once all of its tasks are there."""
         tasks = [self.members[part] for part in sorted(self.members)] if not self.absent else []
         senders = dict(self.senders)
-        self.machine = p.Step(tasks, list(senders), self.numbers, 8, deadline=DEADLINE, senders=senders)
+        self.machine = p.StepMachine(tasks, list(senders), self.numbers, 8, deadline=DEADLINE, senders=senders)
         self.machine.lost, self.machine.places = self.lost, {task: self.first[task] for task in tasks}
         self.on(e.Start())
 
@@ -391,7 +391,7 @@ class World:
                     self.send(self.prepare, shard, number, workers)
                 case p.Commit(number, shard, workers):
                     self.send(self.commit, shard, number, workers)
-                case p.Abort(number):
+                case p.AbortStep(number):
                     self.send_abort(number)
                 case e.Finish():
                     self.machine = None
@@ -469,9 +469,11 @@ def check_the_next_step(world: World) -> None:
 
 
 STATES = {
-    *itertools.product(("running",), ("Done", "Error", "Missed", "Lost", "Interrupt", "Tick", "ShardLost")),
-    *itertools.product(("preparing",), ("Prepared", "ShardError", "Lost", "Interrupt", "Tick", "ShardLost")),
-    *itertools.product(("committing",), ("Committed", "ShardError", "Lost", "Interrupt", "Tick")),
+    *itertools.product(
+        ("running",), ("TaskAnswer", "Error", "CallFailure", "TaskLoss", "Interrupt", "Tick", "ShardLost")
+    ),
+    *itertools.product(("preparing",), ("ShardReady", "ShardError", "TaskLoss", "Interrupt", "Tick", "ShardLost")),
+    *itertools.product(("committing",), ("ShardCommit", "ShardError", "TaskLoss", "Interrupt", "Tick")),
 }
 
 
@@ -491,4 +493,4 @@ def test_a_step_over_tasks_is_done_once_or_not_at_all_whatever_happens(examples:
 
     random_events()
     assert set(reached) >= STATES, "each event came in each state"
-    assert set(causes) == {"NoneType", "Interrupted", "TimedOut", "TasksLost", "ServerLost", "Failed"}
+    assert set(causes) == {"NoneType", "Interrupted", "TimedOut", "TasksLost", "ServerLost", "Failure"}

@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.leases import (
     LARGEST,
-    Broken,
+    AppliedCounts,
     Continue,
     Count,
-    Counted,
     Give,
-    Held,
     Leases,
+    LoopEnd,
+    LoopFailure,
     Offer,
     Pause,
-    Paused,
-    Piece,
-    Progress,
+    PieceProgress,
+    PieceSizes,
     Report,
-    Sizes,
-    Stop,
-    Stopped,
+    Standstill,
+    StopLoop,
+    StreamPiece,
+    TaskPause,
 )
 from tfnb.cluster.server.ledger import WINDOW
-from tfnb.cluster.wire.messages import GIVEN_UP, Failed
+from tfnb.cluster.wire.messages import GIVEN_UP, Failure
 
-BAD = Failed("InvalidArgument", "kernel")
+BAD = Failure("InvalidArgument", "kernel")
 
 
 def leases(tasks=(0, 1), shards=(0,), **kwargs):
@@ -56,7 +56,7 @@ def test_a_piece_goes_to_the_task_that_it_is_meant_for_unless_that_has_no_room()
     given = play(machine, Offer("ab", 1), Offer("cd", 1), Offer("ef", 1), Offer("gh", 0))
     assert given_to(given) == [(1, ["a", "b"]), (1, ["c", "d"]), (0, ["e", "f"]), (0, ["g", "h"])]
     assert machine.takers == []
-    assert given_to(play(machine, Progress(1, given[0].piece.number, 2))) == []
+    assert given_to(play(machine, PieceProgress(1, given[0].piece.number, 2))) == []
     assert machine.takers == [1]
     assert given_to(play(machine, Offer("ij", 7))) == [(1, ["i", "j"])], "a task that is gone"
 
@@ -69,44 +69,44 @@ def test_each_task_has_two_pieces_ahead():
     assert machine.wants == 0
     first, second = given[0].piece, given[2].piece
     assert (first.stream, first.first, second.stream, second.first) == (first.stream, 0, first.stream, 4)
-    assert play(machine, Progress(0, first.number, 3)) == [Report(first.number, 0, 3, (0,))]
+    assert play(machine, PieceProgress(0, first.number, 3)) == [Report(first.number, 0, 3, (0,))]
     assert machine.wants == 0
-    assert play(machine, Progress(0, first.number, 4)) == [Report(first.number, 3, 4, (0,))]
+    assert play(machine, PieceProgress(0, first.number, 4)) == [Report(first.number, 3, 4, (0,))]
     assert machine.wants == 1
 
 
 def test_it_ends_when_everything_is_applied():
     machine = leases(tasks=[0])
-    (give,) = play(machine, Offer("ab"), e.End())
-    assert play(machine, Progress(0, give.piece.number, 1)) == [Report(give.piece.number, 0, 1, (0,))]
-    assert play(machine, Progress(0, give.piece.number, 2))[-1] == e.Finish()
+    (give,) = play(machine, Offer("ab"), e.DataEnd())
+    assert play(machine, PieceProgress(0, give.piece.number, 1)) == [Report(give.piece.number, 0, 1, (0,))]
+    assert play(machine, PieceProgress(0, give.piece.number, 2))[-1] == e.Finish()
 
 
 def test_the_rest_of_a_dead_tasks_pieces_is_lent_again_under_its_numbers():
     machine = leases()
     given = play(machine, Offer("abc"), Offer("xyz"))
     lost = given[0].piece
-    play(machine, Progress(0, lost.number, 1))
-    (again,) = play(machine, e.Lost(0))
+    play(machine, PieceProgress(0, lost.number, 1))
+    (again,) = play(machine, e.TaskLoss(0))
     assert (again.task, again.piece.steps) == (1, "bc")
     assert (again.piece.stream, again.piece.first) == (lost.stream, lost.first + 1)
-    assert play(machine, Progress(0, lost.number, 3)) == [], "what it sends late means nothing"
+    assert play(machine, PieceProgress(0, lost.number, 3)) == [], "what it sends late means nothing"
 
 
 def test_a_step_that_kills_each_task_stops_training_and_one_that_is_merely_hit_does_not():
     machine = leases(tasks=range(5))
     play(machine, *(Offer("ab", task) for task in range(5)))
-    play(machine, *(e.Lost(task) for task in range(4)))
+    play(machine, *(e.TaskLoss(task) for task in range(4)))
     assert machine.cause is None, "each of them over a step of its own"
     machine = leases(tasks=[0], patience=60.0)
     (give,) = play(machine, Offer("ab"))
     for task in (1, 2):
-        (give,) = play(machine, e.Lost(task - 1), e.Joined(task))
+        (give,) = play(machine, e.TaskLoss(task - 1), e.TaskJoin(task))
         assert give.piece.steps == "ab"
-    (give,) = play(machine, Progress(2, give.piece.number, 1), e.Lost(2), e.Joined(3))[1:]
+    (give,) = play(machine, PieceProgress(2, give.piece.number, 1), e.TaskLoss(2), e.TaskJoin(3))[1:]
     assert give.piece.steps == "b", "its first step got through"
-    play(machine, e.Lost(3), e.Joined(4))
-    (count,) = play(machine, e.Lost(4))
+    play(machine, e.TaskLoss(3), e.TaskJoin(4))
+    (count,) = play(machine, e.TaskLoss(4))
     assert isinstance(count, Count)
     assert isinstance(machine.cause, e.TasksLost) and "seems to kill" in machine.cause.message
 
@@ -115,12 +115,12 @@ def test_a_silent_task_kills_no_step_and_training_waits_for_it():
     machine = leases(tasks=[0])
     (first,) = play(machine, Offer("ab"))
     for task in range(5):
-        assert play(machine, e.Lost(task, is_silent=True)) == [] and machine.state == "open"
+        assert play(machine, e.TaskLoss(task, is_silent=True)) == [] and machine.state == "open"
         assert play(machine, e.Tick(), now=GIVEN_UP - 1) == []
-        (give,) = play(machine, e.Joined(task + 1, follows=task))
+        (give,) = play(machine, e.TaskJoin(task + 1, follows=task))
         assert (give.piece.steps, give.piece.stream, give.piece.lost) == ("ab", first.piece.stream, ())
     assert machine.cause is None
-    play(machine, e.Lost(5, is_silent=True))
+    play(machine, e.TaskLoss(5, is_silent=True))
     play(machine, e.Tick(), now=GIVEN_UP + 1)
     assert machine.cause == e.TasksLost(), "nobody came"
 
@@ -128,14 +128,14 @@ def test_a_silent_task_kills_no_step_and_training_waits_for_it():
 def test_a_task_whose_loop_broke_goes_on_with_another_stream():
     machine = leases(tasks=[0])
     (give,) = play(machine, Offer("ab"))
-    (again,) = play(machine, Broken(0, BAD, is_fatal=False))
+    (again,) = play(machine, LoopFailure(0, BAD, is_fatal=False))
     assert (again.piece.stream, again.piece.first) == (give.piece.stream, 0)
     (new,) = play(machine, Offer("c"))
     assert new.piece.stream != give.piece.stream
-    assert play(machine, Broken(0, BAD, is_fatal=True)) == [
+    assert play(machine, LoopFailure(0, BAD, is_fatal=True)) == [
         Count(((again.piece.stream, 0), (again.piece.stream, 1), (new.piece.stream, 0)))
     ]
-    assert play(machine, Counted({})) == [e.Finish(cause=BAD)]
+    assert play(machine, AppliedCounts({})) == [e.Finish(cause=BAD)]
 
 
 def test_without_a_task_it_ends_at_once_and_servers_say_what_counts():
@@ -144,8 +144,8 @@ def test_without_a_task_it_ends_at_once_and_servers_say_what_counts():
     machine = leases(tasks=[0], shards=[0, 1])
     (give,) = play(machine, Offer("ab"))
     stream = give.piece.stream
-    assert play(machine, e.Lost(0)) == [Count(((stream, 0), (stream, 1)))]
-    *told, end = play(machine, Counted({(stream, 0): [0, 1], (stream, 1): [1]}))
+    assert play(machine, e.TaskLoss(0)) == [Count(((stream, 0), (stream, 1)))]
+    *told, end = play(machine, AppliedCounts({(stream, 0): [0, 1], (stream, 1): [1]}))
     assert [(r.start, r.stop, r.tasks) for r in told] == [(0, 1, ())]
     assert end == e.Finish(cause=e.TasksLost("no compute task is left"), torn=((1,),))
 
@@ -153,45 +153,45 @@ def test_without_a_task_it_ends_at_once_and_servers_say_what_counts():
 def test_interrupt_ends_the_loops_and_drops_the_rest():
     machine = leases()
     play(machine, Offer("ab"), Offer("xy"))
-    assert play(machine, e.Interrupt(), Offer("z")) == [Stop(0), Stop(1)]
-    assert play(machine, Stopped(0)) == []
-    assert play(machine, Progress(1, 4, 1), Stopped(1)) == [Report(4, 0, 1, (1,)), e.Finish(cause=e.Interrupted())]
+    assert play(machine, e.Interrupt(), Offer("z")) == [StopLoop(0), StopLoop(1)]
+    assert play(machine, LoopEnd(0)) == []
+    assert play(machine, PieceProgress(1, 4, 1), LoopEnd(1)) == [Report(4, 0, 1, (1,)), e.Finish(cause=e.UserStop())]
 
 
 def test_a_step_that_one_shard_lacks_is_completed_by_another_task():
     machine = leases(shards=[0, 1])
     given = play(machine, Offer("ab"), Offer("xy"))
     stream = given[0].piece.stream
-    play(machine, e.Interrupt(), e.Lost(0))
-    assert play(machine, Stopped(1)) == [Count(((stream, 0), (stream, 1)))]
-    (mend,) = play(machine, Counted({(stream, 0): [0]}))
+    play(machine, e.Interrupt(), e.TaskLoss(0))
+    assert play(machine, LoopEnd(1)) == [Count(((stream, 0), (stream, 1)))]
+    (mend,) = play(machine, AppliedCounts({(stream, 0): [0]}))
     assert (mend.task, mend.piece.steps, mend.piece.stream, mend.piece.first) == (1, "a", stream, 0)
     assert play(machine, e.Interrupt()) == [], "it is not taken back"
-    end = play(machine, Progress(1, mend.piece.number, 1))
-    assert end == [Report(mend.piece.number, 0, 1, (1,)), e.Finish(cause=e.Interrupted())]
+    end = play(machine, PieceProgress(1, mend.piece.number, 1))
+    assert end == [Report(mend.piece.number, 0, 1, (1,)), e.Finish(cause=e.UserStop())]
 
 
 def test_a_hold_waits_until_all_stand_and_for_what_lost_its_task():
     machine = leases()
     given = play(machine, Offer("ab"), Offer("xy"))
-    assert play(machine, e.Hold()) == [Pause(0), Pause(1)]
-    assert play(machine, Offer("c"), Paused(0)) == []
-    assert play(machine, Paused(1)) == [Held()]
+    assert play(machine, e.Drain()) == [Pause(0), Pause(1)]
+    assert play(machine, Offer("c"), TaskPause(0)) == []
+    assert play(machine, TaskPause(1)) == [Standstill()]
     *woken, third = play(machine, e.Resume())
     assert woken == [Continue(0), Continue(1)]
-    play(machine, e.Hold(), Paused(0))
-    assert play(machine, e.Lost(1)) == [Continue(0)]
-    _, again = play(machine, Progress(0, given[0].piece.number, 2))
+    play(machine, e.Drain(), TaskPause(0))
+    assert play(machine, e.TaskLoss(1)) == [Continue(0)]
+    _, again = play(machine, PieceProgress(0, given[0].piece.number, 2))
     assert given_to([again]) == [(0, ["x", "y"])]
-    play(machine, Progress(0, third.piece.number, 1))
-    assert play(machine, Progress(0, again.piece.number, 2))[-1] == Held(), "nothing is left"
+    play(machine, PieceProgress(0, third.piece.number, 1))
+    assert play(machine, PieceProgress(0, again.piece.number, 2))[-1] == Standstill(), "nothing is left"
 
 
 def test_the_deadline_ends_the_loops_and_a_lost_server_ends_at_once():
     machine = leases(tasks=[0], deadline=5.0)
     play(machine, Offer("ab"))
-    assert play(machine, e.Tick(), now=9.0) == [Stop(0)]
-    assert play(machine, Stopped(0), now=9.0) == [e.Finish(cause=e.TimedOut())]
+    assert play(machine, e.Tick(), now=9.0) == [StopLoop(0)]
+    assert play(machine, LoopEnd(0), now=9.0) == [e.Finish(cause=e.TimedOut())]
     machine = leases()
     play(machine, Offer("ab"))
     assert play(machine, e.ShardLost(1)) == [e.Finish(cause=e.ServerLost(1))]
@@ -205,7 +205,7 @@ def test_what_a_task_has_lies_within_the_window_of_a_ledger():
     st.lists(st.tuples(st.floats(0, 10), st.integers(1, 300)), max_size=20), st.integers(1, 10**6), st.integers(1, 9)
 )
 def test_sizes_of_pieces(measured, left, tasks):
-    sizes = Sizes()
+    sizes = PieceSizes()
     for seconds, steps in measured:
         sizes.took(seconds, steps)
         assert 1 <= sizes.next(left, tasks) <= min(LARGEST, left)
@@ -215,12 +215,12 @@ def test_a_step_over_which_a_task_and_its_successor_are_lost_stops_and_names_the
     machine = Leases([0, 1], [0], itertools.count(1))
     first = play(machine, e.Start(), Offer("abcd"))[0]
     task = first.task
-    play(machine, Progress(task, first.piece.number, 1), e.Lost(task), e.Joined(2, follows=task))
+    play(machine, PieceProgress(task, first.piece.number, 1), e.TaskLoss(task), e.TaskJoin(2, follows=task))
     holder = next(task for task, pieces in machine.out.items() if any(piece.lost for piece in pieces))
     (piece,) = machine.out[holder]
     assert piece.lost == (task,) and piece.steps == "bcd"
     machine.places[holder] = task  # as if the successor had got it
-    play(machine, e.Lost(holder))
+    play(machine, e.TaskLoss(holder))
     assert machine.state != "open" and machine.cause.tasks == (task,)
 
 
@@ -228,16 +228,16 @@ def test_a_step_after_which_another_one_was_applied_is_not_to_blame():
     machine = Leases([0], [0], itertools.count(1), patience=5.0)
     (give,) = play(machine, e.Start(), Offer("abcdef"))
     for task in range(5):
-        play(machine, Progress(task, give.piece.number, 1), e.Lost(task))
-        (give,) = play(machine, e.Joined(task + 1, follows=task))
+        play(machine, PieceProgress(task, give.piece.number, 1), e.TaskLoss(task))
+        (give,) = play(machine, e.TaskJoin(task + 1, follows=task))
     assert machine.state == "open" and give.piece.steps == "f" and give.piece.lost == (0,)
 
 
 def test_training_without_a_task_waits_for_one():
     machine = Leases([0], [0], itertools.count(1), patience=5.0)
     play(machine, e.Start(), Offer("ab"))
-    assert play(machine, e.Lost(0), now=1.0) == [] and play(machine, e.Tick(), now=5.9) == []
-    assert [(i.task, i.piece.steps) for i in play(machine, e.Joined(1), now=5.9)] == [(1, "ab")]
+    assert play(machine, e.TaskLoss(0), now=1.0) == [] and play(machine, e.Tick(), now=5.9) == []
+    assert [(i.task, i.piece.steps) for i in play(machine, e.TaskJoin(1), now=5.9)] == [(1, "ab")]
     assert play(machine, e.Tick(), now=100.0) == []
 
 
@@ -249,7 +249,7 @@ class World:
         self.alive, self.lines = set(tasks), {task: [] for task in tasks}
         self.applied: dict[tuple[int, int], dict[int, object]] = {}  # operation -> shard -> step
         self.reported: list[object] = []
-        self.pieces: dict[int, Piece] = {}
+        self.pieces: dict[int, StreamPiece] = {}
         self.asked: list[Count] = []
         self.stopping: set[int] = set()
         self.pausing: set[int] = set()
@@ -262,10 +262,10 @@ class World:
             match instruction:
                 case Give(task, piece):
                     assert task in self.alive and len(self.lines[task]) < 2
-                    copy = Piece(piece.number, piece.stream, piece.first, piece.steps)
+                    copy = StreamPiece(piece.number, piece.stream, piece.first, piece.steps)
                     self.pieces[piece.number] = copy
                     self.lines[task].append(copy)
-                case Stop(task):
+                case StopLoop(task):
                     self.stopping.add(task)
                 case Pause(task):
                     self.pausing.add(task)
@@ -277,7 +277,7 @@ class World:
                     self.asked.append(instruction)
                 case Report(number, start, stop):
                     self.reported += [self.operation(number, i) for i in range(start, stop)]
-                case Held():
+                case Standstill():
                     self.is_held = True
                     assert sorted(self.reported) == sorted(self.applied), "a hold is at a cut"
                     assert self.cut() == set(self.reported)
@@ -325,7 +325,7 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
         if world.asked:
             world.counted = tuple(machine.doubtful)
             operations = world.asked.pop().operations
-            world.feed(Counted({operation: list(world.applied.get(operation, ())) for operation in operations}))
+            world.feed(AppliedCounts({operation: list(world.applied.get(operation, ())) for operation in operations}))
             continue
         if machine.wants and offered < total:
             size = data.draw(st.integers(1, total - offered))
@@ -333,7 +333,7 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
             offered += size
             continue
         if offered == total and machine.state == "open" and not machine.is_ended:
-            world.feed(e.End())
+            world.feed(e.DataEnd())
             continue
         kind = data.draw(
             st.sampled_from(
@@ -343,7 +343,7 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
         if kind == "interrupt":
             world.feed(e.Interrupt())
         elif kind == "hold" and not machine.is_hold_wanted:
-            world.feed(e.Hold())
+            world.feed(e.Drain())
         elif world.is_held and kind in ("resume", "work"):
             world.is_held = False
             world.feed(e.Resume())
@@ -353,42 +353,42 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
         elif kind == "join" and set(tasks) - world.alive:
             task = data.draw(st.sampled_from(sorted(set(tasks) - world.alive)))
             world.alive.add(task)
-            world.feed(e.Joined(task))
+            world.feed(e.TaskJoin(task))
         elif kind == "grow" and len(tasks) < 6:
             tasks.append(len(tasks))
             world.alive.add(tasks[-1])
             world.lines[tasks[-1]] = []
-            world.feed(e.Joined(tasks[-1]))
+            world.feed(e.TaskJoin(tasks[-1]))
         elif busy := sorted(task for task in world.alive if world.lines[task]):
             task = data.draw(st.sampled_from(busy))
             piece = world.lines[task][0]
             if task in world.stopping:
                 world.stopping.discard(task)
-                world.feed(Progress(task, piece.number, piece.done))
+                world.feed(PieceProgress(task, piece.number, piece.done))
                 world.lines[task] = []
-                world.feed(Stopped(task))
+                world.feed(LoopEnd(task))
             elif kind in ("die", "break", "fatal"):
                 if piece.done < piece.count and task not in world.paused:
                     world.apply(piece, piece.done, data.draw(st.sets(st.sampled_from(shards))))
                 if kind == "die":
                     world.alive.discard(task)
                 elif kind in ("break", "fatal"):
-                    world.feed(Progress(task, piece.number, piece.done))
+                    world.feed(PieceProgress(task, piece.number, piece.done))
                 world.lines[task] = []
                 world.pausing.discard(task), world.paused.discard(task)
-                world.feed(e.Lost(task) if kind == "die" else Broken(task, BAD, kind == "fatal"))
+                world.feed(e.TaskLoss(task) if kind == "die" else LoopFailure(task, BAD, kind == "fatal"))
             elif task in world.pausing:
                 world.pausing.discard(task)
                 world.paused.add(task)
-                world.feed(Progress(task, piece.number, piece.done))
-                world.feed(Paused(task))
+                world.feed(PieceProgress(task, piece.number, piece.done))
+                world.feed(TaskPause(task))
             elif task not in world.paused:
                 world.apply(piece, piece.done, shards)
                 piece.done += 1
                 if piece.done == piece.count:
                     world.lines[task].pop(0)
                 if kind == "hear" or piece.done == piece.count:
-                    world.feed(Progress(task, piece.number, piece.done))
+                    world.feed(PieceProgress(task, piece.number, piece.done))
     assert len(world.end) == 1, "it ends, once"
     assert len(set(world.reported)) == len(world.reported)
     assert set(world.reported) == world.cut()
@@ -401,4 +401,14 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
 @pytest.mark.parametrize("state", ["planned", "over"])
 def test_late_messages_mean_nothing(state):
     machine = Leases([0], [0], itertools.count(1), state=state)
-    assert play(machine, Progress(0, 1, 1), Stopped(0), Paused(0), Counted({}), Broken(0, BAD, is_fatal=True)) == []
+    assert (
+        play(
+            machine,
+            PieceProgress(0, 1, 1),
+            LoopEnd(0),
+            TaskPause(0),
+            AppliedCounts({}),
+            LoopFailure(0, BAD, is_fatal=True),
+        )
+        == []
+    )

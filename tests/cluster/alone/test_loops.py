@@ -12,17 +12,17 @@ import torch
 
 from tests.cluster.alone.test_core import Add
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Arrived, Reply, Send
+from tfnb.cluster.server.core_events import Reply, RequestArrival, Send
 from tfnb.cluster.tasks.computing import Computing
 from tfnb.cluster.tasks.data import Data, written
-from tfnb.cluster.tasks.pieces import Given, Part, Prefetch
+from tfnb.cluster.tasks.pieces import PieceOrder, Prefetch, TaskShare
 from tfnb.cluster.tasks.programs import Push
-from tfnb.cluster.tasks.resident import Loop
+from tfnb.cluster.tasks.resident import TrainingLoop
 from tfnb.cluster.wire.asking import gathered
-from tfnb.cluster.wire.messages import NotDone, NotSent, Ok, OpId, Refused, Request
+from tfnb.cluster.wire.messages import NotDone, NotSent, Ok, OpId, Refusal, Request
 from tfnb.cluster.wire.transport import read_outcome
-from tfnb.state.batch_order import Order
-from tfnb.state.chunks import Chunked
+from tfnb.state.batch_order import RowOrder
+from tfnb.state.chunks import ChunkedArray
 from tfnb.state.store import Store
 
 SOON = 30.0  # seconds; what hangs would take 600
@@ -54,7 +54,7 @@ class Servers:
         """The ticket of a request, and its answer if there is one already."""
         ticket, op = next(self.tickets), op or OpId("other", next(self.ops))
         answer = None
-        for effect in self.cores[shard].on(Arrived(ticket, Request(method, op, 1, 7, meta, list(tensors))), 0.0):
+        for effect in self.cores[shard].on(RequestArrival(ticket, Request(method, op, 1, 7, meta, list(tensors))), 0.0):
             match effect:
                 case Reply(of, given) if of == ticket:
                     answer = given
@@ -114,11 +114,11 @@ def loop_on(servers, staleness=None, name="loop", before=lambda: None, ahead=Non
         return [], [Push(shard, "add", (torch.full((1,), 1.0),), ("w",)) for shard in servers.shards]
 
     program = SimpleNamespace(reads={shard: [f"w{shard}"] for shard in servers.shards}, run=run, lookups=[])
-    return Loop(servers, name, "t", program, ahead, servers.shards, staleness), seen
+    return TrainingLoop(servers, name, "t", program, ahead, servers.shards, staleness), seen
 
 
 def piece(count, part=None, first=1, number=1):
-    return Given(number, "stream", first, count, part=part, batches=[((), 2, i, ()) for i in range(count)])
+    return PieceOrder(number, "stream", first, count, part=part, batches=[((), 2, i, ()) for i in range(count)])
 
 
 async def until(is_so):
@@ -134,10 +134,10 @@ def test_a_failure_on_one_server_is_told_while_another_one_waits_for_the_round(w
         servers = Servers()
         servers.cores[without].plans.clear()
         loop, _ = loop_on(servers)
-        loop.lend(piece(3, part=Part(0, 1, 1)))
+        loop.lend(piece(3, part=TaskShare(0, 1, 1)))
         await until(lambda: loop.is_over)
         failure = read_outcome(loop.report(0).meta["failure"], ())
-        assert failure == Refused("unknown-plan", "add")
+        assert failure == Refusal("unknown-plan", "add")
 
     asyncio.run(play())
 
@@ -160,7 +160,7 @@ def test_a_worker_that_was_late_goes_on_with_values_of_one_round():
                 servers.contribute(3, 1)  # the others are quick
 
         servers.before = before
-        loop.lend(piece(4, part=Part(0, 2, 1)))
+        loop.lend(piece(4, part=TaskShare(0, 2, 1)))
         await until(lambda: len(seen) == 2)
         assert went_on == [2] and seen[1] == {"w0": 3.0, "w1": 3.0}
         for shard in servers.shards:
@@ -281,7 +281,7 @@ def test_a_pause_and_a_stop_come_between_two_steps_of_the_compute_thread():
 def test_chunks_of_the_next_piece_are_read_while_a_step_of_this_one_computes():
     async def play():
         servers, reads, is_ahead, found = Servers(), [], threading.Event(), []
-        array = Chunked("x", (4, 4, 4), (2,), torch.float32, keys=("a", "b", "c"))
+        array = ChunkedArray("x", (4, 4, 4), (2,), torch.float32, keys=("a", "b", "c"))
 
         async def read(key, what):
             reads.append(key)
@@ -289,11 +289,11 @@ def test_chunks_of_the_next_piece_are_read_while_a_step_of_this_one_computes():
                 is_ahead.set()
             return torch.zeros(4, 2)
 
-        order = Order(12, 4, shuffle=False)
+        order = RowOrder(12, 4, shuffle=False)
         data = Data([written(array)], [0], read, room=2 * 4 * 2 * 4)
         loop, seen = loop_on(servers, before=lambda: found.append(is_ahead.wait(SOON)), ahead=Prefetch(data, order))
         for step in range(2):  # as many as a task is lent at a time
-            loop.lend(Given(step, "stream", step, 1, steps=step))
+            loop.lend(PieceOrder(step, "stream", step, 1, steps=step))
         await until(lambda: len(seen) == 2)
         assert found[0], "the first step had not ended"
         assert reads == ["a", "b"], "and nothing that is not lent"

@@ -28,7 +28,7 @@ def fresh(*rounds: int) -> m.Meeting:
 def came(
     number: int = 1, edge: int = 0, tag: tuple[int, ...] = (), value: Any = 5, sender: int = OTHER, nbytes: int = 0
 ):
-    return m.Came(number, edge, tag, value, None, sender, nbytes)
+    return m.MessageArrival(number, edge, tag, value, None, sender, nbytes)
 
 
 def failures(effects: list[m.Effect]) -> list[tuple[int, str]]:
@@ -41,12 +41,12 @@ def test_a_value_waits_for_who_wants_it_and_the_other_way_round():
     assert meeting.on(m.Want(1, 0, (), print), 0.0) == [m.Deliver(print, 5, None)]
     assert meeting.on(m.Want(1, 0, (3,), print), 0.0) == []
     assert meeting.on(came(tag=(3,)), 0.0) == [m.Deliver(print, 5, None)]
-    assert meeting.held == 0 and meeting.on(m.End(1), 0.0) == [] and meeting.rounds == []
+    assert meeting.held == 0 and meeting.on(m.PartEnd(1), 0.0) == [] and meeting.rounds == []
 
 
 def test_dead_values_say_which_branch_was_not_taken():
     meeting = fresh(1)
-    meeting.on(m.Came(1, 0, (), None, (4, 1), OTHER), 0.0)
+    meeting.on(m.MessageArrival(1, 0, (), None, (4, 1), OTHER), 0.0)
     assert meeting.on(m.Want(1, 0, (), print), 0.0) == [m.Deliver(print, None, (4, 1))]
 
 
@@ -66,7 +66,7 @@ def test_a_key_that_is_used_twice_poisons_the_round_and_is_named(first, second):
 
 def test_what_comes_for_a_round_that_is_over_is_dropped_and_counted():
     meeting = fresh(1, 2)
-    meeting.on(m.End(1), 0.0)
+    meeting.on(m.PartEnd(1), 0.0)
     meeting.on(m.Abort(2, 5, CAUSE), 0.0)
     for number in (1, 3, 5):
         assert meeting.on(came(number), 0.0) == []
@@ -80,7 +80,7 @@ def test_thousands_of_rounds_leave_a_bounded_number_of_tombstones():
     meeting = fresh()
     for number in range(2, 20 * m.TOMBSTONES, 2):
         meeting.on(m.Begin(number, frozenset({HERE})), 0.0)
-        meeting.on(m.End(number), 0.0)
+        meeting.on(m.PartEnd(number), 0.0)
     assert len(meeting._over) <= 2 * m.TOMBSTONES and meeting.rounds == []
     meeting.on(came(number), 0.0), meeting.on(came(2), 0.0)
     assert meeting.counts == {"stale": 2}
@@ -89,7 +89,7 @@ def test_thousands_of_rounds_leave_a_bounded_number_of_tombstones():
 def test_an_open_round_outlives_thousands_that_begin_later():
     meeting = fresh(1)
     for number in range(2, 4 * m.TOMBSTONES):
-        meeting.on(m.End(number), 0.0)
+        meeting.on(m.PartEnd(number), 0.0)
     assert meeting.floor > 1 and meeting.on(came(1), 0.0) == []
     assert meeting.on(m.Want(1, 0, (), print), 0.0) == [m.Deliver(print, 5, None)]
 
@@ -107,17 +107,17 @@ def test_early_values_beyond_the_budget_pause_their_sender_until_the_round_begin
     meeting = m.Meeting(BUDGET)
     for turn in range(8):
         assert meeting.on(came(tag=(turn,)), 0.0) == []
-    assert meeting.on(came(tag=(8,)), 0.0) == [m.Pause(OTHER)]
-    assert meeting.on(m.Tick(), 1.0) == []
-    assert meeting.on(m.Begin(1, frozenset({OTHER})), 2.0) == [m.Resume(OTHER)]
+    assert meeting.on(came(tag=(8,)), 0.0) == [m.PauseReading(OTHER)]
+    assert meeting.on(m.MeetingTick(), 1.0) == []
+    assert meeting.on(m.Begin(1, frozenset({OTHER})), 2.0) == [m.ResumeReading(OTHER)]
     assert meeting.early == 0 and meeting.held == 9
 
 
 def test_early_values_that_nobody_wants_for_long_abort_their_round_when_it_begins():
     meeting = m.Meeting(BUDGET)
     meeting.on(came(2), 0.0)
-    assert meeting.on(came(1, nbytes=BUDGET), 0.0) == [m.Pause(OTHER)]
-    assert meeting.on(m.Tick(), m.PATIENCE) == [m.Resume(OTHER)]
+    assert meeting.on(came(1, nbytes=BUDGET), 0.0) == [m.PauseReading(OTHER)]
+    assert meeting.on(m.MeetingTick(), m.PATIENCE) == [m.ResumeReading(OTHER)]
     assert meeting.on(came(1, tag=(1,), nbytes=BUDGET), 0.0) == [], "of a poisoned round nothing is kept"
     (fail,) = meeting.on(m.Begin(1, frozenset({OTHER})), 20.0)
     assert type(fail.cause) is ResourceExhausted and "used" in str(fail.cause)
@@ -128,7 +128,7 @@ def test_a_lost_connection_poisons_the_rounds_of_that_task_only():
     meeting = fresh(1)
     meeting.on(m.Begin(2, frozenset({HERE})), 0.0)
     meeting.on(came(3), 0.0)
-    assert failures(meeting.on(m.Lost(OTHER, CAUSE), 0.0)) == [(1, "gone")]
+    assert failures(meeting.on(m.ConnectionLoss(OTHER, CAUSE), 0.0)) == [(1, "gone")]
     assert failures(meeting.on(m.Begin(3, frozenset({HERE, OTHER})), 0.0)) == [(3, "gone")]
     assert meeting.on(m.Want(2, 0, (), print), 0.0) == []
 
@@ -138,8 +138,8 @@ def test_a_round_that_ends_with_values_says_which():
     for number in (1, 2):
         meeting.on(came(number, edge=3, tag=(0, 1)), 0.0)
     meeting.on(came(edge=-1, tag=(0, 2)), 0.0)  # how far a loop is: nobody has to wait for that
-    assert meeting.on(m.End(1), 0.0) == [m.Leftover(1, [(3, (0, 1))])]
-    assert meeting.on(m.End(2, has_failed=True), 0.0) == []
+    assert meeting.on(m.PartEnd(1), 0.0) == [m.Leftover(1, [(3, (0, 1))])]
+    assert meeting.on(m.PartEnd(2, has_failed=True), 0.0) == []
 
 
 def test_a_round_that_begins_twice_is_a_bug():
@@ -158,7 +158,7 @@ class Round:
 
     def __init__(self) -> None:
         self.begun: frozenset[int] | None = None
-        self.came: dict[Any, list[m.Came]] = {}  # by key, in order
+        self.came: dict[Any, list[m.MessageArrival]] = {}  # by key, in order
         self.wants: dict[Any, list[m.Receive]] = {}
         self.cause: str | None = None
         self.has_failed = False
@@ -193,9 +193,9 @@ class Meetings(RuleBasedStateMachine):
                     else:
                         assert one.cause in (None, str(cause)) and one.begun is not None and not one.has_failed
                         one.cause, one.has_failed = str(cause), True
-                case m.Pause(sender):
+                case m.PauseReading(sender):
                     self.paused.add(sender)
-                case m.Resume(sender):
+                case m.ResumeReading(sender):
                     self.paused.discard(sender)
         return effects
 
@@ -209,7 +209,7 @@ class Meetings(RuleBasedStateMachine):
     def comes(self, number, edge, tag, sender, nbytes):
         if sender in self.paused:
             return  # it is not read
-        message = m.Came(number, edge, tag, object(), None, sender, nbytes)
+        message = m.MessageArrival(number, edge, tag, object(), None, sender, nbytes)
         if not self.is_over(number) and self.of(number).cause is None:
             one = self.of(number)
             if one.begun is None or sender in one.begun:
@@ -283,7 +283,7 @@ class Meetings(RuleBasedStateMachine):
             if early or sender in (one.begun or ()):
                 one.cause = one.cause or str(cause)
         self.paused.discard(sender)
-        self.on(m.Lost(sender, cause))
+        self.on(m.ConnectionLoss(sender, cause))
 
     @rule(number=numbers)
     @precondition(lambda self: self.rounds)
@@ -292,7 +292,7 @@ class Meetings(RuleBasedStateMachine):
         if one is None:
             return
         left = [] if one.begun is None or one.cause is not None else self.unmet(one)
-        found = [key for effect in self.on(m.End(number)) if isinstance(effect, m.Leftover) for key in effect.keys]
+        found = [key for effect in self.on(m.PartEnd(number)) if isinstance(effect, m.Leftover) for key in effect.keys]
         assert sorted(found) == sorted(left)
         del self.rounds[number]
         self.over.add(number)
@@ -308,7 +308,7 @@ class Meetings(RuleBasedStateMachine):
         self.now += seconds
         before = {number: one for number, one in self.rounds.items() if one.begun is None and one.cause is None}
         had_time = any(until <= self.now for until in self.meeting.paused.values())
-        self.on(m.Tick())
+        self.on(m.MeetingTick())
         for number, one in before.items():
             inside = self.meeting._rounds[number]
             if inside.cause is not None:
@@ -338,7 +338,7 @@ class Meetings(RuleBasedStateMachine):
 
     def teardown(self):
         for number in list(self.rounds):
-            self.meeting.on(m.End(number, has_failed=True), self.now)
+            self.meeting.on(m.PartEnd(number, has_failed=True), self.now)
         assert (self.meeting.rounds, self.meeting.held, self.meeting.early, self.meeting.paused) == ([], 0, 0, {})
 
 

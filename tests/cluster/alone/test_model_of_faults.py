@@ -20,15 +20,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.cluster.alone.test_core import Add
 from tests.mutations import tries
-from tfnb.cluster.engine.members import Batch
+from tfnb.cluster.engine.members import StepFeeds
 from tfnb.cluster.engine.restarts import Restarts
-from tfnb.cluster.members.registry import Table
+from tfnb.cluster.members.registry import ClusterTable
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import leases as a
-from tfnb.cluster.recovery import Budget, Replay
+from tfnb.cluster.recovery import BatchReplay, RecoveryBudget
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Arrived, Reply
-from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request
+from tfnb.cluster.server.core_events import Reply, RequestArrival
+from tfnb.cluster.wire.messages import Ok, OpId, Refusal, Request
 from tfnb.errors import ParameterServerLost
 from tfnb.state.steps_taken import AppliedSteps
 from tfnb.state.store import Store
@@ -69,10 +69,10 @@ class Faults(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.table = 0.0, Table()
+        self.now, self.table = 0.0, ClusterTable()
         self.numbers, self.incarnations, self.tasks = itertools.count(1), itertools.count(1), itertools.count()
-        self.replay = Replay(Batch((), 0, number=number) for number in range(TOTAL))
-        self.budget = Budget(Restarts(most=3, within=1e9))
+        self.replay = BatchReplay(StepFeeds((), 0, number=number) for number in range(TOTAL))
+        self.budget = RecoveryBudget(Restarts(most=3, within=1e9))
         self.copy = torch.zeros(TOTAL)
         self.bag: list[Push] = []
         self.end: e.Finish | None = None
@@ -104,7 +104,7 @@ class Faults(RuleBasedStateMachine):
             self.ask(shard, "open_training", training=self.training)
         self.applied = self.replay.applied.copy()
         self.batches = self.replay.rest()
-        self.pieces: dict[int, a.Piece] = {}
+        self.pieces: dict[int, a.StreamPiece] = {}
         self.streams: set[int] = set()
         names = [next(self.tasks) for _ in range(tasks)]
         self.loops = {name: Loop(name) for name in names}
@@ -116,7 +116,7 @@ class Faults(RuleBasedStateMachine):
         core = self.cores[shard]
         op = OpId("notebook", next(self.numbers))
         request = Request(method, op, core.epoch, core.incarnation, meta, list(tensors))
-        (reply,) = (effect for effect in core.on(Arrived(0, request), self.now) if isinstance(effect, Reply))
+        (reply,) = (effect for effect in core.on(RequestArrival(0, request), self.now) if isinstance(effect, Reply))
         assert isinstance(reply.answer, Ok), reply.answer
         return reply.answer
 
@@ -131,18 +131,18 @@ class Faults(RuleBasedStateMachine):
                 case a.Give(task, piece):
                     self.pieces[piece.number] = piece
                     self.streams.add(piece.stream)
-                    self.loops[task].pieces.append(a.Piece(piece.number, piece.stream, piece.first, piece.steps))
+                    self.loops[task].pieces.append(a.StreamPiece(piece.number, piece.stream, piece.first, piece.steps))
                 case a.Report(number, start, stop):
                     told = [batch.number for batch in self.steps_of(number)[start:stop]]
                     assert not any(step in self.applied for step in told), "a step is told once"
                     self.applied.add(told)
-                case a.Held():
+                case a.Standstill():
                     self.take_copy()
                 case a.Pause(task):
                     self.loops[task].is_standing = True
                 case a.Continue(task):
                     self.loops[task].is_standing = False
-                case a.Stop(task):
+                case a.StopLoop(task):
                     self.stop(task)
                 case a.Count(operations):
                     self.count(operations)
@@ -156,7 +156,7 @@ class Faults(RuleBasedStateMachine):
         found = [piece for piece in self.counted if piece.number == number] if number not in self.pieces else []
         return found[0].steps if found else self.pieces[number].steps
 
-    counted: tuple[a.Piece, ...] = ()
+    counted: tuple[a.StreamPiece, ...] = ()
 
     def client(self, stream: int) -> str:
         return f"{self.training}-{stream}"
@@ -192,7 +192,7 @@ class Faults(RuleBasedStateMachine):
         if steps:
             self.feed(a.Offer(steps))
         else:
-            self.feed(e.End())
+            self.feed(e.DataEnd())
 
     @precondition(lambda self: self.loops)
     @rule(which=st.integers(0, 9), shards=st.sets(st.integers(0, 2)))
@@ -222,9 +222,9 @@ class Faults(RuleBasedStateMachine):
         core = self.cores[push.shard]
         meta = {"plan": "add", "training": push.training, "loop": f"{push.loop.task}"}
         request = Request("push", push.op, push.epoch, push.incarnation, meta, [mark])
-        (reply,) = (effect for effect in core.on(Arrived(1, request), self.now) if isinstance(effect, Reply))
+        (reply,) = (effect for effect in core.on(RequestArrival(1, request), self.now) if isinstance(effect, Reply))
         if push.epoch != self.epoch:
-            assert isinstance(reply.answer, Refused), "of an epoch that is over"
+            assert isinstance(reply.answer, Refusal), "of an epoch that is over"
             reached["fenced"] += 1
         loop = push.loop
         if is_heard and isinstance(reply.answer, Ok) and loop.pieces:
@@ -245,7 +245,7 @@ class Faults(RuleBasedStateMachine):
 
     def tell(self, loop: Loop, number: int, done: int) -> None:
         if loop.is_wanted and not loop.is_dead and self.end is None:
-            self.feed(a.Progress(loop.task, number, done))
+            self.feed(a.PieceProgress(loop.task, number, done))
 
     def wanted(self, which: int) -> Loop | None:
         found = [loop for loop in self.loops.values() if loop.is_wanted]
@@ -264,9 +264,9 @@ class Faults(RuleBasedStateMachine):
             self.stopping.discard(loop.task)
             loop.pieces.clear()
             loop.at, loop.is_standing = 0, False
-            self.feed(a.Stopped(loop.task))
+            self.feed(a.LoopEnd(loop.task))
         elif loop.is_standing and not loop.is_inside:
-            self.feed(a.Paused(loop.task))
+            self.feed(a.TaskPause(loop.task))
 
     @precondition(lambda self: self.is_on)
     @rule(which=st.integers(0, 9), is_silent=st.booleans())
@@ -280,20 +280,20 @@ class Faults(RuleBasedStateMachine):
         loop.is_standing = False
         self.stopping.discard(loop.task)
         reached["silent" if is_silent else "dead"] += 1
-        self.feed(e.Lost(loop.task, is_silent))
+        self.feed(e.TaskLoss(loop.task, is_silent))
 
     @precondition(lambda self: self.is_on and sum(loop.is_wanted for loop in self.loops.values()) < 3)
     @rule()
     def join(self) -> None:
         task = next(self.tasks)
         self.loops[task] = Loop(task)
-        self.feed(e.Joined(task))
+        self.feed(e.TaskJoin(task))
 
     @precondition(lambda self: self.is_on)
     @rule()
     def hold(self) -> None:
         if not self.machine.is_hold_wanted:
-            self.feed(e.Hold())
+            self.feed(e.Drain())
 
     @precondition(lambda self: self.later)
     @rule()
@@ -327,7 +327,7 @@ class Faults(RuleBasedStateMachine):
                 if self.ask(shard, "applied", **about).meta["applied"]:
                     found.setdefault((stream, seq), []).append(shard)
         reached["count"] += 1
-        self.feed(a.Counted(found))
+        self.feed(a.AppliedCounts(found))
 
     @precondition(lambda self: self.is_on)
     @rule(tasks=st.integers(1, 3))

@@ -27,7 +27,7 @@ from tests.cluster.alone.test_wire import in_envelope
 from tests.mutations import tries, written
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.asking import parts
-from tfnb.cluster.wire.messages import Failed, OpId, Outcome, Request
+from tfnb.cluster.wire.messages import Failure, OpId, Outcome, Request
 from tfnb.cluster.wire.streams import Stream
 from tfnb.cluster.wire.transport import read_request
 from tfnb.errors import ProtocolError
@@ -93,7 +93,7 @@ def test_a_gradient_that_does_not_fit_its_plan_is_refused_and_the_server_goes_on
     server: Server, wrong: torch.Tensor
 ) -> None:
     outcome = pushed(server, wrong)
-    assert isinstance(outcome, Failed) and outcome.tag == "ShapeError", outcome
+    assert isinstance(outcome, Failure) and outcome.tag == "ShapeError", outcome
     assert f"takes float32[{SIZE}]" in outcome.message.replace("['", "[").replace("']", "]")
     assert honest(server, 3.0) < WAIT
 

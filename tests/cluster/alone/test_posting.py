@@ -18,8 +18,8 @@ from tests.cluster.alone.test_wire import DTYPES
 from tfnb.cluster.wire import posting
 from tfnb.cluster.wire.envelope import bytes_of
 from tfnb.cluster.wire.lending import FREE, HELD, ServerLoans, TaskLoans
-from tfnb.cluster.wire.posting import BUFFER, LEND, Post, Reader, Receiver, Sender, written
-from tfnb.cluster.wire.streams import Broken
+from tfnb.cluster.wire.posting import BUFFER, LEND, Post, PostReader, Receiver, Sender, written
+from tfnb.cluster.wire.streams import StreamBroken
 from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted, UnsupportedDtype
 
 HEAD = struct.Struct("<QqiBBBB")
@@ -46,10 +46,10 @@ def is_same(one, other):
 @pytest.mark.parametrize("shape", [(), (3, 0), (1,), (5, 7), (300, 700)], ids=str)
 def test_tensors_of_every_dtype_and_size_arrive_bitwise(dtype, shape):
     value = tensor(dtype, *shape)
-    (post,) = Reader().feed(data(1, 2, (3, 4), value, None))
+    (post,) = PostReader().feed(data(1, 2, (3, 4), value, None))
     assert post[:3] == (1, 2, (3, 4)) and post.dead is None and post.nbytes == value.numel() * value.itemsize
     assert is_same(post.value, value) and (not value.numel() or post.value.data_ptr() % 16 == 0)
-    (post,) = Reader().feed(data(1, 2, (), value.to("meta"), None))
+    (post,) = PostReader().feed(data(1, 2, (), value.to("meta"), None))
     assert is_same(post.value, value.to("meta")) and post.nbytes == 0
 
 
@@ -57,15 +57,15 @@ def test_tensors_of_every_dtype_and_size_arrive_bitwise(dtype, shape):
     "value", [0, -(1 << 63), (1 << 63) - 1, True, False, 1.5, math.inf, math.nan, -0.0, None], ids=str
 )
 def test_numbers_arrive_as_they_are(value):
-    (post,) = Reader().feed(data(-5, -2, (), value, None))
+    (post,) = PostReader().feed(data(-5, -2, (), value, None))
     assert is_same(post.value, value) and post[:3] == (-5, -2, ()) and str(post.value) == str(value)
 
 
 def test_dead_values_and_tensors_that_are_views_or_need_a_gradient():
-    (post,) = Reader().feed(data(1, 2, (0,), None, (-3, 9)))
+    (post,) = PostReader().feed(data(1, 2, (0,), None, (-3, 9)))
     assert post == Post(1, 2, (0,), None, (-3, 9))
     strided = tensor(torch.float32, 40, 500).t()[::2]
-    (post,) = Reader().feed(data(1, 2, (), strided.requires_grad_(), None))
+    (post,) = PostReader().feed(data(1, 2, (), strided.requires_grad_(), None))
     assert is_same(post.value, strided.detach()) and not post.value.requires_grad
 
 
@@ -94,7 +94,7 @@ def test_any_pieces_of_any_messages_are_the_messages(kinds, source):
               tensor(torch.int8, BUFFER - 40 + source.randrange(50)), tensor(torch.int16, 2, BUFFER)]  # fmt: skip
     sent = [Post(9, edge, (0, edge), values[kind]) for edge, kind in enumerate(kinds)]
     whole = b"".join(data(*post[:5]) for post in sent)
-    reader, found, at = Reader(), [], 0
+    reader, found, at = PostReader(), [], 0
     while at < len(whole):
         count = min(source.choice([1, 7, 100, 5000, 1 << 20]), len(reader.room()), len(whole) - at)
         reader.room()[:count] = whole[at : at + count]
@@ -131,7 +131,7 @@ BAD = {
 
 @pytest.mark.parametrize(("sent", "kind"), BAD.values(), ids=BAD)
 def test_headers_that_lie_are_an_error_and_take_no_memory(sent, kind):
-    reader = Reader()
+    reader = PostReader()
     tracemalloc.start()
     try:
         with pytest.raises(kind):
@@ -160,7 +160,7 @@ def test_mutated_bytes_are_posts_or_an_error_of_the_wire(source):
         changed[source.randrange(len(changed))] ^= source.randrange(1, 256)
     server = ServerLoans(loans.name)
     try:
-        found = Reader(1 << 20, server.borrowing).feed(changed)
+        found = PostReader(1 << 20, server.borrowing).feed(changed)
     except (ProtocolError, ResourceExhausted, OSError):
         return
     assert all(type(post) is Post and len(post.tag) <= 64 for post in found)
@@ -197,7 +197,7 @@ class Pair:
         raise AssertionError(f"{len(self.posts)} of {count} posts")
 
     def close(self):
-        self.sender.over(Broken("closed")), self.receiver.over(Broken("closed"))
+        self.sender.over(StreamBroken("closed")), self.receiver.over(StreamBroken("closed"))
         self.here.close()
 
 
@@ -235,7 +235,7 @@ def test_what_is_sent_before_the_connection_is_there_comes_later_or_by_another_w
             one.open()
             posts = one.pump(5)
         else:
-            reader, posts = Reader(), []
+            reader, posts = PostReader(), []
             while taken := one.sender.take(100):
                 posts += reader.feed(taken)
                 assert reader.is_between, "whole messages"
@@ -260,20 +260,20 @@ def test_large_tensors_are_lent_and_their_memory_is_free_when_nobody_holds_them(
 
 def test_an_end_that_closes_is_noticed_by_the_other(pair):
     one = pair()
-    one.receiver.over(Broken("closed"))
-    with pytest.raises(Broken):
+    one.receiver.over(StreamBroken("closed"))
+    with pytest.raises(StreamBroken):
         one.sender.ready(selectors.EVENT_READ)
     assert one.sender.post(1, 2, (), tensor(torch.int8, 100_000), None) in (True, False), "it raises nothing by itself"
     with pytest.raises(OSError):
         for _ in range(10):
             one.sender.post(1, 2, (), 5, None)
             one.sender.events()
-    one.sender.over(Broken("closed"))
-    with pytest.raises(Broken):
+    one.sender.over(StreamBroken("closed"))
+    with pytest.raises(StreamBroken):
         one.sender.post(1, 2, (), 5, None)
     other = pair()
-    other.sender.over(Broken("closed"))
-    with pytest.raises(Broken):
+    other.sender.over(StreamBroken("closed"))
+    with pytest.raises(StreamBroken):
         other.receiver.ready(selectors.EVENT_READ)
     assert len(one.lost) == 2 and len(other.lost) == 1
 

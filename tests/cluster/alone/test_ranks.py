@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfnb.cluster.modes import events as e
-from tfnb.cluster.modes.leases import Broken, Give, Held, Offer, Progress, Report
-from tfnb.cluster.modes.ranks import Ranks, Save, Saved, Stood
+from tfnb.cluster.modes.leases import Give, LoopFailure, Offer, PieceProgress, Report, Standstill
+from tfnb.cluster.modes.ranks import Ranks, Save, SaveResult, Stood
 from tfnb.cluster.modes.rounds import Cut
 from tfnb.cluster.tasks.collectives import Bucket
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import Failure
 from tfnb.errors import Unimplemented
 from tfnb.graph import Dim, Spec
 
-BAD = Failed("InvalidArgument", "kernel")
+BAD = Failure("InvalidArgument", "kernel")
 
 
 def ranks(*tasks):
@@ -35,72 +35,72 @@ def play(machine, *events, now=0.0):
 def test_the_rank_that_is_ahead_saves_in_a_cut_and_all_begin_from_there():
     machine = ranks(0, 1, 2)
     number = play(machine, Offer("abcd"))[0].piece.number
-    play(machine, *(Progress(task, number, 2) for task in range(3)))
-    assert play(machine, e.Lost(1)) == [Cut(4)]
+    play(machine, *(PieceProgress(task, number, 2) for task in range(3)))
+    assert play(machine, e.TaskLoss(1)) == [Cut(4)]
     assert play(machine, Stood(0, 2)) == [], "another one has not told"
     assert play(machine, Stood(2, 3)) == [Save(2, 3)], "it applied one more before the loss"
-    told = play(machine, Saved(machine.saver))
+    told = play(machine, SaveResult(machine.saver))
     assert told[0] == Report(number, 2, 3, (0, 1, 2)) and machine.saved == 3
     assert [(i.task, i.piece.steps) for i in told[1:]] == [(0, "d"), (2, "d")]
 
 
 def test_a_saver_that_is_lost_has_another_one_in_its_place():
     machine = ranks(0, 1, 2)
-    play(machine, Offer("abcd"), e.Lost(1), Stood(0, 2))
+    play(machine, Offer("abcd"), e.TaskLoss(1), Stood(0, 2))
     assert play(machine, Stood(2, 3)) == [Save(2, 3)]
-    assert play(machine, e.Lost(2)) == [Save(0, 2)], "step 3 was of no rank that lives, and nobody was told of it"
-    assert [i.piece.steps for i in play(machine, Saved(machine.saver)) if isinstance(i, Give)] == ["cd"]
+    assert play(machine, e.TaskLoss(2)) == [Save(0, 2)], "step 3 was of no rank that lives, and nobody was told of it"
+    assert [i.piece.steps for i in play(machine, SaveResult(machine.saver)) if isinstance(i, Give)] == ["cd"]
 
 
 def test_steps_that_were_told_and_are_on_no_rank_any_more_end_it_by_name():
     machine = ranks(0, 1)
     number = play(machine, Offer("abcd"))[0].piece.number
-    play(machine, Progress(0, number, 2), Progress(1, number, 2), e.Lost(0))
-    (end,) = play(machine, e.Lost(1))
+    play(machine, PieceProgress(0, number, 2), PieceProgress(1, number, 2), e.TaskLoss(0))
+    (end,) = play(machine, e.TaskLoss(1))
     assert end.cause.tag == "WorkerLost" and "the last 2 steps" in end.cause.message
 
 
 def test_a_hold_stands_behind_what_was_given_and_saves_once():
     machine = ranks(0, 1)
     number = play(machine, Offer("ab"))[0].piece.number
-    assert play(machine, e.Hold(), Offer("cd")) == [], "nothing more is given"
-    assert play(machine, Progress(0, number, 2), Progress(1, number, 2))[-1] == Save(0, 2)
-    assert play(machine, Saved(machine.saver)) == [Held()]
+    assert play(machine, e.Drain(), Offer("cd")) == [], "nothing more is given"
+    assert play(machine, PieceProgress(0, number, 2), PieceProgress(1, number, 2))[-1] == Save(0, 2)
+    assert play(machine, SaveResult(machine.saver)) == [Standstill()]
     assert [i.piece.steps for i in play(machine, e.Resume())] == ["cd", "cd"]
     machine = ranks(0, 1)
-    assert play(machine, e.Hold()) == [Held()], "the servers hold all that there is"
+    assert play(machine, e.Drain()) == [Standstill()], "the servers hold all that there is"
 
 
 def test_a_failure_ends_it_when_its_values_are_saved():
     machine = ranks(0)
-    play(machine, Offer("abcd"), Broken(0, BAD, is_fatal=True))
+    play(machine, Offer("abcd"), LoopFailure(0, BAD, is_fatal=True))
     assert play(machine, Stood(0, 3)) == [Save(0, 3)]
-    assert play(machine, Saved(machine.saver))[-1] == e.Finish(cause=BAD)
+    assert play(machine, SaveResult(machine.saver))[-1] == e.Finish(cause=BAD)
 
 
 def test_the_failure_of_a_rank_counts_also_where_another_rank_told_first_that_it_missed_a_sum():
     machine = ranks(0, 1)
-    play(machine, Offer("abcd"), Broken(0, Failed("Unavailable", "no sum"), is_fatal=False))
-    play(machine, Broken(1, BAD, is_fatal=True), Stood(0, 2))
+    play(machine, Offer("abcd"), LoopFailure(0, Failure("Unavailable", "no sum"), is_fatal=False))
+    play(machine, LoopFailure(1, BAD, is_fatal=True), Stood(0, 2))
     assert play(machine, Stood(1, 2)) == [machine.saver]
-    assert play(machine, Saved(machine.saver))[-1] == e.Finish(cause=BAD)
+    assert play(machine, SaveResult(machine.saver))[-1] == e.Finish(cause=BAD)
 
 
 def test_a_save_from_before_a_cut_is_not_taken_for_a_later_one():
     machine = ranks(0, 1)
     number = play(machine, Offer("ab"))[0].piece.number
-    *_, early = play(machine, e.Hold(), Progress(0, number, 2), Progress(1, number, 2))
-    play(machine, e.Lost(1))
+    *_, early = play(machine, e.Drain(), PieceProgress(0, number, 2), PieceProgress(1, number, 2))
+    play(machine, e.TaskLoss(1))
     (save,) = play(machine, Stood(0, 2))
-    assert save == early and play(machine, Saved(early)) == [], "it may have written nothing"
-    assert Held() in play(machine, Saved(save))
+    assert save == early and play(machine, SaveResult(early)) == [], "it may have written nothing"
+    assert Standstill() in play(machine, SaveResult(save))
 
 
 def test_who_looks_while_there_is_no_rank_keeps_one_that_comes_from_beginning():
     machine = ranks(0)
-    play(machine, Offer("ab"), e.Lost(0, is_silent=True))
-    assert machine.state == "waiting" and play(machine, e.Hold()) == [Held()]
-    assert not any(isinstance(i, Give) for i in play(machine, e.Joined(1)))
+    play(machine, Offer("ab"), e.TaskLoss(0, is_silent=True))
+    assert machine.state == "waiting" and play(machine, e.Drain()) == [Standstill()]
+    assert not any(isinstance(i, Give) for i in play(machine, e.TaskJoin(1)))
     assert [i.piece.steps for i in play(machine, e.Resume())] == ["ab"]
 
 
@@ -125,7 +125,7 @@ class World:
                     self.pieces[piece.number] = piece.steps
                 case Report(number, start, stop):
                     self.reported += self.pieces[number][start:stop]
-                case Held():
+                case Standstill():
                     self.is_held = True
                     assert self.servers == self.reported, "who looks sees all that was told, and nothing else"
                 case e.Finish():
@@ -146,7 +146,7 @@ class World:
                     self.feed(Stood(task, applied.get(task)))
             case Save(task) if task in self.alive:
                 self.servers = list((self.values if self.machine.state == "open" else self.ended)[task])
-                self.feed(Saved(did))
+                self.feed(SaveResult(did))
 
     def done(self, task):
         return self.machine.first - 1 + len(self.values[task]) - self.machine.base
@@ -177,7 +177,7 @@ class World:
         """A task tells the steps that it has applied."""
         done = len(self.values.get(task, ())) - self.machine.base
         for number in sorted({number for number, *_ in self.given.get(task, [])[: max(0, done)]}):
-            self.feed(Progress(task, number, sum(n == number for n, *_ in self.given[task][:done])))
+            self.feed(PieceProgress(task, number, sum(n == number for n, *_ in self.given[task][:done])))
 
 
 @settings(max_examples=150, deadline=None)
@@ -202,18 +202,18 @@ def test_every_step_counts_once_whoever_is_lost_or_joins(data):  # noqa: C901 (o
         elif act == "lose" and len(live) > 1 and losses < 4:
             losses += 1
             world.alive.discard(task := data.draw(st.sampled_from(live)))
-            world.feed(e.Lost(task, is_silent=True))
+            world.feed(e.TaskLoss(task, is_silent=True))
         elif act == "join":
             world.alive.add(task := next(world.names))
-            world.feed(e.Joined(task))
+            world.feed(e.TaskJoin(task))
         elif act == "hold":
-            world.feed(e.Resume() if world.machine.is_hold_wanted else e.Hold())
+            world.feed(e.Resume() if world.machine.is_hold_wanted else e.Drain())
         elif act == "answer" and world.todo:
             world.answer()
         assert world.reported == offered[: len(world.reported)]
         assert world.servers == offered[: len(world.servers)]
     world.feed(e.Resume())
-    world.feed(e.End())
+    world.feed(e.DataEnd())
     for _ in range(500):
         if world.end is not None:
             break

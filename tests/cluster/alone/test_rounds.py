@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from tests.cluster.alone.test_core import Add
 from tfnb.cluster.modes import events as e
-from tfnb.cluster.modes.leases import Broken, Give, Offer, Progress, Report
-from tfnb.cluster.modes.rounds import UNTOLD, Ask, Cut, CutAt, Rounds, Written
+from tfnb.cluster.modes.leases import Give, LoopFailure, Offer, PieceProgress, Report
+from tfnb.cluster.modes.rounds import UNTOLD, Cut, CutAt, LatestRound, RoundQuery, Rounds
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Arrived, Reply, Send, Tick
+from tfnb.cluster.server.core_events import CoreTick, Reply, RequestArrival, Send
 from tfnb.cluster.server.cores import Cores
-from tfnb.cluster.tasks.pieces import Part
-from tfnb.cluster.wire.messages import GIVEN_UP, Failed, Ok, OpId, Refused, Request
+from tfnb.cluster.tasks.pieces import TaskShare
+from tfnb.cluster.wire.messages import GIVEN_UP, Failure, Ok, OpId, Refusal, Request
 from tfnb.passes.flow.merges import mean
 from tfnb.state.store import Store
 
-BAD = Failed("InvalidArgument", "kernel")
+BAD = Failure("InvalidArgument", "kernel")
 
 
 def rounds(tasks=(0, 1), shards=(0,), **kwargs):
@@ -43,9 +43,9 @@ def test_every_task_gets_the_same_pieces_and_a_step_counts_when_all_have_heard()
         (0, 1, "ab"), (1, 1, "ab"), (0, 3, "c"), (1, 3, "c"),
     ]  # fmt: skip
     number = given[0].piece.number
-    assert play(machine, Progress(0, number, 2)) == []
-    assert play(machine, Progress(1, number, 1)) == [Report(number, 0, 1, (0, 1))]
-    told = play(machine, Progress(1, number, 2))
+    assert play(machine, PieceProgress(0, number, 2)) == []
+    assert play(machine, PieceProgress(1, number, 1)) == [Report(number, 0, 1, (0, 1))]
+    told = play(machine, PieceProgress(1, number, 2))
     assert told[0] == Report(number, 1, 2, (0, 1))
     assert [i.piece.steps for i in told[1:]] == ["d", "d"]
 
@@ -54,9 +54,9 @@ def test_a_lost_task_makes_a_cut_after_which_the_rest_is_given_to_the_others():
     machine = rounds(tasks=[0, 1, 2])
     given = play(machine, Offer("abcd"))
     number = given[0].piece.number
-    play(machine, *(Progress(task, number, 1) for task in range(3)))
-    assert play(machine, e.Lost(1)) == [Cut(4)]
-    assert play(machine, Progress(0, number, 2)) == [], "one of them did not tell"
+    play(machine, *(PieceProgress(task, number, 1) for task in range(3)))
+    assert play(machine, e.TaskLoss(1)) == [Cut(4)]
+    assert play(machine, PieceProgress(0, number, 2)) == [], "one of them did not tell"
     told = play(machine, CutAt(2))
     assert told[0] == Report(number, 1, 2, (0, 1, 2)), "it was written"
     assert [(i.task, i.piece.first, i.piece.steps) for i in told[1:]] == [(0, 5, "cd"), (2, 5, "cd")]
@@ -64,7 +64,7 @@ def test_a_lost_task_makes_a_cut_after_which_the_rest_is_given_to_the_others():
 
 
 def test_interrupts_and_failures_end_at_a_cut():
-    for event, cause in ((e.Interrupt(), e.Interrupted()), (Broken(1, BAD, is_fatal=True), BAD)):
+    for event, cause in ((e.Interrupt(), e.UserStop()), (LoopFailure(1, BAD, is_fatal=True), BAD)):
         machine = rounds()
         play(machine, Offer("abcd"))
         assert play(machine, event) == [Cut(4)]
@@ -74,8 +74,8 @@ def test_interrupts_and_failures_end_at_a_cut():
 
 def test_the_end_of_data_is_a_cut_too():
     machine = rounds(tasks=[0])
-    (give,) = play(machine, Offer("a"), e.End())
-    *_, cut = play(machine, Progress(0, give.piece.number, 1))
+    (give,) = play(machine, Offer("a"), e.DataEnd())
+    *_, cut = play(machine, PieceProgress(0, give.piece.number, 1))
     assert cut == Cut(1) and play(machine, CutAt(1)) == [e.Finish()]
 
 
@@ -83,7 +83,7 @@ def test_no_task_and_no_server():
     lost = e.TasksLost("no compute task is left")
     assert play(Rounds([], [0], itertools.count()), e.Start()) == [e.Finish(cause=lost)]
     machine = rounds(tasks=[0])
-    play(machine, Offer("ab"), e.Lost(0))
+    play(machine, Offer("ab"), e.TaskLoss(0))
     assert play(machine, CutAt(0)) == [e.Finish(cause=e.TasksLost("no compute task is left"))]
     machine = rounds()
     assert play(machine, e.ShardLost(0)) == [e.Finish(cause=e.ServerLost(0))]
@@ -92,26 +92,26 @@ def test_no_task_and_no_server():
 def test_tasks_that_are_lost_together_are_one_attempt():
     machine = rounds(tasks=[0, 1, 2, 3])
     play(machine, Offer("abcd"))
-    assert play(machine, e.Lost(0), e.Lost(1), e.Lost(2)) == [Cut(4)]
+    assert play(machine, e.TaskLoss(0), e.TaskLoss(1), e.TaskLoss(2)) == [Cut(4)]
     assert [i.task for i in play(machine, CutAt(0))] == [3]
     for task in (4, 5):
         assert machine.cause is None
-        play(machine, e.Joined(task), CutAt(0), e.Lost(task))
+        play(machine, e.TaskJoin(task), CutAt(0), e.TaskLoss(task))
     assert machine.cause is not None, "a third attempt lost one"
 
 
 def test_a_step_over_which_a_task_and_its_successor_are_lost_stops_and_names_them():
     machine = rounds()
     given = play(machine, Offer("abcd"))
-    play(machine, e.Lost(1), CutAt(0), e.Joined(2, follows=1), CutAt(0))
-    told = play(machine, e.Lost(2), CutAt(0))
+    play(machine, e.TaskLoss(1), CutAt(0), e.TaskJoin(2, follows=1), CutAt(0))
+    told = play(machine, e.TaskLoss(2), CutAt(0))
     assert told[-1].cause.tasks == (1,) and "seems to kill" in told[-1].cause.message
     machine = rounds()
     given = play(machine, Offer("abcd"))
-    play(machine, e.Lost(1), CutAt(0), e.Joined(2, follows=1))
+    play(machine, e.TaskLoss(1), CutAt(0), e.TaskJoin(2, follows=1))
     given = [i for i in play(machine, CutAt(0)) if isinstance(i, Give)]
-    play(machine, *(Progress(task, given[0].piece.number, 1, 0, 2) for task in (0, 2)))
-    assert machine.cause is None and play(machine, e.Lost(2)) != []
+    play(machine, *(PieceProgress(task, given[0].piece.number, 1, 0, 2) for task in (0, 2)))
+    assert machine.cause is None and play(machine, e.TaskLoss(2)) != []
     assert not any(isinstance(i, e.Finish) for i in play(machine, CutAt(machine.next - 4))), (
         "a step was written between"
     )
@@ -122,58 +122,58 @@ def test_a_silent_task_kills_no_step_and_joins_again_under_its_place():
     play(machine, Offer("abcd"))
     task = 1
     for following in range(3, 9):
-        assert play(machine, e.Lost(task, is_silent=True)) == [Cut(machine.next - 1)]
+        assert play(machine, e.TaskLoss(task, is_silent=True)) == [Cut(machine.next - 1)]
         assert {i.task for i in play(machine, CutAt(machine.first - 1)) if isinstance(i, Give)} == {0, 2}
-        play(machine, e.Joined(following, follows=task))
+        play(machine, e.TaskJoin(following, follows=task))
         given = [i for i in play(machine, CutAt(machine.first - 1)) if isinstance(i, Give)]
         assert {i.task for i in given} == {0, 2, following} and [i.piece.steps for i in given] == ["abcd"] * 3
         task = following
     assert machine.cause is None and machine.lost == []
-    play(machine, e.Lost(task), CutAt(machine.first - 1), e.Joined(9, follows=task), CutAt(machine.first - 1))
-    play(machine, e.Lost(9))
+    play(machine, e.TaskLoss(task), CutAt(machine.first - 1), e.TaskJoin(9, follows=task), CutAt(machine.first - 1))
+    play(machine, e.TaskLoss(9))
     assert "seems to kill" in machine.cause.message, "it died twice over one step"
 
 
 def test_training_without_a_task_waits_for_a_silent_one_and_not_for_a_dead_one():
     for is_silent in (True, False):
         machine = rounds(tasks=[0])
-        play(machine, Offer("ab"), e.Lost(0, is_silent), now=5.0)
+        play(machine, Offer("ab"), e.TaskLoss(0, is_silent), now=5.0)
         ends = play(machine, CutAt(0), e.Tick(), now=5.0 + GIVEN_UP - 1)
         if not is_silent:
             assert ends == [e.Finish(cause=e.TasksLost())]
             continue
         assert ends == [] and machine.state == "waiting"
-        assert [i.task for i in play(machine, e.Joined(1, follows=0))] == [1]
+        assert [i.task for i in play(machine, e.TaskJoin(1, follows=0))] == [1]
 
 
 def test_tasks_that_are_lost_while_nothing_is_lent_are_no_attempt():
     machine = rounds()
     for task in range(1, 6):
-        assert play(machine, e.Lost(task), CutAt(0), e.Joined(task + 1, follows=task), CutAt(0)) != []
+        assert play(machine, e.TaskLoss(task), CutAt(0), e.TaskJoin(task + 1, follows=task), CutAt(0)) != []
     assert machine.state == "open" and machine.cause is None
 
 
 def test_training_without_a_task_waits_for_one():
     machine = rounds(tasks=[0], patience=5.0)
-    play(machine, Offer("ab"), e.Lost(0))
+    play(machine, Offer("ab"), e.TaskLoss(0))
     assert play(machine, CutAt(0), now=1.0) == [] and play(machine, e.Tick(), now=5.9) == []
-    assert [(i.task, i.piece.steps) for i in play(machine, e.Joined(1), now=5.9)] == [(1, "ab")]
-    play(machine, e.Lost(1), CutAt(0), now=6.0)
+    assert [(i.task, i.piece.steps) for i in play(machine, e.TaskJoin(1), now=5.9)] == [(1, "ab")]
+    play(machine, e.TaskLoss(1), CutAt(0), now=6.0)
     assert play(machine, e.Tick(), now=11.0) == [e.Finish(cause=e.TasksLost())]
-    for event, cause in ((e.Interrupt(), e.Interrupted()), (e.ShardLost(0), e.ServerLost(0))):
+    for event, cause in ((e.Interrupt(), e.UserStop()), (e.ShardLost(0), e.ServerLost(0))):
         machine = rounds(tasks=[0], patience=5.0)
-        play(machine, Offer("ab"), e.Lost(0), CutAt(0))
+        play(machine, Offer("ab"), e.TaskLoss(0), CutAt(0))
         assert play(machine, event) == [e.Finish(cause=cause)]
 
 
 def test_without_spare_tasks_a_step_is_made_of_all_that_there_are():
     machine = rounds(tasks=[0])
-    play(machine, Offer("ab"), e.Joined(1), CutAt(0))
+    play(machine, Offer("ab"), e.TaskJoin(1), CutAt(0))
     assert [machine.part(task) for task in machine.members] == [(0, 2, 2), (1, 2, 2)]
     machine = rounds(tasks=[0, 1, 2], spare=1)
-    play(machine, Offer("ab"), e.Lost(1), CutAt(0))
+    play(machine, Offer("ab"), e.TaskLoss(1), CutAt(0))
     assert machine.part(0) == (0, 2, 2)
-    play(machine, e.Joined(1), CutAt(0))
+    play(machine, e.TaskJoin(1), CutAt(0))
     assert machine.part(0) == (0, 3, 2)
 
 
@@ -198,7 +198,7 @@ class World:
             tuple[int, int], dict[int, float]
         ] = {}  # round and place -> the values that it is computed from
         self.tickets, self.ops = itertools.count(), itertools.count()
-        self.answers: dict[int, Ok | Failed | Refused] = {}
+        self.answers: dict[int, Ok | Failure | Refusal] = {}
         self.sends: list[Send] = []
         self.parts: dict[int, int] = {}  # round -> of how many parts it is made
         self.written: list[int] = []  # rounds
@@ -222,7 +222,7 @@ class World:
         for shard, method, tensors, meta in asks:
             request = Request(method, OpId("c", next(self.ops)), 1, 7, meta, list(tensors))
             tickets[shard] = next(self.tickets)
-            events.setdefault(self.process[shard], []).append((shard, Arrived(tickets[shard], request)))
+            events.setdefault(self.process[shard], []).append((shard, RequestArrival(tickets[shard], request)))
         for process, mine in events.items():
             self.tell(process, mine)
         return tickets
@@ -256,7 +256,7 @@ class World:
                     self.tasks[task].pieces.append((piece.number, piece.first, piece.steps, self.machine.part(task)))
                 case Report(number, start, stop):
                     self.reported += self.steps[number][start:stop]
-                case Ask():
+                case RoundQuery():
                     self.is_asked = True
                 case Cut():
                     self.cut = instruction
@@ -266,7 +266,7 @@ class World:
     def answer(self):
         """What the notebook does: it asks the first server how far training is."""
         self.is_asked = False
-        self.feed(Written(self.answers[self.ask(self.shards[0], "standing", training="t")].meta["latest"]))
+        self.feed(LatestRound(self.answers[self.ask(self.shards[0], "standing", training="t")].meta["latest"]))
 
     def make_cut(self):
         """What the notebook does: the first server says where it stands, the others follow, the loops end."""
@@ -305,7 +305,7 @@ class Worker:
     @property
     def about(self):
         """What servers are told of this worker."""
-        part = Part(*self.pieces[0][3])
+        part = TaskShare(*self.pieces[0][3])
         told = {"training": "t", "worker": part.worker, "shards": self.world.shards, "reads": ["w"]}
         return told | ({"spare": True} if part.has_spare else {})
 
@@ -313,7 +313,7 @@ class Worker:
         """Send what is to be sent to some of the servers, once the values of all are there."""
         world = self.world
         _, first, _, mine = self.pieces[0]
-        part, number = Part(*mine), first + self.at
+        part, number = TaskShare(*mine), first + self.at
         for shard in shards:
             if shard not in self.values:
                 self.values[shard] = world.value(shard)
@@ -344,7 +344,7 @@ class Worker:
         if chief is not None:
             self.place = chief.meta.get("place")
         if not self.is_levelling and chief.meta["counts"]:
-            world.feed(Progress(self.task, number, self.at + 1, self.at, mine[2]))
+            world.feed(PieceProgress(self.task, number, self.at + 1, self.at, mine[2]))
         about, self.out = self.about, {}
         latest = max(self.rounds.values())
         behind = [shard for shard, at in self.rounds.items() if at < latest]
@@ -416,35 +416,38 @@ def test_places_are_given_away_as_workers_come_for_them():
 def test_a_step_is_told_by_the_word_of_the_first_server_where_a_task_does_not_tell_of_it():
     machine = rounds(tasks=[0, 1, 2], spare=1)
     given = [i.piece.number for i in play(machine, Offer("abcd"), Offer("ef"))][::3]
-    play(machine, Progress(0, given[0], 2, 0, 2), Progress(1, given[0], 1, 0, 2), now=10.0)
+    play(machine, PieceProgress(0, given[0], 2, 0, 2), PieceProgress(1, given[0], 1, 0, 2), now=10.0)
     assert play(machine, e.Tick(), now=10.0 + UNTOLD - 0.1) == []
-    assert play(machine, e.Tick(), now=10.0 + UNTOLD) == [Ask()] and play(machine, e.Tick(), now=10.1 + UNTOLD) == []
-    assert play(machine, Written(0)) == [] and play(machine, Written(5), now=12.0) == [
+    assert (
+        play(machine, e.Tick(), now=10.0 + UNTOLD) == [RoundQuery()]
+        and play(machine, e.Tick(), now=10.1 + UNTOLD) == []
+    )
+    assert play(machine, LatestRound(0)) == [] and play(machine, LatestRound(5), now=12.0) == [
         Report(given[0], 1, 4, (0, 1, 2)), Report(given[1], 0, 1, (0, 1, 2)),
     ]  # fmt: skip
-    assert play(machine, Progress(2, given[0], 4, 0, 2), e.Tick(), now=99.0) == [], "the last one tells at last"
-    assert play(machine, Progress(0, given[1], 2, 0, 2), Progress(1, given[1], 2, 1, 2), now=99.0) == [
+    assert play(machine, PieceProgress(2, given[0], 4, 0, 2), e.Tick(), now=99.0) == [], "the last one tells at last"
+    assert play(machine, PieceProgress(0, given[1], 2, 0, 2), PieceProgress(1, given[1], 2, 1, 2), now=99.0) == [
         Report(given[1], 1, 2, (0, 1, 2))
     ]
     machine = rounds()
     (give, _) = play(machine, Offer("abcd"))
-    assert play(machine, Progress(0, give.piece.number, 2), e.Tick(), now=99.0) == [], "no step goes on without it"
+    assert play(machine, PieceProgress(0, give.piece.number, 2), e.Tick(), now=99.0) == [], "no step goes on without it"
 
 
 def test_fewer_tasks_than_a_step_needs_wait_and_then_end():
     machine = rounds(tasks=[0, 1, 2], spare=1, fixed=2, least=2, patience=5.0)
-    play(machine, Offer("ab"), e.Lost(1), CutAt(0))
+    play(machine, Offer("ab"), e.TaskLoss(1), CutAt(0))
     assert machine.part(0) == (0, 2, 2)
-    play(machine, e.Lost(2), CutAt(0))
+    play(machine, e.TaskLoss(2), CutAt(0))
     assert machine.state == "waiting"
-    play(machine, e.Joined(3), e.Joined(4))
+    play(machine, e.TaskJoin(3), e.TaskJoin(4))
     assert machine.part(3) == (1, 2, 2), "the third one is spare again"
     machine = rounds(tasks=[0, 1], fixed=2, least=2, patience=5.0)
-    play(machine, Offer("ab"), e.Lost(1), CutAt(0))
+    play(machine, Offer("ab"), e.TaskLoss(1), CutAt(0))
     (end,) = play(machine, e.Tick(), now=6.0)
     assert end.cause.tag == "StepAborted" and "1 of 2 required workers live" in end.cause.message
     machine = rounds(tasks=[0, 1], fixed=2, patience=5.0)
-    play(machine, Offer("ab"), e.Lost(1), CutAt(0))
+    play(machine, Offer("ab"), e.TaskLoss(1), CutAt(0))
     assert machine.part(0) == (0, 1, 1), "elastic"
 
 
@@ -478,7 +481,7 @@ def test_c53_c54_rounds_are_written_once_on_all_servers_or_on_none(data):  # noq
             offered += size
             continue
         if offered == total and not machine.is_ended:
-            world.feed(e.End())
+            world.feed(e.DataEnd())
             continue
         kind = data.draw(
             st.sampled_from(["work"] * 10 + ["deliver"] * 6 + ["die", "break", "interrupt", "join", "grow", "time"])
@@ -490,7 +493,7 @@ def test_c53_c54_rounds_are_written_once_on_all_servers_or_on_none(data):  # noq
             world.now += data.draw(st.floats(0, 3))
             world.feed(e.Tick())
             for shard in shards:
-                world.tell(world.process[shard], [(shard, Tick())])
+                world.tell(world.process[shard], [(shard, CoreTick())])
         elif kind == "deliver" and world.sends:
             send = world.sends[data.draw(st.integers(0, len(world.sends) - 1))]
             if data.draw(st.booleans()):
@@ -500,18 +503,18 @@ def test_c53_c54_rounds_are_written_once_on_all_servers_or_on_none(data):  # noq
             worker = next(worker for worker in world.tasks.values() if not worker.alive)
             worker.alive = True
             worker.end()
-            world.feed(e.Joined(worker.task))
+            world.feed(e.TaskJoin(worker.task))
         elif kind == "grow" and len(world.tasks) < 6:
             new = len(world.tasks)
             world.tasks[new] = Worker(world, new)
-            world.feed(e.Joined(new))
+            world.feed(e.TaskJoin(new))
         elif live and kind == "die":
             worker = data.draw(st.sampled_from(live))
             worker.alive = False
             worker.end()
-            world.feed(e.Lost(worker.task))
+            world.feed(e.TaskLoss(worker.task))
         elif live and kind == "break":
-            world.feed(Broken(data.draw(st.sampled_from(live)).task, BAD, is_fatal=data.draw(st.booleans())))
+            world.feed(LoopFailure(data.draw(st.sampled_from(live)).task, BAD, is_fatal=data.draw(st.booleans())))
         else:
             for worker in live:
                 if worker.pieces:
@@ -534,7 +537,7 @@ def test_c53_c54_rounds_are_written_once_on_all_servers_or_on_none(data):  # noq
             world.feed(Offer(tuple(range(offered + 1, total + 1))))
             offered = total
         if offered == total:
-            world.feed(e.End())
+            world.feed(e.DataEnd())
         for worker in [worker for worker in world.tasks.values() if worker.alive and worker.task not in halted]:
             if worker.pieces:
                 worker.begin(shards)
@@ -564,7 +567,8 @@ def contributed(workers, shards=8):
 
     def told(worker, method, meta, tensors=()):
         events = [
-            (s, Arrived(worker, Request(method, OpId(f"w{worker}", s), 1, 7, meta, tensors))) for s in range(shards)
+            (s, RequestArrival(worker, Request(method, OpId(f"w{worker}", s), 1, 7, meta, tensors)))
+            for s in range(shards)
         ]
         return [effect for effect in cores.on(events, 0.0) if isinstance(effect, Reply)]
 

@@ -10,9 +10,9 @@ import torch
 
 from tests.cluster.alone.test_core import Add
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Arrived, Reply, Tick
+from tfnb.cluster.server.core_events import CoreTick, Reply, RequestArrival
 from tfnb.cluster.server.lines import PATIENCE
-from tfnb.cluster.wire.messages import POLL, Failed, Ok, OpId, Refused, Request
+from tfnb.cluster.wire.messages import POLL, Failure, Ok, OpId, Refusal, Request
 from tfnb.state.store import Store
 
 
@@ -30,7 +30,7 @@ class Host:
         """The ticket of a call."""
         self.ticket, self.seq = self.ticket + 1, self.seq + 1
         request = Request(method, op or OpId("host", self.seq), 1, 7, meta, list(tensors))
-        self.feed(Arrived(self.ticket, request))
+        self.feed(RequestArrival(self.ticket, request))
         return self.ticket
 
     def __call__(self, *args, **kwargs):
@@ -44,7 +44,7 @@ class Host:
 
     def pass_time(self, seconds):
         self.now += seconds
-        self.feed(Tick())
+        self.feed(CoreTick())
 
 
 def test_a_pull_of_a_later_step_waits_for_the_commit():
@@ -64,7 +64,7 @@ def test_who_waits_long_is_told_to_ask_again_and_keeps_the_place():
     op = OpId("a", 1)
     call = host.send("pull", op=op, keys=["w"], step=1)
     host.pass_time(POLL)
-    assert host.answers[call] == Refused("again", "it waits still")
+    assert host.answers[call] == Refusal("again", "it waits still")
     again, twice = (host.send("pull", op=op, keys=["w"], step=1) for _ in range(2))
     assert host.answers[again].reason == "again", "only the last call of one request waits"
     host("stage", [torch.ones(3)], plan="add", round=1, worker=0)
@@ -86,7 +86,7 @@ def test_who_does_not_come_back_or_is_gone_leaves():
 def test_a_poisoned_core_refuses_who_waits():
     host = Host(fail="commit")
     waits = host.send("pull", keys=["w"], step=1)
-    assert isinstance(host("push", [torch.ones(3)], plan="add"), Failed)
+    assert isinstance(host("push", [torch.ones(3)], plan="add"), Failure)
     assert host.answers[waits].reason == "poisoned"
 
 
@@ -118,7 +118,7 @@ def test_a_contribution_that_is_asked_for_again_after_its_round_is_answered_then
     op = OpId("first", 1)
     first = host.send("contribute", [torch.ones(3)], op, worker=0, place=0, **about)
     host.pass_time(POLL + 1)
-    assert host.answers[first] == Refused("again", "it waits still")
+    assert host.answers[first] == Refusal("again", "it waits still")
     assert isinstance(host("contribute", [torch.full((3,), 3.0)], worker=1, place=1, **about), Ok), "the round is whole"
     again = host("contribute", [torch.ones(3)], op, worker=0, place=0, **about)
     assert again.meta["counts"] and again.tensors[0].tolist() == [2, 2, 2]
@@ -138,9 +138,9 @@ def test_contributions_that_wait_hear_when_their_round_will_not_be(how):
         case "end_training":
             host("end_training", training="t", clients=[])
         case "fail":
-            assert isinstance(host("contribute", [torch.ones(3)], worker=2, place=2, **about), Failed)
+            assert isinstance(host("contribute", [torch.ones(3)], worker=2, place=2, **about), Failure)
         case "fence":
             host.core.epoch = 2
             host.pass_time(0.1)
-    kind = Failed if how == "fail" else Refused
+    kind = Failure if how == "fail" else Refusal
     assert all(isinstance(host.answers.get(ticket), kind) for ticket in waiting)

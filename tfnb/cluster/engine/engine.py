@@ -20,18 +20,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from tfnb.cluster.engine.members import Ahead, Member, Mode, Sent
-from tfnb.cluster.engine.peers import LATEST, LOOK, Looks, Peers
+from tfnb.cluster.engine.members import Ahead, Member, Mode, SentData
+from tfnb.cluster.engine.peers import LATEST, LOOK, ClusterPeers, Looks
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.engine.single_steps import GRACE, SingleSteps
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
 from tfnb.cluster.modes.joins import Way
-from tfnb.cluster.modes.leases import Broken
-from tfnb.cluster.queues.contents_there import Brought, Contents, Copies
+from tfnb.cluster.modes.leases import LoopFailure
+from tfnb.cluster.queues.contents_there import Copies, RemoteContents, ShardContents
 from tfnb.cluster.queues.deadlocks import Deadlocks
-from tfnb.cluster.tasks.programs import Placed, Plan
+from tfnb.cluster.tasks.programs import PlacedStep, Plan
 from tfnb.cluster.tasks.resident import NO_LOOP
 from tfnb.cluster.tasks.shard_writes import packed
 from tfnb.cluster.wire import sparse_values
@@ -39,12 +39,12 @@ from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import (
     GIVEN_UP,
     Ask,
-    Failed,
+    Failure,
     NotDone,
     NotSent,
     Ok,
     Outcome,
-    Refused,
+    Refusal,
     Unknown,
     raised,
 )
@@ -94,7 +94,7 @@ class Engine:
 
     def __init__(self, link: ClientLink, tasks: Sequence[Member], servers: Sequence[Member], epoch: int) -> None:
         self.link, self.epoch = link, epoch
-        self.peers = Peers(link, epoch, tasks, servers, self._report, self.say)
+        self.peers = ClusterPeers(link, epoch, tasks, servers, self._report, self.say)
         self.tasks, self.servers, self.shards = self.peers.tasks, self.peers.servers, self.peers.shards
         self.single = SingleSteps(self)
         self.step = 0
@@ -116,7 +116,7 @@ class Engine:
         self.interrupts = 0  # so far: what begins is told of those that came before it could listen
         self.notes: list[str] = []  # for the user, in whatever call waits or comes next
         self.deadlocks = Deadlocks(self._who_waits, self.notes.append)
-        self.contents = Contents(self.insist_on, partial(self.insist_on, is_decided=True))
+        self.contents = RemoteContents(self.insist_on, partial(self.insist_on, is_decided=True))
 
     # -- what the notebook asks for -------------------------------------------------------------------------
 
@@ -239,9 +239,9 @@ class Engine:
                 case Ok({"found": layouts}):
                     for shard, layout in layouts.items():
                         found[int(shard)] = {key: tuple(Shard(*one) for one in some) for key, some in layout.items()}
-                case Failed() as failure:
+                case Failure() as failure:
                     raise raised(failure)
-                case Refused(reason, message):
+                case Refusal(reason, message):
                     raise Aborted(f"{member.name} writes no shards: {reason} {message}", step=self.step)
                 case _:
                     raise self.lost or self.lost_server(int(next(iter(mine))))
@@ -270,8 +270,8 @@ class Engine:
     ) -> Pins:  # fmt: skip
         """Let servers hold on to values, all of one step, while steps go on and write another generation.
 
-        Of the ``queues`` by shard what they hold then; unheard: see `Contents.held`. Raises Aborted where steps went on
-        in each of several tries, because this process stood still in all of them.
+        Of the ``queues`` by shard what they hold then; unheard: see `RemoteContents.held`. Raises Aborted where
+        steps went on in each of several tries, because this process stood still in all of them.
         """
         number = next(self._pins)
         pins = [Ask(shard, "pin", {"pinned": number, "keys": keys, "tables": True}) for shard, keys in wanted.items()]
@@ -298,7 +298,7 @@ class Engine:
             self.unpin(Pins(number, wanted, self.step, {}, {}))
             raise
 
-    async def refill(self, brought: Brought, written: Iterable[str]) -> None:
+    async def refill(self, brought: ShardContents, written: Iterable[str]) -> None:
         """Let queues and Variables hold what was brought; steps that used one of them raise Aborted.
 
         In a turn that was taken before. written: the keys of these Variables.
@@ -333,12 +333,12 @@ class Engine:
     # -- trainings whose tasks loop by themselves ----------------------------------------------------------------
 
     async def train(
-        self, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None,
+        self, placed: PlacedStep, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None,
         applied: AppliedSteps | None = None,
     ) -> Training:  # fmt: skip
         """Begin a training. applied: steps of it that servers applied before, which were lost since."""
         if self.is_closing:
-            raise self.error(e.Interrupted(), seconds)
+            raise self.error(e.UserStop(), seconds)
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
         since = self.interrupts
         tasks = await self.idle(deadline, placed.tasks, since)
@@ -367,7 +367,7 @@ class Engine:
         self.ensure_apart(training)
         self._queues.add(training.queue)
         for task in self.free(training.placed.tasks):  # also those that came since it was planned
-            training.queue.put_nowait(e.Joined(task))
+            training.queue.put_nowait(e.TaskJoin(task))
         self._trainings[training] = asyncio.create_task(self.peers.watch(training.queue))
 
     def forget(self, training: Training) -> None:
@@ -377,7 +377,7 @@ class Engine:
         if watcher is not None:
             watcher.cancel()
 
-    def with_ranks(self, placed: Placed) -> list[Training]:
+    def with_ranks(self, placed: PlacedStep) -> list[Training]:
         """Trainings whose tasks hold Variables that this step reads or writes."""
         return [each for each in self._trainings if each.has_ranks and each.placed.written_there & placed.used_there]
 
@@ -391,7 +391,7 @@ class Engine:
                         "while one in mode='allreduce' goes on: let one of them end first, or use mode='sync'"
                     )
 
-    async def unload(self, sent: Sent) -> None:
+    async def unload(self, sent: SentData) -> None:
         """Tasks drop data that they were sent."""
         deadline = time.monotonic() + p.STOPS_WITHIN
         await asyncio.gather(*(
@@ -450,7 +450,7 @@ class Engine:
             call = self.link.call(member.peer, method, about, epoch=self.epoch, deadline=deadline)
             with Looks() as looks:
                 answer = await self.peers.unless_dead(member, call)
-            if isinstance(answer, Refused) and answer.reason == "stale":
+            if isinstance(answer, Refusal) and answer.reason == "stale":
                 answer = Ok(NO_LOOP)
             if isinstance(answer, Ok):
                 break
@@ -474,12 +474,12 @@ class Engine:
             self.notes.append(f"{late} and is given up: no nanny would start another process")
         elif not self.charge(member):
             self.notes.append(f"{late} and is given up: {self.restarts}. Connect again to use its worker")
-        elif isinstance(answer := await self.quit(member), Refused):
+        elif isinstance(answer := await self.quit(member), Refusal):
             self.notes.append(f"{late} and is given up: {answer.message}")
         else:
             self.notes.append(f"{late}; its process was replaced")
         member.lose()
-        self._report(e.Lost(self.tasks.index(member)))
+        self._report(e.TaskLoss(self.tasks.index(member)))
 
     def charge(self, member: Member) -> bool:
         """Take a restart of the budget for a task, once; False where none is left."""
@@ -523,7 +523,7 @@ class Engine:
         self.tasks.append(member)
         self.homes.append(member.peer.addr)
         self._arrival.set()
-        self._report(e.Joined(len(self.tasks) - 1, before[-1] if before else None))
+        self._report(e.TaskJoin(len(self.tasks) - 1, before[-1] if before else None))
 
     def first(self, task: int) -> int:
         """The first of the tasks that one follows."""
@@ -598,50 +598,52 @@ class Engine:
         match answer:
             case Ok():
                 member.seconds.append(float(answer.meta.get("timings", {}).get("compute", 0.0)))
-                return p.Done(number, task, answer)
-            case Failed(details={"missed": True, "shard": int(shard)}):
+                return p.TaskAnswer(number, task, answer)
+            case Failure(details={"missed": True, "shard": int(shard)}):
                 if not await self.peers.verify(self.shards[shard]):
                     return e.ShardLost(shard)
-                return p.Missed(number, task, answer)
-            case Failed(details={"missed": True, "peer": str(name)}):
+                return p.CallFailure(number, task, answer)
+            case Failure(details={"missed": True, "peer": str(name)}):
                 return await self._missed_peer(number, task, name, answer)
-            case Failed():
+            case Failure():
                 return p.Error(number, task, answer)
-            case Refused("stale", message):
-                return p.Missed(number, task, Failed("StepAborted", message))
-            case Refused("unknown-task" | "fenced", _):
+            case Refusal("stale", message):
+                return p.CallFailure(number, task, Failure("StepAborted", message))
+            case Refusal("unknown-task" | "fenced", _):
                 member.lose()
                 return self.peers.lost(task)
-            case Refused(reason, message):
-                return p.Error(number, task, Failed("Internal", f"{member.name} refused: {reason} {message}"))
+            case Refusal(reason, message):
+                return p.Error(number, task, Failure("Internal", f"{member.name} refused: {reason} {message}"))
         if not await self.peers.verify(member):
             return self.peers.lost(task)
-        return p.Missed(number, task, Failed("Unavailable", f"{member.name}: {answer.message}", {"task": member.name}))
+        return p.CallFailure(
+            number, task, Failure("Unavailable", f"{member.name}: {answer.message}", {"task": member.name})
+        )
 
-    async def _missed_peer(self, number: int, task: int, name: str, answer: Failed) -> p.Event:
+    async def _missed_peer(self, number: int, task: int, name: str, answer: Failure) -> p.Event:
         """What it means that a task did not hear of another part of its step any more."""
         for index, member in enumerate(self.tasks):
             if name in (member.name, member.peer.addr) and member.alive and not await self.peers.verify(member):
                 return self.peers.lost(index)
-        return p.Missed(number, task, answer)
+        return p.CallFailure(number, task, answer)
 
     async def judged(self, answer: Outcome, task: int) -> Any:
         """What it means for a training that a loop of a task ended so."""
-        if isinstance(answer, Refused) and answer.reason == "unknown-plan":
+        if isinstance(answer, Refusal) and answer.reason == "unknown-plan":
             for member in (*self.tasks, *self.servers):
                 member.plans.clear()
-            return Broken(task, Failed("NotFound", f"plan {answer.message}"), is_fatal=False)
+            return LoopFailure(task, Failure("NotFound", f"plan {answer.message}"), is_fatal=False)
         match await self.event_of(answer, 0, task):
-            case p.Missed(_, _, failure):
-                return Broken(task, failure, is_fatal=False)
+            case p.CallFailure(_, _, failure):
+                return LoopFailure(task, failure, is_fatal=False)
             case p.Error(_, _, failure):
-                return Broken(task, failure, is_fatal=True)
+                return LoopFailure(task, failure, is_fatal=True)
             case event:
                 return event
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
-    async def register(self, placed: Placed, member: Member, *, again: bool = False) -> None:
+    async def register(self, placed: PlacedStep, member: Member, *, again: bool = False) -> None:
         """See that a task and the servers know the plans of a step."""
         plan = placed.plan(member.number)
         plans = [plan] if placed.late is None else [plan, placed.late]
@@ -668,7 +670,7 @@ class Engine:
         if isinstance(answer, Ok):
             member.plans.add(plan.id)
         elif isinstance(answer, e.ShardLost):
-            raise NotDone(Failed("Unavailable", f"{member.name} is lost", {"missed": True, "shard": shard}))
+            raise NotDone(Failure("Unavailable", f"{member.name} is lost", {"missed": True, "shard": shard}))
         else:
             raise NotDone(answer)
 
@@ -678,7 +680,7 @@ class Engine:
         answer = await self.peers.settled(shard, method, meta, tensors)
         if isinstance(answer, e.ShardLost):
             raise self.error(e.ServerLost(shard), None)
-        if isinstance(answer, Failed):
+        if isinstance(answer, Failure):
             raise raised(answer)
 
     async def insist_on(self, asks: Sequence[Ask], is_decided: bool = False) -> list[Ok]:
@@ -688,14 +690,14 @@ class Engine:
         """
         answers, found = await self.peers.settled_on(asks), []
         for ask, answer in zip(asks, answers, strict=True) if is_decided else ():
-            if isinstance(answer, Failed):
+            if isinstance(answer, Failure):
                 member = self.shards[ask.shard]
                 member.info.setdefault("poisoned", f"failed to {ask.method}: {answer.message}")
                 member.lose()
         for ask, answer in zip(asks, answers, strict=True):
-            if isinstance(answer, e.ShardLost) or (is_decided and isinstance(answer, Failed)):
+            if isinstance(answer, e.ShardLost) or (is_decided and isinstance(answer, Failure)):
                 raise self.lost_server(ask.shard)
-            if isinstance(answer, Failed):
+            if isinstance(answer, Failure):
                 raise raised(answer)
             found.append(answer)
         return found
@@ -710,13 +712,13 @@ class Engine:
     def error(self, cause: e.Cause, seconds: float | None, waits: Sequence[str] = ()) -> TfnbError:
         """The exception of a cause; a lost server or scheduler ends the cluster. waits: for what it did, in words."""
         if self.is_closed and self.lost is None:
-            cause = e.Interrupted()
-        if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failed | e.Interrupted):
+            cause = e.UserStop()
+        if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failure | e.UserStop):
             return self.lose_scheduler()
         match cause:
-            case e.Interrupted() if self.is_closing:
+            case e.UserStop() if self.is_closing:
                 return Aborted(f"the cluster was closed at step {self.step}, run it again", step=self.step)
-            case e.Interrupted():
+            case e.UserStop():
                 return Cancelled(f"interrupted at step {self.step}", step=self.step)
             case e.TimedOut():
                 names = ", ".join(self.tasks[i].name for i in self._live())

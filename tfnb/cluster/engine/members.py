@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.cluster.wire.messages import GIVEN_UP, SILENCE, Peer
-from tfnb.state.batch_order import Order
-from tfnb.state.chunks import Chunked
+from tfnb.state.batch_order import RowOrder
+from tfnb.state.chunks import ChunkedArray
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepFeeds:
     """Feeds of one step, in the order of the program's feeds; ``split``: which of them have the batch's ``rows``.
 
     ``number``: of the step among those of its training, from 0.
@@ -110,8 +110,8 @@ class Ahead:
     ``more``: what is fed beside the rows of a step, made of these.
     """
 
-    arrays: tuple[torch.Tensor | Chunked, ...]
-    order: Order
+    arrays: tuple[torch.Tensor | ChunkedArray, ...]
+    order: RowOrder
     total: int
     run: Callable[[int], int]
     by_pass: bool = False
@@ -123,7 +123,7 @@ class Ahead:
 
 
 @dataclass(eq=False, slots=True)
-class Sent:
+class SentData:
     """Data that tasks have under a name, and which of them do."""
 
     name: str

@@ -24,11 +24,11 @@ from tfnb.cluster.engine.members import Member
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
 from tfnb.cluster.wire.asking import identified, messages, sent
-from tfnb.cluster.wire.messages import GIVEN_UP, SILENCE, Ask, Failed, NotSent, Ok, Outcome, Refused, Unknown
+from tfnb.cluster.wire.messages import GIVEN_UP, SILENCE, Ask, Failure, NotSent, Ok, Outcome, Refusal, Unknown
 from tfnb.cluster.wire.transport import ClientLink
 
 T = TypeVar("T")
-Settled = Ok | Failed | e.ShardLost
+Settled = Ok | Failure | e.ShardLost
 
 LOOK = 0.05  # seconds between looks at who is alive
 PATIENCE = 1.0  # seconds a call is out before its peers are pinged
@@ -62,7 +62,7 @@ class Looks:
 
 
 @dataclass(slots=True)
-class Wait:
+class MemberWait:
     """A wait for a member that does not answer, since the instant ``begin``.
 
     ``silence``: seconds, without those in which this process stood still itself. ``refusals``: connections that its
@@ -91,7 +91,7 @@ def _waited_for(member: Member, silence: float) -> str:
     )
 
 
-class Peers:
+class ClusterPeers:
     """The members of a cluster as the notebook calls them.
 
     tasks: also those that come later. servers: processes, of which one may hold several shards. ``shards``: the server
@@ -150,7 +150,7 @@ class Peers:
 
     async def _settled(self, member: Member, asks: Sequence[Ask]) -> list[Settled]:
         """Calls to the shards of one process."""
-        found: dict[int, Ok | Failed] = {}
+        found: dict[int, Ok | Failure] = {}
         left = dict(enumerate(identified(asks, self.link)))
         while left and member.alive:
             some = messages(list(left.values()), self.link.budget)[0]
@@ -159,14 +159,14 @@ class Peers:
             outcomes = await self._unless_dead(member, call, died)
             for place, outcome in zip(list(left), outcomes, strict=False):
                 match outcome:
-                    case Ok() | Failed():
+                    case Ok() | Failure():
                         found[place] = outcome
-                    case Refused("stale" | "too-old" | "unknown-plan" | "protocol", message):
-                        found[place] = Failed("StepAborted", message)
-                    case Refused("poisoned", message):
+                    case Refusal("stale" | "too-old" | "unknown-plan" | "protocol", message):
+                        found[place] = Failure("StepAborted", message)
+                    case Refusal("poisoned", message):
                         member.info["poisoned"] = message
                         member.lose()
-                    case Refused("fenced" | "unknown-task", message):
+                    case Refusal("fenced" | "unknown-task", message):
                         member.lose()
             left = {place: ask for place, ask in left.items() if place not in found}
             if any(isinstance(outcome, NotSent | Unknown) for outcome in outcomes) and not await self.verify(member):
@@ -222,7 +222,7 @@ class Peers:
             match answer:
                 case Ok(meta={"incarnation": member.peer.incarnation}):
                     return True
-                case Ok() | Refused():  # of another process at this address
+                case Ok() | Refusal():  # of another process at this address
                     refusals = MISSES
                 case _ if looks.were_late and time.monotonic() - begin < LATEST:
                     since = time.monotonic()
@@ -237,9 +237,9 @@ class Peers:
         self.link.suspect.add(member.peer.addr)
         return False
 
-    def lost(self, task: int) -> e.Lost:
+    def lost(self, task: int) -> e.TaskLoss:
         """The event that a task is lost, dead or silent."""
-        return e.Lost(task, self.tasks[task].is_silent)
+        return e.TaskLoss(task, self.tasks[task].is_silent)
 
     def _silence(self, member: Member, now: float) -> float:
         """Seconds since a member answered; 0 where nobody asked it lately."""
@@ -257,7 +257,7 @@ class Peers:
 
     async def _wait_for(self, member: Member) -> bool:
         begin = time.monotonic()
-        wait, limit = Wait(begin, self._silence(member, begin)), partial(self._limit, member)
+        wait, limit = MemberWait(begin, self._silence(member, begin)), partial(self._limit, member)
         has_answered = False
         try:
             while not has_answered and member.may_answer and wait.refusals < MISSES and wait.silence < limit():
@@ -266,7 +266,7 @@ class Peers:
                         has_answered = self._was_heard(member, wait)
                     case Ok(meta={"incarnation": member.peer.incarnation}):
                         has_answered = True
-                    case Ok() | Refused():  # of another process at this address
+                    case Ok() | Refusal():  # of another process at this address
                         wait.refusals = MISSES
                     case _:
                         refuses = await self.link.refuses(member.peer.addr)
@@ -288,11 +288,11 @@ class Peers:
         """Seconds of silence after which a member is dead. A silent task, which is not alive, keeps nobody waiting."""
         return min(SILENCE, GIVEN_UP) if self.is_closing and member.alive else GIVEN_UP
 
-    def _was_heard(self, member: Member, wait: Wait) -> bool:
+    def _was_heard(self, member: Member, wait: MemberWait) -> bool:
         """Whether a member has answered another call since the wait for it began."""
         return self.link.heard.get(member.peer.addr, 0.0) > wait.begin
 
-    async def _pinged(self, member: Member, wait: Wait) -> Outcome | None:
+    async def _pinged(self, member: Member, wait: MemberWait) -> Outcome | None:
         """The outcome of one more ping; None where the member has answered another call, or is dead, before it ends."""
         self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
         seconds = min(10 * PING, PING * 2**wait.pings)

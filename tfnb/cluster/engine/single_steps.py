@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tfnb.cluster.engine.members import Batch
+from tfnb.cluster.engine.members import StepFeeds
 from tfnb.cluster.engine.peers import LOOK, Settled
 from tfnb.cluster.engine.step_record import PINGS, StepRecord
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
-from tfnb.cluster.queues.deadlocks import Use
-from tfnb.cluster.tasks.programs import Placed
-from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, failed
+from tfnb.cluster.queues.deadlocks import QueueUse
+from tfnb.cluster.tasks.programs import PlacedStep
+from tfnb.cluster.wire.messages import Ask, Failure, NotDone, NotSent, Ok, Outcome, Refusal, failed
 from tfnb.cluster.wire.transport import read_outcome
 from tfnb.errors import TfnbError, Unavailable
 from tfnb.kernels.random import REPLICA
@@ -39,14 +39,14 @@ GRACE = 1.0  # seconds for telling everybody that a round is over
 FOREVER = 86400.0  # seconds
 
 
-class _Ended(NamedTuple):
+class _EndedWait(NamedTuple):
     """What a round waited for that was given up, and how many elements it had put into which queues, in words."""
 
     waits: Sequence[str]
     put: str
 
 
-def _told(end: e.Finish, rounds: Sequence[_Ended]) -> tuple[e.Finish, list[str]]:
+def _told(end: e.Finish, rounds: Sequence[_EndedWait]) -> tuple[e.Finish, list[str]]:
     """The end of a step, with what its rounds had put where a task was lost, and what they waited for."""
     waits = [wait for found in rounds for wait in found.waits]
     if not isinstance(end.cause, e.TasksLost):
@@ -112,7 +112,7 @@ class SingleSteps:
             self.turn.release()
 
     async def run(
-        self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = (),
+        self, placed: PlacedStep, batch: StepFeeds, seconds: float | None, queues: Sequence[tuple[int, str]] = (),
         see: See | None = None, counted: Callable[[int], object] = int, record: StepRecord | None = None,
     ) -> tuple[list[list[Any]], list[int]]:  # fmt: skip
         """One step. Values of each worker, and their rows.
@@ -123,7 +123,7 @@ class SingleSteps:
         """
         since = self.engine.interrupts
         if self.engine.is_closing:
-            raise self.engine.error(e.Interrupted(), seconds)
+            raise self.engine.error(e.UserStop(), seconds)
         async with AsyncExitStack() as turn:
             if not queues:
                 await turn.enter_async_context(self.turn)
@@ -135,7 +135,7 @@ class SingleSteps:
                 tasks = await self.engine.idle(deadline, placed.tasks, since)
                 if queues:
                     tasks.sort(key=lambda task: self._busy[self._peers.tasks[task].name])
-                machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
+                machine = p.StepMachine(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
                 machine.lost, machine.places = lost, {task: self.engine.first(task) for task in tasks}
                 machine.senders = placed.senders
                 if record is not None:
@@ -164,7 +164,7 @@ class SingleSteps:
             return _results(placed, end.values), list(end.rows)[: 1 if placed.parts else None]
 
     async def _let_ranks_stand(
-        self, placed: Placed, turn: AsyncExitStack, deadline: float, seconds: float | None
+        self, placed: PlacedStep, turn: AsyncExitStack, deadline: float, seconds: float | None
     ) -> None:
         """Servers have the values of ranks while these stand: until the turn is over. Raises DeadlineExceeded."""
         left = None if seconds is None else max(0.0, deadline - time.monotonic())
@@ -176,7 +176,7 @@ class SingleSteps:
             waits = ("the ranks of a training in mode='allreduce' to save what they hold",)
             raise self.engine.error(e.TimedOut(), seconds, waits) from error
 
-    async def _prepare_trace(self, placed: Placed, tasks: Sequence[int]) -> None:
+    async def _prepare_trace(self, placed: PlacedStep, tasks: Sequence[int]) -> None:
         """Let tasks make ready what a traced step needs. Raises Unavailable."""
         for member in (self._peers.tasks[task] for task in tasks):
             answer: Outcome = NotSent()
@@ -214,14 +214,15 @@ class SingleSteps:
         return f"the step has parts on {', '.join(sorted(names))}, and {gone} is gone; nothing of it was written"
 
     async def _drive(
-        self, machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use | None = None,
+        self, machine: p.StepMachine, placed: PlacedStep, batch: StepFeeds, since: int, use: QueueUse | None = None,
         turn: AsyncExitStack | None = None, see: See | None = None, record: StepRecord | None = None,
     ) -> tuple[e.Finish, list[str]]:  # fmt: skip
         async with self.engine.heard(since) as queue:
-            return await self._driven(queue, machine, placed, batch, since, use or Use(), turn, see, record)
+            return await self._driven(queue, machine, placed, batch, since, use or QueueUse(), turn, see, record)
 
     async def _driven(
-        self, queue: asyncio.Queue[p.Event], machine: p.Step, placed: Placed, batch: Batch, since: int, use: Use,
+        self, queue: asyncio.Queue[p.Event], machine: p.StepMachine, placed: PlacedStep, batch: StepFeeds, since: int,
+        use: QueueUse,
         turn: AsyncExitStack | None, see: See | None, record: StepRecord | None,
     ) -> tuple[e.Finish, list[str]]:  # fmt: skip
         """Run a step machine to its end: that, and what the step waited for where it was stopped.
@@ -229,7 +230,7 @@ class SingleSteps:
         use: of queues. It enters its ``turn`` when it commits, and then has to find what it read. see: as of `run`.
         """
         carried: set[asyncio.Task[None]] = set()
-        seen, aborted = {key: self._written[key] for key in placed.read}, list[Coroutine[Any, Any, _Ended]]()
+        seen, aborted = {key: self._written[key] for key in placed.read}, list[Coroutine[Any, Any, _EndedWait]]()
         queues, is_in_turn, mine = use.queues, not use.queues, set[int]()
         use.tell = lambda failure: queue.put_nowait(p.Error(machine.number, -1, failure))
         try:
@@ -251,9 +252,9 @@ class SingleSteps:
                                 await self._keep_round(machine.number, queues)
                                 self.used.update(queue.name for queue in placed.queues)
                             return end, waits
-                        case p.Abort(number) if queues:
+                        case p.AbortStep(number) if queues:
                             aborted.append(self._ended_round(number, list(machine.ranges)))
-                        case p.Abort(number):  # at once: what is begun here ends with the machine
+                        case p.AbortStep(number):  # at once: what is begun here ends with the machine
                             self._forget_round(number)
                         case p.Run(number, task):
                             mine.add(number)
@@ -284,8 +285,8 @@ class SingleSteps:
                 work.cancel()
 
     async def _shown(
-        self, see: See | None, machine: p.Step, placed: Placed, queues: Sequence[tuple[int, str]], since: int
-    ) -> tuple[See | None, e.Interrupted | e.TimedOut | None]:
+        self, see: See | None, machine: p.StepMachine, placed: PlacedStep, queues: Sequence[tuple[int, str]], since: int
+    ) -> tuple[See | None, e.UserStop | e.TimedOut | None]:
         """Let the user look at what a step computed, once: who is to look yet, and why it was cut, if it was.
 
         Everybody forgets its round then, and where it raises.
@@ -298,13 +299,13 @@ class SingleSteps:
             while not task.done():
                 await asyncio.wait({task}, timeout=LOOK)
                 if self.engine.interrupts != since:
-                    return see, e.Interrupted()
+                    return see, e.UserStop()
                 if time.monotonic() >= machine.deadline:
                     return see, e.TimedOut()
             task.result()
             for answer in answers:
                 failure = read_outcome(answer.meta["failure"], ()) if "failure" in answer.meta else None
-                if isinstance(failure, Failed):  # what it computed cannot be written
+                if isinstance(failure, Failure):  # what it computed cannot be written
                     raise self.engine.error(failure, None)
             is_passed = True
             return None, None
@@ -316,7 +317,7 @@ class SingleSteps:
                 self._forget_round(machine.number)
 
     async def _run_part(
-        self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event],
+        self, run: p.Run, placed: PlacedStep, batch: StepFeeds, queue: asyncio.Queue[p.Event],
         queues: Sequence[tuple[int, str]], looks: bool, parts: dict[str, Any] | None, record: StepRecord | None,
     ) -> None:  # fmt: skip
         """Let a task run its part, and report the event it leads to. parts: peers of a graph over several tasks."""
@@ -348,10 +349,10 @@ class SingleSteps:
         for one, ask, answer in zip(there, asks, await self._peers.settled_on(asks), strict=True):
             if record is not None and isinstance(answer, Ok):
                 record.wrote(ask, sent, answer)
-            done = p.Prepared if isinstance(one, p.Prepare) else p.Committed
+            done = p.ShardReady if isinstance(one, p.Prepare) else p.ShardCommit
             queue.put_nowait(_shard_event(done(one.number, one.shard), answer))
 
-    def _parts(self, placed: Placed, ranges: Mapping[int, Any]) -> dict[str, Any]:
+    def _parts(self, placed: PlacedStep, ranges: Mapping[int, Any]) -> dict[str, Any]:
         """Where the parts of a step are."""
         peers = [self._peers.tasks[task].peer for task in ranges]
         return {str(part.task): [*peer] for part, peer in zip(placed.parts, peers, strict=True)}
@@ -365,7 +366,7 @@ class SingleSteps:
             if member.alive:
                 self.engine.stop(member, "cancel", lambda: over)
 
-    async def _ended_round(self, number: int, tasks: Sequence[int]) -> _Ended:
+    async def _ended_round(self, number: int, tasks: Sequence[int]) -> _EndedWait:
         """Let everybody forget a round that used queues, and wait until they have.
 
         What it took is in its queues again then, unless it put something: first it is halted on all servers.
@@ -382,7 +383,7 @@ class SingleSteps:
         answers = await asyncio.gather(*stopping)
         waits = [str(wait) for answer in answers if answer is not None for wait in answer.meta.get("waits", ())]
         put = [(name, n) for answer in halted if isinstance(answer, Ok) for name, n in answer.meta["put"].items()]
-        return _Ended(waits, ", ".join(f"{n} into queue {name}" for name, n in put))
+        return _EndedWait(waits, ", ".join(f"{n} into queue {name}" for name, n in put))
 
     def _unless_written(
         self, seen: Mapping[str, int], there: list[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event], mine: set[int]
@@ -390,7 +391,7 @@ class SingleSteps:
         """What shards are to do, unless somebody wrote what the step had read or taken: then it is told so."""
         if all(self._written[key] == before for key, before in seen.items()) and self._void.isdisjoint(mine):
             return there
-        failure = Failed("Aborted", "another step wrote what this one had read, while it waited: run it again")
+        failure = Failure("Aborted", "another step wrote what this one had read, while it waited: run it again")
         for one in there:
             queue.put_nowait(p.ShardError(one.number, one.shard, failure))
         return []
@@ -408,7 +409,8 @@ class SingleSteps:
         return {"round": number, "floor": min(min(others, default=number + 1) - 1, number)}
 
     async def _run_on(
-        self, number: int, task: int, placed: Placed, about: dict[str, Any], feeds: list[torch.Tensor], run_index: int,
+        self, number: int, task: int, placed: PlacedStep, about: dict[str, Any], feeds: list[torch.Tensor],
+        run_index: int,
         record: StepRecord | None,
     ) -> p.Event:  # fmt: skip
         """Run a compute plan on a task, registering what it lacks; the event that came of it."""
@@ -432,21 +434,21 @@ class SingleSteps:
                 answer = failure.outcome
             except TfnbError as error:  # what cannot be encoded
                 return p.Error(number, task, failed(error))
-            if not (isinstance(answer, Refused) and answer.reason == "unknown-plan"):
+            if not (isinstance(answer, Refusal) and answer.reason == "unknown-plan"):
                 break
         return await self.engine.event_of(answer, number, task)
 
 
-def _shard_event(done: p.Prepared | p.Committed, answer: Settled) -> p.Event:
+def _shard_event(done: p.ShardReady | p.ShardCommit, answer: Settled) -> p.Event:
     match answer:
         case Ok():
             return done
-        case Failed():
+        case Failure():
             return p.ShardError(done.number, done.shard, answer)
     return answer
 
 
-def _results(placed: Placed, answers: Sequence[Ok]) -> list[list[Any]]:
+def _results(placed: PlacedStep, answers: Sequence[Ok]) -> list[list[Any]]:
     """The fetches of each worker; of a graph over several tasks those of all parts together."""
     found = list(map(_unpacked, answers))
     if not placed.parts:

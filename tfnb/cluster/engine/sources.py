@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tfnb.cluster.engine.members import Ahead, Batch
+from tfnb.cluster.engine.members import Ahead, StepFeeds
 from tfnb.cluster.wire import envelope
 from tfnb.state.batch_order import chunk_order
-from tfnb.state.chunks import Chunked
+from tfnb.state.chunks import ChunkedArray
 from tfnb.state.steps_taken import AppliedSteps
 
 NONE = AppliedSteps()
@@ -20,17 +20,17 @@ DRAW = 0.05  # seconds of drawing after which tasks get what there is
 MOST = 32 << 20  # bytes of batches likewise
 
 
-class Counted:
+class NumberedSteps:
     """Steps by their numbers, but those that were ``applied`` before.
 
     >>> from tfnb.state.batch_order import Order
-    >>> pieces = Counted(Ahead((), Order(8, 2), total=5, run=int))
+    >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=5, run=int))
     >>> pieces.take(3), pieces.take(3), pieces.is_spent
     (range(0, 3), range(3, 5), True)
-    >>> pieces = Counted(Ahead((), Order(8, 2), total=5, run=int, by_pass=True))
+    >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=5, run=int, by_pass=True))
     >>> pieces.take(3), pieces.take(3), pieces.stands, pieces.take(3), pieces.stands
     (range(0, 3), range(3, 4), True, range(4, 5), False)
-    >>> pieces = Counted(Ahead((), Order(8, 2), total=6, run=int), AppliedSteps(1, {3}))
+    >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=6, run=int), AppliedSteps(1, {3}))
     >>> pieces.take(3), pieces.take(3), pieces.is_spent
     (range(1, 3), range(4, 6), True)
     """
@@ -74,7 +74,7 @@ class Near:
     Those that were ``applied`` before are left out. ``homes``: for each task the address of its worker.
 
     >>> from tfnb.state.batch_order import Order
-    >>> array = Chunked("x", (4, 6), (), torch.float32, homes=(("a",), ("b",)))
+    >>> array = ChunkedArray("x", (4, 6), (), torch.float32, homes=(("a",), ("b",)))
     >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run=int), ["b", "a"])
     >>> [pieces.take(2, task=task) for task in (0, 1, 0, 1)], pieces.left
     ([range(2, 4), range(0, 2), range(4, 5), range(5, 7)], 0)
@@ -90,7 +90,7 @@ class Near:
         place = data.order.within
         assert place is not None
         chunked = data.arrays[place]
-        assert isinstance(chunked, Chunked)
+        assert isinstance(chunked, ChunkedArray)
         self._order, self._chunks, self._homes = data.order, chunked, homes
         self._runs: list[tuple[range, Collection[str]]] = []  # of the pass in progress: steps, and where their rows lie
         self._applied, self._total, self._by_pass = applied.copy(), data.total, data.by_pass
@@ -137,20 +137,20 @@ class Near:
         return runs
 
 
-class Drawn:
+class DrawnBatches:
     """Batches of an iterator; a None among them: tasks stand still there.
 
-    >>> pieces = Drawn(Batch((), n) for n in range(3))
+    >>> pieces = DrawnBatches(StepFeeds((), n) for n in range(3))
     >>> [batch.run_index for batch in pieces.take(2)], pieces.is_spent, len(pieces.take(2)), pieces.is_spent
     ([0, 1], False, 1, True)
     """
 
     left: int | None = None
 
-    def __init__(self, batches: Iterable[Batch | None]) -> None:
+    def __init__(self, batches: Iterable[StepFeeds | None]) -> None:
         self._batches = iter(batches)
         self.stands = False  # the tasks, before the next piece
-        self._back: list[Batch] = []
+        self._back: list[StepFeeds] = []
         self.is_spent = False
 
     @property
@@ -182,17 +182,17 @@ class Drawn:
 
 
 def drawn_from(
-    source: Ahead | Iterable[Batch | None], by_chunk: bool, homes: Sequence[str], applied: AppliedSteps = NONE
-) -> tuple[Ahead | None, Counted | Near | Drawn]:
+    source: Ahead | Iterable[StepFeeds | None], by_chunk: bool, homes: Sequence[str], applied: AppliedSteps = NONE
+) -> tuple[Ahead | None, NumberedSteps | Near | DrawnBatches]:
     """What the tasks are sent ahead, and the pieces; ``by_chunk``: the order of the rows may be that of their chunks.
 
     ``homes``: for each task the address of its worker. ``applied``: steps of arrays that are not taken again.
     """
     if not isinstance(source, Ahead):
-        return None, Drawn(source)
-    nbytes = {place: array.nbytes for place, array in enumerate(source.arrays) if isinstance(array, Chunked)}
+        return None, DrawnBatches(source)
+    nbytes = {place: array.nbytes for place, array in enumerate(source.arrays) if isinstance(array, ChunkedArray)}
     if not (by_chunk and nbytes):
-        return source, Counted(source, applied)
+        return source, NumberedSteps(source, applied)
     largest = max(nbytes, key=lambda place: nbytes[place])
     data = replace(source, order=source.order._replace(within=largest))
     return data, Near(data, homes, applied)

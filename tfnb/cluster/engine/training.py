@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tfnb.cluster.engine.members import Ahead, Batch, Member, Mode, Sent
+from tfnb.cluster.engine.members import Ahead, Member, Mode, SentData, StepFeeds
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import leases as a
 from tfnb.cluster.modes import plan as p
@@ -26,12 +26,12 @@ from tfnb.cluster.modes import rounds as s
 from tfnb.cluster.modes.joins import Way, join
 from tfnb.cluster.server.courses import HOLD
 from tfnb.cluster.tasks.data import written
-from tfnb.cluster.tasks.programs import Placed, Plan, as_update
+from tfnb.cluster.tasks.programs import PlacedStep, Plan, as_update
 from tfnb.cluster.wire import envelope
-from tfnb.cluster.wire.messages import Ask, Failed, NotDone, Ok, Outcome, Refused, failed
+from tfnb.cluster.wire.messages import Ask, Failure, NotDone, Ok, Outcome, Refusal, failed
 from tfnb.cluster.wire.transport import read_outcome
 from tfnb.errors import FailedPrecondition, StepAborted, TfnbError
-from tfnb.state.chunks import Chunked
+from tfnb.state.chunks import ChunkedArray
 from tfnb.state.step_groups import StepGroup
 from tfnb.state.steps_taken import AppliedSteps
 
@@ -46,7 +46,7 @@ async def _always() -> bool:
     return True
 
 
-class _Heard(NamedTuple):
+class _TaskReport(NamedTuple):
     """What a task told of its part of steps ``start`` and following of a piece, each made of so many ``parts``."""
 
     start: int
@@ -80,7 +80,7 @@ class Training:
     """
 
     def __init__(
-        self, engine: Engine, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
+        self, engine: Engine, placed: PlacedStep, mode: Mode, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
         deadline: float, patience: float = 0.0, applied: AppliedSteps | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.placed, self.data = engine, placed, data
@@ -103,8 +103,8 @@ class Training:
         self._gone: list[str] = []  # loops of tasks that were lost: some of what they sent may be on its way
         self._numbers = itertools.count()
         self._steps_of: dict[int, Sequence[int]] = {}  # of each piece the numbers of its steps
-        self._heard: dict[tuple[int, int], list[_Heard]] = {}  # piece and task
-        self._sent = Sent(self._name)
+        self._heard: dict[tuple[int, int], list[_TaskReport]] = {}  # piece and task
+        self._sent = SentData(self._name)
         self._streams: set[int] = set()
         self._news = asyncio.Event()
         self._begun: set[asyncio.Task[None]] = set()
@@ -165,9 +165,9 @@ class Training:
         if mode is not None and self.end is None:
             self._wanted, is_new, self._is_changing = mode, not self._is_changing, True
             if is_new:
-                self.feed(e.End())
+                self.feed(e.DataEnd())
         if last:
-            self.feed(e.End())
+            self.feed(e.DataEnd())
         await self.wait(lambda: self.machine.is_idle if drain else bool(self.results or self.machine.wants))
         results, self.results = self.results, []
         return results
@@ -205,7 +205,7 @@ class Training:
             return
         self._holds += 1
         if self._holds == 1:
-            self.feed(e.Hold())
+            self.feed(e.Drain())
         try:
             await self.wait(lambda: self.is_held)
             yield _always
@@ -258,12 +258,12 @@ class Training:
     async def _attend(self) -> None:
         while self.end is None:
             event = await self.queue.get()
-            if isinstance(event, e.Joined):
+            if isinstance(event, e.TaskJoin):
                 self._begin(self._welcome(event))
             else:
                 self.feed(event)
 
-    async def _welcome(self, event: e.Joined) -> None:
+    async def _welcome(self, event: e.TaskJoin) -> None:
         """A task that joins gets the plan and the data first, so that nobody waits for it."""
         engine, member = self.engine, self.engine.tasks[event.task]
         if event.task in self.machine.tasks or not engine.is_asked_for(event.task, self.placed.tasks):
@@ -282,13 +282,13 @@ class Training:
         """Tell the machine, and carry out what it says."""
         if self._is_changing and self.machine.state == "over":
             self._missed.append(event)
-        if isinstance(event, e.Lost | e.MissedPing):
+        if isinstance(event, e.TaskLoss | e.MissedPing):
             self._give_up(event.task)
-        if isinstance(event, e.Lost) and (loop := self._loops.pop(event.task, None)) is not None:
+        if isinstance(event, e.TaskLoss) and (loop := self._loops.pop(event.task, None)) is not None:
             self._gone.append(loop.name)
         for instruction in self.machine.on(event, time.monotonic()):
             match instruction:
-                case a.Held():
+                case a.Standstill():
                     self.is_held = True
                 case a.Report():
                     self._applied(instruction)
@@ -308,7 +308,7 @@ class Training:
         match instruction:
             case a.Give(task, piece):
                 return self._lend(task, piece)
-            case a.Stop(task):
+            case a.StopLoop(task):
                 return self._stopped(task)
             case a.Pause(task):
                 return self._pause(task, is_wanted=True)
@@ -316,7 +316,7 @@ class Training:
                 return self._pause(task, is_wanted=False)
             case a.Count(operations):
                 return self._count(operations)
-            case s.Ask():
+            case s.RoundQuery():
                 return self._ask()
             case s.Cut() if self.has_ranks:
                 return self._end_ranks()
@@ -345,7 +345,7 @@ class Training:
             self.feed(event)
         if self._wanted is not None:  # and already another one
             self._is_changing = True
-            self.feed(e.End())
+            self.feed(e.DataEnd())
 
     def _to_all(self, method: str, **more: Any) -> list[Ask]:
         """What every server of the training is told."""
@@ -425,14 +425,14 @@ class Training:
             if self._found(report.number, task, report.stop) is None:
                 self._heard.pop((report.number, task), None)
 
-    def _found(self, number: int, task: int, at: int) -> _Heard | None:
+    def _found(self, number: int, task: int, at: int) -> _TaskReport | None:
         """What a task told of a step or, if that is made without it, of the next ones; what is before is dropped."""
         told = self._heard.get((number, task), [])
         while told and told[0].start + told[0].steps <= at:
             del told[0]
         return told[0] if told else None
 
-    def _joined(self, known: Sequence[_Heard], at: int, count: int) -> list[torch.Tensor | None]:
+    def _joined(self, known: Sequence[_TaskReport], at: int, count: int) -> list[torch.Tensor | None]:
         """The values of all parts of a step, as those of the whole batch."""
         rows = [heard.rows for heard in known]
         joined: list[torch.Tensor | None] = []
@@ -458,7 +458,7 @@ class Training:
             self._loops[task] = _Listening(f"{self._name}/{next(self._numbers)}")
         return self._loops[task]
 
-    def _lend(self, task: int, piece: a.Piece) -> Coroutine[Any, Any, None]:
+    def _lend(self, task: int, piece: a.StreamPiece) -> Coroutine[Any, Any, None]:
         """Lend a task a piece; what is sent is decided now, and sent in order."""
         loop, machine = self._loop(task), self.machine
         part = machine.part(task) if isinstance(machine, s.Rounds) else None
@@ -475,7 +475,7 @@ class Training:
             start = piece.steps[0]
             meta |= {"order": list(self.data.order), "steps": start, "run": self.data.run(start)}
             return self._lent(task, loop, meta, [])
-        batches: Sequence[Batch] = piece.steps
+        batches: Sequence[StepFeeds] = piece.steps
         self._steps_of[piece.number] = [batch.number for batch in batches]
         meta["batches"] = [[len(b.tensors), b.rows or 0, b.run_index, list(b.split)] for b in batches]
         return self._lent(task, loop, meta, [tensor for batch in batches for tensor in batch.tensors])
@@ -516,7 +516,7 @@ class Training:
     async def _load(self, member: Member) -> None:
         """Send the data ahead, once."""
         if isinstance(self.data, Ahead) and member not in self._sent.members:
-            chunked = [place for place, array in enumerate(self.data.arrays) if isinstance(array, Chunked)]
+            chunked = [place for place, array in enumerate(self.data.arrays) if isinstance(array, ChunkedArray)]
             about = {"data": self._sent.name, "chunked": chunked}
             answer = await self._asked(member, "load", about, [written(array) for array in self.data.arrays])
             if not isinstance(answer, Ok):
@@ -533,7 +533,7 @@ class Training:
             if self._loops.get(task) is not loop:
                 return
             if not isinstance(answer, Ok):
-                if await engine.peers.verify(member) and not isinstance(answer, Refused):
+                if await engine.peers.verify(member) and not isinstance(answer, Refusal):
                     continue
                 return await self._broken(task, loop, answer)
             self._hear(task, loop, answer)
@@ -551,9 +551,9 @@ class Training:
                 loop.seen = at
                 values = [None if value is None else value[known:] for value in values]
                 if number in self._steps_of:  # else all of it was reported by the word of a server
-                    heard = _Heard(start + known, count - known, place, parts, rows, values)
+                    heard = _TaskReport(start + known, count - known, place, parts, rows, values)
                     self._heard.setdefault((number, task), []).append(heard)
-                self.feed(a.Progress(task, number, start + count, start + known, parts))
+                self.feed(a.PieceProgress(task, number, start + count, start + known, parts))
         loop.latest = answer.meta.get("latest")
         member, late = self.engine.tasks[task], int(answer.meta["late"])
         member.late, loop.late = member.late + late - loop.late, late
@@ -567,10 +567,10 @@ class Training:
             if self._loops.get(task) is loop:
                 self.feed(event)
             return
-        if not isinstance(event, e.Lost) and not await self._left(task, loop):
+        if not isinstance(event, e.TaskLoss) and not await self._left(task, loop):
             event = self.engine.peers.lost(task)
         if self._loops.get(task) is loop:
-            if not isinstance(event, e.Lost):
+            if not isinstance(event, e.TaskLoss):
                 del self._loops[task]
             self.feed(event)
 
@@ -590,7 +590,7 @@ class Training:
         is_there = loop is None or await self._left(task, loop)
         if is_there:
             self._loops.pop(task, None)
-        self.feed(a.Stopped(task) if is_there else self.engine.peers.lost(task))
+        self.feed(a.LoopEnd(task) if is_there else self.engine.peers.lost(task))
 
     def _give_up(self, task: int) -> None:
         """No other loop waits for that of a task, and servers take nothing from it: should it live, it begins anew."""
@@ -620,7 +620,7 @@ class Training:
                 return
             is_paused = bool(answer.meta["paused"])
         if loop.wishes == wish:
-            self.feed(a.Paused(task))
+            self.feed(a.TaskPause(task))
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
@@ -628,7 +628,7 @@ class Training:
         """Ask the first server how far training is, whatever tasks tell."""
         chief = self.placed.writes[0]
         answer = await self.engine.peers.settled(chief, "standing", {"training": self._name})
-        self.feed(s.Written(int(answer.meta["latest"])) if isinstance(answer, Ok) else e.ShardLost(chief))
+        self.feed(s.LatestRound(int(answer.meta["latest"])) if isinstance(answer, Ok) else e.ShardLost(chief))
 
     async def _cut(self, upto: int) -> None:
         """Let the servers end what is not decided, and every loop; then say where they stand."""
@@ -678,7 +678,7 @@ class Training:
         if isinstance(answer, Ok):
             return Ok({**answer.meta, "name": name})
         raise NotDone(
-            Failed("Unavailable", f"{first.name} does not let ranks meet", {"missed": True, "peer": first.name})
+            Failure("Unavailable", f"{first.name} does not let ranks meet", {"missed": True, "peer": first.name})
         )
 
     def _end_ranks(self) -> Coroutine[Any, Any, None]:
@@ -723,7 +723,7 @@ class Training:
         meta = {"loop": loop.name, "seen": loop.seen, "round": number}
         try:
             answer: Outcome = await self._asked(member, "save", meta, ())
-            while isinstance(answer, Refused) and answer.reason == "protocol" and member.alive:
+            while isinstance(answer, Refusal) and answer.reason == "protocol" and member.alive:
                 await asyncio.sleep(0.02)  # it has told its last step, and does not stand yet
                 answer = await self._asked(member, "save", meta, ())
             if isinstance(answer, Ok):
@@ -737,9 +737,9 @@ class Training:
         finally:
             rounds.ended(number)
         if isinstance(answer, Ok):
-            self.feed(r.Saved(save))
-        elif isinstance(event := await self.engine.judged(answer, task), a.Broken):
-            self.feed(r.Saved(save, event.failure))
+            self.feed(r.SaveResult(save))
+        elif isinstance(event := await self.engine.judged(answer, task), a.LoopFailure):
+            self.feed(r.SaveResult(save, event.failure))
         else:
             self.feed(event)
         self._let_go()
@@ -771,7 +771,7 @@ class Training:
                 return self.feed(answer)
             for seq in answer.meta["applied"] if isinstance(answer, Ok) else ():
                 shards.setdefault((stream, seq), []).append(ask.shard)
-        self.feed(a.Counted(shards))
+        self.feed(a.AppliedCounts(shards))
 
     async def _farewell(self) -> None:
         """Tasks and servers forget the training."""

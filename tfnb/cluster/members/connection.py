@@ -22,7 +22,7 @@ from tfnb.errors import InvalidArgument
 SAID_AFTER = 2.0  # seconds
 
 
-class Progress:
+class ConnectProgress:
     """Says what is up already, where connecting takes longer than `SAID_AFTER` seconds.
 
     One thread finds, the one that waits says: a notebook shows it below the cell.
@@ -129,7 +129,7 @@ class DaskCluster:
     dashboard: bool = True
     is_ours: bool = False  # started here
     wanted: Requirements = Requirements()  # noqa: RUF009  # it cannot change
-    progress: Progress = field(default_factory=Progress)
+    progress: ConnectProgress = field(default_factory=ConnectProgress)
 
     def close(self) -> None:
         """Close what was made here; harmless if repeated."""

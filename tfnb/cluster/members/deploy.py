@@ -28,10 +28,10 @@ from distributed.utils import silence_logging_cmgr
 
 from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.adapting import Adapting
-from tfnb.cluster.members.connection import AS_EVER, DaskCluster, LocalWorkers, Progress, Requirements
-from tfnb.cluster.members.registered import Registered
+from tfnb.cluster.members.connection import AS_EVER, ConnectProgress, DaskCluster, LocalWorkers, Requirements
+from tfnb.cluster.members.registered import Registration
 from tfnb.cluster.tasks.task import TaskActor, versions
-from tfnb.cluster.wire.messages import Failed, Ok, Outcome, Peer, raised
+from tfnb.cluster.wire.messages import Failure, Ok, Outcome, Peer, raised
 from tfnb.cluster.wire.transport import (
     ClientLink,
     Handle,
@@ -50,7 +50,7 @@ from tfnb.errors import (
     VersionMismatch,
     ensure_type,
 )  # fmt: skip
-from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.marks.while_recording import SharedContext, swapped
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: An
             raise
         return client
 
-    begin, progress = time.monotonic(), Progress()
+    begin, progress = time.monotonic(), ConnectProgress()
     progress.at(f"nobody answers at {name} yet; it is tried for {timeout:.0f} s, and Ctrl-C gives up")
     try:
         client = _opened(make, timeout + 5, f"connecting to {name}", progress.say)
@@ -255,7 +255,7 @@ def local(tasks: int, wanted: Requirements, timeout: float, started: LocalWorker
     wanted = wanted._replace(ps=ps, workers=tasks + ps)
     begin = time.monotonic()
     cluster = _Local.__new__(_Local)  # so that its scheduler is seen while workers start
-    progress = Progress()
+    progress = ConnectProgress()
 
     def make() -> LocalCluster:
         with dask.config.set(SETTINGS):
@@ -294,7 +294,7 @@ def _without_main() -> AbstractContextManager[None]:
     return swapped((main, "__spec__", ModuleSpec(f"{parent}__main__", None)))
 
 
-_main_not_imported = Shared(_without_main)
+_main_not_imported = SharedContext(_without_main)
 """Processes that start inside do not import the user's script: it would run again in each of them.
 
 They need nothing of it, and a script that a notebook was made into has no ``if __name__ == "__main__"``.
@@ -368,7 +368,7 @@ def _by_name(worker: tuple[str, dict[str, Any]]) -> tuple[int, str, str]:
 
 
 async def workers_of(
-    client: Client, wanted: Requirements, adapting: Adapting, timeout: float, progress: Progress
+    client: Client, wanted: Requirements, adapting: Adapting, timeout: float, progress: ConnectProgress
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Address -> facts of every worker that is taken, as soon as there are enough.
 
@@ -411,7 +411,7 @@ def submit(client: Client, name: str, addr: str, owner: str, resources: Mapping[
 
 
 async def started(
-    client: Client, futures: Mapping[str, Any], addrs: Mapping[str, str], end: float, progress: Progress
+    client: Client, futures: Mapping[str, Any], addrs: Mapping[str, str], end: float, progress: ConnectProgress
 ) -> None:  # fmt: skip
     """Wait until every actor stands, each at its address; raises what its worker raised, WorkerGone where it left."""
     looked = time.monotonic()
@@ -473,7 +473,7 @@ async def configure(
 def _ok(answer: Outcome, who: str) -> Ok:
     if isinstance(answer, Ok):
         return answer
-    if isinstance(answer, Failed):
+    if isinstance(answer, Failure):
         raise raised(answer)
     raise Unavailable(f"{who} did not answer: {answer.message}")
 
@@ -483,8 +483,9 @@ class WorkerGone(Unavailable):
 
 
 async def start(
-    client: Client, link: ClientLink, registered: Registered, wanted: Requirements, adapting: Adapting, timeout: float,
-    progress: Progress,
+    client: Client, link: ClientLink, registered: Registration, wanted: Requirements, adapting: Adapting,
+    timeout: float,
+    progress: ConnectProgress,
 ) -> tuple[list[Member], list[Member], str]:  # fmt: skip
     """Tasks and servers on the workers of a cluster, and the route to them; all of them in the registry."""
     end = time.monotonic() + timeout
@@ -516,7 +517,7 @@ async def joined(
     await _ensure_tfnb(client, addr, end)
     future = submit(client, name, addr, uuid.uuid4().hex[:8], wanted.resources)
     try:
-        await started(client, {name: future}, {name: addr}, end, Progress())
+        await started(client, {name: future}, {name: addr}, end, ConnectProgress())
         peer, info = await greet(link, addr, str(future.key), end)
         member = Member(name, peer, future, info)
         await configure(link, [member], servers, epoch, end)
@@ -540,7 +541,7 @@ async def _ensure_tfnb(client: Client, addr: str, end: float) -> None:
 
 async def _start_on(
     client: Client, link: ClientLink, addrs: Sequence[str], wanted: Requirements, epoch: int, end: float,
-    progress: Progress,
+    progress: ConnectProgress,
 ) -> tuple[list[Member], list[Member], str]:  # fmt: skip
     who = roles(len(addrs), wanted.ps)
     first = len(addrs) - who.tasks  # servers are the oldest workers: Dask's `scale` ends the youngest

@@ -22,7 +22,7 @@ from tfnb.errors import Fenced
 PATIENCE = 10.0  # seconds that the scheduler has for an answer
 
 
-class Registered:
+class Registration:
     """The entry of one cluster. ``without``: why there is none, in a line."""
 
     def __init__(self, client: Client) -> None:

@@ -16,10 +16,10 @@ TOPIC = "tfnb-members"  # of Dask's events
 LATELY = 60.0  # seconds between two questions of adaptive scaling, at most: one by default
 
 
-class Table:
+class ClusterTable:
     """Clusters by id: who made it, its epoch, its revision, and of each task address, key, incarnation, shards.
 
-    >>> table = Table()
+    >>> table = ClusterTable()
     >>> table.open("a", "client-1")["epoch"], table.open("b", "client-2")["epoch"]
     (1, 2)
     >>> table.write("a", 0, {"task:0": ["tcp://h:1", "k", 7, []]})["revision"]
@@ -74,7 +74,7 @@ class Registry(SchedulerPlugin):
 
     async def start(self, scheduler: Any) -> None:
         """Called by Dask."""
-        self.table, self.scheduler = Table(), scheduler
+        self.table, self.scheduler = ClusterTable(), scheduler
         self.scaled = float("-inf")  # when somebody asked how many workers the scheduler needs
         self._target = scheduler.handlers["adaptive_target"]
         scheduler.handlers |= {"tfnb_registry": self.answer, "adaptive_target": self._adaptive_target}

@@ -26,8 +26,8 @@ from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.adapting import Adapting
 from tfnb.cluster.members.connection import Requirements
 from tfnb.cluster.members.deploy import LOOK, WorkerGone, identities, joined
-from tfnb.cluster.members.registered import Registered
-from tfnb.cluster.wire.messages import Ok, Refused
+from tfnb.cluster.members.registered import Registration
+from tfnb.cluster.wire.messages import Ok, Refusal
 from tfnb.errors import Fenced, VersionMismatch
 
 STARTS_WITHIN = 60.0  # seconds that a worker has for its task
@@ -40,7 +40,7 @@ class Supervisor:
     """Watches the workers of a cluster while it is connected."""
 
     def __init__(
-        self, client: Client, engine: Engine, registered: Registered, wanted: Requirements, adapting: Adapting
+        self, client: Client, engine: Engine, registered: Registration, wanted: Requirements, adapting: Adapting
     ) -> None:  # fmt: skip
         self._wanted, self._adapting = wanted, adapting
         self._asks_until = 0.0  # whether workers are scaled adaptively, and nobody here would know
@@ -197,7 +197,7 @@ class Supervisor:
         if not engine.charge(member):
             engine.say(f"{member.name} ({member.peer.addr}) is given up: {engine.restarts}")
             return
-        while member.reported and engine.lost is None and not isinstance(await engine.quit(member), Refused):
+        while member.reported and engine.lost is None and not isinstance(await engine.quit(member), Refusal):
             await asyncio.sleep(LOOK)
 
     def _look(self, found: Collection[str]) -> None:

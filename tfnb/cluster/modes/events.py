@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import Failure
 
 # -- why a machine stopped ------------------------------------------------------------------------------------
 
 
-class Interrupted(NamedTuple):
+class UserStop(NamedTuple):
     """The user stopped it; nothing of the step was written."""
 
 
@@ -36,7 +36,7 @@ class ServerLost(NamedTuple):
     shard: int
 
 
-Cause = Interrupted | TimedOut | TasksLost | ServerLost | Failed
+Cause = UserStop | TimedOut | TasksLost | ServerLost | Failure
 
 
 # -- events ---------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class Start(NamedTuple):
     """Begin."""
 
 
-class Lost(NamedTuple):
+class TaskLoss(NamedTuple):
     """A compute task is dead, or ``is_silent``, a suspect: it does not answer, and joins again should it do so."""
 
     task: int
@@ -59,7 +59,7 @@ class MissedPing(NamedTuple):
     task: int
 
 
-class Joined(NamedTuple):
+class TaskJoin(NamedTuple):
     """One more task is there; it has a number of its own, also where it follows one that was lost."""
 
     task: int
@@ -80,7 +80,7 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-class Hold(NamedTuple):
+class Drain(NamedTuple):
     """Begin nothing, and say when every lease is over."""
 
 
@@ -88,17 +88,17 @@ class Resume(NamedTuple):
     """The end of a hold."""
 
 
-class End(NamedTuple):
+class DataEnd(NamedTuple):
     """There are no more batches."""
 
 
 class Fault(NamedTuple):
     """Who carries out the instructions cannot go on."""
 
-    failure: Failed
+    failure: Failure
 
 
-Event = Start | Lost | MissedPing | Joined | ShardLost | Interrupt | Tick | Hold | Resume | End | Fault
+Event = Start | TaskLoss | MissedPing | TaskJoin | ShardLost | Interrupt | Tick | Drain | Resume | DataEnd | Fault
 
 
 # -- the last instruction -----------------------------------------------------------------------------------------

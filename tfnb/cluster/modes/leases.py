@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.plan import RETRIES, poison
-from tfnb.cluster.wire.messages import GIVEN_UP, Failed
+from tfnb.cluster.wire.messages import GIVEN_UP, Failure
 
 AHEAD = 2  # pieces that a task has at a time
 SECONDS = 0.5  # that a piece should take
@@ -25,7 +25,7 @@ SMALLEST = 1
 
 
 @dataclass
-class Piece:
+class StreamPiece:
     """Steps ``first`` and following of a stream. ``done``: of them, as far as the notebook has heard.
 
     ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: tasks that
@@ -45,10 +45,12 @@ class Piece:
         """How many steps."""
         return len(self.steps)
 
-    def rest(self, number: int) -> Piece:
+    def rest(self, number: int) -> StreamPiece:
         """What is not done, as a piece of its own."""
         lost = () if self.done else self.lost
-        return Piece(number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost)
+        return StreamPiece(
+            number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost
+        )
 
 
 # -- events, beside the shared ones ---------------------------------------------------------------------------
@@ -61,7 +63,7 @@ class Offer(NamedTuple):
     task: int | None = None
 
 
-class Progress(NamedTuple):
+class PieceProgress(NamedTuple):
     """A task has applied so many steps of a piece; those from ``start`` on are made of so many ``parts`` of tasks."""
 
     task: int
@@ -71,33 +73,33 @@ class Progress(NamedTuple):
     parts: int = 0
 
 
-class Broken(NamedTuple):
+class LoopFailure(NamedTuple):
     """The loop of a task ended by itself; ``is_fatal``: trying again would not help."""
 
     task: int
-    failure: Failed
+    failure: Failure
     is_fatal: bool
 
 
-class Stopped(NamedTuple):
+class LoopEnd(NamedTuple):
     """A task ended its loop as it was told; every step that it began to send is sent."""
 
     task: int
 
 
-class Paused(NamedTuple):
+class TaskPause(NamedTuple):
     """A task stands between two steps."""
 
     task: int
 
 
-class Counted(NamedTuple):
+class AppliedCounts(NamedTuple):
     """For each step in doubt, by stream and operation number, the shards that applied it."""
 
     shards: Mapping[tuple[int, int], Collection[int]]
 
 
-Event = e.Event | Offer | Progress | Broken | Stopped | Paused | Counted
+Event = e.Event | Offer | PieceProgress | LoopFailure | LoopEnd | TaskPause | AppliedCounts
 
 
 # -- instructions -------------------------------------------------------------------------------------------------
@@ -107,10 +109,10 @@ class Give(NamedTuple):
     """Lend a task a piece."""
 
     task: int
-    piece: Piece
+    piece: StreamPiece
 
 
-class Stop(NamedTuple):
+class StopLoop(NamedTuple):
     """End the loop of a task, and say what it did."""
 
     task: int
@@ -134,7 +136,7 @@ class Count(NamedTuple):
     operations: tuple[tuple[int, int], ...]
 
 
-class Held(NamedTuple):
+class Standstill(NamedTuple):
     """Nothing is in progress."""
 
 
@@ -147,17 +149,17 @@ class Report(NamedTuple):
     tasks: tuple[int, ...]
 
 
-Instruction = Give | Stop | Pause | Continue | Count | Held | Report | e.Finish
+Instruction = Give | StopLoop | Pause | Continue | Count | Standstill | Report | e.Finish
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Sizes:
+class PieceSizes:
     """How long the next piece is: twice the last one until it takes `SECONDS`, and less towards a known end.
 
-    >>> sizes = Sizes()
+    >>> sizes = PieceSizes()
     >>> sizes.next(None, 2), sizes.next(None, 2), sizes.next(3, 2)
     (1, 2, 1)
     >>> sizes.took(0.2, 2)
@@ -200,11 +202,11 @@ class Leases:
     until: float = float("inf")  # it waits for a task
     state: str = "planned"
     cause: e.Cause | None = None
-    sizes: Sizes = field(default_factory=Sizes)
-    out: dict[int, deque[Piece]] = field(default_factory=dict)  # task -> pieces, in order
-    again: deque[Piece] = field(default_factory=deque)  # pieces that lost their task
+    sizes: PieceSizes = field(default_factory=PieceSizes)
+    out: dict[int, deque[StreamPiece]] = field(default_factory=dict)  # task -> pieces, in order
+    again: deque[StreamPiece] = field(default_factory=deque)  # pieces that lost their task
     offered: deque[Offer] = field(default_factory=deque)
-    doubtful: list[Piece] = field(default_factory=list)
+    doubtful: list[StreamPiece] = field(default_factory=list)
     torn: list[tuple[int, ...]] = field(default_factory=list)
     mended: set[tuple[int, int]] = field(default_factory=set)  # operations that some shards lacked
     missed: int = 0  # failures since the last step that was applied
@@ -249,43 +251,43 @@ class Leases:
             case "open", Offer():
                 self.offered.append(event)
                 return self._next(now)
-            case "open", e.End():
+            case "open", e.DataEnd():
                 self.is_ended = True
                 return self._next(now)
-            case "open" | "closing", Progress(task, number, done):
+            case "open" | "closing", PieceProgress(task, number, done):
                 return [*self._progress(task, number, done, now), *self._next(now)]
-            case "open" | "closing", Broken(task, failure, is_fatal) if self.out.get(task):
+            case "open" | "closing", LoopFailure(task, failure, is_fatal) if self.out.get(task):
                 return self._broken(task, failure, is_fatal, now)
-            case "closing", Stopped(task):
+            case "closing", LoopEnd(task):
                 self._drop(task)
                 return self._next(now)
-            case "open" | "closing", e.Lost(task, is_silent) if task in self.tasks:
+            case "open" | "closing", e.TaskLoss(task, is_silent) if task in self.tasks:
                 return self._lose(task, is_silent, now)
-            case "planned" | "counting", e.Lost(task) if task in self.tasks:
+            case "planned" | "counting", e.TaskLoss(task) if task in self.tasks:
                 self.tasks.remove(task)
-            case "open" | "closing", e.Joined(task, follows) if task not in self.tasks:
+            case "open" | "closing", e.TaskJoin(task, follows) if task not in self.tasks:
                 self.tasks.append(task)
                 self.until = float("inf")
                 if follows is not None:
                     self.places[task] = self.places.get(follows, follows)
                 return self._next(now)
-            case "open", e.Hold():
+            case "open", e.Drain():
                 self.is_hold_wanted = True
                 return self._next(now)
-            case "open", Paused(task) if self.is_hold_wanted:
+            case "open", TaskPause(task) if self.is_hold_wanted:
                 self.paused.add(task)
                 return self._next(now)
             case "open", e.Resume():
                 return self._resume(now)
             case "open" | "closing", e.Interrupt():
-                return self._close(e.Interrupted())
+                return self._close(e.UserStop())
             case "open" | "closing", e.Fault(failure):
                 return self._close(failure)
             case "open", e.Tick() if now >= self.until and self.until <= self.deadline:
                 return self._close(e.TasksLost())
             case "open" | "closing", e.Tick() if now >= self.deadline and self.cause is None:
                 return self._close(e.TimedOut())
-            case "counting", Counted(shards):
+            case "counting", AppliedCounts(shards):
                 return self._counted(shards, now)
             case "open" | "closing" | "counting", e.ShardLost(shard):
                 return self._over(e.ServerLost(shard))
@@ -316,7 +318,7 @@ class Leases:
     def _has_room(self, task: int | None) -> bool:
         return task in self.tasks and len(self.out.get(task, ())) < AHEAD
 
-    def _taken(self, task: int) -> Piece | None:
+    def _taken(self, task: int) -> StreamPiece | None:
         if self.again:
             return self.again.popleft()
         if self.is_hold_wanted:
@@ -329,11 +331,11 @@ class Leases:
         at = min(fits, key=lambda at: self.offered[at].task != task)
         steps, stream = self.offered[at].steps, self.streams.setdefault(task, [next(self.numbers), 0])
         del self.offered[at]
-        piece = Piece(next(self.numbers), stream[0], stream[1], steps)
+        piece = StreamPiece(next(self.numbers), stream[0], stream[1], steps)
         stream[1] += piece.count
         return piece
 
-    def _give(self, task: int, piece: Piece, now: float) -> Give:
+    def _give(self, task: int, piece: StreamPiece, now: float) -> Give:
         if not self.out.get(task):
             self.began[task] = now
         self.out.setdefault(task, deque()).append(piece)
@@ -357,7 +359,7 @@ class Leases:
         working = {task for task, pieces in self.out.items() if pieces}
         if working <= self.paused:
             is_new, self.is_held = not self.is_held, True
-            return [Held()] if is_new else []
+            return [Standstill()] if is_new else []
         new = sorted(working - self.told)
         self.told |= working
         return [Pause(task) for task in new]
@@ -392,7 +394,7 @@ class Leases:
         waking = self._continue() if self.state == "open" and self.again and not self.is_held else []
         return [*waking, *self._next(now)]
 
-    def _broken(self, task: int, failure: Failed, is_fatal: bool, now: float) -> list[Instruction]:
+    def _broken(self, task: int, failure: Failure, is_fatal: bool, now: float) -> list[Instruction]:
         self.told.discard(task)
         self.paused.discard(task)
         self._return(task)
@@ -402,7 +404,7 @@ class Leases:
         waking = self._continue() if self.state == "open" and not self.is_held else []
         return [*waking, *self._next(now)]
 
-    def _return(self, task: int) -> list[Piece]:
+    def _return(self, task: int) -> list[StreamPiece]:
         """What a task had is to be lent again, or found out about; what it gets later is of another stream."""
         rest = [piece.rest(next(self.numbers)) for piece in self.out.pop(task, ())]
         self.streams.pop(task, None)
@@ -424,7 +426,7 @@ class Leases:
         self.offered.clear()
         self.doubtful += self.again
         self.again.clear()
-        return [*(Stop(task) for task, pieces in self.out.items() if pieces), *self._closing()]
+        return [*(StopLoop(task) for task, pieces in self.out.items() if pieces), *self._closing()]
 
     def _drop(self, task: int) -> None:
         """What a task had not begun is not done; what an earlier task began of it is to be found out."""
@@ -452,7 +454,7 @@ class Leases:
                     told.append(Report(piece.number, i, i + 1, ()))
                 elif applied and self.tasks and operation not in self.mended:
                     self.mended.add(operation)
-                    mend = Piece(next(self.numbers), *operation, piece.steps[i : i + 1], is_again=True)
+                    mend = StreamPiece(next(self.numbers), *operation, piece.steps[i : i + 1], is_again=True)
                     told.append(self._give(self.tasks[0], mend, now))
                 elif applied:
                     self.torn.append(applied)

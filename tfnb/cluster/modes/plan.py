@@ -1,9 +1,10 @@
 """How a step runs on a cluster, as pure machines: ``machine.on(event, now) -> [instruction]``.
 
-`Step` is one synchronous step that the notebook drives: divide the rows over the live tasks, run, prepare, commit; when
-a task dies before the commit, divide again and repeat. The machines of trainings, whose tasks loop by themselves, are
-`fit.leases` and `fit.rounds`; the words that all of them use are in `events`.
-No clock, socket, thread or Dask: time arrives as an argument, and `engine` carries out what is said here.
+`StepMachine` is one synchronous step driven by the notebook: divide the rows over the live tasks, run, prepare, commit;
+if a task dies before the commit, divide again and repeat. Trainings, whose tasks loop by themselves, have the machines
+of `tfnb.cluster.modes.leases` and `tfnb.cluster.modes.rounds`; the events shared by all machines are in
+`tfnb.cluster.modes.events`. No clock, socket, thread or Dask: time is an argument, and `tfnb.cluster.engine` carries
+out the instructions.
 
 Every attempt has a round number of its own, so that late messages of an earlier attempt mean nothing.
 """
@@ -16,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tfnb.cluster.modes import events as e
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import Failure
 from tfnb.passes.microbatches import divide
 
 RETRIES = 3  # of a step whose tasks live but whose calls failed
@@ -50,7 +51,7 @@ def poison(lost: Sequence[int]) -> e.TasksLost | None:
 # -- events ---------------------------------------------------------------------------------------------------
 
 
-class Done(NamedTuple):
+class TaskAnswer(NamedTuple):
     """A task answered; ``values`` are its fetches."""
 
     number: int
@@ -63,25 +64,25 @@ class Error(NamedTuple):
 
     number: int
     task: int
-    failure: Failed
+    failure: Failure
 
 
-class Missed(NamedTuple):
+class CallFailure(NamedTuple):
     """A call to a task, or from it to a server, failed, and both are alive."""
 
     number: int
     task: int
-    failure: Failed
+    failure: Failure
 
 
-class Prepared(NamedTuple):
+class ShardReady(NamedTuple):
     """A shard has computed what it will write."""
 
     number: int
     shard: int
 
 
-class Committed(NamedTuple):
+class ShardCommit(NamedTuple):
     """A shard has written."""
 
     number: int
@@ -93,10 +94,10 @@ class ShardError(NamedTuple):
 
     number: int
     shard: int
-    failure: Failed
+    failure: Failure
 
 
-Event = e.Event | Done | Error | Missed | Prepared | Committed | ShardError
+Event = e.Event | TaskAnswer | Error | CallFailure | ShardReady | ShardCommit | ShardError
 
 
 # -- instructions ---------------------------------------------------------------------------------------------
@@ -128,17 +129,17 @@ class Commit(NamedTuple):
     workers: tuple[int, ...]
 
 
-class Abort(NamedTuple):
+class AbortStep(NamedTuple):
     """Let everybody forget this round."""
 
     number: int
 
 
-Instruction = Run | Prepare | Commit | Abort | e.Finish
+Instruction = Run | Prepare | Commit | AbortStep | e.Finish
 
 
 @dataclass
-class Step:
+class StepMachine:
     """One step with everything or nothing written.
 
     ``rows``: rows of the batch, None where it has none. ``whole``: one task computes all of them. ``shards``: those
@@ -167,26 +168,26 @@ class Step:
     def on(self, event: Event, now: float) -> list[Instruction]:
         """What to do next."""
         match self.state, event:
-            case "planned" | "running", e.Lost(task, is_silent) if task in self.tasks:
+            case "planned" | "running", e.TaskLoss(task, is_silent) if task in self.tasks:
                 return self._lose(task, is_silent)
             case "planned", e.Start():
                 return self._run()
-            case "running", Done(number, task, values) if number == self.number:
+            case "running", TaskAnswer(number, task, values) if number == self.number:
                 return self._done(task, values)
             case "running", Error(number, _, failure) if number == self.number:
                 return self._stop(failure)
-            case "running", Missed(number, _, failure) if number == self.number:
+            case "running", CallFailure(number, _, failure) if number == self.number:
                 return self._again(failure)
-            case "preparing", Prepared(number, shard) if number == self.number:
+            case "preparing", ShardReady(number, shard) if number == self.number:
                 return self._prepared(shard)
-            case "committing", Committed(number, shard) if number == self.number:
+            case "committing", ShardCommit(number, shard) if number == self.number:
                 return self._committed(shard)
             case "preparing" | "committing", ShardError(number, _, failure) if number == self.number:
                 return self._stop(failure)
             case "running" | "preparing" | "committing", e.ShardLost(shard):
                 return self._stop(e.ServerLost(shard))
             case "planned" | "running" | "preparing", e.Interrupt():  # a commit is never cut
-                return self._stop(e.Interrupted())
+                return self._stop(e.UserStop())
             case "planned" | "running" | "preparing", e.Tick() if now >= self.deadline:
                 return self._stop(e.TimedOut())
         return []  # a late message of another round, or of a step that is over
@@ -253,12 +254,12 @@ class Step:
             return self._stop(cause)
         if not self.tasks or self.senders is not None:  # nobody else does that part
             return self._stop(e.TasksLost())
-        return [Abort(self.number), *self._run()]
+        return [AbortStep(self.number), *self._run()]
 
-    def _again(self, failure: Failed) -> list[Instruction]:
+    def _again(self, failure: Failure) -> list[Instruction]:
         self.missed += 1
-        return self._stop(failure) if self.once or self.missed > RETRIES else [Abort(self.number), *self._run()]
+        return self._stop(failure) if self.once or self.missed > RETRIES else [AbortStep(self.number), *self._run()]
 
     def _stop(self, cause: e.Cause) -> list[Instruction]:
         begun, self.state = self.state != "planned", "over"
-        return [*([Abort(self.number)] if begun else []), e.Finish(cause=cause)]
+        return [*([AbortStep(self.number)] if begun else []), e.Finish(cause=cause)]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tfnb.cluster.modes import events as e
-from tfnb.cluster.modes.leases import Broken, Held
+from tfnb.cluster.modes.leases import LoopFailure, Standstill
 from tfnb.cluster.modes.rounds import Rounds
-from tfnb.cluster.wire.messages import Failed
+from tfnb.cluster.wire.messages import Failure
 
 
 class Save(NamedTuple):
@@ -32,11 +32,11 @@ class Stood(NamedTuple):
     latest: int | None
 
 
-class Saved(NamedTuple):
+class SaveResult(NamedTuple):
     """The servers hold what a rank was to save; or none of it, because of a ``failure``."""
 
     save: Save
-    failure: Failed | None = None
+    failure: Failure | None = None
 
 
 @dataclass
@@ -64,22 +64,24 @@ class Ranks(Rounds):
                 if latest is not None and task in self.tasks:
                     self.stood[task] = latest
                 return self._gathered(now)
-            case "cutting", Broken(_, failure, is_fatal=True) if self.waits:  # others heard of it as a missing sum
+            case "cutting", LoopFailure(_, failure, is_fatal=True) if self.waits:  # others heard of it as a missing sum
                 self.cause = self.cause or failure
                 return []
-            case "open" | "cutting", Saved(save, failure) if save is self.saver:  # an earlier one may end after a cut
+            case "open" | "cutting", SaveResult(save, failure) if (
+                save is self.saver
+            ):  # an earlier one may end after a cut
                 return self._saved(failure, now)
-            case "open" | "cutting", e.Hold():
+            case "open" | "cutting", e.Drain():
                 self.is_hold_wanted = True
                 return self._next()
-            case "waiting", e.Hold():  # the servers hold all, and the task that comes does not begin
+            case "waiting", e.Drain():  # the servers hold all, and the task that comes does not begin
                 self.is_hold_wanted = True
-                return [Held()]
+                return [Standstill()]
             case "open" | "cutting" | "waiting", e.Resume():
                 self.is_hold_wanted = False
                 return self._next()
         found = super().on(event, now)
-        if isinstance(event, e.Lost) and self.state == "cutting":
+        if isinstance(event, e.TaskLoss) and self.state == "cutting":
             self.waits.discard(event.task)
             self.stood.pop(event.task, None)
             if self.saver is not None and self.saver.task == event.task:
@@ -93,7 +95,7 @@ class Ranks(Rounds):
         return self.steps_at(self.out[0].first + self.out[0].done - 1 if self.out else self.next - 1)
 
     def _begin(self, now: float) -> list[Any]:
-        held = [Held()] if self.is_hold_wanted else []
+        held = [Standstill()] if self.is_hold_wanted else []
         return [*super()._begin(now), *held]  # the servers hold all that is applied
 
     def _next(self) -> list[Any]:
@@ -104,7 +106,7 @@ class Ranks(Rounds):
     def _hold(self) -> list[Any]:
         """Every rank stands after the last round."""
         if self.reported == self.saved:
-            return [Held()]
+            return [Standstill()]
         self.saver = Save(self.members[0], self.next - 1)
         return [self.saver]
 
@@ -122,7 +124,7 @@ class Ranks(Rounds):
         most = self.saved if task is None else max(self.saved, self.steps_at(self.stood[task]))
         if self.reported > most:
             gone = self.reported - most
-            return self._over(Failed(
+            return self._over(Failure(
                 "WorkerLost", f"every rank that had applied the last {gone} step{'s' if gone > 1 else ''} was lost: "
                 f"the servers hold the values of step {most} of {self.reported}. Take the rest again; more ranks, or "
                 'mode="sync", lose none',
@@ -132,7 +134,7 @@ class Ranks(Rounds):
         self.saver = Save(task, self.stood[task])
         return [self.saver]
 
-    def _saved(self, failure: Failed | None, now: float) -> list[Any]:
+    def _saved(self, failure: Failure | None, now: float) -> list[Any]:
         assert self.saver is not None
         saver, self.saver = self.saver, None
         if self.state == "open":

@@ -16,9 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tfnb.cluster.modes import events as e
-from tfnb.cluster.modes.leases import AHEAD, Broken, Give, Held, Offer, Piece, Progress, Report, Sizes
+from tfnb.cluster.modes.leases import (
+    AHEAD,
+    Give,
+    LoopFailure,
+    Offer,
+    PieceProgress,
+    PieceSizes,
+    Report,
+    Standstill,
+    StreamPiece,
+)
 from tfnb.cluster.modes.plan import RETRIES, poison
-from tfnb.cluster.wire.messages import GIVEN_UP, Failed
+from tfnb.cluster.wire.messages import GIVEN_UP, Failure
 
 UNTOLD = 1.5  # seconds that a step waits for the word of the other tasks after the first one: they tell twice a second
 
@@ -29,11 +39,11 @@ class Cut(NamedTuple):
     upto: int
 
 
-class Ask(NamedTuple):
+class RoundQuery(NamedTuple):
     """Ask the first server which round was written last: a task to which a step owes a part does not tell of it."""
 
 
-class Written(NamedTuple):
+class LatestRound(NamedTuple):
     """The last round that was written on the first server; training goes on."""
 
     latest: int
@@ -45,8 +55,8 @@ class CutAt(NamedTuple):
     latest: int
 
 
-Event = e.Event | Offer | Progress | Broken | Written | CutAt
-Instruction = Give | Ask | Cut | Held | Report | e.Finish
+Event = e.Event | Offer | PieceProgress | LoopFailure | LatestRound | CutAt
+Instruction = Give | RoundQuery | Cut | Standstill | Report | e.Finish
 
 
 @dataclass
@@ -72,12 +82,12 @@ class Rounds:
     until: float = 0.0  # it waits
     state: str = "planned"
     cause: e.Cause | None = None
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: PieceSizes = field(default_factory=PieceSizes)
     members: tuple[int, ...] = ()
     base: int = 0
     first: int = 1
     next: int = 1  # the next round that is given
-    out: deque[Piece] = field(default_factory=deque)
+    out: deque[StreamPiece] = field(default_factory=deque)
     again: deque[Sequence[Any]] = field(default_factory=deque)  # steps that were given and not written
     offered: deque[Sequence[Any]] = field(default_factory=deque)
     told: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)  # piece and step -> who told, and when
@@ -127,34 +137,34 @@ class Rounds:
             case "open" | "cutting" | "waiting", Offer(steps):
                 self.offered.append(steps)
                 return self._next()
-            case "open" | "cutting" | "waiting", e.End():
+            case "open" | "cutting" | "waiting", e.DataEnd():
                 self.is_ended = True
                 return self._next()
-            case "open" | "cutting", Progress(task) if task in self.members:
+            case "open" | "cutting", PieceProgress(task) if task in self.members:
                 return [*self._progress(event, now), *self._next()]
-            case "open", Broken(task, failure, is_fatal) if task in self.members:
+            case "open", LoopFailure(task, failure, is_fatal) if task in self.members:
                 self.missed += 1
                 return self._stop(failure if is_fatal or self.missed > RETRIES else None)
-            case "open" | "cutting" | "planned" | "waiting", e.Lost(task, is_silent) if task in self.tasks:
+            case "open" | "cutting" | "planned" | "waiting", e.TaskLoss(task, is_silent) if task in self.tasks:
                 return self._lose(task, is_silent)
-            case "open" | "cutting" | "waiting", e.Joined(task, follows) if task not in self.tasks:
+            case "open" | "cutting" | "waiting", e.TaskJoin(task, follows) if task not in self.tasks:
                 return self._join(task, follows, now)
             case "waiting", e.Interrupt():
-                return self._over(e.Interrupted())
+                return self._over(e.UserStop())
             case "waiting", e.Tick() if now >= min(self.until, self.deadline):
                 return self._over(self._too_few if self.until <= self.deadline else e.TimedOut())
-            case "open" | "cutting" | "waiting", e.Hold():
-                return [Held()]  # the first server holds; tasks wait there
+            case "open" | "cutting" | "waiting", e.Drain():
+                return [Standstill()]  # the first server holds; tasks wait there
             case "open" | "cutting", e.Interrupt():
-                return self._stop(e.Interrupted())
+                return self._stop(e.UserStop())
             case "open" | "cutting", e.Fault(failure):
                 return self._stop(failure)
             case "open" | "cutting", e.Tick() if now >= self.deadline:
                 return self._stop(e.TimedOut())
             case "open", e.Tick() if self.spare and self._is_untold(now):
                 self.asked = now
-                return [Ask()]
-            case "open", Written(latest):
+                return [RoundQuery()]
+            case "open", LatestRound(latest):
                 return [*self._told_by_server(latest, now), *self._next()]
             case "cutting", CutAt(latest):
                 return self._cut(latest, now)
@@ -182,7 +192,7 @@ class Rounds:
         """Why there is no step with the tasks that there are."""
         if self.least == 1:
             return e.TasksLost()
-        return Failed(
+        return Failure(
             "StepAborted", f"{len(self.tasks)} of {self.least} required workers live, and no other one came; "
             "SyncReplicas(..., elastic=True) goes on with fewer",
         )  # fmt: skip
@@ -191,7 +201,7 @@ class Rounds:
         given: list[Instruction] = []
         while self.state == "open" and len(self.out) < AHEAD and (queue := self.again or self.offered):
             steps = queue.popleft()
-            piece = Piece(next(self.numbers), 0, self.next, steps)
+            piece = StreamPiece(next(self.numbers), 0, self.next, steps)
             self.next += piece.count
             self.out.append(piece)
             given += [Give(task, piece) for task in self.members]
@@ -199,7 +209,7 @@ class Rounds:
             return self._stop(None)
         return given
 
-    def _progress(self, progress: Progress, now: float) -> list[Instruction]:
+    def _progress(self, progress: PieceProgress, now: float) -> list[Instruction]:
         """Steps are reported when every task of which they are made has told of them."""
         reported = next((piece.done for piece in self.out if piece.number == progress.number), progress.done)
         for step in range(max(progress.start, reported), progress.done):

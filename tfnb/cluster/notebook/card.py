@@ -9,7 +9,7 @@ from tfnb.escaping import xml
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CardRow:
     """One task or server."""
 
     name: str
@@ -24,7 +24,7 @@ class Status:
 
     title: str
     facts: tuple[tuple[str, str], ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CardRow, ...]
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -17,13 +17,13 @@ from distributed import Client, Future, futures_of, wait
 from tfnb.cluster.tasks.reading import described, first_rows
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShapeError, TfnbError
 from tfnb.graph.spec import rounded
-from tfnb.state.chunks import Chunked, as_rows, as_tensor, is_collection, without_frames
+from tfnb.state.chunks import ChunkedArray, as_rows, as_tensor, is_collection, without_frames
 
 MOST = 4 << 30  # bytes of chunks that are read into the notebook
 
 
 def in_chunks(client: Client, data: Mapping[Any, Any], timeout: float | None) -> dict[Any, Any]:
-    """``data`` with its Dask collections as `Chunked`, computed and kept on the workers.
+    """``data`` with its Dask collections as `ChunkedArray`, computed and kept on the workers.
 
     Raises InvalidArgument or ShapeError that name the chunk, DeadlineExceeded after ``timeout`` seconds.
     """
@@ -33,7 +33,7 @@ def in_chunks(client: Client, data: Mapping[Any, Any], timeout: float | None) ->
         return {key: _chunked(client, key, kept[key], end) if key in kept else value for key, value in data.items()}
 
 
-def read(client: Client, array: torch.Tensor | Chunked) -> torch.Tensor:
+def read(client: Client, array: torch.Tensor | ChunkedArray) -> torch.Tensor:
     """All rows of an array, here: for a training that this process has to lead step by step."""
     if isinstance(array, torch.Tensor):
         return array
@@ -47,7 +47,7 @@ def read(client: Client, array: torch.Tensor | Chunked) -> torch.Tensor:
     return rounded(torch.cat([part for part in parts if len(part)]), array.dtype, array.name)
 
 
-def head(client: Client, array: torch.Tensor | Chunked, rows: int) -> torch.Tensor:
+def head(client: Client, array: torch.Tensor | ChunkedArray, rows: int) -> torch.Tensor:
     """The first rows of an array, here: of chunks only these are brought. An array without an axis is whole."""
     if isinstance(array, torch.Tensor):
         return array[:rows] if array.dim() else array
@@ -74,7 +74,7 @@ def _kept(client: Client, key: Any, collection: Any) -> list[Future]:
     return [futures[key] for key in flatten(kept.__dask_keys__())]
 
 
-def _chunked(client: Client, key: Any, futures: Sequence[Future], end: float | None) -> Chunked | torch.Tensor:
+def _chunked(client: Client, key: Any, futures: Sequence[Future], end: float | None) -> ChunkedArray | torch.Tensor:
     name = _name(key)
     _computed(name, futures, end)
     looks = client.map(described, futures, pure=False)
@@ -99,7 +99,7 @@ def _chunked(client: Client, key: Any, futures: Sequence[Future], end: float | N
     places = client.who_has(futures)
     homes = tuple(tuple(places.get(future.key, ())) for future in futures)
     dtype = getattr(torch, first[1])
-    return Chunked(name, lengths, tuple(first[0][1:]), dtype, tuple(f.key for f in futures), homes, tuple(futures))
+    return ChunkedArray(name, lengths, tuple(first[0][1:]), dtype, tuple(f.key for f in futures), homes, tuple(futures))
 
 
 def _computed(name: str, futures: Sequence[Future], end: float | None) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from tfnb.cluster.engine.members import Batch
+from tfnb.cluster.engine.members import StepFeeds
 from tfnb.cluster.modes.joins import joins
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
 from tfnb.execution import Program, lower
@@ -27,7 +27,7 @@ from tfnb.passes import StepGraph, feed_symbols, peak
 from tfnb.passes.flow.merges import MERGES
 from tfnb.passes.microbatches import divide
 from tfnb.placement.placement import Homes, Piece
-from tfnb.placement.row_means import Probe, Reason, probe
+from tfnb.placement.row_means import MeansProbe, Reason, probe
 
 ROWS = 64  # of a batch, at most
 FEW = 16  # rows that are looked at first: steps may take long
@@ -43,14 +43,14 @@ _TURNED_OFF = "fit(..., exact=False) averages without a look"
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What was seen, in words to warn of. is_settled: whether another look would tell nothing more."""
 
     notes: tuple[str, ...] = ()
     is_settled: bool = True
 
 
-def look_at_microbatches(step: StepGraph, count: int, batch: Batch) -> Seen:
+def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds) -> Observation:
     """`look` at a step over so many microbatches in this process."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
     seen = look(step, homes, count, [batch], step.fetches)
@@ -65,8 +65,8 @@ def _of_microbatches(note: str) -> str:
 
 
 def look(
-    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[Batch], averaged: Collection[Value] | None = None
-) -> Seen:
+    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], averaged: Collection[Value] | None = None
+) -> Observation:
     """Compare on ``batches``, more than one where that is quick. ``tasks``: so many divide the rows of a batch.
 
     averaged: fetches whose values are averaged by rows; by default those that tasks of a cluster average.
@@ -75,20 +75,20 @@ def look(
         averaged = [value for value, way in zip(step.fetches, joins(step), strict=True) if way == "mean"]
     found = probe(step, homes)
     if found is None:
-        return Seen()
+        return Observation()
     notes = [_of_norms(found.norms, tasks)] if found.norms else []
     if found.why_not and not found.norms:
-        return Seen((f"{_NOT_SEEN}: {found.why_not}. {_TURNED_OFF}",))
+        return Observation((f"{_NOT_SEEN}: {found.why_not}. {_TURNED_OFF}",))
     if found.why_not:
-        return Seen(tuple(notes))
+        return Observation(tuple(notes))
     try:
         seen = _Comparing(step, found, tasks, [v for v in found.watched if v in averaged]).first(batches)
     except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError) as error:
         why = error.message if isinstance(error, DeadlineExceeded) else "this process has not the memory for it"
-        return Seen((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
+        return Observation((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
     except Exception:  # of the step: it will say so itself, with its line
-        return Seen(tuple(notes), is_settled=False)
-    return Seen((*notes, *seen.notes), seen.is_settled)
+        return Observation(tuple(notes), is_settled=False)
+    return Observation((*notes, *seen.notes), seen.is_settled)
 
 
 _WORDS = {
@@ -121,14 +121,14 @@ class _Comparing:
     """One comparison in progress."""
 
     step: StepGraph
-    probe: Probe
+    probe: MeansProbe
     tasks: int
     watched: Sequence[Value]  # averaged by rows
     _end: float = field(init=False)
     _draw: Program | None = field(init=False, default=None)
     _compute: Program = field(init=False)
 
-    def first(self, batches: Iterable[Batch]) -> Seen:
+    def first(self, batches: Iterable[StepFeeds]) -> Observation:
         """What the first batch tells whose gradients differ, or several that are equal."""
         begin = time.monotonic()
         self._end = begin + SECONDS
@@ -136,7 +136,7 @@ class _Comparing:
         if found.drawn:
             self._draw = lower(found.graph, found.drawn, found.feeds)
         self._compute = lower(found.graph, found.fetches, (*found.feeds, *found.drawn))
-        told = Seen(is_settled=False)
+        told = Observation(is_settled=False)
         few = max(FEW, 2 * self.tasks)
         looks = ((batch, rows) for batch in batches for rows in sorted({min(few, _rows(batch)), _rows(batch)}))
         for batch, rows in looks:
@@ -150,7 +150,7 @@ class _Comparing:
                 break
         return told
 
-    def _of(self, batch: Batch, rows: int) -> Seen | None:
+    def _of(self, batch: StepFeeds, rows: int) -> Observation | None:
         """What these rows of a batch tell; None where all gradients are zero, or not finite."""
         feeds = batch.part(0, rows)
         drawn = self._run(self._draw, feeds) if self._draw is not None else []
@@ -165,7 +165,7 @@ class _Comparing:
                 parts = [self._part(batch, part, drawn) for part in division]
             except Exception:
                 if division is uneven:  # rows that belong together, it may be; and one look is enough
-                    return Seen()
+                    return Observation()
                 raise
             if not parts:
                 break
@@ -173,11 +173,11 @@ class _Comparing:
             worst = size.furthest(self._grads([whole], [rows]), self._grads(parts, counts))
             if worst is not None:
                 reason = self.probe.reason(self.step, self._apart(whole, parts, counts, NEAR), self.probe.losses)
-                return Seen((self._words(*worst, len(division), rows, reason),))
+                return Observation((self._words(*worst, len(division), rows, reason),))
             told |= dict.fromkeys(self._of_watched(whole, parts, counts))
-        return Seen(tuple(told))
+        return Observation(tuple(told))
 
-    def _part(self, batch: Batch, part: tuple[int, int], drawn: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _part(self, batch: StepFeeds, part: tuple[int, int], drawn: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The fetches, of some rows."""
         feeds = batch.part(*part)
         sizes = self._sizes(feeds)
@@ -254,10 +254,10 @@ class _Comparing:
                 apart.add(value)
         return apart
 
-    def _sizes_of(self, grads: Mapping[str, torch.Tensor]) -> _Sizes:
+    def _sizes_of(self, grads: Mapping[str, torch.Tensor]) -> _GradientSizes:
         norms = {name: _norm(grad) for name, grad in grads.items()}
         each = [norm / math.sqrt(max(1, grads[name].numel())) for name, norm in norms.items() if math.isfinite(norm)]
-        return _Sizes(norms, max(each, default=0.0), UNITS * self._unit)
+        return _GradientSizes(norms, max(each, default=0.0), UNITS * self._unit)
 
     @cached_property
     def _unit(self) -> float:
@@ -298,7 +298,7 @@ def _by_row(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _GradientSizes:
     """How large gradients are: ``of_each`` its norm, ``typical`` the root mean square of the largest one.
 
     ``rounding``: a share of them that may be nothing else.
@@ -336,5 +336,5 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.to(wide))) if tensor.numel() else 0.0
 
 
-def _rows(batch: Batch) -> int:
+def _rows(batch: StepFeeds) -> int:
     return min(batch.rows or 0, ROWS)

@@ -18,7 +18,7 @@ from distributed import Client
 from tfnb.cluster.engine.engine import Engine, in_words
 from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.deploy import identities
-from tfnb.cluster.notebook.card import Row, size
+from tfnb.cluster.notebook.card import CardRow, size
 
 PATIENCE = 2.0  # seconds that servers and scheduler have for their answers
 LEAST = 0.2  # seconds between two readings of which a rate is made
@@ -63,11 +63,11 @@ class Overview:
         moved = self._lanes()
         return ", ".join(f"{lane} {size(moved[lane])} ({size(self._rates.get(lane, 0))}/s)" for lane in sorted(moved))
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[CardRow, ...]:
         """One for each task and server."""
         return tuple(map(self._row, dict.fromkeys((*self._engine.places.values(), *self._engine.servers))))
 
-    def _row(self, member: Member) -> Row:
+    def _row(self, member: Member) -> CardRow:
         state = "alive" if member.is_there else "silent" if member.is_silent else "lost"
         threads = member.info.get("threads", 1)
         parts = [f"for {member.silence:.0f} s, and waited for"] if member.is_silent else []
@@ -88,4 +88,4 @@ class Overview:
             parts.append(self._codes[member.name])
         if member.late:
             parts.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
-        return Row(member.name, member.peer.addr, state, "; ".join(part for part in parts if part))
+        return CardRow(member.name, member.peer.addr, state, "; ".join(part for part in parts if part))

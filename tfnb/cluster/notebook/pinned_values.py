@@ -15,7 +15,7 @@ from tfnb.errors import CheckpointWriteError, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.placement.placement import Homes, Piece, read_from
 from tfnb.state import manifests
-from tfnb.state.checkpoint_stores import LocalStore, Store
+from tfnb.state.checkpoint_stores import CheckpointStore, LocalStore
 from tfnb.state.manifests import Layout, Shard
 
 
@@ -39,7 +39,7 @@ class PinnedValues:
         """Bytes of the values."""
         return sum(prod(one.shape) * one.spec.dtype.itemsize for one in self.variables.values())
 
-    def write_shards(self, store: Store, whole: Collection[Shard]) -> Layout:
+    def write_shards(self, store: CheckpointStore, whole: Collection[Shard]) -> Layout:
         """Let the servers write; the values are given up then. Raises CheckpointWriteError, also for a lost server."""
         link = self.engine.link
         try:
@@ -78,7 +78,7 @@ class PinnedValues:
         return found
 
     def _written_here(
-        self, store: Store, whole: Collection[Shard], unseen: Collection[int]
+        self, store: CheckpointStore, whole: Collection[Shard], unseen: Collection[int]
     ) -> dict[int, dict[str, tuple[Shard, ...]]]:  # fmt: skip
         """What is on shards whose servers do not see the folder."""
         if not unseen:

@@ -19,13 +19,13 @@ import torch
 from tfnb.cluster.engine.engine import Engine, Pins
 from tfnb.cluster.queues.journal import ChannelMark
 from tfnb.cluster.queues.queues_there import CONFIRM, Ask, Channels, RemoteQueue
-from tfnb.cluster.wire.messages import Failed, Ok, raised
+from tfnb.cluster.wire.messages import Failure, Ok, raised
 from tfnb.cluster.wire.transport import ClientLink
 from tfnb.errors import Aborted, FailedPrecondition, InvalidArgument, TfnbError
 from tfnb.graph import resources
 from tfnb.graph.device_request import parse
 from tfnb.graph.queue import Queue
-from tfnb.state.queue_contents import Held
+from tfnb.state.queue_contents import QueueSnapshot
 from tfnb.state.queue_machine import QueueMachine
 from tfnb.state.queue_operations import HOMES, QueueHandle, machine_of, move
 
@@ -124,7 +124,7 @@ class QueueHomes:
             home = queue.machine
             if isinstance(home, RemoteQueue) and (told := pulled.held.get(home.key)) is not None:
                 seen = ChannelMark.of(pulled.seen.get(home.channel.id, {"ended": 0, "heard": 0, "put": []}))
-                home.journal.copied(era, Held(*told), seen)
+                home.journal.copied(era, QueueSnapshot(*told), seen)
         if eras:
             self._engine.single.used.subtract(pulled.used)
 
@@ -182,7 +182,7 @@ class QueueHomes:
             answer = await self._engine.peers.settled(shard, method, dict(meta), tensors)
             if isinstance(answer, Ok):
                 return answer
-            if isinstance(answer, Failed):
+            if isinstance(answer, Failure):
                 raise raised(answer)
             raise self._engine.lost_server(shard)
 

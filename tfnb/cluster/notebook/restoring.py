@@ -18,13 +18,13 @@ import torch
 
 from tfnb.cluster import connected
 from tfnb.cluster.notebook.variables_there import VariablesThere
-from tfnb.cluster.queues.contents_there import Brought, Copies
+from tfnb.cluster.queues.contents_there import Copies, ShardContents
 from tfnb.cluster.queues.queues_there import CONFIRM, RemoteQueue
 from tfnb.errors import TfnbError, Unavailable
 from tfnb.graph import Variable
 from tfnb.graph.queue import Queue
 from tfnb.recording.marks.notes import user_level
-from tfnb.state.queue_contents import Held, labelled, ready_to_hold
+from tfnb.state.queue_contents import QueueSnapshot, labelled, ready_to_hold
 from tfnb.state.queue_machine import QueueMachine
 
 HOME = 2 * CONFIRM  # seconds that queues have to come home from a cluster that is lost
@@ -34,7 +34,7 @@ Values = Mapping[Variable, torch.Tensor]
 
 @contextmanager
 def brought(
-    cluster: VariablesThere, values: Values, held: Mapping[Queue, Held], at: Mapping[Queue, tuple[int, str]],
+    cluster: VariablesThere, values: Values, held: Mapping[Queue, QueueSnapshot], at: Mapping[Queue, tuple[int, str]],
     own: Mapping[str, Queue],
 ) -> Iterator[Callable[[], None]]:  # fmt: skip
     """A block in which a call lets Variables and queues be this; until then nothing is changed.
@@ -52,7 +52,9 @@ def brought(
         for piece in cluster.held.homes[variable.key]:
             pieces.setdefault(piece.shard, {})[piece.key] = piece.of(value.cpu())
     with _saying_so():
-        lies: Brought = cluster.do("bringing what is restored", None, cluster.engine.contents.bring, copies, pieces)
+        lies: ShardContents = cluster.do(
+            "bringing what is restored", None, cluster.engine.contents.bring, copies, pieces
+        )
     end: list[Exception] = []  # what the user is told when all is done
     try:
         yield partial(_become, cluster, lies, values, there, held, {queue: queue.machine for queue in at}, own, end)
@@ -66,7 +68,7 @@ def brought(
 
 
 def _become(
-    cluster: VariablesThere, lies: Brought, values: Values, there: Values, held: Mapping[Queue, Held],
+    cluster: VariablesThere, lies: ShardContents, values: Values, there: Values, held: Mapping[Queue, QueueSnapshot],
     homes: Mapping[Queue, Any], own: Mapping[str, Queue], end: list[Exception],
 ) -> None:  # fmt: skip
     here = {variable: value for variable, value in values.items() if variable not in there}
@@ -97,7 +99,7 @@ def _become(
         end.append(late or UserWarning(text))
 
 
-def _hold(queues: Iterable[Queue], held: Mapping[Queue, Held]) -> None:
+def _hold(queues: Iterable[Queue], held: Mapping[Queue, QueueSnapshot]) -> None:
     """Let queues that are here be this."""
     again = labelled(queues)
     ready_to_hold(again, {label: held[queue] for label, queue in again.items()})()

@@ -17,7 +17,7 @@ import torch
 from distributed import Client
 
 from tfnb.cluster.engine.engine import Engine
-from tfnb.cluster.engine.members import MODES, Ahead, Batch, Mode
+from tfnb.cluster.engine.members import MODES, Ahead, Mode, StepFeeds
 from tfnb.cluster.engine.sources import NONE, drawn_from
 from tfnb.cluster.engine.step_record import StepRecord
 from tfnb.cluster.engine.training import Training
@@ -27,9 +27,9 @@ from tfnb.cluster.notebook import divided_rows
 from tfnb.cluster.notebook.collections import head, read
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.variables_there import VariablesThere
-from tfnb.cluster.notebook.waiting import SETTLE, Waiting, begin_look
+from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, begin_look
 from tfnb.cluster.tasks.part_programs import part_plans, task_of
-from tfnb.cluster.tasks.programs import Placed, place
+from tfnb.cluster.tasks.programs import PlacedStep, place
 from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.messages import GIVEN_UP
 from tfnb.errors import (
@@ -69,7 +69,7 @@ def varying(step: StepGraph) -> list[bool]:
 
 def batches(
     step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int] | None], numbers: Iterator[int] | None = None
-) -> Iterator[Batch | None]:
+) -> Iterator[StepFeeds | None]:
     """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided.
 
     A None, at which tasks stand still, stays one. numbers: of the steps; from 0 if not given.
@@ -85,18 +85,18 @@ def batches(
         cut = tuple(free and len(t) == count for t, free in zip(tensors, varies, strict=True))
         if count == 0 and lengths:
             raise InvalidArgument(f"batch {number} of the data (from 0) has no rows: leave it out")
-        yield Batch(tuple(tensors), run_index, count or None, cut, number)
+        yield StepFeeds(tuple(tensors), run_index, count or None, cut, number)
 
 
 class Steps:
     """Places steps on the tasks and servers, with the Variables that they need, and takes them."""
 
     def __init__(
-        self, client: Client, engine: Engine, waiting: Waiting, variables: VariablesThere, queues: QueueHomes
+        self, client: Client, engine: Engine, waiting: EventLoopWaiter, variables: VariablesThere, queues: QueueHomes
     ) -> None:
         self._client, self._engine, self._waiting = client, engine, waiting
         self._variables, self._queues = variables, queues
-        self._placed: OrderedDict[tuple[int, bool, bool, str, bool], tuple[weakref.ref[StepGraph], Placed]] = (
+        self._placed: OrderedDict[tuple[int, bool, bool, str, bool], tuple[weakref.ref[StepGraph], PlacedStep]] = (
             OrderedDict()
         )
         self.placing = threading.RLock()  # while it is held Variables stay where they are
@@ -123,7 +123,7 @@ class Steps:
         queues = self._queues.used(placed.queues)
         record = None if trace is None else StepRecord(step)
         try:
-            batch, counted = Batch(tuple(tensors), run), self._variables.unseen.append
+            batch, counted = StepFeeds(tuple(tensors), run), self._variables.unseen.append
             values, _ = self._step(step, placed, batch, timeout, "run", queues, see, counted, record)
         except OutOfRange as error:
             error.__cause__ = self._queues.cause(placed.queues)
@@ -135,8 +135,8 @@ class Steps:
     def _step(
         self,
         step: StepGraph,
-        placed: Placed,
-        batch: Batch,
+        placed: PlacedStep,
+        batch: StepFeeds,
         timeout: float | None,
         what: str,
         queues: Sequence[tuple[int, str]] = (),
@@ -164,7 +164,7 @@ class Steps:
             if self._engine.step != before:
                 self._variables.outdated(step)
 
-    def _located(self, error: NonFinite, step: StepGraph, batch: Batch, timeout: float | None) -> NonFinite:
+    def _located(self, error: NonFinite, step: StepGraph, batch: StepFeeds, timeout: float | None) -> NonFinite:
         """The error of a step in parts, with the op, line and task where the numbers that are not finite began.
 
         A task sees its own part only, so one task computes the whole step again, with probes; nothing is written. Where
@@ -197,7 +197,7 @@ class Steps:
             )  # fmt: skip
         return error
 
-    def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[Batch | None]:
+    def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[StepFeeds | None]:
         """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large.
 
         begin: so many of its steps were taken before.
@@ -210,7 +210,7 @@ class Steps:
             return data
         return self._drawn(step, data, AppliedSteps(begin))
 
-    def _drawn(self, step: StepGraph, data: Ahead, applied: AppliedSteps = NONE) -> Iterator[Batch | None]:
+    def _drawn(self, step: StepGraph, data: Ahead, applied: AppliedSteps = NONE) -> Iterator[StepFeeds | None]:
         """Batches that are made here, but of steps that were applied before."""
         rows = Rows([read(self._client, array) for array in data.arrays], data.order)
 
@@ -226,7 +226,7 @@ class Steps:
         return batches(step, each(), itertools.chain.from_iterable(missing))
 
     def train(
-        self, step: StepGraph, source: Ahead | Iterable[Batch | None], *, mode: Mode | str = "sync",
+        self, step: StepGraph, source: Ahead | Iterable[StepFeeds | None], *, mode: Mode | str = "sync",
         timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
         check: bool = False, see: See | None = None, compile: Compile = "off", exact: bool | None = False,
         applied: AppliedSteps = NONE, seen: SeenSteps | None = None,
@@ -308,7 +308,7 @@ class Steps:
 
     def _placed_for(
         self, step: StepGraph, how: Mode, see: See | None, check: bool, compile: Compile, one_by_one: str
-    ) -> tuple[Placed, str]:
+    ) -> tuple[PlacedStep, str]:
         """The plans of a training, and why its steps are taken one after the other; warns where that was not asked."""
         placed = self.place(step, parallel=see is None and not how.is_pipeline, check=check, compile=compile)
         is_cut = bool(placed.parts) or how.is_pipeline
@@ -333,14 +333,14 @@ class Steps:
         return placed, why
 
     def _looked_at(
-        self, step: StepGraph, placed: Placed, tasks: int, source: Ahead | Iterable[Batch | None]
-    ) -> tuple[Ahead | Iterable[Batch | None], tuple[str, ...]]:  # fmt: skip
+        self, step: StepGraph, placed: PlacedStep, tasks: int, source: Ahead | Iterable[StepFeeds | None]
+    ) -> tuple[Ahead | Iterable[StepFeeds | None], tuple[str, ...]]:  # fmt: skip
         """The batches of a training, and what is said of a loss that is no mean over their rows, once for each."""
         known: set[Any] = step.whole.attached.setdefault("divided", set())
         key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), step.fetches, tasks
         if key in known or tasks < 2 or not placed.writes or placed.tasks:
             return source, ()
-        first: Iterable[Batch | None]
+        first: Iterable[StepFeeds | None]
         if isinstance(source, Ahead):
             first = self._heads(step, source)
         else:
@@ -353,7 +353,7 @@ class Steps:
             known.add(key)
         return source, seen.notes
 
-    def _heads(self, step: StepGraph, data: Ahead) -> Iterator[Batch | None]:
+    def _heads(self, step: StepGraph, data: Ahead) -> Iterator[StepFeeds | None]:
         """The first rows of some batches of a pass; of arrays in chunks their own first rows, which are one batch."""
         rows = min(divided_rows.ROWS, data.order.batch_size, data.order.rows)
         if any(not isinstance(array, torch.Tensor) for array in data.arrays):
@@ -387,7 +387,7 @@ class Steps:
         return mode
 
     def _stepwise(
-        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], end: float | None,
+        self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], end: float | None,
         see: See | None, applied: AppliedSteps, seen: SeenSteps, *, is_whole: bool,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Every step driven from here, for what no loop of a task can do by itself. is_whole: no task divides rows."""
@@ -428,7 +428,7 @@ class Steps:
         return left
 
     def _looping(
-        self, step: StepGraph, placed: Placed, source: Ahead | Iterable[Batch | None], mode: Mode,
+        self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], mode: Mode,
         changes: Callable[[], Mode | None], end: float | None, timeout: float | None, applied: AppliedSteps,
         seen: SeenSteps,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
@@ -489,7 +489,7 @@ class Steps:
 
     def place(
         self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off", is_cut: bool = True
-    ) -> Placed:  # fmt: skip
+    ) -> PlacedStep:  # fmt: skip
         """The plans of a step, with its variables on the servers. is_cut: whether requests for tasks are met."""
         with self.placing:
             self._variables.drop_gone()
@@ -522,7 +522,7 @@ class Steps:
         self._variables.pull(self._variables.sent_but_behind())
 
 
-def _ensure_summed(placed: Placed, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:
+def _ensure_summed(placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:
     """Names of Variables that several tasks write along no gradient.
 
     Raises Unimplemented for a step that ranks cannot take as servers do, if it ``is_taken`` by all tasks.

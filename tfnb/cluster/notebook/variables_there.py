@@ -86,7 +86,7 @@ class VariablesThere:
             raise
         for variable in variables:
             self.held.adopt(variable, homes[variable.key])
-            variable.home = Home(self, [piece.shard for piece in homes[variable.key]])
+            variable.home = RemoteHome(self, [piece.shard for piece in homes[variable.key]])
 
     def drop_gone(self) -> None:
         """Variables that nobody can reach, of a cell that was recorded again, are dropped on the servers too."""
@@ -243,7 +243,7 @@ class VariablesThere:
     def release(self) -> None:
         """Variables live here again."""
         for variable in self.held.variables:
-            if isinstance(variable.home, Home) and variable.home.there is self:
+            if isinstance(variable.home, RemoteHome) and variable.home.there is self:
                 variable.home = None
         self.held.clear()
 
@@ -258,8 +258,8 @@ class VariablesThere:
         return [variable for variable in written if variable not in behind]
 
 
-class Home:
-    """The owner of a variable on one server, or on several; see `tfnb.graph.variable.Home`."""
+class RemoteHome:
+    """The owner of a variable on one server, or on several; see `tfnb.graph.variable.ValueOwner`."""
 
     def __init__(self, there: VariablesThere, shards: Sequence[int]) -> None:
         self.there, self._shards = there, shards

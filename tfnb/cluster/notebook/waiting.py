@@ -21,7 +21,7 @@ SETTLE = 15.0  # seconds that an interrupted step has to end
 _looks: ContextVar[bool] = ContextVar("looks", default=False)  # a step waits for this thread
 
 
-class Waiting:
+class EventLoopWaiter:
     """Lets the event loop do things, and waits for them: one thing at a time for each thread."""
 
     def __init__(self, engine: Engine) -> None:

@@ -36,7 +36,7 @@ class Frozen:
 
 
 @dataclass(slots=True)
-class Brought:
+class ShardContents:
     """What queues and Variables are to hold lies at their shards. ``queues``: keys of queues, of each shard.
 
     is_decided: what was brought will be there, unless a server is lost.
@@ -47,7 +47,7 @@ class Brought:
     is_decided: bool = False
 
 
-class Contents:
+class RemoteContents:
     """What queues hold. ask: answers of shards to requests; raises what goes wrong.
 
     insist: the same for what is decided; a server that fails to do it is lost.
@@ -87,10 +87,10 @@ class Contents:
 
     async def bring(
         self, queues: Mapping[int, Copies], values: Mapping[int, Mapping[str, torch.Tensor]] = MappingProxyType({})
-    ) -> Brought:
+    ) -> ShardContents:
         """Tensors for `refill`: what queues are to hold, and values of Variables, by shard. Nothing changes."""
         shards = sorted({*queues, *values})
-        brought = Brought(uuid.uuid4().hex, {shard: list(queues.get(shard, ())) for shard in shards})
+        brought = ShardContents(uuid.uuid4().hex, {shard: list(queues.get(shard, ())) for shard in shards})
         try:
             for shard, copies in queues.items():
                 for key, (found, tensors) in copies.items():
@@ -107,7 +107,7 @@ class Contents:
             raise
         return brought
 
-    async def refill(self, brought: Brought) -> list[int]:
+    async def refill(self, brought: ShardContents) -> list[int]:
         """Queues and Variables hold what was brought. The rounds under way that used the queues are void.
 
         Raises what goes wrong before it is decided, with nothing changed.
@@ -119,7 +119,7 @@ class Contents:
             answers = await self._insist([Ask(shard, "refill", about) for shard in brought.queues])
         return list({*void, *(number for answer in answers for number in answer.meta["void"])})
 
-    async def drop(self, brought: Brought) -> None:
+    async def drop(self, brought: ShardContents) -> None:
         """Shards forget what was brought and is not needed."""
         await self._thaw(brought.id, brought.queues)
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tfnb.cluster.queues.queues_there import Channel, Channels, RemoteQueue
-from tfnb.cluster.wire.messages import Failed, Ok, Outcome
+from tfnb.cluster.queues.queues_there import Channels, QueueChannel, RemoteQueue
+from tfnb.cluster.wire.messages import Failure, Ok, Outcome
 from tfnb.errors import TfnbError
-from tfnb.state.queue_machine import Attempt, Home
-from tfnb.state.waits import LOOK, NOTICE, WAITS, Operation, Runner, wait_graph
+from tfnb.state.queue_machine import Attempt, QueueHost
+from tfnb.state.waits import LOOK, NOTICE, WAITS, QueueOperation, Runner, wait_graph
 
 ANSWER = 1.0  # seconds that a task or server has to say who waits
 KINDS = ("enqueue", "dequeue", "close")
@@ -32,7 +32,7 @@ def _id(attempt: Attempt) -> Id | None:
     return None if number is None or not isinstance(machine, RemoteQueue) else (machine.channel.id, number)
 
 
-def who_waits(runners: Iterable[Runner], channels: Mapping[int, Channel]) -> list[Any]:
+def who_waits(runners: Iterable[Runner], channels: Mapping[int, QueueChannel]) -> list[Any]:
     """Of each runner of a task that waits: its attempts, and what it would do behind which of them."""
     shards = {channel: shard for shard, channel in channels.items()}
     found: list[Any] = []
@@ -51,7 +51,7 @@ def who_waits(runners: Iterable[Runner], channels: Mapping[int, Channel]) -> lis
 
 
 @dataclass(eq=False)
-class Use:
+class QueueUse:
     """A step that uses queues (shard and key of each), while it is in progress.
 
     parts: on so many tasks. round: its latest; tell: it that it cannot go on. waits: attempts for which it waits, since
@@ -61,7 +61,7 @@ class Use:
     queues: Sequence[tuple[int, str]] = ()
     parts: int = 1
     round: int = -1
-    tell: Callable[[Failed], None] = lambda failure: None
+    tell: Callable[[Failure], None] = lambda failure: None
     waits: frozenset[Id] = frozenset()
     since: float = 0.0
     is_noticed: bool = False
@@ -85,14 +85,14 @@ class Deadlocks:
     ) -> None:  # fmt: skip
         self._ask, self._notice = ask, notice
         self.channels: Channels | None = None
-        self._uses: set[Use] = set()
-        self._recent: set[Use] = set()  # those since the last look began, also if they are over
+        self._uses: set[QueueUse] = set()
+        self._recent: set[QueueUse] = set()  # those since the last look began, also if they are over
         self._watching: asyncio.Task[None] | None = None
 
     @contextmanager
-    def use(self, queues: Sequence[tuple[int, str]], parts: int = 1) -> Iterator[Use]:
+    def use(self, queues: Sequence[tuple[int, str]], parts: int = 1) -> Iterator[QueueUse]:
         """A step that uses them is in progress, on so many tasks."""
-        use = Use(queues, parts)
+        use = QueueUse(queues, parts)
         if queues:
             self._uses.add(use)
             self._recent.add(use)
@@ -123,7 +123,7 @@ class Deadlocks:
             for runner, use in runners.items():
                 if runner.deadlock is not None:
                     error = runner.deadlock
-                    use.tell(Failed(type(error).__name__, error.message, {"graph": error.details}))
+                    use.tell(Failure(type(error).__name__, error.message, {"graph": error.details}))
                 elif use.waits and not use.is_noticed and time.monotonic() - use.since >= NOTICE:
                     use.is_noticed = True
                     self._notice(f"still waiting:\n{wait_graph(runner.operations())}")
@@ -139,7 +139,7 @@ class _View:
         self._channels = channels
         self.attempts: dict[Id, Attempt] = {}
         self.rounds: dict[Id, int | None] = {}
-        self.past: dict[Home, Mapping[str, set[str]]] = {}
+        self.past: dict[QueueHost, Mapping[str, set[str]]] = {}
         behind: dict[Id, list[Id]] = {}
         for shard, meta in enumerate(there):
             for key, (level, past) in meta["queues"].items():
@@ -169,9 +169,9 @@ class _View:
         attempt.is_placed = is_placed
         return attempt
 
-    def runners(self, waiting: Iterable[Any], uses: Iterable[Use]) -> dict[Runner, Use]:
+    def runners(self, waiting: Iterable[Any], uses: Iterable[QueueUse]) -> dict[Runner, QueueUse]:
         """A runner for each step: what it waits for, or, where it may be at work, what it may do."""
-        now, found = time.monotonic(), dict[Runner, Use]()
+        now, found = time.monotonic(), dict[Runner, QueueUse]()
         at_work = set(uses)  # those without a round, too, wait for a task to take them: they may do all that they do
         of_round = {use.round: use for use in at_work if use.round >= 0}
         for attempts, later, round_ in _steps(waiting, of_round):
@@ -192,12 +192,12 @@ class _View:
             found[Runner(may=_always([(machine, kind) for machine in machines for kind in KINDS]))] = use
         return found
 
-    def _operations(self, later: Iterable[Any]) -> Iterator[Operation]:
+    def _operations(self, later: Iterable[Any]) -> Iterator[QueueOperation]:
         for what, kind, shard, key, behind in later:
             machine = None if shard is None else self._machine(shard, key)
             ids = [None if at is None else (str(at[0]), int(at[1])) for at in behind]
             if machine is not None and all(at in self.attempts for at in ids):
-                yield Operation(what, kind, machine, [self.attempts[at] for at in ids if at is not None])
+                yield QueueOperation(what, kind, machine, [self.attempts[at] for at in ids if at is not None])
 
     def awake(self, runners: Iterable[Runner]) -> list[Runner]:
         """Those of this process with an attempt that may have ended at its server."""
@@ -207,7 +207,7 @@ class _View:
         ]  # fmt: skip
 
 
-def _steps(waiting: Iterable[Any], uses: Mapping[int, Use]) -> Iterator[tuple[list[Any], list[Any], int | None]]:
+def _steps(waiting: Iterable[Any], uses: Mapping[int, QueueUse]) -> Iterator[tuple[list[Any], list[Any], int | None]]:
     """What each step waits for, what it would do behind that, and the round of one on several tasks.
 
     Of that all parts wait, and no message is on its way: else it goes on.

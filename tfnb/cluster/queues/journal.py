@@ -18,7 +18,7 @@ from tfnb.cluster.wire.envelope import size
 from tfnb.errors import TfnbError
 from tfnb.graph.queue import Queue
 from tfnb.state.orders import Element, packed
-from tfnb.state.queue_contents import Held
+from tfnb.state.queue_contents import QueueSnapshot
 from tfnb.state.queue_machine import Attempt, QueueMachine
 from tfnb.state.queue_operations import attempt_on, made, outcome
 
@@ -80,7 +80,7 @@ class JournalEntry:
 class Restoration(NamedTuple):
     """What a queue holds, and how many elements more attempts have put that are not over, by the number of the act."""
 
-    held: Held
+    held: QueueSnapshot
     put: Mapping[int, int]
 
 
@@ -88,7 +88,7 @@ class Restoration(NamedTuple):
 class Journal:
     """A copy of a queue, once there is one, and what ended since."""
 
-    held: Held | None = None
+    held: QueueSnapshot | None = None
     seen: ChannelMark = ChannelMark()
     done: list[JournalEntry] = field(default_factory=list)
     nbytes: int = 0  # of what ended since
@@ -105,7 +105,7 @@ class Journal:
         self.done.append(done)
         self.nbytes += done.nbytes
 
-    def copied(self, era: int, held: Held, seen: ChannelMark) -> None:
+    def copied(self, era: int, held: QueueSnapshot, seen: ChannelMark) -> None:
         """Go on from a newer copy, that was asked for in this era."""
         if era != self.era:
             return
@@ -135,7 +135,7 @@ class Journal:
         except TfnbError:
             return None
 
-    def _again(self, queue: Queue, held: Held, puts: Mapping[int, Sequence[Element]]) -> Restoration | None:
+    def _again(self, queue: Queue, held: QueueSnapshot, puts: Mapping[int, Sequence[Element]]) -> Restoration | None:
         """Everything done again in its order; None where it has another outcome than it had."""
         twin, machine = _twin(queue, held)
         acts: dict[int, JournalEntry | None] = {**dict.fromkeys(puts), **{done.number: done for done in self.done}}
@@ -155,9 +155,11 @@ class Journal:
             if done.attempt.error is None and not _same(outcome(twin, attempt, attrs), done.outputs):
                 return None
         facts, tensors, _ = machine.leave()
-        return Restoration(Held(facts, tensors), {number: tried[number].enqueued for number in puts})
+        return Restoration(QueueSnapshot(facts, tensors), {number: tried[number].enqueued for number in puts})
 
-    def _exchanged(self, queue: Queue, held: Held, puts: Mapping[int, Sequence[Element]]) -> Restoration | None:
+    def _exchanged(
+        self, queue: Queue, held: QueueSnapshot, puts: Mapping[int, Sequence[Element]]
+    ) -> Restoration | None:
         """All that was there and was put, and what waits for room, without what was taken.
 
         That may have been put by others since the copy.
@@ -178,10 +180,10 @@ class Journal:
         facts, tensors = packed(left)
         order = {**held.found["facts"], **facts}
         found = {**held.found, "marks": {**held.found["marks"], **marks}, "size": len(left), "facts": order}
-        return Restoration(Held(found, tensors), {number: len(elements) for number, elements in puts.items()})
+        return Restoration(QueueSnapshot(found, tensors), {number: len(elements) for number, elements in puts.items()})
 
 
-def _twin(queue: Queue, held: Held) -> tuple[Queue, QueueMachine]:
+def _twin(queue: Queue, held: QueueSnapshot) -> tuple[Queue, QueueMachine]:
     """A queue of the same kind that holds copies of this."""
     twin = read_queue(write_queue(queue))
     machine = twin.machine = made(twin)

@@ -1,8 +1,8 @@
 """Queues that live on servers, as the process sees them that uses them: the notebook, or a task.
 
-A `RemoteQueue` stands where a queue's machine would stand here, and takes the same attempts. A `Channel` carries them
-to one server: acts go in order, one post at a time, and ends come back with its answer, or with that of one long call.
-No thread waits. Whatever cannot be asked any more ends all attempts with the error that says why.
+A `RemoteQueue` stands where a queue's machine would stand here, and takes the same attempts. A `QueueChannel` carries
+them to one server: acts go in order, one post at a time, and ends come back with its answer, or with the answer of one
+long call. No thread waits. Where asking is no longer possible, all attempts end with the error that says why.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 from tfnb.cluster.queues.journal import Journal
 from tfnb.cluster.server.objects import BYTES, ENTRIES, write_queue
 from tfnb.cluster.wire.envelope import size
-from tfnb.cluster.wire.messages import Failed, Ok, raised
+from tfnb.cluster.wire.messages import Failure, Ok, raised
 from tfnb.errors import Cancelled, OutOfRange, ParameterServerLost, StepAborted, TfnbError, Unavailable
 from tfnb.graph.queue import Queue
 from tfnb.state.orders import Element, packed, unpacked
-from tfnb.state.queue_contents import Held
-from tfnb.state.queue_machine import Attempt, Home, Level, QueueMachine
+from tfnb.state.queue_contents import QueueSnapshot
+from tfnb.state.queue_machine import Attempt, Level, QueueHost, QueueMachine
 from tfnb.state.queue_operations import made
 
 OTHERS = "a step or call elsewhere on the cluster, if there is one"
@@ -66,7 +66,7 @@ class Act:
     number: int = -1
 
 
-class Channel:
+class QueueChannel:
     """The way of one process to the queues of one server. ask: a call there, until it is answered; raises TfnbError."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ask: Ask) -> None:
@@ -233,7 +233,7 @@ class Channel:
 class RemoteQueue:
     """A queue that lives on a server: takes the attempts that a queue here would take."""
 
-    channel: Channel
+    channel: QueueChannel
     key: str
     name: str
     capacity: float
@@ -241,7 +241,7 @@ class RemoteQueue:
     starters: list[Callable[[], None]] = field(default_factory=list)
     cause: BaseException | None = None
     used: float | None = None
-    heir: Home | None = None  # where it went
+    heir: QueueHost | None = None  # where it went
     is_dropped: bool = False  # nothing of it is there any more
     is_lost: bool = False  # what it held is nowhere
     past: Mapping[str, set[str]] = field(default_factory=lambda: defaultdict(lambda: {OTHERS}))
@@ -249,7 +249,7 @@ class RemoteQueue:
     earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
     journal: Journal = field(default_factory=Journal)  # of this process, while a training may need it
     _coming: list[tuple[Attempt, Attempt | None]] | None = None  # what waits until it has gone home
-    _known: tuple[Held | None, Sequence[tuple[Attempt, int, bool]]] = None, ()
+    _known: tuple[QueueSnapshot | None, Sequence[tuple[Attempt, int, bool]]] = None, ()
     """What it holds though its server is lost; of each attempt how many elements it has put, and whether it is over."""
     _back: list[tuple[Sequence[Element], threading.Event]] = field(default_factory=list)  # what comes next there
 
@@ -491,7 +491,7 @@ _GOES_HOME = ("Cancelled", "StepAborted", "ParameterServerLost", "SchedulerLost"
 
 
 def _error(told: Mapping[str, Any]) -> TfnbError:
-    error = raised(Failed(told["tag"], told["message"], told["details"]))
+    error = raised(Failure(told["tag"], told["message"], told["details"]))
     error.enqueued = int(told["details"].get("enqueued", 0))
     return error
 
@@ -505,14 +505,14 @@ class Channels:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ask: Callable[[int], Ask]) -> None:
         self._loop, self._ask = loop, ask
-        self.all: dict[int, Channel] = {}
+        self.all: dict[int, QueueChannel] = {}
         self._lock = threading.Lock()
 
-    def to(self, shard: int) -> Channel:
+    def to(self, shard: int) -> QueueChannel:
         """That to a shard."""
         with self._lock:
             if shard not in self.all or self.all[shard].broken is not None:
-                self.all[shard] = Channel(self._loop, self._ask(shard))
+                self.all[shard] = QueueChannel(self._loop, self._ask(shard))
             return self.all[shard]
 
     def queue(self, queue: Queue, shard: int, key: str) -> RemoteQueue:

@@ -19,16 +19,16 @@ from typing import Any, Protocol
 
 import torch
 
-from tfnb.cluster.server.core_events import Answer, Arrived, Effect, Event, Reply, Tick
+from tfnb.cluster.server.core_events import Answer, CoreTick, Effect, Event, Reply, RequestArrival
 from tfnb.cluster.server.ledger import Ledger
 from tfnb.cluster.server.lines import TURN, Lines, Waiting
 from tfnb.cluster.server.objects import Objects
-from tfnb.cluster.server.parts import Compile, Part, ServerProgram, Write, check_feeds, same_number, spec
+from tfnb.cluster.server.parts import Compile, ServerProgram, StagedPart, Write, check_feeds, same_number, spec
 from tfnb.cluster.server.room import Room
 from tfnb.cluster.server.staged_rounds import StagedRounds
 from tfnb.cluster.server.trainings import Trainings
 from tfnb.cluster.wire import envelope, sparse_values
-from tfnb.cluster.wire.messages import Ok, OpId, Refused, Request, failed
+from tfnb.cluster.wire.messages import Ok, OpId, Refusal, Request, failed
 from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ShapeError
 from tfnb.passes.flow.merges import MERGES
 
@@ -95,12 +95,12 @@ class Core:
         self.lines = Lines()
         self.objects = Objects(self.afford, self._assigning)
         self.rounds, self.trainings = StagedRounds(self, self.objects), Trainings(self, self.ledger)
-        self._methods: dict[str, Callable[[Request], Ok | Refused]] = {
+        self._methods: dict[str, Callable[[Request], Ok | Refusal]] = {
             "create": self._create, "drop": self._drop, "assign": self._assign, "push": self._push,
             "register_shard": self._register, "pull": self._pull, "stat": self._stat, "applied": self._applied,
             "pin": self._pin, "unpin": self._unpin, "gone": self._gone, **self.rounds.methods, **self.trainings.methods,
         }  # fmt: skip
-        self._timed: dict[str, Callable[[Request, float], Ok | Refused | None]] = {
+        self._timed: dict[str, Callable[[Request, float], Ok | Refusal | None]] = {
             **self.objects.methods, **self.trainings.timed,
         }  # fmt: skip
         self._effects: list[Effect] = []  # beside the answer to the request in progress
@@ -122,11 +122,11 @@ class Core:
     def on(self, event: Event, now: float) -> list[Effect]:
         """The effects of an event, those on requests that waited for it among them."""
         match event:
-            case Arrived(ticket, request):
+            case RequestArrival(ticket, request):
                 self.requests += 1
                 effects = self._arrived(ticket, request, now)
-            case Tick():
-                effects = [Reply(ticket, Refused("again", "it waits still")) for ticket in self.lines.polled(now)]
+            case CoreTick():
+                effects = [Reply(ticket, Refusal("again", "it waits still")) for ticket in self.lines.polled(now)]
                 self.trainings.tick(now)
                 self.objects.look()
         if self.lines:
@@ -138,7 +138,7 @@ class Core:
         """Answer a request, or let it stand in its line."""
         if request.op in self.lines and self._refused(request) is None:
             before, self._seen = self.lines.renew(request.op, ticket, now), ()  # it may be due by now
-            return [] if before is None else [Reply(before, Refused("again", "it was asked again"))]
+            return [] if before is None else [Reply(before, Refusal("again", "it was asked again"))]
         line = self._line(request)
         answer = None if self.lines.has(line) else self._answer(request, now)
         if self.lines.has(line):  # behind those before it, unless it needs no place
@@ -165,7 +165,7 @@ class Core:
         """
         effects: list[Effect] = []
         if self.poisoned is not None:
-            return [Reply(ticket, Refused("poisoned", self.poisoned)) for ticket in self.lines.all()]
+            return [Reply(ticket, Refusal("poisoned", self.poisoned)) for ticket in self.lines.all()]
         proceeds = True
         while proceeds or self._seen != self._decided:
             is_decided, self._seen, proceeds = self._seen != self._decided, self._decided, False
@@ -185,11 +185,11 @@ class Core:
         """What a contribution waits for changes with this."""
         return self.trainings.decisions, self.epoch, self.incarnation
 
-    def _refused(self, request: Request) -> Refused | None:
+    def _refused(self, request: Request) -> Refusal | None:
         """Why it is not for this core as it is."""
         refused = fence(request, self.epoch, self.incarnation)
         if refused is None and self.poisoned is not None:
-            refused = Refused("poisoned", self.poisoned)
+            refused = Refusal("poisoned", self.poisoned)
         if refused is None and request.method != "open_training":
             refused = self.trainings.given_up(request)
         return refused
@@ -203,7 +203,7 @@ class Core:
         if ack is not None:
             return replace(self.with_values(ack, request), dup=True) if isinstance(ack, Ok) else ack
         if self.ledger.is_too_old(request.op):
-            return Refused("too-old", f"{request.op} lies below the ledger's window")
+            return Refusal("too-old", f"{request.op} lies below the ledger's window")
         return None
 
     def _answer(self, request: Request, now: float) -> Answer | None:
@@ -323,7 +323,7 @@ class Core:
     def _gone(self, request: Request) -> Ok:
         """A client is lost: it waits for nothing any more. What it did for a round ends with that."""
         client = str(request.meta["client"])
-        lost = Refused("fenced", f"{client} is gone")
+        lost = Refusal("fenced", f"{client} is gone")
         self._effects += [Reply(ticket, lost) for ticket in self.lines.gone(client)]
         self.pins = {pin: answer for pin, answer in self.pins.items() if pin[0] != client}
         return self.ack()
@@ -381,17 +381,17 @@ class Core:
             self.plans.move_to_end(plan)
         return self.plans.get(plan)
 
-    def _push(self, request: Request) -> Ok | Refused:
+    def _push(self, request: Request) -> Ok | Refusal:
         """Apply one worker's update at once (asynchronous mode)."""
         part = self.part(request)
-        if isinstance(part, Refused):
+        if isinstance(part, Refusal):
             return part
         made = self.prepared([part])
         with self.writing(made.keys):
             made.write()
         return self.ack()
 
-    def prepared(self, parts: Sequence[Part]) -> Write:
+    def prepared(self, parts: Sequence[StagedPart]) -> Write:
         """The write that applies ``parts`` as one update, fully computed."""
         first = parts[0]
         program = first.program
@@ -423,7 +423,7 @@ class Core:
             return 0
         return sum(feed.numel() for feed in feeds if feed.dtype in (torch.int32, torch.int64))  # numbers of rows
 
-    def part(self, request: Request) -> Part | Refused:
+    def part(self, request: Request) -> StagedPart | Refusal:
         """What the request stages or pushes, checked."""
         meta, tensors = request.meta, tuple(request.tensors)
         plan, keys = meta.get("plan"), tuple(meta.get("keys", ()))
@@ -434,9 +434,9 @@ class Core:
         else:
             program = self._program(str(plan))
             if program is None:
-                return Refused("unknown-plan", str(plan))
+                return Refusal("unknown-plan", str(plan))
             check_feeds(program, tensors, are_finite=bool(meta.get("finite")))
-        return Part(program, keys, float(meta.get("rows", 1)), int(meta.get("run_index", 0)), tensors, since)
+        return StagedPart(program, keys, float(meta.get("rows", 1)), int(meta.get("run_index", 0)), tensors, since)
 
     # -- shared -----------------------------------------------------------------------------------------------
 
@@ -499,12 +499,12 @@ class Core:
                 self.versions.pop(key, None)
 
 
-def fence(request: Request, epoch: int, incarnation: int) -> Refused | None:
+def fence(request: Request, epoch: int, incarnation: int) -> Refusal | None:
     """Whether the request is for another process, or of another epoch, than the one that got it."""
     if request.incarnation != incarnation:
-        return Refused("fenced", "this address now belongs to another task")
+        return Refusal("fenced", "this address now belongs to another task")
     if request.epoch != epoch:
-        return Refused("fenced", f"the request is of epoch {request.epoch}, this task is at {epoch}")
+        return Refusal("fenced", f"the request is of epoch {request.epoch}, this task is at {epoch}")
     return None
 
 

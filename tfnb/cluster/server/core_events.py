@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tfnb.cluster.wire.messages import Failed, Ok, Refused, Request
+from tfnb.cluster.wire.messages import Failure, Ok, Refusal, Request
 
-Answer = Ok | Failed | Refused
+Answer = Ok | Failure | Refusal
 
 
-class Arrived(NamedTuple):
+class RequestArrival(NamedTuple):
     """A request came; ``ticket`` is the host's number for the call that waits for its answer."""
 
     ticket: int
     request: Request
 
 
-class Tick(NamedTuple):
+class CoreTick(NamedTuple):
     """Time has passed."""
 
 
-Event = Arrived | Tick
+Event = RequestArrival | CoreTick
 
 
 class Reply(NamedTuple):

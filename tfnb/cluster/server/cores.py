@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Arrived, Effect, Event, Reply, Send
+from tfnb.cluster.server.core_events import Effect, Event, Reply, RequestArrival, Send
 from tfnb.cluster.server.room import Room
 from tfnb.cluster.wire.messages import OpId, Request, aborted, failed
 
@@ -73,7 +73,7 @@ class Cores:
                     case Send(to, method, meta) if to in self._of:
                         op = OpId(f"shard {shard}", next(self._told))
                         request = Request(method, op, core.epoch, core.incarnation, meta)
-                        ahead.append((to, Arrived(UNHEARD, request)))
+                        ahead.append((to, RequestArrival(UNHEARD, request)))
                     case _:
                         found.append(effect)
         return found
@@ -84,6 +84,6 @@ def _effects(core: Core, event: Event, now: float) -> list[Effect]:
     try:
         return core.on(event, now)
     except BaseException as error:  # also SystemExit of a kernel: it becomes data at this edge; nothing was written
-        if not isinstance(event, Arrived):
+        if not isinstance(event, RequestArrival):
             raise
         return [Reply(event.ticket, failed(error if isinstance(error, Exception) else aborted(error)))]

@@ -26,7 +26,7 @@ HOLD = 2.0  # seconds after which a hold ends by itself
 
 
 @dataclass
-class Turn:
+class OpenRound:
     """One round in the making. ``wanted``: of how many parts it is made; ``owners``: the workers whose parts are kept.
 
     The first shard alone knows ``takers``, the place that it gave each worker, and ``ready``, the shards that have
@@ -61,7 +61,7 @@ class Turn:
         The one that it has, while its part is missing; else one that nobody has, that of before if it can be; else a
         copy of the place with the fewest workers, of those the one that was given away last.
 
-        >>> turn = Turn()
+        >>> turn = OpenRound()
         >>> [turn.place_for(worker, 2) for worker in (4, 5, 6, 4)]
         [0, 1, 1, 0]
         """
@@ -103,7 +103,7 @@ class Course:
     least: int = 0
     gone: set[str] = field(default_factory=set)
     held_until: float = 0.0
-    turns: dict[int, Turn] = field(default_factory=dict)
+    turns: dict[int, OpenRound] = field(default_factory=dict)
     averages: tuple[Any, ...] = ()  # that a worker asked for, of the last round that was written
 
     @property
@@ -112,9 +112,9 @@ class Course:
         shown: int = sum(average.nbytes for average in self.averages)
         return shown + sum(turn.nbytes for turn in self.turns.values())
 
-    def turn(self, number: int) -> Turn:
+    def turn(self, number: int) -> OpenRound:
         """A round, begun if it was not."""
-        return self.turns.setdefault(number, Turn())
+        return self.turns.setdefault(number, OpenRound())
 
     def place_for(self, worker: int) -> int:
         """The place of the next round whose part a worker is to compute."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tfnb.cluster.wire.messages import Failed, Ok, OpId
+from tfnb.cluster.wire.messages import Failure, Ok, OpId
 
 WINDOW = 1024
 
-Answer = Ok | Failed
+Answer = Ok | Failure
 
 
 @dataclass
-class Window:
+class AppliedWindow:
     """Applied sequence numbers of one client: bit i of ``seen`` is ``highest - i``."""
 
     highest: int = -1
@@ -48,7 +48,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.clients: dict[str, Window] = {}
+        self.clients: dict[str, AppliedWindow] = {}
         self.applied = 0
         self.dups = 0
 
@@ -72,5 +72,5 @@ class Ledger:
 
     def record(self, op: OpId, ack: Ok) -> None:
         """``op`` was applied and answered with ``ack``."""
-        self.clients.setdefault(op.client, Window()).add(op.seq, ack)
+        self.clients.setdefault(op.client, AppliedWindow()).add(op.seq, ack)
         self.applied += 1

@@ -41,7 +41,7 @@ Contents = tuple[dict[str, Any], list[torch.Tensor]]  # facts and tensors of wha
 
 
 @dataclass(slots=True)
-class Held:
+class HostedQueue:
     """A queue that is here, and bytes of elements that came and did not leave. ``left``: contents on their way home."""
 
     key: str
@@ -61,14 +61,14 @@ class Work:
     """An operation that a channel asked for under a number, maybe for a round, and its attempt once it began."""
 
     number: int
-    held: Held
+    held: HostedQueue
     attrs: Mapping[str, Any]
     round: int | None
     came: int  # bytes
     attempt: Attempt | None = None
 
 
-class End(NamedTuple):
+class ActResult(NamedTuple):
     """How an act ended: what to say of it, its tensors, and the operation whose elements may come back."""
 
     number: int
@@ -84,7 +84,7 @@ class Channel:
     posted: int = -1
     serial: int = 0
     open: dict[int, Work] = field(default_factory=dict)  # operations that are not over
-    ends: OrderedDict[int, End] = field(default_factory=OrderedDict)  # that it has not heard of
+    ends: OrderedDict[int, ActResult] = field(default_factory=OrderedDict)  # that it has not heard of
     held: list[torch.Tensor] = field(default_factory=list)  # for the next act, which needs several messages
 
     @property
@@ -103,7 +103,7 @@ class Channel:
         ]  # fmt: skip
         return {"ended": self.serial, "heard": min(self.ends, default=self.serial + 1) - 1, "put": put}
 
-    def end(self, end: End) -> None:
+    def end(self, end: ActResult) -> None:
         """An act ended."""
         self.serial += 1
         self.ends[self.serial] = end
@@ -111,13 +111,13 @@ class Channel:
 
 
 @dataclass(slots=True)
-class Brought:
+class Delivery:
     """What queues and Variables are to hold: contents by queue and values by key, and what `become` takes of them."""
 
     queues: dict[str, Contents] = field(default_factory=dict)
     values: Values = field(default_factory=dict)
     nbytes: int = 0  # of all tensors
-    held: list[tuple[Held, int]] = field(default_factory=list)  # those queues, and bytes of their elements
+    held: list[tuple[HostedQueue, int]] = field(default_factory=list)  # those queues, and bytes of their elements
     machines: dict[QueueMachine, QueueMachine] = field(default_factory=dict)
     write: Callable[[], None] = lambda: None
 
@@ -136,7 +136,7 @@ class Objects:
         self, afford: Callable[[int], None] = lambda asked: None,
         assigning: Callable[[Values], Callable[[], None]] = lambda values: lambda: None,
     ) -> None:  # fmt: skip
-        self.queues: dict[str, Held] = {}
+        self.queues: dict[str, HostedQueue] = {}
         self.channels: dict[str, Channel] = {}
         self.is_over: Callable[[int], bool] = lambda number: False  # of a round
         self._afford, self._assigning = afford, assigning
@@ -144,7 +144,7 @@ class Objects:
         self._steps: dict[int, StepQueues] = {}  # of those rounds, and of those that wait
         self._frozen, self._until = "", 0.0  # who froze it last, and until when
         self._copies: dict[str, Contents] = {}  # by queue, for who froze it last
-        self._brought: dict[str, Brought] = {}  # by who says so
+        self._brought: dict[str, Delivery] = {}  # by who says so
         self._answers: OrderedDict[tuple[str, str], Ok] = OrderedDict()  # to what may be asked again, and not done
         self.methods: dict[str, Method] = {
             "post": self._post, "ends": self._ends, "contents": self._contents,
@@ -201,7 +201,7 @@ class Objects:
                 raise InvalidArgument(f"a server does not {verb[:40]!r}")
             self._acts[verb](channel, number, key, facts, given)
         except Exception as error:
-            channel.end(End(number, {"error": _told(error)}))
+            channel.end(ActResult(number, {"error": _told(error)}))
 
     def _ends(self, request: Request, now: float) -> Ok | None:
         """What has ended; waits until something has."""
@@ -322,7 +322,7 @@ class Objects:
             ]
         })  # fmt: skip
 
-    def _make_ready(self, brought: Brought) -> None:
+    def _make_ready(self, brought: Delivery) -> None:
         brought.held = [(self._held(key), size(tensors)) for key, (_, tensors) in brought.queues.items()]
         for (held, _), (found, tensors) in zip(brought.held, brought.queues.values(), strict=True):
             brought.machines[held.machine] = other = made(held.queue)
@@ -362,7 +362,7 @@ class Objects:
     def _bring(self, request: Request, now: float) -> Ok:
         """Values that Variables are to have, or tensors that a queue is to hold, those from number ``start`` on."""
         meta, tensors, id = request.meta, request.tensors, str(request.meta["id"])
-        brought = self._brought.get(id, Brought())
+        brought = self._brought.get(id, Delivery())
         if "keys" in meta:
             values = dict(zip(map(str, meta["keys"]), tensors, strict=True))
             before = [brought.values[key] for key in values if key in brought.values]
@@ -448,8 +448,8 @@ class Objects:
         machine = queue.machine = made(queue)
         if "holds" in facts:
             machine.fill(facts["holds"], given)
-        self.queues[key] = Held(key, queue, size(given))
-        channel.end(End(number, {}))
+        self.queues[key] = HostedQueue(key, queue, size(given))
+        channel.end(ActResult(number, {}))
 
     def _do(self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]) -> None:
         """An operation on a queue, for a round or for itself."""
@@ -483,11 +483,11 @@ class Objects:
                 error = failure
                 attempt.machine.give_back([attempt])
         if error is not None:
-            channel.end(End(work.number, about | {"error": _told(error)}))
+            channel.end(ActResult(work.number, about | {"error": _told(error)}))
             return
         if work.round is not None:
             self._rounds.setdefault(work.round, []).append(work)
-        channel.end(End(work.number, about, tensors, work))
+        channel.end(ActResult(work.number, about, tensors, work))
 
     def _withdraw(
         self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
@@ -496,7 +496,7 @@ class Objects:
         for other in map(int, facts["numbers"]):
             if other in channel.open:
                 _withdraw(channel, channel.open[other])
-        channel.end(End(number, {}))
+        channel.end(ActResult(number, {}))
 
     def _put_front(
         self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
@@ -505,7 +505,7 @@ class Objects:
         held = self._held(key)
         held.nbytes += size(given)
         held.machine.put_front(unpacked(facts, given))
-        channel.end(End(number, {}))
+        channel.end(ActResult(number, {}))
 
     def _leave(
         self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
@@ -518,7 +518,7 @@ class Objects:
                     _withdraw(other, work)
         found, tensors, _ = held.machine.leave()
         held.left = found, tensors
-        channel.end(End(number, {}))
+        channel.end(ActResult(number, {}))
 
     def _drop(
         self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
@@ -528,9 +528,9 @@ class Objects:
         if held.left is None:
             held.machine.abort(str(facts.get("why", "")))
         del self.queues[key]
-        channel.end(End(number, {}))
+        channel.end(ActResult(number, {}))
 
-    def _held(self, key: str) -> Held:
+    def _held(self, key: str) -> HostedQueue:
         if key not in self.queues:
             raise NotFound(f"this server holds no queue {key!r}; it has {', '.join(self.queues) or 'none'}")
         return self.queues[key]
@@ -560,7 +560,7 @@ def _withdraw(channel: Channel, work: Work) -> None:
     work.attempt.machine.withdraw([work.attempt])
     _settle(work)
     error = work.attempt.error or StepAborted("it was taken back")
-    channel.end(End(work.number, {"enqueued": work.attempt.enqueued, "error": _told(error)}))
+    channel.end(ActResult(work.number, {"enqueued": work.attempt.enqueued, "error": _told(error)}))
 
 
 def _settle(work: Work) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tfnb.cluster.wire.envelope import size
-from tfnb.cluster.wire.messages import Ok, Refused, Request
+from tfnb.cluster.wire.messages import Ok, Refusal, Request
 from tfnb.errors import InvalidArgument, NonFiniteGradient
 from tfnb.execution.tracing.health import is_finite
 
@@ -39,7 +39,7 @@ Compile = Callable[[Mapping[str, Any], Sequence[torch.Tensor]], ServerProgram]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagedPart:
     """What one worker staged for a round: feeds of a program, or (``program`` None) new values of ``keys``.
 
     ``since``: the versions of ``keys`` that those values replace; one that has another version by the time of the write
@@ -67,7 +67,7 @@ class Write(NamedTuple):
     feeds: Sequence[torch.Tensor] = ()
 
 
-class Shard(Protocol):
+class PartWriter(Protocol):
     """What makes writes of parts, and lets them happen: `tfnb.cluster.server.core.Core`."""
 
     shard: int
@@ -78,10 +78,10 @@ class Shard(Protocol):
     def opening(self) -> int:
         """Of the store: a write that was computed for another one is computed again."""
 
-    def part(self, request: Request) -> Part | Refused:
+    def part(self, request: Request) -> StagedPart | Refusal:
         """What a request brings, checked."""
 
-    def prepared(self, parts: Sequence[Part]) -> Write:
+    def prepared(self, parts: Sequence[StagedPart]) -> Write:
         """The write that applies parts as one update, fully computed."""
 
     def writing(self, keys: Sequence[str]) -> AbstractContextManager[Any]:

@@ -25,15 +25,15 @@ from functools import partial
 from distributed import Security
 
 from tfnb.cluster.server.core import Core
-from tfnb.cluster.server.core_events import Answer, Arrived, Effect, Reply, Send, Tick
+from tfnb.cluster.server.core_events import Answer, CoreTick, Effect, Reply, RequestArrival, Send
 from tfnb.cluster.server.cores import Cores
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.asking import Answers, parts
 from tfnb.cluster.wire.encryption import encrypted, encryption
 from tfnb.cluster.wire.lending import ServerLoans
-from tfnb.cluster.wire.messages import Ok, Refused, Request, failed
-from tfnb.cluster.wire.posting import Hosted
-from tfnb.cluster.wire.streams import Broken, Connection, Keys, Offer, kept
+from tfnb.cluster.wire.messages import Ok, Refusal, Request, failed
+from tfnb.cluster.wire.posting import HostedConnection
+from tfnb.cluster.wire.streams import Connection, Keys, StreamBroken, StreamOffer, kept
 from tfnb.cluster.wire.transport import read_request, write_outcome
 from tfnb.errors import ProtocolError, ResourceExhausted, TfnbError
 from tfnb.state.shared_memory import Segment
@@ -44,7 +44,7 @@ UNPROVED = 32  # connections that have not yet proved their key
 BACKLOG = 64
 ENDS = 10.0  # seconds that the thread may take to end
 log = logging.getLogger(__name__)
-Receive = Callable[[socket.socket, Request, ServerLoans | None], Hosted]  # raises TfnbError
+Receive = Callable[[socket.socket, Request, ServerLoans | None], HostedConnection]  # raises TfnbError
 STREAMED = frozenset({"push", "contribute", "pull"})  # what a direct stream carries, also as parts of a batch
 
 
@@ -59,7 +59,7 @@ class Serving:
         receive: Receive | None = None,
     ) -> None:  # fmt: skip
         self._cores, self._carry, self._budget, self._receive = cores, carry, budget, receive
-        self._hosted: dict[Hosted, int] = {}  # and what the selector waits for
+        self._hosted: dict[HostedConnection, int] = {}  # and what the selector waits for
         self._tickets = itertools.count()
         self._replies: dict[int, Callable[[Answer], None]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -91,7 +91,7 @@ class Serving:
         """
         self._post(lambda: self._asked(request, reply))
 
-    def offer(self, address: str, security: Security) -> Offer:
+    def offer(self, address: str, security: Security) -> StreamOffer:
         """A key for one stream. Raises OSError where the worker at ``address`` cannot listen.
 
         Called from one thread, the task's event loop.
@@ -108,24 +108,24 @@ class Serving:
                 self._post(partial(self._register, self._listener))
             port = self._listener.getsockname()[1]
             self._offered += 1
-        offer = Offer(host, port, secrets.token_bytes(8), secrets.token_bytes(32))
+        offer = StreamOffer(host, port, secrets.token_bytes(8), secrets.token_bytes(32))
         self._post(lambda: self._add(offer))
         return offer
 
-    def host(self, end: Hosted) -> None:
+    def host(self, end: HostedConnection) -> None:
         """Serve one end of a connection from now on, until it is over."""
         self._hosted.setdefault(end, 0)  # first: a thread that ends drops it
         self._post(partial(self._look, end))
         if not self._thread.is_alive():
-            self._drop(end, Broken("the task ends"))
+            self._drop(end, StreamBroken("the task ends"))
 
-    def look(self, end: Hosted) -> None:
+    def look(self, end: HostedConnection) -> None:
         """What an end waits for has changed."""
         self._post(partial(self._look, end))
 
-    def drop(self, end: Hosted, why: str) -> None:
+    def drop(self, end: HostedConnection, why: str) -> None:
         """Close an end."""
-        self._post(partial(self._drop, end, Broken(why)))
+        self._post(partial(self._drop, end, StreamBroken(why)))
 
     def stop(self) -> threading.Thread:
         """Let the thread end, and close what it listens on; who waits for an answer gets none. Its thread."""
@@ -175,7 +175,7 @@ class Serving:
         self._ticked = now
         for core in self._cores if self._cores.waits else ():
             try:
-                self._carry_out(self._cores.on([(core.shard, Tick())], now))
+                self._carry_out(self._cores.on([(core.shard, CoreTick())], now))
             except BaseException:  # a write that failed has poisoned the core, which says so to everybody
                 log.exception("a server was told the time")
         for one in [one for one in self._connections if one.until is not None and one.until < now]:
@@ -219,19 +219,19 @@ class Serving:
 
     def _arrived(
         self, request: Request, reply: Callable[[Answer], None], methods: Set[str]
-    ) -> list[tuple[int, Arrived]]:
+    ) -> list[tuple[int, RequestArrival]]:
         """The event of a request for a shard, which it need not name where there is one."""
         shard = request.meta.get("shard", self._cores.only)
         if request.method not in methods:
-            reply(Refused("protocol", f"no {request.method[:40]!r} on this way to a shard"))
+            reply(Refusal("protocol", f"no {request.method[:40]!r} on this way to a shard"))
             return []
         if not isinstance(shard, int) or shard not in self._cores:
             here = ", ".join(str(core.shard) for core in self._cores)
-            reply(Refused("protocol", f"{request.method!r} names shard {str(shard)[:40]}; here are {here}"))
+            reply(Refusal("protocol", f"{request.method!r} names shard {str(shard)[:40]}; here are {here}"))
             return []
         ticket = next(self._tickets)
         self._replies[ticket] = partial(self._timed, reply) if "trace" in request.meta else reply
-        return [(shard, Arrived(ticket, request))]
+        return [(shard, RequestArrival(ticket, request))]
 
     def _timed(self, reply: Callable[[Answer], None], answer: Answer) -> None:
         """Reply to a call of a traced step, which waits for nobody: with when that began, and ended."""
@@ -256,7 +256,7 @@ class Serving:
     def _register(self, listener: socket.socket) -> None:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
-    def _add(self, offer: Offer) -> None:
+    def _add(self, offer: StreamOffer) -> None:
         with self._listening:
             self._offered -= 1
         self._keys.add(offer, time.monotonic())
@@ -314,7 +314,7 @@ class Serving:
                 message = one.read(time.monotonic())
                 if message is not None:
                     self._request(one, message)
-        except (OSError, Broken, ProtocolError, ResourceExhausted, MemoryError):
+        except (OSError, StreamBroken, ProtocolError, ResourceExhausted, MemoryError):
             self._close(one)  # its caller goes on by Dask's connections
         except Exception:
             log.exception("a direct stream")
@@ -322,7 +322,7 @@ class Serving:
 
     def _request(self, one: Connection, message: Sequence[envelope.Buffer]) -> None:
         if one.is_asked:
-            raise Broken("a request before the answer to the last one")
+            raise StreamBroken("a request before the answer to the last one")
         one.is_asked = True
         try:
             request = read_request(message, self._budget, one.loans.borrowing() if one.loans is not None else None)
@@ -342,7 +342,7 @@ class Serving:
     def _turn(self, one: Connection, request: Request) -> None:
         """A stream becomes the receiving end of posts; its sender waits for the answer before it sends one."""
         if self._receive is None:
-            self._answer(one, Refused("protocol", "no posts on this way"))
+            self._answer(one, Refusal("protocol", "no posts on this way"))
             return
         name = str(request.meta.get("memory") or "")
         loans, answer = self._share(name) if name else (None, Ok())
@@ -355,7 +355,7 @@ class Serving:
         if one.has_more_to_send:
             self._close(one)
         if one not in self._connections:
-            end.over(Broken("its sender went away"))
+            end.over(StreamBroken("its sender went away"))
             return
         self._connections.discard(one)
         self._selector.unregister(one.socket)
@@ -364,7 +364,7 @@ class Serving:
 
     # -- what is hosted ---------------------------------------------------------------------------------------------
 
-    def _look(self, end: Hosted) -> None:
+    def _look(self, end: HostedConnection) -> None:
         """Wait for what it waits for."""
         before = self._hosted.get(end)
         if before is None:
@@ -383,19 +383,19 @@ class Serving:
         except (OSError, ValueError) as error:
             self._drop(end, error)
 
-    def _ready(self, end: Hosted, events: int) -> None:
+    def _ready(self, end: HostedConnection, events: int) -> None:
         if end not in self._hosted:
             return  # closed by an event before this one
         try:
             end.ready(events)
             self._look(end)
-        except (OSError, Broken, ProtocolError, ResourceExhausted, MemoryError) as error:
+        except (OSError, StreamBroken, ProtocolError, ResourceExhausted, MemoryError) as error:
             self._drop(end, error)
         except Exception as error:
             log.exception("posts between tasks")
             self._drop(end, error)
 
-    def _drop(self, end: Hosted, error: Exception) -> None:
+    def _drop(self, end: HostedConnection, error: Exception) -> None:
         if end in self._hosted:
             del self._hosted[end]
             with suppress(KeyError, ValueError):  # it waits for nothing
@@ -408,7 +408,7 @@ class Serving:
             self._proof = self._proof or Segment(envelope.ALIGN)
             return ServerLoans(name), Ok({"memory": self._proof.name})
         except OSError as error:
-            return None, Refused("protocol", f"no shared memory: {error}")
+            return None, Refusal("protocol", f"no shared memory: {error}")
 
     def _answer(self, one: Connection, answer: Answer) -> None:
         if one not in self._connections:
@@ -446,7 +446,7 @@ class Serving:
         for one in list(self._connections):
             self._close(one)
         for end in list(self._hosted):
-            _logged(partial(self._drop, end, Broken("the task ends")))
+            _logged(partial(self._drop, end, StreamBroken("the task ends")))
         self._selector.close()
         for sock in (self._listener, self._bell, self._ear):
             if sock is not None:

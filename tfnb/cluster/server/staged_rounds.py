@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfnb.cluster.server.objects import Objects
-from tfnb.cluster.server.parts import Part, Shard
-from tfnb.cluster.wire.messages import Ok, Refused, Request
+from tfnb.cluster.server.parts import PartWriter, StagedPart
+from tfnb.cluster.wire.messages import Ok, Refusal, Request
 from tfnb.errors import StepAborted
 
 
@@ -16,7 +16,7 @@ from tfnb.errors import StepAborted
 class Round:
     """One synchronous step in the making."""
 
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, StagedPart] = field(default_factory=dict)
     workers: tuple[int, ...] = ()  # the prepared set
     write: Callable[[], None] | None = None  # the prepared write, with nothing fallible in it
     writes: tuple[str, ...] = ()
@@ -32,13 +32,13 @@ class Round:
 class StagedRounds:
     """The rounds of one shard. Those up to ``floor`` are over, and of later ones those of ``over``."""
 
-    def __init__(self, shard: Shard, objects: Objects) -> None:
+    def __init__(self, shard: PartWriter, objects: Objects) -> None:
         self._shard, self._objects = shard, objects
         objects.is_over = self.is_over
         self.floor = 0
         self.over: set[int] = set()
         self.staged: dict[int, Round] = {}
-        self.methods: dict[str, Callable[[Request], Ok | Refused]] = {
+        self.methods: dict[str, Callable[[Request], Ok | Refusal]] = {
             "stage": self.stage, "prepare": self.prepare, "commit": self.commit, "keep": self.keep, "abort": self.abort,
         }  # fmt: skip
 
@@ -51,13 +51,13 @@ class StagedRounds:
         """Whether nothing is taken for a round any more."""
         return number <= self.floor or number in self.over
 
-    def stage(self, request: Request) -> Ok | Refused:
+    def stage(self, request: Request) -> Ok | Refusal:
         """Keep one worker's part until the round is committed or over."""
         number, worker = int(request.meta["round"]), int(request.meta["worker"])
         if (over := self._refused(number)) is not None:
             return over
         part = self._shard.part(request)
-        if isinstance(part, Refused):
+        if isinstance(part, Refusal):
             return part
         held = self.staged.get(number, Round())
         earlier = held.parts.get(worker)
@@ -65,7 +65,7 @@ class StagedRounds:
         self.staged[number] = Round({**held.parts, worker: part})
         return Ok({"round": number})
 
-    def prepare(self, request: Request) -> Ok | Refused:
+    def prepare(self, request: Request) -> Ok | Refusal:
         """Compute what a commit of these workers will write; writes nothing."""
         number, workers = int(request.meta["round"]), tuple(map(int, request.meta["workers"]))
         if (over := self._refused(number)) is not None:
@@ -86,7 +86,7 @@ class StagedRounds:
             held.workers, held.opening, held.version = workers, self._shard.opening, self._shard.version
         return held
 
-    def commit(self, request: Request) -> Ok | Refused:
+    def commit(self, request: Request) -> Ok | Refusal:
         """Write the round with exactly these workers, in this order."""
         number, workers = int(request.meta["round"]), tuple(map(int, request.meta["workers"]))
         if (over := self._refused(number)) is not None:
@@ -112,10 +112,10 @@ class StagedRounds:
         self._objects.abort([int(request.meta["round"])] if request.meta.get("moved") else ())
         return self._shard.ack()
 
-    def _refused(self, number: int) -> Refused | None:
+    def _refused(self, number: int) -> Refusal | None:
         """Why nothing is taken for a round."""
         is_over = self.is_over(number)
-        return Refused("stale", f"round {number} is over; the last one was {self.floor}") if is_over else None
+        return Refusal("stale", f"round {number} is over; the last one was {self.floor}") if is_over else None
 
     def _end(self, meta: Mapping[str, Any]) -> None:
         number = int(meta["round"])

@@ -7,25 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 from tfnb.cluster.server.core_events import Send
-from tfnb.cluster.server.courses import HOLD, Course, Turn
+from tfnb.cluster.server.courses import HOLD, Course, OpenRound
 from tfnb.cluster.server.ledger import Ledger
-from tfnb.cluster.server.parts import Shard
-from tfnb.cluster.wire.messages import Ok, Refused, Request
+from tfnb.cluster.server.parts import PartWriter
+from tfnb.cluster.wire.messages import Ok, Refusal, Request
 
 
 class Trainings:
     """Those that are open on one shard."""
 
-    def __init__(self, shard: Shard, ledger: Ledger) -> None:
+    def __init__(self, shard: PartWriter, ledger: Ledger) -> None:
         self._shard, self._ledger = shard, ledger
         self.courses: dict[str, Course] = {}
         self._sends: list[Send] = []
         self.decisions = 0  # how often something happened that a contribution may wait for
-        self.methods: dict[str, Callable[[Request], Ok | Refused]] = {
+        self.methods: dict[str, Callable[[Request], Ok | Refusal]] = {
             "open_training": self.begin, "end_training": self.end, "enter": self.enter, "depart": self.depart,
             "decided": self.decided, "cut": self.cut, "standing": self.standing,
         }  # fmt: skip
-        self.timed: dict[str, Callable[[Request, float], Ok | Refused | None]] = {
+        self.timed: dict[str, Callable[[Request, float], Ok | Refusal | None]] = {
             "contribute": self.contribute, "staged": self.staged, "hold": self.hold, "go": self.go,
         }  # fmt: skip
 
@@ -44,16 +44,16 @@ class Trainings:
         for course in self.courses.values():
             self._commit_decided(course, now)
 
-    def given_up(self, request: Request) -> Refused | None:
+    def given_up(self, request: Request) -> Refusal | None:
         """Why a request of a training, or of a loop of it, is not taken."""
         training = request.meta.get("training")
         if training is not None and training not in self.courses:
-            return Refused("stale", f"training {training} is over")
+            return Refusal("stale", f"training {training} is over")
         if "loop" in request.meta and request.method in ("push", "pull"):
             loop, course = request.meta["loop"], self._course(request.meta)
             has_clock = "clock" in request.meta or "staleness" in request.meta
             if loop in course.gone or (has_clock and loop not in course.clocks):
-                return Refused("given-up", f"loop {loop} was given up")
+                return Refusal("given-up", f"loop {loop} was given up")
         return None
 
     def is_ahead(self, meta: Mapping[str, Any]) -> bool:
@@ -66,11 +66,11 @@ class Trainings:
         course.tick(loop, int(meta["clock"]))
         return course.lead(loop)
 
-    def enter(self, request: Request) -> Ok | Refused:
+    def enter(self, request: Request) -> Ok | Refusal:
         """A loop goes to work: where its clock stands."""
         course, loop = self._course(request.meta), str(request.meta["loop"])
         if loop in course.gone:
-            return Refused("given-up", f"loop {loop} was given up")
+            return Refusal("given-up", f"loop {loop} was given up")
         return Ok({"clock": course.enter(loop, int(request.meta["clock"]))})
 
     def depart(self, request: Request) -> Ok:
@@ -81,7 +81,7 @@ class Trainings:
             course.gone.add(loop)
         return self._shard.ack()
 
-    def contribute(self, request: Request, now: float) -> Ok | Refused | None:
+    def contribute(self, request: Request, now: float) -> Ok | Refusal | None:
         """Keep a worker's part of a round; answered when that is written, with the values of now and whether it counts.
 
         With ``spare`` workers the first shard also says which place the worker takes next, and answers a copy at once
@@ -94,7 +94,7 @@ class Trainings:
         is_wanted = False
         if number > course.latest:
             if number <= course.floor:
-                return Refused("stale", f"round {number} is over; the last one was {course.floor}")
+                return Refusal("stale", f"round {number} is over; the last one was {course.floor}")
             turn = course.turn(number)
             if "absent" not in meta:
                 refused = self._keep(course, turn, request, now)
@@ -115,13 +115,13 @@ class Trainings:
             answer = replace(answer, meta={**answer.meta, "shown": True}, tensors=[*answer.tensors, *course.averages])
         return answer
 
-    def _keep(self, course: Course, turn: Turn, request: Request, now: float) -> Refused | None:
+    def _keep(self, course: Course, turn: OpenRound, request: Request, now: float) -> Refusal | None:
         """Keep the part of a place that has none yet; the last one makes the round whole."""
         meta, place = request.meta, int(request.meta["place"])
         if place in turn.parts:
             return None
         part = self._shard.part(request)
-        if isinstance(part, Refused):
+        if isinstance(part, Refusal):
             return part
         self._shard.afford(part.nbytes)
         course.places = int(meta["places"])
@@ -132,7 +132,7 @@ class Trainings:
             self._commit_decided(course, now)
         return None
 
-    def _make(self, turn: Turn, meta: Mapping[str, Any]) -> None:
+    def _make(self, turn: OpenRound, meta: Mapping[str, Any]) -> None:
         """Compute the write of a round, and tell the first shard; that one lets the others write when all are ready.
 
         An error is kept for those who contribute.
@@ -152,7 +152,7 @@ class Trainings:
             about = {"training": str(meta["training"]), "round": int(meta["round"]), "by": self._shard.shard}
             self._sends.append(Send(first, "staged", about))
 
-    def _compute(self, turn: Turn) -> None:
+    def _compute(self, turn: OpenRound) -> None:
         """The write of a round, in the order of its places."""
         made = self._shard.prepared([turn.parts[place] for place in sorted(turn.parts)])
         turn.write, turn.writes = made.write, made.keys

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tfnb.cluster.wire.messages import Failed, NotDone
+from tfnb.cluster.wire.messages import Failure, NotDone
 from tfnb.errors import Cancelled, FailedPrecondition, Unimplemented
 from tfnb.graph import Spec
 
@@ -29,7 +29,7 @@ WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool:
 SUMMED = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where the ranks of a generation meet, and which of them one is."""
 
     name: str
@@ -50,7 +50,9 @@ class Group:
     is_wanted: asked while a call waits; raises Cancelled where it says no, and NotDone where another rank is gone.
     """
 
-    def __init__(self, meeting: Meeting, here: str, held: dist.TCPStore | None, is_wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self, meeting: Rendezvous, here: str, held: dist.TCPStore | None, is_wanted: Callable[[], bool]
+    ) -> None:
         self.rank, self.size, self._is_wanted = meeting.rank, meeting.size, is_wanted
         self._store = held or dist.TCPStore(
             meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=FORMS)
@@ -95,13 +97,13 @@ class Group:
         return True
 
 
-def _missed(why: str) -> Failed:
+def _missed(why: str) -> Failure:
     """Another rank was not reached: the notebook finds out whether it is lost."""
     text = f"a sum over ranks ended: {why.partition('. This is')[0]}"
-    return Failed("Unavailable", text, {"missed": True, "peer": "another rank"})
+    return Failure("Unavailable", text, {"missed": True, "peer": "another rank"})
 
 
-def formed(meeting: Meeting, here: str, held: dist.TCPStore | None, is_wanted: Callable[[], bool]) -> Future[Group]:
+def formed(meeting: Rendezvous, here: str, held: dist.TCPStore | None, is_wanted: Callable[[], bool]) -> Future[Group]:
     """A group, made in a thread of its own: nothing ends that before all ranks are there, or time is up."""
     future: Future[Group] = Future()
 

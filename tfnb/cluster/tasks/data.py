@@ -16,14 +16,14 @@ import torch
 
 from tfnb.errors import ProtocolError, ResourceExhausted, ShapeError
 from tfnb.graph.spec import dtype_name, rounded
-from tfnb.state.chunks import Chunked, Chunks
+from tfnb.state.chunks import ChunkedArray, Chunks
 
 ALIGNED = 64  # bytes
 Read = Callable[[Any, str], Awaitable[torch.Tensor]]  # of a key, and what the chunk is called in errors
 Needs = Collection[tuple[int, int]]  # chunks: array, number
 
 
-def written(array: torch.Tensor | Chunked) -> torch.Tensor:
+def written(array: torch.Tensor | ChunkedArray) -> torch.Tensor:
     """What is sent for an array: itself, or what there is to know of its chunks."""
     if isinstance(array, torch.Tensor):
         return array

@@ -31,9 +31,9 @@ from tfnb.cluster.tasks.step_notes import Arrivals
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.encryption import encryption
 from tfnb.cluster.wire.lending import ServerLoans
-from tfnb.cluster.wire.messages import Dead, Failed, Ok, Peer, Refused, Request, Tag
-from tfnb.cluster.wire.posting import Hosted, Post, Reader, Receiver, Sender
-from tfnb.cluster.wire.streams import AGAIN, Broken, Offer, Stream
+from tfnb.cluster.wire.messages import Dead, Failure, Ok, Peer, Refusal, Request, Tag
+from tfnb.cluster.wire.posting import HostedConnection, Post, PostReader, Receiver, Sender
+from tfnb.cluster.wire.streams import AGAIN, Stream, StreamBroken, StreamOffer
 from tfnb.cluster.wire.transport import Link
 from tfnb.errors import ProtocolError, StepAborted, TfnbError, Unavailable
 from tfnb.execution.dataflow.machine import Peers
@@ -60,7 +60,7 @@ class Exchange:
         self._meeting = Meeting()
         self._lock = threading.Lock()  # of the meeting, and of the next three
         self._failed: dict[int, Callable[[TfnbError], None]] = {}  # of rounds that began and have not failed
-        self._lanes: dict[Peer, _Lane] = {}
+        self._lanes: dict[Peer, _TaskLane] = {}
         self._receivers: dict[Receiver, int] = {}  # and the incarnation of who sends
         self._tasks: set[asyncio.Task[None]] = set()
         self.arrivals: Arrivals | None = None  # round, edge, tag and time of values, while a step is traced
@@ -82,13 +82,13 @@ class Exchange:
         for lane in calling:
             self._soon(self._open, lane)
         self._on(meeting.Begin(round, frozenset(peer.incarnation for peer in parts.values())))
-        return _Round(self, round, parts)
+        return _RoundPeers(self, round, parts)
 
     def end(self, round: int, error: BaseException | None = None) -> None:
         """The part of this task has ended; what comes for the round from now on is dropped."""
         with self._lock:
             self._failed.pop(round, None)
-        self._on(meeting.End(round, error is not None))
+        self._on(meeting.PartEnd(round, error is not None))
 
     def abort(self, round: int, floor: int, cause: TfnbError) -> None:
         """Give up a round, and those up to ``floor``."""
@@ -103,12 +103,12 @@ class Exchange:
         cause = StepAborted(f"{self.name} ends")
         for number in rounds:
             self._on(meeting.Abort(number, 0, cause))
-        ends: list[Hosted] = [*(lane.sender for lane in lanes), *receivers]
+        ends: list[HostedConnection] = [*(lane.sender for lane in lanes), *receivers]
         for end in ends:
             if self.serving is not None:
                 self.serving.drop(end, "the task ends")
             else:  # it is not hosted
-                end.over(Broken("the task ends"))
+                end.over(StreamBroken("the task ends"))
         self._soon(self._cancel)
 
     @property
@@ -149,10 +149,10 @@ class Exchange:
     def _do(self, effect: Effect) -> None:
         """What is to be done now and then."""
         match effect:
-            case meeting.Pause(sender):
+            case meeting.PauseReading(sender):
                 self._settle(sender)
-                self._soon(self._loop.call_later, meeting.PATIENCE + LOOK, self._on, meeting.Tick())
-            case meeting.Resume(sender):
+                self._soon(self._loop.call_later, meeting.PATIENCE + LOOK, self._on, meeting.MeetingTick())
+            case meeting.ResumeReading(sender):
                 self._settle(sender)
             case meeting.Leftover(number, keys):
                 named = ", ".join(f"edge {edge} tag {tag}" for edge, tag in keys[:LEFT])
@@ -174,11 +174,11 @@ class Exchange:
         if (arrivals := self.arrivals) is not None:
             now = time.monotonic_ns()
             arrivals.extend((post.round, post.edge, post.tag, now) for post in posts)
-        self._on(*(meeting.Came(p.round, p.edge, p.tag, p.value, p.dead, sender, p.nbytes) for p in posts))
+        self._on(*(meeting.MessageArrival(p.round, p.edge, p.tag, p.value, p.dead, sender, p.nbytes) for p in posts))
 
     def _lost(self, peer: int, other: str, error: Exception) -> None:
         text = f"the connection between {self.name} and {other} broke: {error}"
-        self._on(meeting.Lost(peer, Unavailable(text, task=self.name, peers=(other,))))
+        self._on(meeting.ConnectionLoss(peer, Unavailable(text, task=self.name, peers=(other,))))
 
     # -- who sends here ---------------------------------------------------------------------------------------------
 
@@ -199,12 +199,12 @@ class Exchange:
             receiver.is_paused = sender in self._meeting.paused
         return receiver
 
-    async def deliver(self, request: Request) -> Ok | Failed | Refused:
+    async def deliver(self, request: Request) -> Ok | Failure | Refusal:
         """Posts that come as a call; answered when more of them may come."""
         sender, _ = _sender(request)
         if len(request.tensors) != 1:
             raise ProtocolError("posts travel as one tensor")
-        reader = Reader()
+        reader = PostReader()
         posts = reader.feed(request.tensors[0].numpy().data)
         if not reader.is_between:
             raise ProtocolError("not a post of tfnb: it ends in the middle")
@@ -215,7 +215,7 @@ class Exchange:
 
     # -- to whom this task sends ------------------------------------------------------------------------------------
 
-    def lane(self, peer: Peer) -> _Lane:
+    def lane(self, peer: Peer) -> _TaskLane:
         """The way to a task; a new one is opened meanwhile."""
         with self._lock:
             found = self._lanes.get(peer)
@@ -223,17 +223,17 @@ class Exchange:
                 return found
             if self._is_over:
                 raise StepAborted(f"{self.name} ends")
-            lane = _Lane(peer, Sender(partial(self._left, peer)))
+            lane = _TaskLane(peer, Sender(partial(self._left, peer)))
             self._lanes[peer] = lane
         self._soon(self._open, lane)
         return lane
 
-    def send(self, lane: _Lane, post: Post) -> None:
+    def send(self, lane: _TaskLane, post: Post) -> None:
         """Send a message by this lane."""
         try:
             if not lane.sender.post(post.round, post.edge, post.tag, post.value, post.dead):
                 return
-        except Broken as error:
+        except StreamBroken as error:
             self._lost(lane.peer.incarnation, lane.peer.addr, error)
             return
         if lane.sender.is_open and self.serving is not None:
@@ -268,16 +268,16 @@ class Exchange:
         for task in list(self._tasks):
             task.cancel()
 
-    def _open(self, lane: _Lane) -> None:
+    def _open(self, lane: _TaskLane) -> None:
         if not lane.is_opening and not lane.sender.is_open:
             lane.is_opening = True
             self._begun(self._opened(lane))
 
-    async def _opened(self, lane: _Lane) -> None:
+    async def _opened(self, lane: _TaskLane) -> None:
         """Open a connection for a lane, or let it call from now on; later that is tried again."""
         try:
             found = await self._connected(lane.peer)
-        except (OSError, Broken, TfnbError, KeyError, ValueError, RuntimeError) as error:
+        except (OSError, StreamBroken, TfnbError, KeyError, ValueError, RuntimeError) as error:
             log.debug("%s: no connection to %s: %s", self.name, lane.peer.addr, error)
             found = None
         finally:
@@ -302,7 +302,9 @@ class Exchange:
         if not isinstance(answer, Ok):
             return None
         meta = answer.meta
-        offer = Offer(str(meta["host"]), int(meta["port"]), bytes.fromhex(meta["name"]), bytes.fromhex(meta["key"]))
+        offer = StreamOffer(
+            str(meta["host"]), int(meta["port"]), bytes.fromhex(meta["name"]), bytes.fromhex(meta["key"])
+        )
         context = encryption(peer.addr, self._security, listens=False)
 
         def connected() -> tuple[socket, Any]:
@@ -319,26 +321,26 @@ class Exchange:
     def _about(self) -> dict[str, Any]:
         return {"sender": self.incarnation, "task": self.name}
 
-    def _call(self, lane: _Lane) -> None:
+    def _call(self, lane: _TaskLane) -> None:
         if lane.calls and not lane.is_calling:
             lane.is_calling = True
             self._begun(self._calling(lane))
 
-    async def _calling(self, lane: _Lane) -> None:
+    async def _calling(self, lane: _TaskLane) -> None:
         """Send what a lane keeps by calls, one after the other."""
         try:
             while lane.calls and (data := lane.sender.take(MOST)):
                 tensor = envelope.tensor_of(data, torch.uint8, (len(data),))
                 outcome = await self._link.call(lane.peer, "deliver", self._about, [tensor], epoch=self._epoch())
                 if not isinstance(outcome, Ok):
-                    lane.sender.over(Broken(f"{type(outcome).__name__} {getattr(outcome, 'message', '')}"))
+                    lane.sender.over(StreamBroken(f"{type(outcome).__name__} {getattr(outcome, 'message', '')}"))
         except TfnbError as error:  # it cannot be sent
             lane.sender.over(error)
         finally:
             lane.is_calling = False
 
 
-class _Lane:
+class _TaskLane:
     """The way to one task: a connection, or calls of Dask's where ``calls``; ``not_before``: when to connect again."""
 
     def __init__(self, peer: Peer, sender: Sender) -> None:
@@ -351,7 +353,7 @@ class _Lane:
         return self.calls and streams.is_on and time.monotonic() >= self.not_before
 
 
-class _Round:
+class _RoundPeers:
     """`Peers` of one round.
 
     A value is taken as it is when it is told; where it has a shape it is a tensor, also a meta tensor, of which dtype
@@ -361,7 +363,7 @@ class _Round:
 
     def __init__(self, exchange: Exchange, number: int, parts: Mapping[int, Peer]) -> None:
         self._exchange, self.round, self._parts = exchange, number, parts
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, _TaskLane] = {}
 
     def tell(self, edge: int, to: int, tag: Tag, value: Any, dead: Dead | None) -> None:
         post = Post(self.round, edge, tag, value, dead)

@@ -5,13 +5,13 @@ tag names the iterations of the frames that the value belongs to. Each key is se
 
 | Round | Event | Next | Effect |
 |---|---|---|---|
-| unknown, early | `Came` | early | kept; beyond `EARLY` bytes `Pause`, and after `PATIENCE` seconds poisoned |
+| unknown, early | `MessageArrival` | early | kept; `PauseReading` over `EARLY` bytes, poisoned after `PATIENCE` s |
 | unknown, early | `Begin` | open | what came from another incarnation than a part's is dropped |
-| open | `Want`, `Came` | open | `Deliver` once both are there |
-| open | `Came` or `Want` a second time | poisoned | `Fail`: Internal that names edge and tag |
-| open | `Abort`, `Lost` a task of the round | poisoned | `Fail` with this first cause; values and wants are dropped |
-| open, poisoned | `End` | over | `Leftover` where values are left without an error |
-| poisoned, over | `Came`, `Want` | the same | dropped and counted |
+| open | `Want`, `MessageArrival` | open | `Deliver` once both are there |
+| open | `MessageArrival` or `Want` a second time | poisoned | `Fail`: Internal that names edge and tag |
+| open | `Abort`, `ConnectionLoss` of a task in it | poisoned | `Fail` with this cause; values and wants are dropped |
+| open, poisoned | `PartEnd` | over | `Leftover` where values are left without an error |
+| poisoned, over | `MessageArrival`, `Want` | the same | dropped and counted |
 
 A round that was poisoned before it began says so when it begins. What is over stays over: rounds up to the floor,
 and the last `TOMBSTONES` above it.
@@ -37,7 +37,7 @@ REMEMBERED = 4096  # keys of a round that were delivered last: a second message 
 Receive = Callable[[Any, Dead | None], None]
 
 
-class Came(NamedTuple):
+class MessageArrival(NamedTuple):
     """A message of a part. ``sender``: incarnation of its task; ``nbytes``: of its value."""
 
     round: int
@@ -73,25 +73,25 @@ class Abort(NamedTuple):
     cause: TfnbError
 
 
-class Lost(NamedTuple):
+class ConnectionLoss(NamedTuple):
     """A connection with this incarnation broke: messages of it may be missing."""
 
     sender: int
     cause: TfnbError
 
 
-class End(NamedTuple):
+class PartEnd(NamedTuple):
     """The part of this task has ended, or has failed."""
 
     round: int
     has_failed: bool = False
 
 
-class Tick(NamedTuple):
+class MeetingTick(NamedTuple):
     """Time went by."""
 
 
-Event = Came | Want | Begin | Abort | Lost | End | Tick
+Event = MessageArrival | Want | Begin | Abort | ConnectionLoss | PartEnd | MeetingTick
 
 
 class Deliver(NamedTuple):
@@ -116,19 +116,19 @@ class Leftover(NamedTuple):
     keys: Sequence[tuple[int, Tag]]
 
 
-class Pause(NamedTuple):
+class PauseReading(NamedTuple):
     """Read no more of this sender's messages until further notice."""
 
     sender: int
 
 
-class Resume(NamedTuple):
+class ResumeReading(NamedTuple):
     """Go on to read them."""
 
     sender: int
 
 
-Effect = Deliver | Fail | Leftover | Pause | Resume
+Effect = Deliver | Fail | Leftover | PauseReading | ResumeReading
 
 
 @dataclass(slots=True)
@@ -136,8 +136,8 @@ class _Round:
     """One round. ``senders``: None until it begins, and ``early`` has what came before."""
 
     senders: frozenset[int] | None = None
-    early: list[Came] = field(default_factory=list)
-    values: dict[tuple[int, Tag], Came] = field(default_factory=dict)
+    early: list[MessageArrival] = field(default_factory=list)
+    values: dict[tuple[int, Tag], MessageArrival] = field(default_factory=dict)
     wants: dict[tuple[int, Tag], Receive] = field(default_factory=dict)
     delivered: dict[tuple[int, Tag], None] = field(default_factory=dict)
     cause: TfnbError | None = None
@@ -147,11 +147,12 @@ class Meeting:
     """Messages and wants of all rounds of one task.
 
     >>> meeting, got = Meeting(), []
-    >>> meeting.on(Came(1, edge=7, tag=(0, 3), value=2.5, dead=None, sender=11), now=0.0)
+    >>> meeting.on(MessageArrival(1, edge=7, tag=(0, 3), value=2.5, dead=None, sender=11), now=0.0)
     []
     >>> meeting.on(Begin(1, frozenset({11})), now=0.0), meeting.on(Want(1, 7, (0, 3), print), now=0.0)
     ([], [Deliver(receive=<built-in function print>, value=2.5, dead=None)])
-    >>> meeting.on(End(1), now=0.0), meeting.on(Came(1, 7, (0, 4), 1.0, None, 11), now=0.0), meeting.counts["stale"]
+    >>> late = MessageArrival(1, 7, (0, 4), 1.0, None, 11)
+    >>> meeting.on(PartEnd(1), now=0.0), meeting.on(late, now=0.0), meeting.counts["stale"]
     ([], [], 1)
     """
 
@@ -177,7 +178,7 @@ class Meeting:
     def on(self, event: Event, now: float) -> list[Effect]:
         """What is to be done about an event."""
         match event:
-            case Came():
+            case MessageArrival():
                 return self._came(event, now)
             case Want():
                 return self._want(event)
@@ -185,11 +186,11 @@ class Meeting:
                 return list(self._begin(number, senders, now))
             case Abort():
                 return list(self._abort(event))
-            case Lost(sender, cause):
+            case ConnectionLoss(sender, cause):
                 return list(self._lost(sender, cause))
-            case End(number, has_failed):
+            case PartEnd(number, has_failed):
                 return list(self._end(number, has_failed))
-            case Tick():
+            case MeetingTick():
                 return list(self._tick(now))
 
     def is_over(self, number: int) -> bool:
@@ -198,7 +199,7 @@ class Meeting:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def _came(self, message: Came, now: float) -> list[Effect]:
+    def _came(self, message: MessageArrival, now: float) -> list[Effect]:
         number = message.round
         one = self._rounds.get(number)
         if one is None:
@@ -213,14 +214,14 @@ class Meeting:
             self.early += message.nbytes + MESSAGE
             if self.early > self._budget and message.sender not in self.paused:
                 self.paused[message.sender] = now + PATIENCE
-                return [Pause(message.sender)]
+                return [PauseReading(message.sender)]
         elif message.sender not in one.senders:
             self.counts["fenced"] += 1
         else:
             return self._meet(number, one, message)
         return []
 
-    def _meet(self, number: int, one: _Round, message: Came) -> list[Effect]:
+    def _meet(self, number: int, one: _Round, message: MessageArrival) -> list[Effect]:
         key = message.edge, message.tag
         receive = one.wants.pop(key, None)
         if receive is not None:
@@ -321,13 +322,13 @@ class Meeting:
             text = f"bytes of values before round {number} began here: used {self.early}, limit {self._budget}"
             yield from self._poison(number, self._rounds[number], ResourceExhausted(text))
 
-    def _forget(self, early: Sequence[Came]) -> None:
+    def _forget(self, early: Sequence[MessageArrival]) -> None:
         self.early -= sum(message.nbytes + MESSAGE for message in early)
 
     def _resume(self) -> Iterator[Effect]:
         if self.paused and self.early <= self._budget:
             paused, self.paused = self.paused, {}
-            yield from map(Resume, paused)
+            yield from map(ResumeReading, paused)
 
 
 def _remember(one: _Round, key: tuple[int, Tag]) -> None:

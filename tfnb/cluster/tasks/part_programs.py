@@ -41,11 +41,11 @@ from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import ELSEWHERE, Kind, Part
 from tfnb.passes.flow.places import Place
-from tfnb.passes.flow.step_flow import StepFlow, Wanted, in_parts, optimized_step
+from tfnb.passes.flow.step_flow import CutOptions, StepFlow, in_parts, optimized_step
 from tfnb.placement.partition import Split
 
 
-class Sent(NamedTuple):
+class SentValue(NamedTuple):
     """A value that goes to a shard: a feed of its plan."""
 
     shard: int
@@ -65,12 +65,14 @@ def part_plans(
     sent = [*_sent(split)]
     borders = list(dict.fromkeys(each.value for each in sent))
     step = optimized_step(step_graph(split.compute, (*wanted, *borders, *split.checks), split.feeds))
-    sender = _senders(in_parts(step, Wanted(tasks, is_optimized=True, has_writes=False)), sent, len(wanted), borders)
+    sender = _senders(
+        in_parts(step, CutOptions(tasks, is_optimized=True, has_writes=False)), sent, len(wanted), borders
+    )
     crossing = list(dict.fromkeys((each.value, sender[each.shard]) for each in sent))
     outputs = (*wanted, *(value for value, _ in crossing), *split.checks)
     places = [*([None] * len(wanted)), *(place for _, place in crossing), *([None] * len(split.checks))]
     step = StepGraph(step.whole, step.graph, outputs, split.feeds)
-    found = in_parts(step, Wanted(tasks, places, is_optimized=True, has_writes=False))
+    found = in_parts(step, CutOptions(tasks, places, is_optimized=True, has_writes=False))
     at = {pair: len(wanted) + position for position, pair in enumerate(crossing)}
     facts = {
         "homes": homes_of(step.graph, split.placement.homes), "count": len(wanted), "check": check, "tasks": [*tasks],
@@ -88,15 +90,15 @@ def part_plans(
     return tuple(plans), {shard: (position[place],) for shard, place in sender.items()}
 
 
-def _sent(split: Split) -> Iterator[Sent]:
+def _sent(split: Split) -> Iterator[SentValue]:
     """What goes to servers."""
     for server in split.servers:
         for border in server.borders:
             gradient = border.variable if border.kind in GRADIENTS else None
-            yield Sent(server.shard, border.value, border.rows, gradient)
+            yield SentValue(server.shard, border.value, border.rows, gradient)
 
 
-def _senders(found: StepFlow, sent: Sequence[Sent], first: int, borders: Sequence[Value]) -> dict[int, Place]:
+def _senders(found: StepFlow, sent: Sequence[SentValue], first: int, borders: Sequence[Value]) -> dict[int, Place]:
     """The part that sends to each shard: the one that makes most of what goes there."""
     ends = {end: part.place for part in found.parts for end in part.ends}
     home = {value: ends[first + position] for position, value in enumerate(borders)}
@@ -110,7 +112,11 @@ def _senders(found: StepFlow, sent: Sequence[Sent], first: int, borders: Sequenc
 
 
 def _push(
-    shard: int, sent: Sequence[Sent], servers: Mapping[int, Plan], at: Mapping[tuple[Value, Place], int], place: Place
+    shard: int,
+    sent: Sequence[SentValue],
+    servers: Mapping[int, Plan],
+    at: Mapping[tuple[Value, Place], int],
+    place: Place,
 ) -> dict[str, Any]:
     """What a part sends to a shard, see `ComputeProgram`."""
     mine = [each for each in sent if each.shard == shard]
@@ -133,7 +139,7 @@ def _tensors_in(part: Part) -> set[int]:
 
 def task_of(step: StepGraph, tasks: Sequence[int], error: TfnbError) -> int | None:
     """The number of the task that does the node which an error of a step over several tasks names; None: of none."""
-    for part in in_parts(optimized_step(step), Wanted(tasks, is_optimized=True, has_writes=False)).parts:
+    for part in in_parts(optimized_step(step), CutOptions(tasks, is_optimized=True, has_writes=False)).parts:
         for node in (op.node for op in part.flow.ops if op.kind == frames.NODE and op.node is not None):
             if any(_is_named(error, each) for each in (node, *nested(node))):
                 return part.place.number
@@ -159,7 +165,7 @@ class PartProgram(ComputeProgram):
         feeds, outputs = (tuple(map(graph.value, meta[names])) for names in ("feeds", "fetches"))
         places = tuple(None if number is None else Place(number) for number in meta["places"])
         here = Place(int(meta["part"]))
-        wanted = Wanted([*meta["tasks"]], places, is_optimized=True, has_writes=False, here=here)
+        wanted = CutOptions([*meta["tasks"]], places, is_optimized=True, has_writes=False, here=here)
         self.code = StepCode(StepGraph(graph, graph, outputs, feeds), executor="parts", parts=wanted)
         self.part = self.code.program
         found: StepFlow = self.part.found

@@ -13,7 +13,7 @@ import torch
 from tfnb.cluster.tasks.data import Data, Needs
 from tfnb.kernels.random import REPLICA
 from tfnb.passes.microbatches import divide
-from tfnb.state.batch_order import Order, Rows
+from tfnb.state.batch_order import RowOrder, Rows
 
 
 class Share(NamedTuple):
@@ -26,12 +26,12 @@ class Share(NamedTuple):
     parts: int
 
 
-class Part(NamedTuple):
+class TaskShare(NamedTuple):
     """Who computes a piece: a worker, of how many, and into how many ``places`` the rows of each batch are divided.
 
     A worker begins with the place of its number. Spare ones begin with copies, of the last place first.
 
-    >>> [Part(worker, 4, 2).place for worker in range(4)]
+    >>> [TaskShare(worker, 4, 2).place for worker in range(4)]
     [0, 1, 1, 0]
     """
 
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class PieceOrder:
     """One piece of training. ``steps``: of the data sent ahead; else ``batches`` holds (feeds, rows, run index).
 
     ``part``: None for whole batches. ``needs_all``: whether the worker at the first place looks at all rows.
@@ -64,12 +64,12 @@ class Given:
     count: int
     steps: int | None = None
     run: int = 0
-    part: Part | None = None
+    part: TaskShare | None = None
     batches: Sequence[tuple[Sequence[torch.Tensor], int, int, Sequence[bool]]] = ()
     needs_all: bool = False
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Given:
+    def of(cls, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> PieceOrder:
         """The piece in a request."""
         source, batches = iter(tensors), []
         for feeds, rows, run, cut in meta.get("batches", ()):
@@ -77,7 +77,7 @@ class Given:
         part = meta["part"]
         return cls(
             int(meta["number"]), str(meta["stream"]), int(meta["first"]), int(meta["count"]), meta["steps"],
-            int(meta["run"]), None if part is None else Part(*part), tuple(batches),
+            int(meta["run"]), None if part is None else TaskShare(*part), tuple(batches),
         )  # fmt: skip
 
     def share(self, index: int, data: Rows | None, place: int) -> Share:
@@ -128,33 +128,33 @@ class Given:
 class Prefetch:
     """The rows of the pieces that are lent, on their way to where they are trained on. ``data``: for the steps."""
 
-    def __init__(self, arrays: Data, order: Order) -> None:
+    def __init__(self, arrays: Data, order: RowOrder) -> None:
         self.data = Rows(arrays.arrays, order)
         self._arrays = arrays
         self._order = Rows(arrays.arrays, order)  # of its own: steps take theirs in another thread
         self._one_by_one = asyncio.Lock()
         self._held: dict[int, asyncio.Task[Needs]] = {}  # by number of the piece
 
-    def begin(self, given: Given, is_here: Callable[[], None]) -> None:
+    def begin(self, given: PieceOrder, is_here: Callable[[], None]) -> None:
         """A piece is lent."""
         if self._arrays.chunked:
             held = self._held[given.number] = asyncio.ensure_future(self._hold(given))
             held.add_done_callback(lambda _: is_here())
 
-    async def _hold(self, given: Given) -> Needs:
+    async def _hold(self, given: PieceOrder) -> Needs:
         async with self._one_by_one:
             needs = await asyncio.to_thread(lambda: self._arrays.needs(given.rows(self._order)))
         await self._arrays.hold(needs)
         return needs
 
-    def is_here(self, given: Given) -> bool:
+    def is_here(self, given: PieceOrder) -> bool:
         """Whether its rows are here; raises what kept them away."""
         held = self._held.get(given.number)
         if held is not None and held.done():
             held.result()
         return held is None or held.done()
 
-    def end(self, given: Given) -> None:
+    def end(self, given: PieceOrder) -> None:
         """A piece is done."""
         held = self._held.pop(given.number, None)
         if held is not None:

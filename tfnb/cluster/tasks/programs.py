@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from tfnb.cluster.server.parts import GRADIENTS
-from tfnb.cluster.tasks.rows_there import LookedUp, Wanted
+from tfnb.cluster.tasks.rows_there import LookedUp, RowRequest
 from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, ShapeError, TfnbError
 from tfnb.execution import Pending, Program
 from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.explain import explained
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers.tiered import Mode
-from tfnb.execution.tracing.checked_steps import Checked, try_update
+from tfnb.execution.tracing.checked_steps import CheckedTracer, try_update
 from tfnb.execution.tracing.health import is_finite
 from tfnb.execution.tracing.origins import not_finite
 from tfnb.execution.tracing.place_tracer import PlaceTracer
@@ -70,7 +70,7 @@ class PartPlan:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedStep:
     """A step placed on the cluster.
 
     ``fetched``: for each fetch its place among what the compute plan returns, and behind that the ``late`` one, which
@@ -126,7 +126,7 @@ class Placed:
 # -- the notebook's side --------------------------------------------------------------------------------------
 
 
-def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed:
+def place(split: Split, *, check: bool = False, compile: Mode = "off") -> PlacedStep:
     """The plans of a split step, but for those of parts (`tfnb.cluster.tasks.part_programs`).
 
     check: nobody takes or writes numbers that are not finite. compile: what tasks do with steps that take long.
@@ -162,7 +162,7 @@ def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed
     if queues and split.placement.writes:
         read = (*split.placement.changed, *(v.key for v in split.compute.contents.variables.values()))
     late = None if split.late is None else late_plan(split.late, homes)
-    return Placed(
+    return PlacedStep(
         compute, servers, _places(split), split.placement, late, split.divides, split.undivided, queues, puts, read,
     )  # fmt: skip
 
@@ -396,7 +396,7 @@ class ComputeProgram:
                     f"{node.op} failed: an index is not within the {length} rows of the table\n  node {node.name}"
                     f"\n  at {node.source}", **node.where,
                 )  # fmt: skip
-            wanted.append(Wanted.of(index, pieces))
+            wanted.append(RowRequest.of(index, pieces))
             empty.append(torch.empty(0, width, dtype=dtype))
         return LookedUp.of(wanted, empty)
 
@@ -412,7 +412,7 @@ class ComputeProgram:
         """
         storages = storages_of(self.program, self.homes, values)
         feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, (*feeds, *looked), strict=True)]
-        checked = Checked(self.program).forward if self.meta["check"] else None
+        checked = CheckedTracer(self.program).forward if self.meta["check"] else None
         forward = checked or self.code.tiers.forward(tuple([feed.shape for feed in feeds]))
         if is_traced:
             forward = self.tracer.whole(self.program)

@@ -18,23 +18,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tfnb.cluster.tasks.collectives import FORMS, Bucket, Group, Meeting, ensure_equal, formed
+from tfnb.cluster.tasks.collectives import FORMS, Bucket, Group, Rendezvous, ensure_equal, formed
 from tfnb.cluster.tasks.computing import Compute
-from tfnb.cluster.tasks.pieces import Given, Share
+from tfnb.cluster.tasks.pieces import PieceOrder, Share
 from tfnb.cluster.tasks.programs import Push, ShardProgram, keys_by_shard
-from tfnb.cluster.tasks.resident import WHILE, Loop, Out, _Done
-from tfnb.cluster.wire.messages import Ask, Failed, NotDone, Ok
+from tfnb.cluster.tasks.resident import WHILE, Out, TrainingLoop, _AppliedPart
+from tfnb.cluster.wire.messages import Ask, Failure, NotDone, Ok
 from tfnb.errors import Cancelled
 from tfnb.kernels.random import REPLICA
 
 EVERY = 100  # steps after which ranks compare their values
 
 
-class Replica(Loop):
+class Replica(TrainingLoop):
     """One rank. ``updates``: what a server would apply, by shard."""
 
     def __init__(
-        self, *about: Any, updates: Mapping[int, ShardProgram], meeting: Meeting, store: dist.TCPStore | None, here: str
+        self,
+        *about: Any,
+        updates: Mapping[int, ShardProgram],
+        meeting: Rendezvous,
+        store: dist.TCPStore | None,
+        here: str,
     ) -> None:
         self._updates, self._meeting = dict(sorted(updates.items())), meeting
         kinds = [kind for update in self._updates.values() for kind in update.kinds]
@@ -89,11 +94,11 @@ class Replica(Loop):
             if not self._is_wanted:
                 raise Cancelled("stopped before all ranks were there")
             if not forming.done():
-                raise NotDone(Failed("Unavailable", "ranks did not meet in time", {"missed": True, "peer": "a rank"}))
+                raise NotDone(Failure("Unavailable", "ranks did not meet in time", {"missed": True, "peer": "a rank"}))
             self._group = forming.result()
         self._has_stood = False
 
-    async def _advance(self, given: Given, index: int) -> int:
+    async def _advance(self, given: PieceOrder, index: int) -> int:
         """Steps of a piece from ``index`` on, for a while; how far they came."""
         if given.number != self._entered:
             is_asked = self._meeting.rank == 0 or not self._values
@@ -136,7 +141,7 @@ class Replica(Loop):
         group.from_first([self._values[key] for key in changed])
         self._versions.copy_(first)
 
-    def _together(self, given: Given, index: int, compute: Compute) -> int:
+    def _together(self, given: PieceOrder, index: int, compute: Compute) -> int:
         """In the compute thread: one step after the other, for a while."""
         until = time.monotonic() + WHILE
         group, data = self._group, None if self._ahead is None else self._ahead.data
@@ -156,7 +161,7 @@ class Replica(Loop):
             if group.size > 1:
                 group.sum(list(self._bucket.flats.values()))
                 if not self._bucket.is_ready(group.size):
-                    raise NotDone(Failed(
+                    raise NotDone(Failure(
                         "Unavailable", "another rank could not take the step", {"missed": True, "peer": "another rank"}
                     ))  # fmt: skip
             averages = self._bucket.values() if group.size > 1 else pushes
@@ -166,7 +171,7 @@ class Replica(Loop):
             self._latest = given.first + index
             self._seconds = time.monotonic() - begin
             if share.rows:
-                self._log.append(_Done(given.number, index, share.place, share.parts, share.rows, out))
+                self._log.append(_AppliedPart(given.number, index, share.place, share.parts, share.rows, out))
             index += 1
             if self._latest % EVERY == 0:
                 ensure_equal(group, self._values, f"round {self._latest}")
@@ -174,7 +179,9 @@ class Replica(Loop):
                 break
         return index
 
-    def _gradients(self, given: Given, index: int, share: Share, compute: Compute) -> tuple[Out, list[torch.Tensor]]:
+    def _gradients(
+        self, given: PieceOrder, index: int, share: Share, compute: Compute
+    ) -> tuple[Out, list[torch.Tensor]]:
         """What this rank fetches of its rows, and what it brings to the sum."""
         if not share.rows:
             self._bucket.clear(1)
@@ -196,7 +203,7 @@ class Replica(Loop):
         return {key: self._values[key].clone() for key in keys}
 
     def _seen_late(
-        self, given: Given, index: int, share: Share, before: Mapping[str, torch.Tensor],
+        self, given: PieceOrder, index: int, share: Share, before: Mapping[str, torch.Tensor],
         averages: Sequence[torch.Tensor], out: Out, compute: Compute,
     ) -> Out:  # fmt: skip
         """What is fetched of a step that is applied, late fetches too."""

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tfnb.cluster.tasks.computing import Compute, Computing
-from tfnb.cluster.tasks.pieces import Given, Part, Prefetch, Share
+from tfnb.cluster.tasks.pieces import PieceOrder, Prefetch, Share, TaskShare
 from tfnb.cluster.tasks.programs import ComputeProgram, LateProgram, Push
 from tfnb.cluster.tasks.rows_there import LookedUp
-from tfnb.cluster.wire.messages import Ask, Failed, NotDone, NotSent, Ok, OpId, Outcome, Refused, failed
+from tfnb.cluster.wire.messages import Ask, Failure, NotDone, NotSent, Ok, OpId, Outcome, Refusal, failed
 from tfnb.cluster.wire.streams import Streams
 from tfnb.cluster.wire.transport import outcome_header
 from tfnb.errors import Cancelled, Internal
@@ -41,7 +41,7 @@ _keys = itertools.count(1 << 60)  # of loops among the calls of the compute thre
 Out = list[torch.Tensor | None]
 
 
-class Host(Protocol):
+class LoopHost(Protocol):
     """What the loop needs of its task."""
 
     name: str
@@ -62,7 +62,7 @@ class Host(Protocol):
     async def ask(self, asks: Sequence[Ask]) -> list[Ok]: ...
 
 
-class _Begun(NamedTuple):
+class _StepInProgress(NamedTuple):
     """A step that is to be computed, with the rows that it takes of large Variables; None: they are to be asked for."""
 
     step: tuple[int, int]  # the number of its piece, and which step of it
@@ -71,7 +71,7 @@ class _Begun(NamedTuple):
     rows: Sequence[torch.Tensor] | None = ()
 
 
-class _Computed(NamedTuple):
+class _StepResult(NamedTuple):
     """One step as it was computed."""
 
     share: Share
@@ -80,16 +80,16 @@ class _Computed(NamedTuple):
     before: Mapping[str, torch.Tensor] = MappingProxyType({})  # values by key that it was computed from
 
 
-class _Sent(NamedTuple):
+class _StepInFlight(NamedTuple):
     """A step of which servers were told, and what they answered by direct streams."""
 
-    done: _Computed
+    done: _StepResult
     asks: list[Ask]
     outcomes: list[Outcome]
 
 
 @dataclass(slots=True)
-class _Done:
+class _AppliedPart:
     """A part of a step that is applied: of which one of which piece, which part of how many, its rows and values."""
 
     number: int
@@ -99,7 +99,7 @@ class _Done:
     rows: int
     out: Out
 
-    def follows(self, other: _Done) -> bool:
+    def follows(self, other: _AppliedPart) -> bool:
         """Whether their values can be stacked."""
         if (self.number, self.index) != (other.number, other.index + 1):
             return False
@@ -118,12 +118,12 @@ def _both(a: Mapping[int, list[str]], b: Mapping[int, list[str]]) -> dict[int, l
     return {shard: list(dict.fromkeys([*a.get(shard, ()), *b.get(shard, ())])) for shard in {**a, **b}}
 
 
-class Loop:
+class TrainingLoop:
     """One training on one task."""
 
     def __init__(
-        self, host: Host, name: str, training: str, program: ComputeProgram, ahead: Prefetch | None, shards: list[int],
-        staleness: int | None = None, late: LateProgram | None = None,
+        self, host: LoopHost, name: str, training: str, program: ComputeProgram, ahead: Prefetch | None,
+        shards: list[int], staleness: int | None = None, late: LateProgram | None = None,
     ) -> None:  # fmt: skip
         self._host, self._training, self._program, self._shards = host, training, program, shards
         self._late_program, self._averages = (
@@ -135,21 +135,21 @@ class Loop:
         self._leads: dict[int, int] = {}  # shard -> steps that this loop is ahead there
         self._ahead = ahead
         self._reads = program.reads if late is None else _both(program.reads, late.reads)
-        self._given: deque[Given] = deque()
+        self._given: deque[PieceOrder] = deque()
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
         self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
         self._counts = True  # whether the last part that was sent counts, on the first shard
         self._place: int | None = None  # what the first shard gave this loop of the next round
         self._late = 0  # steps that came too late to count
-        self._log: deque[_Done] = deque()  # what the notebook has not confirmed
+        self._log: deque[_AppliedPart] = deque()  # what the notebook has not confirmed
         self._told = 0  # steps before the log
         self._changed, self._news = asyncio.Event(), asyncio.Event()
         self._stands = asyncio.Event()
         self._is_wanted, self._is_pause_wanted, self._has_stood = True, False, True
-        self._failure: Failed | Refused | None = None
+        self._failure: Failure | Refusal | None = None
         self._seconds = 0.0  # that the last step computed
         self._key = next(_keys)
-        self._begun: _Begun | None = None  # the step of which direct streams did not give the rows
+        self._begun: _StepInProgress | None = None  # the step of which direct streams did not give the rows
         self._waits: asyncio.Future[None] | None = None  # for loops that are behind
         self._work = asyncio.ensure_future(self._run())
 
@@ -169,7 +169,7 @@ class Loop:
 
     # -- what the notebook asks for -----------------------------------------------------------------------------
 
-    def lend(self, given: Given) -> None:
+    def lend(self, given: PieceOrder) -> None:
         """One more piece; a piece that is here already means nothing."""
         if not any(held.number == given.number for held in self._given):
             given = replace(given, needs_all=self._late_program is not None and self._late_program.has_rows)
@@ -223,7 +223,7 @@ class Loop:
     def report(self, seen: int) -> Ok:
         """Every step that the notebook has not seen, and how the loop stands."""
         self._confirm(seen)
-        groups: list[list[_Done]] = []
+        groups: list[list[_AppliedPart]] = []
         log = list(self._log)  # at once: the compute thread adds to it
         for done in log:
             if groups and len(groups[-1]) < SPAN and done.follows(groups[-1][-1]):
@@ -284,7 +284,7 @@ class Loop:
             self._stands.set()
             self._news.set()
 
-    def _read_for(self, given: Given) -> None:
+    def _read_for(self, given: PieceOrder) -> None:
         """Read what the place of a piece takes: only the first one computes late fetches."""
         late = self._late_program if given.part is None or not given.part.worker else None
         reads = self._program.reads if late is None else _both(self._program.reads, late.reads)
@@ -307,7 +307,7 @@ class Loop:
         """Whether there is a piece whose rows are here; raises what kept them away."""
         return bool(self._given) and (self._ahead is None or self._ahead.is_here(self._given[0]))
 
-    async def _advance(self, given: Given, index: int) -> int:
+    async def _advance(self, given: PieceOrder, index: int) -> int:
         """Steps of a piece from ``index`` on, at least one that is not written yet; how far they came."""
         tables = (piece.shard for _, pieces in self._program.lookups for piece in pieces)
         await self._host.open_streams(sorted({*self._asked, *tables}))
@@ -329,7 +329,7 @@ class Loop:
         await self._keep_bound()
         return index
 
-    def _steps(self, given: Given, index: int, compute: Compute) -> tuple[int, _Sent | None]:
+    def _steps(self, given: PieceOrder, index: int, compute: Compute) -> tuple[int, _StepInFlight | None]:
         """In the compute thread: one step after the other, for a while and as long as the event loop has no part in it.
 
         The step that is next, or that was sent and is not applied as far as direct streams tell. The first one is taken
@@ -358,11 +358,11 @@ class Loop:
             index += 1
         return index, None
 
-    def _is_written(self, given: Given, index: int) -> bool:
+    def _is_written(self, given: PieceOrder, index: int) -> bool:
         """Whether a step is written, with or without a part of this worker."""
         return given.first + index <= max(self._rounds.values(), default=-1)
 
-    def _is_over(self, given: Given, index: int) -> bool:
+    def _is_over(self, given: PieceOrder, index: int) -> bool:
         """Whether a step to which a part was given is over; else that was a copy, and another part is missing."""
         return given.part is None or self._is_written(given, index)
 
@@ -375,15 +375,15 @@ class Loop:
         """Whether the next step can be taken, with values of one round and within the bound."""
         return self._is_wanted and len({*self._rounds.values()}) <= 1 and not self._too_far
 
-    def _applied(self, given: Given, index: int, done: _Computed) -> None:
+    def _applied(self, given: PieceOrder, index: int, done: _StepResult) -> None:
         """A part was sent and answered: it is for the notebook, where it counts."""
         share = done.share
         if self._counts:
-            self._log.append(_Done(given.number, index, share.place, share.parts, share.rows, done.out))
+            self._log.append(_AppliedPart(given.number, index, share.place, share.parts, share.rows, done.out))
         elif share.rows:
             self._late += 1
 
-    def _streamed(self, given: Given, index: int, done: _Computed) -> _Sent:
+    def _streamed(self, given: PieceOrder, index: int, done: _StepResult) -> _StepInFlight:
         """In the compute thread: what each server is asked, and the answers that came by direct streams."""
         about: dict[str, Any] = {"training": self._training, "rows": done.share.rows, "run_index": done.share.run}
         op: OpId | None = OpId(given.stream, given.first + index)
@@ -399,18 +399,18 @@ class Loop:
             self._clock += 1
             about["clock"] = self._clock
         asks = self._numbered(self._asks(method, about, {push.shard: push for push in done.pushes}, op))
-        return _Sent(done, asks, self._host.stream(asks))
+        return _StepInFlight(done, asks, self._host.stream(asks))
 
     def _numbered(self, asks: Sequence[Ask]) -> list[Ask]:
         """Asks with identities, under which they are repeated on another connection."""
         return [ask if ask.op is not None else ask._replace(op=self._host.streams.op()) for ask in asks]
 
-    def _of_round(self, part: Part, number: int) -> dict[str, Any]:
+    def _of_round(self, part: TaskShare, number: int) -> dict[str, Any]:
         """What servers are told of a round and of this worker."""
         about = {"training": self._training, "round": number, "worker": part.worker, "shards": self._shards}
         return about | {"spare": True} if part.has_spare else about
 
-    def _behind(self, given: Given) -> list[Ask]:
+    def _behind(self, given: PieceOrder) -> list[Ask]:
         """What is asked of servers that sent values of an earlier round than another one."""
         latest = max(self._rounds.values(), default=0)
         shards = [shard for shard, number in self._rounds.items() if number < latest]
@@ -419,7 +419,7 @@ class Loop:
         about = {**self._of_round(given.part, latest), "absent": True}
         return [Ask(shard, "contribute", about | self._known(shard, "reads")) for shard in shards]
 
-    def _begin(self, given: Given, index: int, compute: Compute) -> _Begun:
+    def _begin(self, given: PieceOrder, index: int, compute: Compute) -> _StepInProgress:
         """In the compute thread: what is to be computed, with the rows as far as direct streams give them."""
         if self._begun is not None and self._begun.step == (given.number, index):
             begun, self._begun = self._begun, None
@@ -427,24 +427,24 @@ class Loop:
         place = 0 if given.part is None else given.part.place if self._place is None else self._place
         share = compute(partial(given.share, index, self._ahead.data if self._ahead is not None else None, place))
         if not (share.rows and self._program.lookups):
-            return _Begun((given.number, index), share)
+            return _StepInProgress((given.number, index), share)
         looked = compute(partial(self._program.looked_up, share.feeds))
         answers = self._host.stream(looked.asks)
         found = [answer for answer in answers if isinstance(answer, Ok)]
         rows = looked.rows(found) if len(found) == len(answers) else None
-        return _Begun((given.number, index), share, looked, rows)
+        return _StepInProgress((given.number, index), share, looked, rows)
 
-    def _computed(self, begun: _Begun) -> _Computed:
+    def _computed(self, begun: _StepInProgress) -> _StepResult:
         """In the compute thread: the fetches and what goes to the servers, all of it finite."""
         begin, share = time.monotonic(), begun.share
         values = {key: value for key, (_, value) in self._held.items()}
         if not share.rows:
-            return _Computed(share, [], [])
+            return _StepResult(share, [], [])
         out, pushes = self._program.run(share.feeds, values, share.run, self._host.name, begun.rows or ())
         self._seconds = time.monotonic() - begin
-        return _Computed(share, out, pushes, values if self._late_program is not None else {})
+        return _StepResult(share, out, pushes, values if self._late_program is not None else {})
 
-    def _with_late(self, given: Given, index: int, done: _Computed, compute: Compute) -> _Computed:
+    def _with_late(self, given: PieceOrder, index: int, done: _StepResult, compute: Compute) -> _StepResult:
         """In the compute thread: a step that is written, with the fetches that follow from that.
 
         Of a round the replica at the first place computes them, of all rows; others have no value of these.
@@ -465,7 +465,7 @@ class Loop:
         )
 
     def _of_late(
-        self, late: LateProgram, given: Given, index: int, share: Share, before: Mapping[str, torch.Tensor],
+        self, late: LateProgram, given: PieceOrder, index: int, share: Share, before: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor], averages: Mapping[tuple[int, int], torch.Tensor], compute: Compute,
     ) -> Out:  # fmt: skip
         """In the compute thread: late fetches of a step. before, after: values by key."""
@@ -564,7 +564,7 @@ class Loop:
         about = {"training": self._training, "loop": self._name, **more}
         return await self._host.ask([Ask(shard, method, about) for shard in shards])
 
-    async def _level(self, given: Given) -> None:
+    async def _level(self, given: PieceOrder) -> None:
         """Values of one round from all servers: without this worker they may be at different ones."""
         while behind := self._behind(given):  # the others may have gone on meanwhile
             await self._ask(behind)

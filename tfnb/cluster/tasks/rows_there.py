@@ -11,7 +11,7 @@ from tfnb.cluster.wire.messages import Ask, Ok
 from tfnb.placement.placement import Piece
 
 
-class Wanted(NamedTuple):
+class RowRequest(NamedTuple):
     """Rows of one Variable: their numbers, each once, where each is wanted, in any shape, and where its pieces are."""
 
     numbers: torch.Tensor
@@ -19,7 +19,7 @@ class Wanted(NamedTuple):
     pieces: Sequence[Piece]
 
     @classmethod
-    def of(cls, index: torch.Tensor, pieces: Sequence[Piece]) -> Wanted:
+    def of(cls, index: torch.Tensor, pieces: Sequence[Piece]) -> RowRequest:
         """For an index of any shape, which names a row as often as it likes."""
         numbers, places = torch.unique(index.long(), return_inverse=True)
         return cls(numbers, places, pieces)
@@ -49,12 +49,12 @@ class Wanted(NamedTuple):
 class LookedUp(NamedTuple):
     """The rows that one step wants of several Variables: one request to each shard. ``empty``: no rows of each."""
 
-    wanted: Sequence[Wanted]
+    wanted: Sequence[RowRequest]
     empty: Sequence[torch.Tensor]
     asks: Sequence[Ask] = ()
 
     @classmethod
-    def of(cls, wanted: Sequence[Wanted], empty: Sequence[torch.Tensor]) -> LookedUp:
+    def of(cls, wanted: Sequence[RowRequest], empty: Sequence[torch.Tensor]) -> LookedUp:
         """With its requests."""
         of: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for want in wanted:

@@ -17,13 +17,13 @@ import torch
 
 from tfnb.cluster.tasks.computing import in_thread
 from tfnb.cluster.wire import sparse_values
-from tfnb.cluster.wire.messages import POLL, Failed, Ok, OpId, Refused, Request, failed
+from tfnb.cluster.wire.messages import POLL, Failure, Ok, OpId, Refusal, Request, failed
 from tfnb.errors import InvalidArgument
 from tfnb.state import manifests
-from tfnb.state.checkpoint_stores import Store, store_of
+from tfnb.state.checkpoint_stores import CheckpointStore, store_of
 from tfnb.state.manifests import Shard
 
-Answer = Ok | Failed | Refused
+Answer = Ok | Failure | Refusal
 
 
 class ShardWrites:
@@ -45,7 +45,7 @@ class ShardWrites:
             self._writes[request.op] = asyncio.ensure_future(self._answer(request))
         write = self._writes[request.op]
         await asyncio.wait({write}, timeout=min(POLL, request.seconds_left / 2))
-        return write.result() if write.done() else Refused("again", "its shards are being written")
+        return write.result() if write.done() else Refusal("again", "its shards are being written")
 
     async def _answer(self, request: Request) -> Answer:
         meta, pinned = request.meta, dict[int, Ok]()
@@ -80,7 +80,7 @@ def _written(meta: Mapping[str, Any], tensors: Iterable[torch.Tensor], pinned: d
 
 
 def _of_shard(
-    store: Store, labels: Mapping[str, str], answer: Ok, whole: set[Shard]
+    store: CheckpointStore, labels: Mapping[str, str], answer: Ok, whole: set[Shard]
 ) -> dict[str, tuple[Shard, ...]]:  # fmt: skip
     values = sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
     layout = manifests.write_shards(store, {label: values[key] for key, label in labels.items()}, whole)

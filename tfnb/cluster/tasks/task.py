@@ -53,13 +53,13 @@ from tfnb.cluster.tasks.task_loops import Loops
 from tfnb.cluster.wire import asking, envelope
 from tfnb.cluster.wire.messages import (
     Ask,
-    Failed,
+    Failure,
     NotDone,
     Ok,
     OpId,
     Outcome,
     Peer,
-    Refused,
+    Refusal,
     Request,
     failed,
 )
@@ -73,7 +73,7 @@ from tfnb.execution.tracing.clock_offsets import clock_name
 from tfnb.state.store import Store
 from tfnb.state.waits import WAITS
 
-Answer = Ok | Failed | Refused
+Answer = Ok | Failure | Refusal
 
 TICK = 0.5  # seconds between looks at requests that wait inside of the core
 WAITING = 64  # steps that use queues at a time: each may wait for another one
@@ -98,7 +98,7 @@ class TaskActor:
     """
 
     def __init__(self, name: str, threads: int | None = None, budget: int | None = None) -> None:
-        self.task = Task(name, threads, budget)
+        self.task = ClusterTask(name, threads, budget)
         weakref.finalize(self, self.task.end)
 
     async def handle(self, *frames: Any) -> list[envelope.Buffer]:
@@ -106,7 +106,7 @@ class TaskActor:
         return await self.task.handle(*frames)
 
 
-class Task:
+class ClusterTask:
     """One task of a cluster, as `TaskActor` says."""
 
     def __init__(self, name: str, threads: int | None, budget: int | None) -> None:
@@ -120,7 +120,7 @@ class Task:
         self.epoch = 0
         self.cores = Cores()  # of the shards that it holds
         self.serving: Serving | None = None
-        self._at_exit: weakref.finalize[..., Task] | None = None  # waits for the server's thread
+        self._at_exit: weakref.finalize[..., ClusterTask] | None = None  # waits for the server's thread
         self._sending: set[asyncio.Future[None]] = set()
         self.shards: list[Peer] = []  # the task that holds each of them
         self.link = worker_link(worker, envelope.BUDGET)
@@ -195,10 +195,10 @@ class Task:
                 if refused is not None:
                     return refused
                 if self._is_too_late(request.op):
-                    return Refused("stale", f"{self.name} was reset after this call")
+                    return Refusal("stale", f"{self.name} was reset after this call")
         method = self._methods.get(request.method)
         if method is None:
-            return Refused("protocol", f"a task has no method {request.method[:40]!r}")
+            return Refusal("protocol", f"a task has no method {request.method[:40]!r}")
         return await method(request)
 
     def _hello(self) -> Ok:
@@ -214,9 +214,9 @@ class Task:
         """Take a place in the cluster: the epoch, who holds each shard, and which of them are here."""
         meta = request.meta
         if request.incarnation != self.incarnation:
-            return Refused("fenced", "this address now belongs to another task")
+            return Refusal("fenced", "this address now belongs to another task")
         if int(meta["epoch"]) < self.epoch:
-            return Refused("fenced", f"this task is at epoch {self.epoch}")
+            return Refusal("fenced", f"this task is at epoch {self.epoch}")
         self.epoch = int(meta["epoch"])
         self.shards = [Peer(str(a), str(k), int(i)) for a, k, i in meta["shards"]]
         self.cache.clear()
@@ -248,7 +248,7 @@ class Task:
     async def _serve(self, request: Request) -> Answer:
         serving = self.serving
         if serving is None or not len(self.cores):
-            return Refused("protocol", f"{self.name} is no parameter server")
+            return Refusal("protocol", f"{self.name} is no parameter server")
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Answer] = loop.create_future()
         serving.ask(request, lambda answer: _tell(loop, _set, answered, answer))
@@ -259,7 +259,7 @@ class Task:
         try:
             offer = self._served().offer(self.worker.address, self.worker.security)
         except OSError as error:
-            return Refused("protocol", str(error))
+            return Refusal("protocol", str(error))
         return Ok({"host": offer.host, "port": offer.port, "name": offer.name.hex(), "key": offer.key.hex()})
 
     def _begin_send(self, sends: Sequence[Send]) -> None:
@@ -290,7 +290,7 @@ class Task:
         """Make ready what a traced step of a plan needs, which is the next one: it is not to be in its times."""
         program = self.plans.get(str(request.meta["plan"]))
         if program is None:
-            return Refused("unknown-plan", str(request.meta["plan"]))
+            return Refusal("unknown-plan", str(request.meta["plan"]))
         await in_thread(self.computing.executor, lambda: program.tracer)
         self.exchange.arrivals = arrivals()
         return Ok()
@@ -299,7 +299,7 @@ class Task:
         """Run a plan for a round; ends early when the round is cancelled."""
         number = int(request.meta["round"])
         if number <= self.floor or number in self.over:
-            return Refused("stale", f"round {number} is over")
+            return Refusal("stale", f"round {number} is over")
         step = asyncio.ensure_future(self._step(request, number))
         self.steps[number] = step
         try:
@@ -309,8 +309,8 @@ class Task:
             self.steps.pop(number, None)
         return self._cancelled(number) if step.cancelled() else step.result()
 
-    def _cancelled(self, number: int) -> Failed:
-        return Failed("Cancelled", f"round {number} was cancelled", {"task": self.name, "cancelled": number})
+    def _cancelled(self, number: int) -> Failure:
+        return Failure("Cancelled", f"round {number} was cancelled", {"task": self.name, "cancelled": number})
 
     async def _cancel(self, request: Request) -> Answer:
         """End a round, and those up to ``floor`` or else before it, and answer when the threads have left them.
@@ -378,7 +378,7 @@ class Task:
         """
         for actor in self.worker.state.actors.values():
             if isinstance(actor, TaskActor) and len(actor.task.cores):
-                return Refused(
+                return Refusal(
                     "protocol", f"its process holds variables{' of another notebook' * (actor.task is not self)}"
                 )
         os.kill(os.getpid(), signal.SIGKILL)
@@ -388,7 +388,7 @@ class Task:
         meta = request.meta
         program = self.plans.get(str(meta["plan"]))
         if program is None:
-            return Refused("unknown-plan", str(meta["plan"]))
+            return Refusal("unknown-plan", str(meta["plan"]))
         self.plans.move_to_end(str(meta["plan"]))
         begin = time.monotonic()
         notes = None
@@ -583,17 +583,17 @@ def _set(answered: asyncio.Future[Answer], answer: Answer) -> None:
         answered.set_result(answer)
 
 
-def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failed | Refused:
+def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failure | Refusal:
     """A server's refusal in the words of the task that asked: its master decides what it means."""
     match answer:
-        case Failed():
+        case Failure():
             return answer
-        case Refused("unknown-plan", message):
-            return Refused("unknown-plan", message)
-        case Refused("stale", message):
-            return Failed("StepAborted", message)
+        case Refusal("unknown-plan", message):
+            return Refusal("unknown-plan", message)
+        case Refusal("stale", message):
+            return Failure("StepAborted", message)
     text = f"server {shard} at {peer.addr}: {type(answer).__name__} {getattr(answer, 'message', '')}"
-    return Failed("Unavailable", text, {"shard": shard, "missed": True})
+    return Failure("Unavailable", text, {"shard": shard, "missed": True})
 
 
 def _peers(meta: Mapping[str, Any]) -> dict[int, Peer]:
@@ -601,7 +601,7 @@ def _peers(meta: Mapping[str, Any]) -> dict[int, Peer]:
     return {int(number): Peer(str(a), str(k), int(i)) for number, (a, k, i) in meta["parts"].items()}
 
 
-def _missed(answer: Failed, error: TfnbError | None) -> Failed:
+def _missed(answer: Failure, error: TfnbError | None) -> Failure:
     """The answer of a part; where another one is gone, the notebook says whether it is lost."""
     if isinstance(error, Unavailable) and error.peers:
         return replace(answer, details={"missed": True, "peer": error.peers[0]})

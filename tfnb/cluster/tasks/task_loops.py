@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any
 
 from tfnb.cluster.server.core import PLANS
-from tfnb.cluster.tasks.collectives import Meeting, store
+from tfnb.cluster.tasks.collectives import Rendezvous, store
 from tfnb.cluster.tasks.computing import in_thread
 from tfnb.cluster.tasks.data import Data
-from tfnb.cluster.tasks.pieces import Given, Prefetch
+from tfnb.cluster.tasks.pieces import PieceOrder, Prefetch
 from tfnb.cluster.tasks.programs import ComputeProgram, LateProgram, ShardProgram
 from tfnb.cluster.tasks.replicas import Replica
-from tfnb.cluster.tasks.resident import Host, Loop
-from tfnb.cluster.wire.messages import Ok, Refused, Request
-from tfnb.state.batch_order import Order
+from tfnb.cluster.tasks.resident import LoopHost, TrainingLoop
+from tfnb.cluster.wire.messages import Ok, Refusal, Request
+from tfnb.state.batch_order import RowOrder
 
 LEFT = 1024  # ended loops that are remembered
 
@@ -27,21 +27,21 @@ class Loops:
 
     METHODS = ("load", "unload", "lend", "watch", "pause", "stop", "leave", "meet", "save", "register_update")
 
-    def __init__(self, host: Host, plans: OrderedDict[str, ComputeProgram]) -> None:
+    def __init__(self, host: LoopHost, plans: OrderedDict[str, ComputeProgram]) -> None:
         self._host, self._plans = host, plans
-        self._loops: dict[str, Loop] = {}
+        self._loops: dict[str, TrainingLoop] = {}
         self._data: dict[str, Data] = {}  # of trainings, by the name that each began with
         self._left: deque[str] = deque(maxlen=LEFT)  # loops that were ended: what is lent to them comes too late
         self._updates: OrderedDict[str, ShardProgram] = OrderedDict()  # of plans of servers, for ranks
         self._late: OrderedDict[str, LateProgram] = OrderedDict()  # of plans of late fetches
         self._stores: dict[str, Any] = {}  # where the ranks of a generation meet, until their first one has come
 
-        self._others: dict[str, Callable[[Request], Awaitable[Ok | Refused]]] = {
+        self._others: dict[str, Callable[[Request], Awaitable[Ok | Refusal]]] = {
             "load": self._load, "unload": self._unload, "lend": self._lend, "meet": self._meet,
             "register_update": self._register_update,
         }  # fmt: skip
 
-    async def on(self, request: Request) -> Ok | Refused:
+    async def on(self, request: Request) -> Ok | Refusal:
         """Answer a request of the notebook."""
         meta = request.meta
         if request.method in self._others:
@@ -50,12 +50,12 @@ class Loops:
         if request.method == "leave":
             self._left.append(str(meta["loop"]))
         if loop is None:
-            return Refused("stale", "this loop is over")
+            return Refusal("stale", "this loop is over")
         match request.method:
             case "save" if loop.is_over or loop.is_standing:
                 return await loop.save(int(meta["round"]))
             case "save":
-                return Refused("protocol", "a rank that saves stands")
+                return Refusal("protocol", "a rank that saves stands")
             case "watch":
                 return await loop.watch(seen)
             case "pause":
@@ -95,33 +95,33 @@ class Loops:
             await self._host.stop_reading()
         return Ok()
 
-    async def _lend(self, request: Request) -> Ok | Refused:
+    async def _lend(self, request: Request) -> Ok | Refusal:
         """One more piece for a loop, which begins with its first one."""
         meta, name = request.meta, str(request.meta["loop"])
         if name in self._left:
-            return Refused("stale", "this loop is over")
+            return Refusal("stale", "this loop is over")
         if name not in self._loops:
             program, training = self._plans.get(str(meta["plan"])), str(meta["training"])
             if program is None:
-                return Refused("unknown-plan", str(meta["plan"]))
+                return Refusal("unknown-plan", str(meta["plan"]))
             self._plans.move_to_end(str(meta["plan"]))
             late = None if meta["late"] is None else self._late.get(str(meta["late"]))
             if late is None and meta["late"] is not None:
-                return Refused("unknown-plan", str(meta["late"]))
-            ahead = None if meta["order"] is None else Prefetch(self._data[str(meta["data"])], Order(*meta["order"]))
+                return Refusal("unknown-plan", str(meta["late"]))
+            ahead = None if meta["order"] is None else Prefetch(self._data[str(meta["data"])], RowOrder(*meta["order"]))
             about = self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"], late
             if meta["meeting"] is None:
-                self._loops[name] = Loop(*about)
+                self._loops[name] = TrainingLoop(*about)
             elif missing := [plan for _, plan in meta["updates"] if plan not in self._updates]:
-                return Refused("unknown-plan", ", ".join(missing))
+                return Refusal("unknown-plan", ", ".join(missing))
             else:
-                self._loops[name] = self._replica(about, Meeting(*meta["meeting"]), meta["updates"])
-        self._loops[name].lend(Given.of(meta, request.tensors))
+                self._loops[name] = self._replica(about, Rendezvous(*meta["meeting"]), meta["updates"])
+        self._loops[name].lend(PieceOrder.of(meta, request.tensors))
         return Ok()
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
-    def _replica(self, about: Sequence[Any], meeting: Meeting, updates: Sequence[tuple[int, str]]) -> Loop:
+    def _replica(self, about: Sequence[Any], meeting: Rendezvous, updates: Sequence[tuple[int, str]]) -> TrainingLoop:
         """The loop of a rank."""
         programs = {int(shard): self._updates[plan] for shard, plan in updates}
         store = self._stores.pop(meeting.name, None)

@@ -21,13 +21,13 @@ from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import (
     GIVEN_UP,
     Ask,
-    Failed,
+    Failure,
     NotSent,
     Ok,
     OpId,
     Outcome,
     Peer,
-    Refused,
+    Refusal,
     Request,
     Unknown,
 )
@@ -81,7 +81,7 @@ async def persisted(link: Link, peer: Peer, asks: Sequence[Ask], *, epoch: int) 
     A silent process is tried for PATIENCE seconds after its last answer: whether it is dead is the notebook's to say.
     Where one call fails the others may stay at ``again``: they may wait inside for the one that failed.
     """
-    found: list[Outcome] = [Refused("again")] * len(asks)
+    found: list[Outcome] = [Refusal("again")] * len(asks)
     send, deadline = partial(link.call, peer, epoch=epoch), time.monotonic() + PATIENCE
     asks, left = identified(asks, link), list(range(len(asks)))
     form = message if len(asks) == 1 else batch  # else one alone would wait on for another one that failed
@@ -134,7 +134,7 @@ def is_silence(outcome: Outcome) -> bool:
 
 def is_again(outcome: Outcome) -> bool:
     """Whether the call waits inside, or its values come in another message."""
-    return isinstance(outcome, Refused) and outcome.reason == "again"
+    return isinstance(outcome, Refusal) and outcome.reason == "again"
 
 
 def messages(asks: Sequence[Ask], most: int) -> list[list[Ask]]:
@@ -184,11 +184,11 @@ def parts(batch: Request) -> list[Request]:
         raise ProtocolError(f"not a batch: {type(error).__name__}: {error}") from error
 
 
-def answered(answers: Sequence[Ok | Failed | Refused], most: int) -> Ok:
+def answered(answers: Sequence[Ok | Failure | Refusal], most: int) -> Ok:
     """The answer to a batch. Values beyond ``most`` bytes come when their part is asked for again.
 
     >>> values = Ok({}, [torch.zeros(8)])
-    >>> [type(end).__name__ for end in outcomes(answered([values, Failed("Internal", ""), values], 40))]
+    >>> [type(end).__name__ for end in outcomes(answered([values, Failure("Internal", ""), values], 40))]
     ['Ok', 'Failed', 'Refused']
     """
     found: list[list[Any]] = []
@@ -196,7 +196,7 @@ def answered(answers: Sequence[Ok | Failed | Refused], most: int) -> Ok:
     for answer in answers:
         mine = answer.tensors if isinstance(answer, Ok) else ()
         if tensors and (size(tensors) + size(mine) > most or len(tensors) + len(mine) > ENTRIES):
-            answer, mine = Refused("again", "its values come in another message"), ()
+            answer, mine = Refusal("again", "its values come in another message"), ()
         found.append([outcome_header(answer), len(mine)])
         tensors += mine
     return Ok({"outcomes": found}, tensors)
@@ -206,11 +206,11 @@ class Answers:
     """The answers to a batch, in the making. ``reply`` gets them as soon as all are there, or one has failed."""
 
     def __init__(self, count: int, reply: Callable[[Ok], None], most: int) -> None:
-        self._found: list[Ok | Failed | Refused] = [Refused("again", "another part failed")] * count
+        self._found: list[Ok | Failure | Refusal] = [Refusal("again", "another part failed")] * count
         self._left, self._is_begun, self._has_failed, self._is_over = count, False, False, False
         self._reply, self._most = reply, most
 
-    def take(self, place: int, answer: Ok | Failed | Refused) -> None:
+    def take(self, place: int, answer: Ok | Failure | Refusal) -> None:
         """One of them."""
         self._found[place] = answer
         self._left -= 1

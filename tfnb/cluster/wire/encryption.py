@@ -15,7 +15,7 @@ from tfnb.cluster.wire.envelope import Buffer
 RECORD = 16 << 10  # bytes that are encrypted together
 
 
-class _Encrypted(ssl.SSLSocket):
+class _EncryptedSocket(ssl.SSLSocket):
     """An encrypted socket with the face of a plain one."""
 
     def sendmsg(self, buffers: Iterable[Buffer], *_: object) -> int:  # type: ignore[override]
@@ -50,7 +50,7 @@ def encryption(address: str, security: Security, *, listens: bool) -> ssl.SSLCon
         return None
     args = security.get_listen_args("worker") if listens else security.get_connection_args("worker")
     context: ssl.SSLContext = args["ssl_context"]
-    context.sslsocket_class = _Encrypted
+    context.sslsocket_class = _EncryptedSocket
     if listens:
         context.num_tickets = 0  # what a server sends unasked would look like an answer
     return context

@@ -205,7 +205,7 @@ def _count(names: _Names, words: int) -> int:
     return count
 
 
-def _remember(kept: dict[Any, Any], key: Any, value: _Text | _Known) -> None:
+def _remember(kept: dict[Any, Any], key: Any, value: _Text | _CheckedText) -> None:
     """At most `KEPT` of them, of at most `KEPT_BYTES`: when there would be more, all are forgotten."""
     used = sum(len(one.text) for one in [*kept.values()])  # a copy: other threads remember too
     if len(kept) >= KEPT or used + len(value.text) > KEPT_BYTES:
@@ -258,7 +258,7 @@ def _unsupported(position: int, why: str) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CheckedText:
     """A text as it was read and checked. ``count``: of the numbers behind it.
 
     small: bytes that the small tensors take at least; frames: sizes of the larger ones.
@@ -275,7 +275,7 @@ class _Known:
     sent: int
 
 
-_known: dict[bytes, _Known] = {}  # by text
+_known: dict[bytes, _CheckedText] = {}  # by text
 
 
 def decode(
@@ -314,7 +314,7 @@ def decode(
     return header, [_tensor(place, small, frames, borrow, words) for place in known.places]
 
 
-def _filled(known: _Known, numbers: Sequence[int]) -> tuple[dict[str, Any], int]:
+def _filled(known: _CheckedText, numbers: Sequence[int]) -> tuple[dict[str, Any], int]:
     """The header with its numbers, and how many those are."""
     header, at = dict(known.header), 0
     if known.names and "meta" in header:
@@ -337,7 +337,7 @@ def _text_of(envelope: memoryview) -> bytes:
     return bytes(envelope[8 : 8 + length])
 
 
-def _read(text: bytes) -> _Known:
+def _read(text: bytes) -> _CheckedText:
     """A text that is new here, with every size proved that it names."""
     try:
         header = _READ.decode(str(text, "utf-8"))
@@ -357,7 +357,7 @@ def _read(text: bytes) -> _Known:
     if [place.ref for place in of["i"]] != [0, *ends][: len(ends)]:
         _broken("its small tensors do not follow each other")
     lent = sum(place.nbytes for place in of["s"])
-    return _Known(
+    return _CheckedText(
         text, header, checked, _count(checked, len(of["s"])), places,
         max((place.ref + place.nbytes for place in of["i"]), default=0), [place.nbytes for place in of["d"]],
         lent, sum(place.nbytes for place in places) - lent,

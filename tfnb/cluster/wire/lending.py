@@ -18,8 +18,8 @@ import torch
 
 from tfnb.cluster.wire.envelope import ALIGN, Borrow, Loan, size
 from tfnb.errors import ProtocolError
-from tfnb.state.shared_memory import Mapped, Maps, Segment, located
-from tfnb.state.store import Watched, memory
+from tfnb.state.shared_memory import MappedSegment, Maps, Segment, located
+from tfnb.state.store import WatchedBytes, memory
 
 REGIONS = 4  # of one stream
 ANSWERS = 3  # that lend something, until memory that none of them was copied to is given up
@@ -37,7 +37,7 @@ class TaskLoans:
         self._read = Segment(ALIGN)  # its word: how many answers were read
         self._regions: list[Segment] = []
         self._maps = Maps()
-        self._copies: list[tuple[Watched, int]] = []  # memory for values, and the answer that it was used for last
+        self._copies: list[tuple[WatchedBytes, int]] = []  # memory for values, and the answer that it was used for last
         self._answer, self._has_borrowed = 0, False
 
     @property
@@ -95,7 +95,7 @@ class TaskLoans:
     def _room_for(self, nbytes: int) -> torch.Tensor:
         """Memory for a value: that of an older one, if nobody holds it any more, so that no page is new."""
         fits = (one for one, _ in self._copies if one.flat.numel() == nbytes and not one.is_read)
-        found = next(fits, None) or Watched(memory(nbytes))
+        found = next(fits, None) or WatchedBytes(memory(nbytes))
         self._copies = [entry for entry in self._copies if entry[0] is not found] + [(found, self._answer)]
         self._has_borrowed = True
         return found.read()
@@ -112,7 +112,7 @@ class ServerLoans:
     """The server's side of one stream. Raises OSError where the task's memory is not to be had."""
 
     def __init__(self, name: str) -> None:
-        self._read = Mapped(name)
+        self._read = MappedSegment(name)
         self._maps = Maps()
         self._lent: list[torch.Tensor] = []
         self._sent = 0  # answers
@@ -155,7 +155,7 @@ class ServerLoans:
         return borrow
 
 
-def _free(region: Mapped) -> None:
+def _free(region: MappedSegment) -> None:
     if region.word == HELD:
         region.word = FREE
 

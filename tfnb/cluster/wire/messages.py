@@ -79,7 +79,7 @@ class Ok:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failure:
     """Executed and raised: the error as data."""
 
     tag: str
@@ -88,7 +88,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refusal:
     """Certainly not executed. ``reason``: fenced, stale, too-old, unknown-plan, unknown-task, poisoned, protocol,
     given-up (its loop was), again (it waits inside and keeps its place: ask again under the same identity)."""
 
@@ -111,7 +111,7 @@ class Unknown:
     lost: bool = False
 
 
-Outcome = Ok | Failed | Refused | NotSent | Unknown
+Outcome = Ok | Failure | Refusal | NotSent | Unknown
 
 
 class NotDone(Exception):
@@ -138,15 +138,15 @@ _BUILTINS: tuple[tuple[type[BaseException], str], ...] = (
 _FIELDS = ("node", "op", "cell", "line", "device", "step", "inputs", "peers", "task")
 
 
-def failed(error: BaseException, task: str | None = None) -> Failed:
+def failed(error: BaseException, task: str | None = None) -> Failure:
     """The error as data: its class by name, its message, and where it happened. Never a tensor's values."""
     if isinstance(error, TfnbError):
         details = {name: getattr(error, name) for name in _FIELDS if getattr(error, name) not in (None, ())}
         details.setdefault("task", task)
         notes = list(getattr(error, "__notes__", ()))
-        return Failed(type(error).__name__, error.message, details | ({"notes": notes} if notes else {}))
+        return Failure(type(error).__name__, error.message, details | ({"notes": notes} if notes else {}))
     tag = next((name for kind, name in _BUILTINS if isinstance(error, kind)), "Internal")
-    return Failed(tag, f"{type(error).__name__}: {error}", {"task": task, "kind": type(error).__name__})
+    return Failure(tag, f"{type(error).__name__}: {error}", {"task": task, "kind": type(error).__name__})
 
 
 def aborted(error: BaseException) -> StepAborted:
@@ -159,7 +159,7 @@ def aborted(error: BaseException) -> StepAborted:
     return StepAborted(f"a kernel raised {text}; nothing was written")
 
 
-def raised(failure: Failed) -> TfnbError:
+def raised(failure: Failure) -> TfnbError:
     """The error that a Failed stands for; an unknown tag becomes Internal."""
     kind = _CLASSES.get(failure.tag, errors.Internal)
     known = {name: failure.details[name] for name in _FIELDS if failure.details.get(name) is not None}

@@ -5,9 +5,9 @@ The body is a number, or the sizes of a tensor and then its values; of a meta te
 lent in shared memory (`tfnb.cluster.wire.lending`) its sizes and where it lies. All is little-endian.
 
 `Sender` never waits: what the socket does not take at once is kept, and goes out in the thread of
-`tfnb.cluster.server.serving`. `Reader` takes bytes in pieces of any size, and proves every number before it takes
+`tfnb.cluster.server.serving`. `PostReader` takes bytes in pieces of any size, and proves every number before it takes
 memory.
-Both ends of a connection are a `Hosted` of that thread.
+Both ends of a connection are a `HostedConnection` of that thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.envelope import DTYPES, MOVED, Borrow, Buffer, bytes_of, check, tensor_of
 from tfnb.cluster.wire.lending import ServerLoans, TaskLoans
 from tfnb.cluster.wire.messages import Dead, Tag
-from tfnb.cluster.wire.streams import BUFFERS, Broken, gone
+from tfnb.cluster.wire.streams import BUFFERS, StreamBroken, gone
 from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted
 from tfnb.state.store import memory
 
@@ -77,7 +77,7 @@ def written(
 
     Raises InvalidArgument or UnsupportedDtype for what cannot travel.
 
-    >>> reader = Reader()
+    >>> reader = PostReader()
     >>> reader.feed(b"".join(written(3, 7, (0, 2), torch.tensor([1.5, 2.5]), None)))
     [Post(round=3, edge=7, tag=(0, 2), value=tensor([1.5000, 2.5000]), dead=None, nbytes=8)]
     >>> reader.feed(written(3, 8, (), None, (4, 1))[0])
@@ -170,7 +170,7 @@ class _Head(NamedTuple):
     nbytes: int
 
 
-class Reader:
+class PostReader:
     """Bytes in pieces of any size -> posts. ``budget``: bytes of one tensor; ``borrow``: for lent ones.
 
     `room` says where the next bytes are to be written, and `came` how many were.
@@ -314,7 +314,7 @@ def _broken(why: str) -> NoReturn:
 # -- the two ends of a connection -------------------------------------------------------------------------------------
 
 
-class Hosted(Protocol):
+class HostedConnection(Protocol):
     """One end of a connection, as the thread that hosts it sees it."""
 
     sock: socket.socket
@@ -375,7 +375,7 @@ class Sender:
         """
         with self._guard:
             if self._is_over:
-                raise Broken("the connection is over")
+                raise StreamBroken("the connection is over")
             buffers = written(round, edge, tag, value, dead, self._loans)
             if not self._is_open:
                 self._kept.append(memoryview(b"".join(buffers)))
@@ -429,7 +429,7 @@ class Sender:
             if events & selectors.EVENT_READ:
                 with suppress(BlockingIOError):
                     self.sock.recv_into(bytearray(1))
-                    raise Broken("the other end closed the connection")
+                    raise StreamBroken("the other end closed the connection")
 
     def over(self, error: Exception) -> None:
         """Nothing goes out any more."""
@@ -453,7 +453,7 @@ class Receiver:
     ) -> None:  # fmt: skip
         self.sock, self._take, self._lost = sock, take, lost
         self.is_paused = False
-        self._reader = Reader(budget, loans.borrowing if loans is not None else None)
+        self._reader = PostReader(budget, loans.borrowing if loans is not None else None)
         self._is_over = False
 
     def events(self) -> int:
@@ -471,7 +471,7 @@ class Receiver:
             except BlockingIOError:
                 return
             if not count:
-                raise Broken("the other end closed the connection")
+                raise StreamBroken("the other end closed the connection")
             posts = self._reader.came(count)
             if posts:
                 self._take(posts)

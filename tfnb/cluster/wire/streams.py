@@ -64,11 +64,11 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 Filling = Generator["memoryview | list[envelope.Buffer]", None, None]  # what is to be filled next, or a whole message
 
 
-class Broken(Exception):
+class StreamBroken(Exception):
     """The other end is gone, or sent what is no stream."""
 
 
-class Offer(NamedTuple):
+class StreamOffer(NamedTuple):
     """Where a server listens, and the key for one connection."""
 
     host: str
@@ -157,7 +157,7 @@ def within(asked: int, used: int, budget: int) -> None:
 class Keys:
     """Keys that were given out, each for one connection and a few seconds.
 
-    >>> keys, offer = Keys(), Offer("127.0.0.1", 4000, b"name", b"key")
+    >>> keys, offer = Keys(), StreamOffer("127.0.0.1", 4000, b"name", b"key")
     >>> keys.add(offer, 0.0)
     >>> keys.may_be_used(KEY_LASTS), keys.take(b"name", 1.0), keys.may_be_used(1.0)
     (True, b'key', False)
@@ -166,7 +166,7 @@ class Keys:
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
 
-    def add(self, offer: Offer, now: float) -> None:
+    def add(self, offer: StreamOffer, now: float) -> None:
         """A key was given out."""
         self._keys[offer.name] = offer.key, now + KEY_LASTS
         while len(self._keys) > KEYS:
@@ -217,7 +217,7 @@ class Connection:
         name, yours, proof = bytes(claim[:_NAME]), bytes(claim[_NAME:-_PROOF]), bytes(claim[-_PROOF:])
         key = keys.take(name, time.monotonic())
         if not hmac.compare_digest(_proof(key, b"task", mine, yours), proof):
-            raise Broken("a key that is not known")
+            raise StreamBroken("a key that is not known")
         self.is_proved = True
         self.send([_proof(key, b"server", yours, mine)], time.monotonic())
 
@@ -243,7 +243,7 @@ class Connection:
                     self.write()  # after the handshake of an encrypted one
                 return None
             if not count:
-                raise Broken("closed")
+                raise StreamBroken("closed")
             if self.is_proved and self.until is None:
                 self.until = now + STALL
             if self.until is not None and self._want.nbytes > 1 << 20:
@@ -295,7 +295,7 @@ class Stream:
         return self._is_over
 
     @classmethod
-    def connect(cls, offer: Offer, budget: int, context: ssl.SSLContext | None = None) -> Stream:
+    def connect(cls, offer: StreamOffer, budget: int, context: ssl.SSLContext | None = None) -> Stream:
         """Raises OSError (a deadline is one) or Broken."""
         until = time.monotonic() + CONNECT
         sock = socket.create_connection((offer.host, offer.port), timeout=CONNECT)
@@ -305,14 +305,14 @@ class Stream:
             mine, hello = secrets.token_bytes(_NONCE), bytearray(len(_MAGIC) + _NONCE)
             _fill(sock, memoryview(hello), until)
             if not hello.startswith(_MAGIC):
-                raise Broken("not a server of tfnb")
+                raise StreamBroken("not a server of tfnb")
             theirs = bytes(hello[len(_MAGIC) :])
             claim = offer.name + mine + _proof(offer.key, b"task", theirs, mine)
             _send(sock, [memoryview(claim)], until)
             proof = bytearray(_PROOF)
             _fill(sock, memoryview(proof), until)
             if not hmac.compare_digest(bytes(proof), _proof(offer.key, b"server", mine, theirs)):
-                raise Broken("the server does not know the key")
+                raise StreamBroken("the server does not know the key")
             return cls(sock, budget)
         except BaseException:
             sock.close()
@@ -344,7 +344,7 @@ class Stream:
             write_request(peer, "post", meta, (), epoch=epoch, op=op, seconds=CONNECT, budget=self._budget), until
         ) or self.receive(until)  # fmt: skip
         if not isinstance(outcome, Ok):
-            raise Broken(f"no posts to {peer.addr}: {outcome}")
+            raise StreamBroken(f"no posts to {peer.addr}: {outcome}")
         try:
             if loans is not None:
                 loans.prove(str(outcome.meta["memory"]))
@@ -388,7 +388,7 @@ class Stream:
                 loans.read()
             is_broken = False
             return outcome
-        except (OSError, Broken, ProtocolError, ResourceExhausted) as error:
+        except (OSError, StreamBroken, ProtocolError, ResourceExhausted) as error:
             return Unknown(f"{type(error).__name__}: {error}", lost=not isinstance(error, TimeoutError))
         finally:
             self._leave(is_broken)
@@ -448,11 +448,13 @@ class Streams:
         if not isinstance(answer, Ok):
             return
         meta = answer.meta
-        offer = Offer(str(meta["host"]), int(meta["port"]), bytes.fromhex(meta["name"]), bytes.fromhex(meta["key"]))
+        offer = StreamOffer(
+            str(meta["host"]), int(meta["port"]), bytes.fromhex(meta["name"]), bytes.fromhex(meta["key"])
+        )
         try:
             context = encryption(peer.addr, self._security, listens=False)
             stream = await asyncio.to_thread(Stream.connect, offer, self._link.budget, context)
-        except (OSError, Broken):
+        except (OSError, StreamBroken):
             return
         if shared_memory.is_on and peer not in self._apart:
             await asyncio.to_thread(self._share, stream, peer)
@@ -578,5 +580,5 @@ def _fill(sock: socket.socket, view: memoryview, until: float) -> None:
         sock.settimeout(_left(until))
         count = sock.recv_into(view)
         if not count:
-            raise Broken("closed")
+            raise StreamBroken("closed")
         view = view[count:]

@@ -35,13 +35,13 @@ from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.envelope import Buffer
 from tfnb.cluster.wire.messages import (
     GIVEN_UP,
-    Failed,
+    Failure,
     NotSent,
     Ok,
     OpId,
     Outcome,
     Peer,
-    Refused,
+    Refusal,
     Request,
     Unknown,
     failed,
@@ -88,7 +88,7 @@ def retry(outcome: Outcome, attempt: int, now: float, deadline: float, jitter: f
         case Unknown(lost=False):
             seconds = min(1.0, 0.05 * 2**attempt) * (0.5 + jitter)
             return Wait(seconds) if now + seconds < deadline else GiveUp()
-        case Refused("again"):
+        case Refusal("again"):
             return Wait(0.0) if now < deadline else GiveUp()
         case NotSent() | Unknown():
             return Reread()
@@ -223,7 +223,7 @@ class Link:
             text = f"{peer.addr}: {type(error).__name__}: {error}"
             return Unknown(text, lost=True) if sent else NotSent(text)
         except KeyError:  # the worker lives and knows no such actor
-            return Refused("unknown-task", f"{peer.addr} holds no task {peer.key}")
+            return Refusal("unknown-task", f"{peer.addr} holds no task {peer.key}")
         except Exception as error:  # raised by Dask's side of the worker: executed or not, nobody knows
             return Unknown(f"{peer.addr}: {type(error).__name__}: {error}")
         return _outcome(reply, self.budget)
@@ -245,7 +245,7 @@ def _outcome(reply: Any, budget: int) -> Outcome:
     """What the callee answered."""
     if not isinstance(reply, Mapping) or reply.get("status") != "OK":
         cause = reply.get("exception") if isinstance(reply, Mapping) else reply
-        return failed(cause) if isinstance(cause, BaseException) else Failed("Internal", f"odd reply {cause!r:.200}")
+        return failed(cause) if isinstance(cause, BaseException) else Failure("Internal", f"odd reply {cause!r:.200}")
     return read_answer(reply["result"], budget)
 
 
@@ -280,21 +280,21 @@ def read_request(frames: Sequence[Buffer], budget: int, borrow: envelope.Borrow 
 
 
 def write_outcome(
-    outcome: Ok | Failed | Refused, budget: int, lend: envelope.Lend | None = None
+    outcome: Ok | Failure | Refusal, budget: int, lend: envelope.Lend | None = None
 ) -> list[Buffer]:  # fmt: skip
     """The answer as a message."""
     tensors = outcome.tensors if isinstance(outcome, Ok) else ()
     return envelope.encode(outcome_header(outcome), tensors, budget=budget, lend=lend)
 
 
-def outcome_header(outcome: Ok | Failed | Refused) -> dict[str, Any]:
+def outcome_header(outcome: Ok | Failure | Refusal) -> dict[str, Any]:
     """The answer as JSON, but for its tensors."""
     match outcome:
         case Ok(meta, _, dup):
             return {"outcome": "ok", "meta": dict(meta), "dup": dup}
-        case Failed(tag, message, details):
+        case Failure(tag, message, details):
             return {"outcome": "failed", "tag": tag, "message": message, "details": dict(details)}
-        case Refused(reason, message):
+        case Refusal(reason, message):
             return {"outcome": "refused", "reason": reason, "message": message}
 
 
@@ -313,9 +313,9 @@ def read_outcome(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> 
         case {"outcome": "ok", "meta": dict(meta), "dup": bool(dup)}:
             return Ok(meta, tensors, dup)
         case {"outcome": "failed", "tag": str(tag), "message": str(message), "details": dict(details)}:
-            return Failed(tag, message, details)
+            return Failure(tag, message, details)
         case {"outcome": "refused", "reason": str(reason), "message": str(message)}:
-            return Refused(reason, message)
+            return Refusal(reason, message)
     raise ProtocolError("not an answer of tfnb")
 
 

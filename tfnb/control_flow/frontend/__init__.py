@@ -1,4 +1,4 @@
-"""The AutoGraph frontend: from source to code that calls operators. It records nothing, and knows no graph.
+"""The AutoGraph frontend: from source to code that calls operators. Independent of recordings and graphs.
 
 `trees` finds a function's syntax tree and says what is in it; `edited_files` finds it in files that were edited since.
 `source` and `cell_parts` turn the trees of functions and cells into code. `autograph_frontend` calls the library that

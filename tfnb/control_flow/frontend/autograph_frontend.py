@@ -118,8 +118,8 @@ def _place(node: ast.AST, place: Any) -> None:
         _place(child, place)
 
 
-class _Placed:
-    """A mixin: what is made of a statement stands where the statement stood."""
+class _KeepsPosition:
+    """A mixin that gives generated statements the position of their original."""
 
     def visit(self, node: Any) -> Any:
         origin = anno.getanno(node, anno.Basic.ORIGIN, default=None) if isinstance(node, ast.AST) else None
@@ -142,8 +142,8 @@ class _Function:
     level = 0
 
 
-class _Scopes(_Placed, converter.Base):
-    """A scope around each function's body, which is what gives its value."""
+class _Scopes(_KeepsPosition, converter.Base):
+    """Wraps each function's body in a scope object, whose result is the function's value."""
 
     def visit_FunctionDef(self, node: Any) -> Any:
         with self.state[_Function] as scope:
@@ -161,20 +161,20 @@ class _Scopes(_Placed, converter.Base):
         return node
 
 
-class _Breaks(_Placed, break_statements.BreakTransformer):
+class _Breaks(_KeepsPosition, break_statements.BreakTransformer):
     pass
 
 
-class _Continues(_Placed, continue_statements.ContinueCanonicalizationTransformer):
+class _Continues(_KeepsPosition, continue_statements.ContinueCanonicalizationTransformer):
     pass
 
 
-class _Returns(_Placed, return_statements.ReturnStatementsTransformer):
+class _Returns(_KeepsPosition, return_statements.ReturnStatementsTransformer):
     pass
 
 
-class _Bodies(_Placed, control_flow.ControlFlowTransformer):
-    """Bodies as functions. What a cell binds is needed after it, and what a function binds of outside."""
+class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
+    """Bodies as functions. Names bound in a cell, and outside names bound in a function, count as live afterwards."""
 
     def __init__(self, context: Any, closures: set[str]) -> None:
         super().__init__(context)
@@ -186,7 +186,7 @@ class _Bodies(_Placed, control_flow.ControlFlowTransformer):
         return found | frozenset(filter(self._is_needed, modified))
 
     def _is_needed(self, name: Any) -> bool:
-        """Whether a name is of outside of the function, or of one inside of it: malt does not see who reads those."""
+        """Whether a name is global, nonlocal or read by an inner function: malt does not see their readers."""
         scope = self.state[control_flow._Function].scope
         return name in scope.globals or name in scope.nonlocals or str(name) in self.closures
 

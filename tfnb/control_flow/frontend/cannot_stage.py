@@ -1,4 +1,4 @@
-"""`CannotStage`: why code is left to Python, and what Python does instead."""
+"""`CannotStage`: why code is left to Python, and how Python runs the code instead."""
 
 from __future__ import annotations
 

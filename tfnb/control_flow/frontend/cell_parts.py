@@ -1,4 +1,4 @@
-"""The statements of a cell, each as code by itself: a factory where it is converted."""
+"""The statements of a cell as separate code objects: factories of converted code, or plain code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import CodeType
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.frontend.expressions import Plain
-from tfnb.control_flow.frontend.source import CELL, FUNCTION, Place, compiled, with_operators, worth
+from tfnb.control_flow.frontend.source import CELL, FUNCTION, CodeOrigin, compiled, with_operators, worth
 from tfnb.control_flow.frontend.trees import (
     CONTROL,
     bound_names,
@@ -24,8 +24,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import,
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Statements of a cell: their code, which is a factory unless they stay as they are, and why they do."""
+class CellPart:
+    """Statements of a cell: their code, either a factory or unchanged Python, and the reason for the latter."""
 
     code: CodeType
     is_factory: bool
@@ -36,18 +36,18 @@ class Part:
 
 def cell_parts(
     body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0
-) -> tuple[list[Part], CodeType | None]:
+) -> tuple[list[CellPart], CodeType | None]:
     """The statements of a cell in order, and its final expression; raises CannotStage if that cannot be converted.
 
     A factory is, with the namespace as its globals, a function of the operators that gives a function to be called.
     """
-    parts = _Parts(Place(filename, CELL, CELL, flags))
+    parts = _Parts(CodeOrigin(filename, CELL, CELL, flags))
     found = [parts.part(group) for group in _grouped(body)]
     return found, None if result is None else parts.code([placed(result, ast.Return(result))])[0]
 
 
 def cell_text(body: Sequence[ast.stmt], result: ast.expr | None) -> str:
-    """The text of a cell as `cell_parts` converts it: calls of operators, and why the rest stays Python."""
+    """The text of a cell as converted by `cell_parts`: calls of operators, and reasons for unconverted code."""
     found = []
     for group in _grouped([*body, *([] if result is None else [placed(result, ast.Expr(result))])]):
         line = group[0].lineno
@@ -56,13 +56,13 @@ def cell_text(body: Sequence[ast.stmt], result: ast.expr | None) -> str:
         elif _stays(group[0]) or not any(map(worth, group)):
             found.append("\n".join(map(ast.unparse, group)))
         else:
-            tree = _Parts(Place("", CELL, CELL, 0)).tree
+            tree = _Parts(CodeOrigin("", CELL, CELL, 0)).tree
             found.append(_text(line, lambda of=group, tree=tree: tree(copy.deepcopy(of))))  # type: ignore[misc]
     return "\n\n".join(found)
 
 
 def _defined(tree: ast.stmt) -> ast.AST:
-    """A definition, as it is converted when it is called."""
+    """A definition in the form it is converted to when called."""
     tree = copy.deepcopy(tree)
     return with_operators(tree) if isinstance(tree, ast.FunctionDef) and worth(tree) else tree
 
@@ -77,12 +77,12 @@ def _text(line: int, tree: Callable[[], ast.AST]) -> str:
 class _Parts:
     """The statements of a cell, one group after the other."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CodeOrigin) -> None:
         self.place = place
         self.above: set[str] = set()  # names bound so far
         self.unsure: set[str] = set()  # those that a statement with control flow bound
 
-    def part(self, group: list[ast.stmt]) -> Part:
+    def part(self, group: list[ast.stmt]) -> CellPart:
         """The next group."""
         mine, is_control = bound_names(group), has_control(group)
         found, why = None, ""
@@ -90,7 +90,7 @@ class _Parts:
             try:
                 code, needed = self.code(copy.deepcopy(group))
                 names = frozenset(mine - self.above - needed) if is_control else frozenset()
-                found = Part(code, True, "", names, isinstance(group[0], (ast.For, ast.While)))
+                found = CellPart(code, True, "", names, isinstance(group[0], (ast.For, ast.While)))
             except CannotStage as error:
                 why = f"line {group[0].lineno}: {error}"
         self.above |= mine
@@ -99,7 +99,7 @@ class _Parts:
         if found is not None:
             return found
         whole = ast.Module(group, [])
-        return Part(compile(whole, self.place.filename, "exec", self.place.flags, dont_inherit=True), False, why)
+        return CellPart(compile(whole, self.place.filename, "exec", self.place.flags, dont_inherit=True), False, why)
 
     def code(self, body: list[ast.stmt]) -> tuple[CodeType, set[str]]:
         """The factory of statements, and the names that they read before they bind them."""
@@ -125,8 +125,9 @@ def _names(body: Iterable[ast.AST]) -> set[str]:
 
 
 def _stays(statement: ast.stmt) -> bool:
-    """Whether a statement of a cell stays as it is: definitions are converted when they are called, and IPython's
-    magics look at the frame they stand in."""
+    """Whether a statement of a cell stays unconverted: definitions, converted when called, and magics that use their
+    frame.
+    """
     is_magic = any(isinstance(n, ast.Name) and n.id == "get_ipython" for n in ast.walk(statement))
     return isinstance(statement, _DEFINITIONS) or is_magic
 

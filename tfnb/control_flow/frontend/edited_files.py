@@ -1,4 +1,4 @@
-"""Definitions of files that were edited after the program began: those that a code object was compiled from.
+"""Definitions in files edited after the program began: finds the source that a code object was compiled from.
 
 IPython's autoreload compiles an edited definition by itself, from the text that `ast.unparse` gives, so its lines are
 not those of the file; and what was not edited keeps the lines that it had before. So a definition is found by what it
@@ -33,7 +33,7 @@ def is_edited(filename: str) -> bool:
 
 
 def edited_tree(code: CodeType) -> Definition:
-    """The definition in the file as it is now, with its lines; raises CannotStage where the code is another one."""
+    """The definition in the current file, with its lines; raises CannotStage if its code has changed."""
     linecache.checkcache(code.co_filename)
     for other, node in _definitions("".join(linecache.getlines(code.co_filename))):
         if _same(other, code):
@@ -62,7 +62,7 @@ def _definitions(text: str) -> list[tuple[CodeType, Definition]]:
 
 
 def _bodies(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], bool]]:
-    """The bodies of the module and of classes in it, and whether it is one of a class."""
+    """The bodies of the module and its classes, and whether each is a class body."""
     yield tree.body, False
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     for each in classes:
@@ -79,7 +79,7 @@ def _compiled_alone(node: ast.FunctionDef, *, is_class: bool) -> CodeType:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A code object and those inside of it, in order."""
+    """A code object and its nested code objects, in order."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -114,7 +114,7 @@ def is_of(node: Definition, code: CodeType) -> bool:
 
 
 def first_line(node: Definition) -> int:
-    """The line that Python says a function begins at: that of its first decorator, if it has one."""
+    """The first line of a function in Python's count: its first decorator, if any."""
     return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
 
 

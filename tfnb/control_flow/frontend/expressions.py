@@ -1,4 +1,4 @@
-"""Expressions as calls of operators: what malt leaves out."""
+"""Expressions as calls of operators, for expressions that malt leaves out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Plain(ast.NodeTransformer):
 
 
 def told_names(function: ast.FunctionDef) -> ast.FunctionDef:
-    """A function that first tells which names of outside it binds."""
+    """A function that first declares its nonlocal and global names to the operators."""
     names = [name for n in walk(function.body) if isinstance(n, (ast.Nonlocal, ast.Global)) for name in n.names]
     if names:
         first = function.body[0]
@@ -206,7 +206,7 @@ class _Attributes(ast.NodeTransformer):
 
 
 def _is_index(node: ast.expr) -> bool:
-    """Whether it may be the number of an element."""
+    """Whether an index expression may be the number of an element."""
     return not isinstance(node, (ast.Slice, ast.Tuple)) and not (
         isinstance(node, ast.Constant) and not isinstance(node.value, int)
     )

@@ -1,4 +1,4 @@
-"""``locals()``, ``vars()``, ``dir()``, ``eval(text)`` and ``exec(text)``, which look at the frame that they stand in.
+"""``locals()``, ``vars()``, ``dir()``, ``eval(text)`` and ``exec(text)``: builtins that use the calling frame.
 
 Converted code has other frames than the code that was written: a call of these is given the names of the scope that it
 was written in. In a cell these are the names of the notebook, so what ``exec`` binds there is bound.

@@ -46,7 +46,7 @@ def function_code(code: CodeType, tree: ast.FunctionDef | ast.Lambda) -> CodeTyp
     tree = _prepared(tree, owner[0] if owner and owner[0] != "<locals>" else None)
     tree = tree if isinstance(tree, ast.FunctionDef) else _as_function(tree)
     body = told_names(with_operators(tree, is_generator=is_generator(code)))
-    place = Place(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE, first)
+    place = CodeOrigin(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE, first)
     return compiled(body, place, code.co_freevars)
 
 
@@ -94,7 +94,7 @@ def _as_function(node: ast.Lambda) -> ast.FunctionDef:
 
 
 def _prepared(tree: Any, owner: str | None) -> Any:
-    """Without what belongs to the place of the definition: decorators, defaults, annotations, private names."""
+    """A definition without decorators, defaults, annotations and private names, which belong to its original scope."""
     given = tree.args
     given.defaults = [placed(tree, ast.Constant(None)) for _ in given.defaults]
     given.kw_defaults = [d and placed(tree, ast.Constant(None)) for d in given.kw_defaults]
@@ -166,7 +166,7 @@ def with_operators(
 
 
 def _left_to_python(node: ast.AST) -> str | None:
-    """Why a function that has this in it is left to Python."""
+    """The reason why a function with this statement is left to Python; None if there is none."""
     if isinstance(node, (ast.Yield, ast.YieldFrom, ast.AsyncFunctionDef)):
         return "a `yield` in a lambda, or an async function, is in it"
     if isinstance(node, ast.Match):
@@ -177,7 +177,7 @@ def _left_to_python(node: ast.AST) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CodeOrigin:
     """The file, name and first line that converted code belongs to."""
 
     filename: str
@@ -187,7 +187,7 @@ class Place:
     first: int = 1
 
 
-def compiled(function: ast.FunctionDef, place: Place, free: Sequence[str]) -> CodeType:
+def compiled(function: ast.FunctionDef, place: CodeOrigin, free: Sequence[str]) -> CodeType:
     """The code of a factory that takes the operators, with the closure that the function has."""
     factory = definition(_FACTORY, no_arguments(), [function, ast.Return(ast.Name(function.name, ast.Load()))])
     factory.args.args = [ast.arg(HIDDEN, None, None)]

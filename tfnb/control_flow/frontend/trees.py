@@ -1,4 +1,4 @@
-"""Syntax trees: the one of a function, what it binds, what in it may depend on a tensor, and how to make nodes."""
+"""Syntax trees: of a function, its bound names, its possibly tensor-dependent parts, and construction of nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bound_names(body: Iterable[ast.AST]) -> set[str]:
 
 
 def walk(nodes: Iterable[ast.AST], *, targets: bool = True) -> Iterable[ast.AST]:
-    """The nodes of one scope: not those inside of functions and classes, nor what comprehensions bind."""
+    """The nodes of one scope: without nested functions and classes, and without names bound by comprehensions."""
     for node in nodes:
         if not targets and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             continue
@@ -48,7 +48,7 @@ def walk(nodes: Iterable[ast.AST], *, targets: bool = True) -> Iterable[ast.AST]
 
 
 def has_control(body: Iterable[ast.AST]) -> bool:
-    """Whether statements of these bodies choose or repeat by what may be a tensor."""
+    """Whether statements of these bodies branch or loop on a possible tensor."""
     return any(isinstance(node, (*CONTROL, ast.Match, ast.Assert)) and _may_stage(node) for node in walk(body))
 
 
@@ -69,7 +69,7 @@ def _is_plain_range(node: ast.expr) -> bool:
 
 
 def never_tensor(test: ast.expr) -> bool:
-    """Whether a test is plain Python whatever its names hold."""
+    """Whether a test can never depend on a tensor."""
     if isinstance(test, ast.Constant):
         return True
     if isinstance(test, ast.BoolOp):

@@ -17,7 +17,7 @@ _ITEM, _STUB = "ag__item", "ag__generator"
 
 
 def is_generator(code: CodeType) -> bool:
-    """Whether a call of it gives a generator."""
+    """Whether calling the code gives a generator."""
     return bool(code.co_flags & GENERATOR)
 
 
@@ -37,7 +37,7 @@ def _is_yield(node: ast.AST) -> bool:
 
 
 class _Yields(ast.NodeTransformer):
-    """The yields of one function, which stand as statements."""
+    """Replaces the yields of one function, where they are statements."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         if isinstance(node.value, ast.Yield):
@@ -57,7 +57,7 @@ class _Yields(ast.NodeTransformer):
 
 
 class Definitions(ast.NodeTransformer):
-    """Keeps generator functions that are defined inside of a function as they are: a call of one converts it.
+    """Hides generator functions inside a function during its conversion: each is converted at its own call.
 
     `visit` leaves a stub that reads the same names, for the analysis of the function around it; `restore` undoes that.
     """
@@ -94,6 +94,6 @@ class Definitions(ast.NodeTransformer):
 
 
 def _mark(node: ast.FunctionDef) -> str:
-    """The marker of a stub, and of no function around it."""
+    """The marker of a stub, not of an enclosing function."""
     found = (each.value for each in walk(node.body) if isinstance(each, ast.Constant) and isinstance(each.value, str))
     return next((text for text in found if text.startswith(_STUB)), "")

@@ -1,4 +1,4 @@
-"""Alias analysis of a staged loop: which names may hold the same memory, as each run decides.
+"""Alias analysis of a staged loop: names that may share memory, as each run decides.
 
 Each name is a value of its own in the loop. So nothing may be written into memory that another name may hold: that is
 an error, within the loop as well as after it, see `tfnb.recording.writes.aliases`.
@@ -28,7 +28,7 @@ def bases_of(recorder: Recorder, leaf: Any) -> Bases:
 
 
 def reason_of(st: Statement, label: str) -> str:
-    """Words for the statement that decides what memory a name has."""
+    """Description of the statement that decides the memory of a name."""
     return f"the `{st.what}` of {st.place} decides what memory {label} has"
 
 
@@ -61,7 +61,7 @@ class LoopAliases:
         self.groups = [next(group for group in groups if place in group) for place in range(len(carried))]
 
     def _members(self, bases: Bases) -> set[Any]:
-        """Memory as members of groups: names for what the iteration was given, and for a row what has the rows."""
+        """Memory as group members: carried names for given memory, and for rows their sequence."""
         return {self.rows[base]._family if base in self.rows else self.given.get(base, base) for base in bases}
 
     def _places(self, group: Iterable[Any]) -> list[int]:
@@ -84,7 +84,7 @@ class LoopAliases:
         )  # fmt: skip
 
     def share(self, st: Statement, results: Sequence[Tensor], labels: Sequence[str]) -> None:
-        """After the loop: say which of its values may have whose memory."""
+        """After the loop: declare the values that may share memory."""
         for place, group in enumerate(self.groups):
             others = [results[other]._family for other in self._places(group) if other < place]
             may_share(results[place], [*group & self.outer, *others], reason_of(st, labels[place]))
@@ -97,7 +97,9 @@ class LoopAliases:
         return members.union(*(group for group in self.groups if not group.isdisjoint(members)))
 
     def check_element(self, st: Statement, bases: Bases, written: Collection[Base]) -> None:
-        """Raises Unsupported for an element that iterations write into: in Python it has what the last one wrote."""
+        """Raise Unsupported for an appended element that iterations write into: in Python it would show the
+        last write.
+        """
         names = self._places(self._group_of(bases))
         if not bases.isdisjoint(written) or any(self.carried[at]._family.version for at in names):
             self.refuse(st, "an element that it appends")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tfnb.control_flow.frontend.cell_parts import Part, cell_parts, cell_text
+from tfnb.control_flow.frontend.cell_parts import CellPart, cell_parts, cell_text
 from tfnb.control_flow.staging.conversion import fn, marked
 from tfnb.control_flow.staging.operators import OPERATORS
 from tfnb.control_flow.staging.statement import status
@@ -96,7 +96,7 @@ def _forward(rec: Recorder, module: torch.nn.Module) -> Any:
 
 
 class Cell:
-    """The body of a cell, converted: its statements, and the expression whose value it shows; CannotStage."""
+    """A converted cell: its statements, and the final expression; raises CannotStage."""
 
     def __init__(self, body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0) -> None:
         self._parts, self._result = cell_parts(body, result, filename, flags)
@@ -107,7 +107,7 @@ class Cell:
         return cell_text(*self._source)
 
     def run(self, names: dict[str, Any]) -> Any:
-        """Run with ``names`` as globals; the value of the final expression. Notes say what stays Python."""
+        """Run with ``names`` as globals; returns the value of the final expression. Notes list code left to Python."""
         __tracebackhide__ = True
         with converting():
             try:
@@ -125,8 +125,8 @@ class Cell:
 
 
 @contextmanager
-def _names(part: Part, names: dict[str, Any]) -> Iterator[None]:
-    """Around a part: what its names hold of other cells is nothing that its loops begin with."""
+def _names(part: CellPart, names: dict[str, Any]) -> Iterator[None]:
+    """Around a part: hide values of its names from other cells, so that its loops do not start from them."""
     before = {name: names[name] for name in part.names & names.keys() if part.is_loop or _is_stale(names[name])}
     names.update((name, Undefined(name)) for name in before)
     try:
@@ -138,7 +138,7 @@ def _names(part: Part, names: dict[str, Any]) -> Iterator[None]:
 
 
 def _is_stale(value: Any) -> bool:
-    """Whether it is of an earlier run of the cell."""
+    """Whether a value stems from an earlier run of the cell."""
     recorder = recorder_if_open()
     assert recorder is not None
     mine = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.graph is recorder.graph]

@@ -67,7 +67,7 @@ def taken_by_python(
     recorder: Recorder, test: Any, outcome: bool | None, *, is_check: bool = False, raises: str | None = None,
     because: str | None = None,
 ) -> bool:  # fmt: skip
-    """The outcome, by default the truth of the sample, on which the recording relies from here."""
+    """The outcome of a test, guarded from here on; by default the truth of the sample."""
     if isinstance(test, torch.SymBool):
         return recorder.symbols.decided(test)
     outcome = bool(test.sample) if outcome is None else outcome
@@ -76,7 +76,7 @@ def taken_by_python(
 
 
 def below_guard(recorder: Recorder, value: Any, old: Any, earlier: Container[int]) -> Any:
-    """A name's value after a branch or loop that Python took: a value from before the guard is one of after it."""
+    """A name's value after a branch or loop taken by Python: values from before the guard are copied below it."""
     if value is old or not isinstance(value, Tensor) or value.shown.value.node not in earlier:
         return value
     why = "a branch or loop that Python took gave one name what another one holds"
@@ -100,7 +100,7 @@ def chosen(
 
 
 def _is_raised(error: Exception) -> bool:
-    """Whether a line of the user's raised it, and no package."""
+    """Whether the user's own line raised the error, not a package."""
     if isinstance(error, (CannotStage, TfnbError)):
         return False
     frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
@@ -191,6 +191,6 @@ def _branch(
 
 
 def _is_of(own: set[str], recorder: Recorder, leaf: Any) -> bool:
-    """Whether it is a size of something inside of a branch, which nobody knows outside."""
+    """Whether a leaf is a size bound inside of a branch, unknown outside."""
     dim = recorder.symbols.leaf(leaf) if isinstance(leaf, SIZES) else None
     return isinstance(dim, Dim) and not own.isdisjoint(dim.symbols)

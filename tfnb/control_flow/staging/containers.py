@@ -36,7 +36,7 @@ def made(container: Any) -> Any:
 
 
 def changed(owner: Any, name: str | None = None) -> Any:
-    """An object of which an item, or the attribute ``name``, is about to be set or deleted."""
+    """Announce a change of an object's item, or of its attribute ``name``; returns the object."""
     if isinstance(owner, torch.Tensor):
         return owner
     if name is None:
@@ -50,7 +50,7 @@ def changed(owner: Any, name: str | None = None) -> Any:
 
 
 def is_followed(owner: Any, name: str) -> bool:
-    """Whether an attribute is a buffer of a module: then the recording itself follows what it is given."""
+    """Whether an attribute is a module's buffer, whose rebinding the recording itself follows."""
     recording = open_recording()
     return recording is not None and bool(recording.buffers.follows(owner, name))
 
@@ -61,7 +61,7 @@ def _refuse_property(owner: Any, name: str) -> None:
 
 
 class attribute:
-    """An attribute that is carried: set where it holds something else, so that nobody hears of what did not change."""
+    """A carried attribute, set only if its value differs, so that no change is reported otherwise."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
@@ -87,7 +87,7 @@ class attribute:
 
 
 def is_own(container: Any) -> bool:
-    """Whether it was made in the body that is being recorded, and may be changed there."""
+    """Whether a container was created in the body being recorded, and so may change there."""
     return any(container is other for other in status.made)
 
 
@@ -146,7 +146,7 @@ def _advanced(items: Any, how: str, *rest: Any) -> None:
 
 
 def refuse_draw(called: str) -> None:
-    """Raise CannotStage where Python draws a number, which would be the same in each iteration and each run."""
+    """Raise CannotStage for a random draw in Python, which would repeat the same number in each iteration and run."""
     raise CannotStage(f"{called}() draws a number in Python, which is another one each time")
 
 

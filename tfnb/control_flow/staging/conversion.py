@@ -39,7 +39,7 @@ _factories: WeakKeyDictionary[CodeType, CodeType | None] = WeakKeyDictionary()
 
 
 def fn(function: Any) -> Any:
-    """The function to call in place of ``function``: the converted one, if it is the user's and its source is there."""
+    """The function to call in place of ``function``: converted if it is the user's and its source is available."""
     if status.off or recorder_if_open() is None:
         return function
     if (drawn := drawing(function)) is not None:
@@ -112,7 +112,7 @@ def _of_list(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_package(function: FunctionType, *args: Any, **kwargs: Any) -> Any:
-    """A function of an installed package, which gets numbers that staged code took; torch can do with tensors."""
+    """Call a function of an installed package, with staged numbers as plain values; torch accepts tensors."""
     if function.__module__.partition(".")[0] not in ("torch", "tfnb"):
         args, kwargs = tuple(map(given, args)), {name: given(arg) for name, arg in kwargs.items()}
     return function(*args, **kwargs)

@@ -21,7 +21,7 @@ from tfnb.errors import Unsupported
 
 @dataclass(frozen=True)
 class Consumer:
-    """A loop over a generator: its body, the test that it goes on, if there is one, and the names that it carries."""
+    """A loop over a generator: its body, an optional test for continuing, and its carried names."""
 
     body: Callable[[Any], Any]
     more: Callable[[], Any] | None
@@ -47,7 +47,7 @@ class Generator(abc.Generator[Any, Any, Any]):
         self.has_begun, self.left = False, ""
 
     def send(self, value: Any) -> Any:
-        """As `next` of it."""
+        """Send a value to the generator, like `next`."""
         if self.left:
             raise Unsupported(self.left)
         self.has_begun = True
@@ -103,7 +103,7 @@ class _Left(BaseException):  # the user's `except Exception` is not meant
 
 
 def _emitted(consumer: Consumer, value: Any) -> bool:
-    """Run the body for an item, if the loop has not been left; whether it goes on, in some run at least."""
+    """Run the body for an item, unless the loop was left; returns whether the loop may go on in some run."""
     if consumer.more is None:
         consumer.body(value)
         return True

@@ -1,4 +1,4 @@
-"""Iterables of staged loops, and Python's ``range``, ``enumerate``, ``zip`` and ``len`` of what varies."""
+"""Iterables of staged loops; and ``range``, ``enumerate``, ``zip`` and ``len`` for varying sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfnb.control_flow.staging.branching import chosen
 from tfnb.control_flow.staging.containers import made
 from tfnb.control_flow.staging.generators import Consumer, Generator
 from tfnb.control_flow.staging.lists import grown, length, plain
-from tfnb.control_flow.staging.looping import Iterations, Stage
+from tfnb.control_flow.staging.looping import Iterations, LoopStaging
 from tfnb.control_flow.staging.python_numbers import NUMBERS, shown
 from tfnb.control_flow.staging.statement import OPERATORS, Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
@@ -59,7 +59,7 @@ class Range(WholeNumbers):
                 start, step = start + (iterations - 1) * step, -step
             limit = iterations.clamp(min=0)
             entered = sample_truth(st.recorder, limit) is not False
-            Stage(st, by_size=by_size, entered=entered).record(Iterations(more, body, (), limit, start, step))
+            LoopStaging(st, by_size=by_size, entered=entered).record(Iterations(more, body, (), limit, start, step))
 
     def parted(self, recorder: Recorder) -> tuple[Any, Range] | None:
         """The first number and the range of the others, with a guard that there is one; None where there is not."""
@@ -77,7 +77,7 @@ class Range(WholeNumbers):
 
 
 def _of_samples(arg: Any) -> int:
-    """The number that it is for the samples; a run must have the same one."""
+    """The sample's number, guarded for runs."""
     recorder = recorder_for(arg) if isinstance(arg, Tensor) and arg.sample is not None else None
     if recorder is None or recorder.refuse is not None:  # in a loop, it may be another one in each iteration
         return int(arg)
@@ -89,7 +89,7 @@ def _sign(step: Any) -> Any:
     return torch.sign(step) if isinstance(step, torch.Tensor) else (1 if step > 0 else -1)
 
 
-class Rows:
+class TensorRows:
     """The rows of tensors of a varying length: of one, of several together, or with their number."""
 
     def __init__(self, tensors: tuple[Any, ...], shape: Callable[..., Any], plain: Callable[[], Any]) -> None:
@@ -98,7 +98,7 @@ class Rows:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.plain())
 
-    def parted(self, recorder: Recorder) -> tuple[Any, Rows] | None:
+    def parted(self, recorder: Recorder) -> tuple[Any, TensorRows] | None:
         """The first row and the others, with a guard that there is one; None where the samples have no more."""
         count: Any = self.tensors[0].shape[0]
         are_more: Any = count >= 2
@@ -108,29 +108,29 @@ class Rows:
         first = self.shape(0, *(tensor[0] for tensor in self.tensors))
         others = tuple(tensor[1:] for tensor in self.tensors)
         shape = self.shape
-        return first, Rows(
+        return first, TensorRows(
             others, lambda index, *rows: shape(index + 1, *rows), lambda: itertools.islice(self, 1, None)
         )
 
     def stage(self, st: Statement, more: Any, body: Callable[[Any], None]) -> None:
-        Stage(st, by_size=True, entered=True).record(
+        LoopStaging(st, by_size=True, entered=True).record(
             Iterations(more, lambda index, *rows: body(self.shape(index, *rows)), self.tensors, first=0)
         )
 
 
-def iterations_of(items: Any) -> Range | Rows | None:
+def iterations_of(items: Any) -> Range | TensorRows | None:
     """How to stage a loop over these items; None where Python goes over them."""
-    if isinstance(items, (Range, Rows)):
+    if isinstance(items, (Range, TensorRows)):
         return items
     if _varies(items):
-        return Rows((items,), lambda index, row: row, lambda: items)
+        return TensorRows((items,), lambda index, row: row, lambda: items)
     return None
 
 
-def _rows(item: Any) -> Rows | None:
+def _rows(item: Any) -> TensorRows | None:
     """The rows that `enumerate` and `zip` may go over together with others."""
     found = iterations_of(item)
-    return found if isinstance(found, Rows) else None
+    return found if isinstance(found, TensorRows) else None
 
 
 def _varies(item: Any) -> bool:
@@ -162,7 +162,9 @@ def _enumerate(items: Any, start: Any = 0) -> Any:
     if rows is None:
         return enumerate(plain(items), start)
     shape = rows.shape
-    return Rows(rows.tensors, lambda index, *each: (index + start, shape(index, *each)), lambda: enumerate(rows, start))
+    return TensorRows(
+        rows.tensors, lambda index, *each: (index + start, shape(index, *each)), lambda: enumerate(rows, start)
+    )
 
 
 def _as_long(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -187,7 +189,7 @@ def _zip(*items: Any, strict: bool = False) -> Any:
         left = iter(found)
         return tuple(each.shape(index, *itertools.islice(left, len(each.tensors))) for each in rows)
 
-    return Rows(tuple(itertools.chain(*tensors)), shape, lambda: zip(*rows, strict=strict))
+    return TensorRows(tuple(itertools.chain(*tensors)), shape, lambda: zip(*rows, strict=strict))
 
 
 def _len(item: Any) -> Any:
@@ -199,7 +201,7 @@ def _len(item: Any) -> Any:
 
 
 def _list(*args: Any) -> Any:
-    """``list`` of a generator appends as a loop does, which may be a staged one."""
+    """``list``, for a generator by appending in a loop, which may be staged."""
     if not args or not isinstance(args[0], Generator):
         return list(*args)
     found = made([])

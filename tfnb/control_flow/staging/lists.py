@@ -1,7 +1,7 @@
 """Lists that a loop of the graph appends to: after the loop they are stacked tensors, with a row for each element.
 
 While the body of the loop is recorded the list holds a `Growing`: to read it there is an error, which says to use a
-TensorArray. After the loop it holds an `Appended`. ``torch.stack``, ``torch.cat``, ``len`` and ``[-1]`` of it are part
+TensorArray. After the loop it holds `AppendedRows`. ``torch.stack``, ``torch.cat``, ``len`` and ``[-1]`` of it are part
 of the graph; all else is an error, which says to stack it first.
 """
 
@@ -32,7 +32,7 @@ _OPERATORS = """
 
 
 class _Stands:
-    """A stand-in for elements of a list. Code that takes it for one is told what to write."""
+    """A stand-in for elements of a list, whose use raises an error with a remedy."""
 
     def refuse(self) -> NoReturn:
         """Raise Unsupported."""
@@ -51,7 +51,7 @@ for _name in _OPERATORS.split():
 
 
 class Growing(_Stands):
-    """The last item of a list while the body of a loop that appends to it is recorded."""
+    """The last item of a list during the recording of a loop that appends to the list."""
 
     def refuse(self) -> NoReturn:
         recorder = recorder_if_open()
@@ -63,7 +63,7 @@ class Growing(_Stands):
 
 
 @dataclass(eq=False)
-class Appended(_Stands):
+class AppendedRows(_Stands):
     """The elements that the loop of ``place`` appended, as rows."""
 
     rows: torch.Tensor
@@ -83,7 +83,7 @@ class Appended(_Stands):
 
 @dataclass
 class Growth:
-    """Collects what the body of one loop appends to lists of outside: one tensor to each, in every iteration.
+    """Collects the elements that a loop's body appends to outside lists: one tensor to each, in every iteration.
 
     around: the containers that were made in the body that the loop stands in, if it stands in one.
     """
@@ -95,7 +95,7 @@ class Growth:
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Around the body: lists that it appends to cannot be looked at."""
+        """Around the body: lists that grow in it cannot be read."""
         self.depth = status.depth
         marked = list(self.lists)
         for each in marked:
@@ -159,7 +159,7 @@ class Growth:
         """After the loop: its rows, at the end of the lists. share: says whose memory they may have."""
         for owner, stacked, bases in zip(self.lists, rows, self.bases, strict=True):
             share(stacked, bases)
-            owner.append(Appended(stacked, place))
+            owner.append(AppendedRows(stacked, place))
 
 
 def append_to(owner: list[Any]) -> Callable[[Any], None] | None:
@@ -177,24 +177,24 @@ def grown(items: Any) -> bool:
     for each in items:
         if type(each) is Growing:
             each.refuse()
-    return any(type(each) is Appended for each in items)
+    return any(type(each) is AppendedRows for each in items)
 
 
 def length(items: Any) -> Any:
     """``len(items)``."""
-    return sum(each.rows.shape[0] if type(each) is Appended else 1 for each in items)
+    return sum(each.rows.shape[0] if type(each) is AppendedRows else 1 for each in items)
 
 
 def plain(items: Any) -> Any:
     """The items as they are; raises Unsupported for a list that a loop appended to."""
     if grown(items):
-        next(each for each in items if type(each) is Appended).refuse()
+        next(each for each in items if type(each) is AppendedRows).refuse()
     return items
 
 
 def stack(tensors: Any, dim: int = 0) -> torch.Tensor:
     """``torch.stack`` of them."""
-    rows = torch.cat([each.rows if type(each) is Appended else each[None] for each in tensors])
+    rows = torch.cat([each.rows if type(each) is AppendedRows else each[None] for each in tensors])
     return rows if dim == 0 else rows.movedim(0, dim)
 
 
@@ -205,11 +205,11 @@ def cat(tensors: Any, dim: int = 0) -> torch.Tensor:
         at = dim if dim >= 0 else rows.dim() - 1 + dim
         return rows.movedim(0, at).flatten(at, at + 1)
 
-    return torch.cat([joined(each.rows) if type(each) is Appended else each for each in tensors], dim)
+    return torch.cat([joined(each.rows) if type(each) is AppendedRows else each for each in tensors], dim)
 
 
 def item(items: Any, index: Any) -> Any:
     """``items[-1]``."""
     if type(index) is not int or index != -1:
         plain(items)
-    return items[-1].rows[-1] if type(items[-1]) is Appended else items[-1]
+    return items[-1].rows[-1] if type(items[-1]) is AppendedRows else items[-1]

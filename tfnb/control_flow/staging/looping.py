@@ -42,14 +42,15 @@ from tfnb.graph import Spec, Variable
 from tfnb.interrupts import from_signal_handler
 from tfnb.recording import Tensor
 from tfnb.recording.subgraphs.capture import Retry, bound_before, bound_outside, now, retried
-from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop, zeros
+from tfnb.recording.subgraphs.loop_node import DISAGREE, LoopRecorder, zeros
 from tfnb.recording.writes.aliases import REFUSED, family, lose
 
 
 def staged_loop(
     st: Statement, stage: Callable[[], None], first: Callable[[], None], *, peels: bool = False
 ) -> str | None:
-    """Stage a loop, or say why it is Python's; a user's error in the first iteration of the samples is raised.
+    """Stage a loop, or return the reason to leave the loop to Python; a user's error in the samples' first iteration is
+    raised.
 
     peels: the caller can take an iteration by itself where CannotStage says so, which is raised then.
     """
@@ -86,7 +87,7 @@ class Iterations:
 
 @dataclass(frozen=True)
 class _First:
-    """A name's first value as carried values from ``at`` on, and behind them, with a flag, whether it was set."""
+    """A name's first value as carried values from ``at`` on, followed by a flag for whether it was set."""
 
     form: TreeSpec
     numbers: list[bool]  # which stand for Python numbers
@@ -94,8 +95,8 @@ class _First:
     has_flag: bool
 
 
-class Stage:
-    """One loop to be staged: which names it carries, as which tensors.
+class LoopStaging:
+    """One loop to be staged: its carried names, and their tensors.
 
     by_size: only sizes decide how many iterations it takes, so Python can run it for those of the samples. entered:
     whether the samples take an iteration. aliases: what the last recorded iteration says of shared memory.
@@ -116,7 +117,7 @@ class Stage:
         self.calls = 0
 
     def record(self, iterations: Iterations) -> None:
-        """Record the loop, as often as it takes to know what its variables are."""
+        """Record the loop, again until its variables are known."""
         st = self.st
 
         def record() -> None:
@@ -139,7 +140,7 @@ class Stage:
                 raise CannotStage(why) from error
 
     def plan(self) -> None:
-        """Choose what the loop carries: names that hold tensors and numbers."""
+        """Choose the carried names: those that hold tensors and numbers."""
         self.start: list[Tensor] = []
         self.first: dict[int, Any] = {}  # what the carried names hold in the first iteration
         self.labels: list[str] = []
@@ -194,7 +195,7 @@ class Stage:
         self.st.set(self.before)
 
     def leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
-        """The carried leaves after one iteration; raises Retry where they are not those that were planned."""
+        """The carried leaves after one iteration; raises Retry if they differ from the plan."""
         found: list[Any] = []
         self.bases: list[Bases] = []  # of each leaf: what may have its memory after the iteration
         self.late = {}
@@ -224,7 +225,7 @@ class Stage:
         return [bases_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
 
     def _stays(self, place: int, value: Any, mine: Sequence[Tensor]) -> bool:
-        """Whether a name still holds the tensors that the iteration was given: then they are those of outside."""
+        """Whether a name keeps the tensors given to the iteration, and so holds outside tensors throughout."""
         outside = tree_flatten(self.before[place])[0]
         if all(leaf is given for leaf, given in zip(tree_flatten(value)[0], mine, strict=False)):
             return not isinstance(self.before[place], Undefined)
@@ -233,7 +234,7 @@ class Stage:
         return False
 
     def _new(self, place: int, value: Any, old: Any) -> bool:
-        """A name that is not carried: left as it was, or given its first value."""
+        """Handle a name that is not carried: unchanged, or set for the first time."""
         st = self.st
         name = st.label(st.names[place])
         if value is old or (not isinstance(old, Undefined) and type(value) is type(old) and same(value, old)):
@@ -310,8 +311,8 @@ class Stage:
         """The bases of the carried memory before the loop."""
         return [bases_of(self.recorder, leaf) for value in self.first.values() for leaf in tree_flatten(value)[0]]
 
-    def begun(self, loop: Loop, values: Sequence[Any], written: Collection[Any]) -> list[Any]:
-        """The names that the body set first, carried as well from here on: what they are after the iteration.
+    def begun(self, loop: LoopRecorder, values: Sequence[Any], written: Collection[Any]) -> list[Any]:
+        """Names first set by the body, carried from here on, with their values after the iteration.
 
         A name that holds memory which the iteration writes is left without a value.
         """
@@ -371,7 +372,7 @@ class Stage:
         return found.read()
 
     def finish(self, carried: Sequence[Any], late: Sequence[Tensor], iterations: Tensor) -> None:
-        """Give the names what the loop leaves them."""
+        """Assign the loop's results to the names."""
         values = list(self._values(carried, is_after=True))
         for outer, name in self.lost:
             self._lose(outer, name)
@@ -382,7 +383,9 @@ class Stage:
         st.set(tuple(values))
 
     def _lose(self, outer: Any, name: str) -> None:
-        """Forbid looks at what a name held before a loop that wrote into it: in Python others would see the write."""
+        """Invalidate the memory that a name held before a loop that wrote into it: in Python other names would see the
+        write.
+        """
         st = self.st
         why = f"{st.place}: the `{st.what}` writes into what {name} holds before it, and then gives it another value"
         if isinstance(outer, (torch.Tensor, Variable)):
@@ -391,12 +394,12 @@ class Stage:
 
 
 class _Attempt:
-    """One recording of a loop, with what is known of its variables by then.
+    """One attempt to record a loop, with the knowledge of its variables so far.
 
     head: among the carried values, those of the names are behind the index.
     """
 
-    def __init__(self, stage: Stage, iterations: Iterations) -> None:
+    def __init__(self, stage: LoopStaging, iterations: Iterations) -> None:
         self.stage, self.iterations, self.st, self.recorder = stage, iterations, stage.st, stage.recorder
         stage.plan()
         index = [] if iterations.first is None else [tensor_of(self.recorder, iterations.first)]
@@ -405,9 +408,9 @@ class _Attempt:
         self.specs = invariants(self.recorder, self.start, [*index, *stage.first.values()])
 
     def record(self) -> None:
-        """Record it and set the names to what the loop gives; raises Retry where the body told something new."""
+        """Record the loop and assign its results to the names; raises Retry for new facts about the body."""
         stage, iterations, st = self.stage, self.iterations, self.st
-        loop = self.loop = Loop(
+        loop = self.loop = LoopRecorder(
             self.recorder, self.start, self.labels, iterations.xs, specs=self.specs, limit=iterations.limit,
             what=self.st.what.split()[0], entered=stage.entered,
         )  # fmt: skip
@@ -452,7 +455,7 @@ class _Attempt:
         return [*index, *after, *late, *elements]
 
     def _taken(self, given: Sequence[Any], carried: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the body once; returns the values of the names after it."""
+        """Run the body once; returns the values of the names afterwards."""
         stage, iterations = self.stage, self.iterations
         if (
             self.head
@@ -480,7 +483,7 @@ def _is_written(given: Tensor) -> bool:
 
 
 def _dtype_after(leaf: Any, given: torch.Tensor) -> torch.dtype:
-    """The dtype of what a loop variable becomes; a number takes part as torch's numbers do."""
+    """The dtype of a loop variable's next value; numbers promote like torch's numbers."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype
     if isinstance(leaf, Variable):

@@ -26,7 +26,7 @@ from tfnb.control_flow.staging.generators import Consumer, Generator
 from tfnb.control_flow.staging.iterables import iterations_of
 from tfnb.control_flow.staging.lists import grown, length, plain
 from tfnb.control_flow.staging.lists import item as item_of
-from tfnb.control_flow.staging.looping import Iterations, Stage, staged_loop
+from tfnb.control_flow.staging.looping import Iterations, LoopStaging, staged_loop
 from tfnb.control_flow.staging.python_numbers import given, needed
 from tfnb.control_flow.staging.statement import (
     Statement,
@@ -52,7 +52,7 @@ State = Callable[[], tuple[Any, ...]]
 
 
 def ld(value: Any) -> Any:
-    """A name's value where it is read."""
+    """The value of a name at a read."""
     return value.read() if isinstance(value, Undefined) else value
 
 
@@ -75,7 +75,7 @@ class scope:
         status.active -= 1
 
     def ret(self, value: Any, returned: Any) -> Any:
-        """The result of the function. If only a run knows whether it returned, the run must agree with the samples."""
+        """The result of a function. If only a run knows whether it returned, the run must agree with the samples."""
         if isinstance(value, UndefinedReturnValue):
             return None
         recorder = recorder_for(returned)
@@ -94,7 +94,7 @@ class scope:
 
 
 def _asked(test: Any) -> Any:
-    """The test that decides: for a list that a loop appended to its length, for a size whether it is not zero."""
+    """The actual test: the length of a grown list, the comparison of a size with zero."""
     return as_test(length(test) if grown(test) else test)
 
 
@@ -159,7 +159,7 @@ def while_stmt(
         before.undo()  # it is recorded again as the condition
         st = Statement("while", staged, names, get, set_)
         entered = sample_truth(staged, found) is not False
-        stage = functools.partial(Stage, st, by_size=not isinstance(found, Tensor), entered=entered)
+        stage = functools.partial(LoopStaging, st, by_size=not isinstance(found, Tensor), entered=entered)
         try:
             iterations = functools.partial(_iterations, stage, test, body)
             because = staged_loop(st, iterations, body if entered else _nothing, peels=entered)
@@ -172,7 +172,7 @@ def while_stmt(
             body()
 
 
-def _iterations(stage: Callable[[], Stage], test: Callable[[], Any], body: Callable[[], None]) -> None:
+def _iterations(stage: Callable[[], LoopStaging], test: Callable[[], Any], body: Callable[[], None]) -> None:
     stage().record(Iterations(test, body))
 
 
@@ -239,7 +239,7 @@ def _unrolled(recorder: Recorder | None, items: Any, names: tuple[str, ...]) -> 
 
 
 def _is_unfed(recorder: Recorder, items: Any) -> bool:
-    """Whether these are the rows of a tensor that derives from no placeholder."""
+    """Whether items are rows of a tensor that does not depend on placeholders."""
     if not isinstance(items, Tensor):
         return isinstance(items, torch.Tensor)
     return items.graph is not recorder.graph or not recorder.tape.is_fed(recorder._entry(items).value)
@@ -256,7 +256,7 @@ def _note_unrolled(st: Statement, count: int, start: int) -> None:
 
 
 def _is_loader(items: Any) -> bool:
-    """Whether these are batches of a DataLoader, also with numbers (``enumerate``) or a progress bar around them."""
+    """Whether items are batches of a DataLoader, possibly inside ``enumerate`` or a progress bar."""
     if isinstance(items, (enumerate, zip)):
         return any(map(_is_loader, items.__reduce__()[1]))
     if type(items) is tuple:  # the parts of a zip
@@ -330,7 +330,7 @@ _NEW = {name: getattr(operator, function.__name__[1:], None) for name, function 
 
 
 def augmented(kind: str, item: Any, value: Any) -> Any:
-    """``item += value``; what was a number is another one then, and not the same tensor with another value."""
+    """``item += value``; a number becomes a new number, never the same tensor with another value."""
     item = ld(item)
     if not is_number(item):
         return _changed_in_place(kind, item, value)

@@ -129,7 +129,7 @@ class Phi:
     def _shared(
         self, place: int, at: int, result: Callable[[list[Any]], Any], label: str
     ) -> Callable[[list[Any]], Any]:
-        """The result, which may have the memory of what a branch gives."""
+        """The result, declared to share memory with the branches' outputs."""
         bases = {side: after.bases[place, at] for side, after in self.sides.items() if (place, at) in after.bases}
 
         def made(results: list[Any]) -> Any:
@@ -145,7 +145,7 @@ class Phi:
         return made
 
     def _known(self, side: bool, leaf: Any) -> bool | None:
-        """The truth that a leaf has on this side by the test alone: of what says whether a function has returned."""
+        """The truth of a leaf on this side implied by the test alone, for flags of a function's return."""
         if isinstance(leaf, bool):
             return leaf
         if not isinstance(leaf, Tensor) or leaf.dtype != torch.bool or not isinstance(self.test, Tensor):
@@ -201,7 +201,7 @@ class Phi:
         return recorder._read_base(leaf) if isinstance(leaf, Variable) else recorder.home(leaf)
 
     def _one_sided(self, place: int, side: bool) -> Callable[[list[Any]], Any]:
-        """A name that one branch leaves without a value: only what a function returns is carried."""
+        """A name that one branch leaves unset: only results of functions are carried."""
         st, after = self.st, self.sides[side]
         name, value = st.names[place], after.values[place]
         if isinstance(value, SetInSomeRuns):  # its tensors are of inside of the branch
@@ -248,7 +248,7 @@ class Phi:
         return made
 
     def _writes(self, after: After, leaves: list[Any]) -> bool:
-        """Whether the branch writes one of these tensors of outside, which it gives too."""
+        """Whether the branch both writes and returns one of these outside tensors."""
         are_state = (leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, Variable)))
         return any(self._base(leaf) in after.region.written for leaf in are_state)
 
@@ -266,7 +266,7 @@ def _is_tensor(item: Any) -> bool:
 
 
 def _unlike(label: str, a: Any, b: Any) -> str:
-    """Why what the branches give is not one value of the graph."""
+    """The reason why the branches' values do not form one graph value."""
     text = f"{label} is {kind(a)} in one branch and {kind(b)} in the other"
     if (a is None and _is_tensor(b)) or (b is None and _is_tensor(a)):
         text += (

@@ -19,7 +19,7 @@ from tfnb.recording.overrides.python_answers import stands_for_number
 
 
 def _recorded(item: Any) -> tuple[Recorder, Tensor] | None:
-    """The open recording and the tensor in it, if it is one number that another run may have another one of."""
+    """The open recording and the recorded tensor, if the item is a single number that varies between runs."""
     recorder = None if status.off or not isinstance(item, torch.Tensor) else recorder_if_open()
     if recorder is None or item.numel() != 1:
         return None
@@ -37,7 +37,7 @@ def _number(recorder: Recorder, tensor: Tensor, dtype: torch.dtype) -> Any:
 
 
 def _kind(tensor: Tensor, kind: type | None) -> torch.dtype:
-    """The dtype of a Python number of this kind, which is by default the one that the tensor has."""
+    """The dtype of a Python number of this kind; by default the tensor's kind."""
     if kind is int or (kind is None and not tensor.is_floating_point() and not tensor.is_complex()):
         return torch.bool if kind is None and tensor.dtype == torch.bool else torch.int64
     if kind is bool:
@@ -46,7 +46,7 @@ def _kind(tensor: Tensor, kind: type | None) -> torch.dtype:
 
 
 def _taken(function: Callable[..., Any], kind: type | None) -> Callable[..., Any]:
-    """``float`` and the like, which leave a recorded value in the graph."""
+    """``float`` and the like, leaving recorded values in the graph."""
 
     def number(*args: Any, **kwargs: Any) -> Any:
         found = _recorded(args[0]) if len(args) == 1 and not kwargs else None

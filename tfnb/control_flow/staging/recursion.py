@@ -20,13 +20,13 @@ from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.subgraphs.capture import Retry, retried
-from tfnb.recording.subgraphs.recursive_calls import Definition, opened
+from tfnb.recording.subgraphs.recursive_calls import RecursiveDefinition, opened
 
 LIMIT = 1000
 
 
 def function(fn: Callable[..., Any] | None = None, *, limit: int = LIMIT) -> Any:
-    """A function whose nodes are one box under its name, and which may call itself.
+    """A function drawn as one box under its name, possibly recursive.
 
     Tensors among its arguments, in lists, tuples and dicts, may be of any dtype and shape in each call; what else it is
     given is fixed while it is recorded. A function that calls nothing of its own is recorded in place. One that calls
@@ -54,7 +54,7 @@ def function(fn: Callable[..., Any] | None = None, *, limit: int = LIMIT) -> Any
 
 
 def converted(function: Any) -> Any:
-    """``function`` as converted code calls it; as it is, where none runs."""
+    """``function`` as called from converted code; unchanged outside of converted code."""
     return OPERATORS.fn(function) if status.active else function
 
 
@@ -96,7 +96,7 @@ class Function:
 
     def _recursive(self, call: Call, scope: str) -> Any:
         recorder = call.recorder
-        definition = Definition(recorder, self._name, self.limit, [spec_of(t) for t in call.given])
+        definition = RecursiveDefinition(recorder, self._name, self.limit, [spec_of(t) for t in call.given])
         definition.generalise()
 
         def body(*given: Any) -> list[Any]:
@@ -111,7 +111,7 @@ class Function:
 
 
 class Call:
-    """One call in a recording: tensors apart from what is fixed."""
+    """One call in a recording, with tensors separated from fixed arguments."""
 
     def __init__(self, of: Function, recorder: Recorder, args: Any, kwargs: Any) -> None:
         self.recorder, self.of, self._name = recorder, of, of._name
@@ -134,7 +134,7 @@ class Call:
             leaves[place] = tensor
         return tree_unflatten(leaves, self.form)
 
-    def recorded(self, definition: Definition) -> Any:
+    def recorded(self, definition: RecursiveDefinition) -> Any:
         """The results of a node."""
         found = definition.call(self.given)
         return tree_unflatten(found, definition.form)

@@ -1,4 +1,4 @@
-"""One statement of converted code: what its names hold, and what the margin says of it.
+"""One statement of converted code: the values of its names, and its entries in the margin.
 
 A statement that cannot be staged says why by `CannotStage`, with everything as it was, and is then run by Python.
 """
@@ -53,7 +53,7 @@ OPERATORS = SimpleNamespace()  # what converted code calls, by `HIDDEN`: `operat
 
 
 def recorder_for(test: Any) -> Recorder | None:
-    """The open recording, if ``test`` is one truth value of it that data may give another run another way.
+    """The open recording, if ``test`` is a single truth value in it that varies between runs with the data.
 
     Of the sizes of what is fed Python decides, and a run with sizes that would go another way is refused.
     """
@@ -72,7 +72,7 @@ def recorder_of_sizes(test: Any) -> Recorder | None:
 
 
 def as_test(test: Any) -> Any:
-    """A number of sizes as the relation that it is not zero."""
+    """A number computed from sizes as its comparison with zero."""
     return test != 0 if isinstance(test, (torch.SymInt, torch.SymFloat)) else test
 
 
@@ -82,18 +82,18 @@ def tensor_of(recorder: Recorder, item: Any) -> Tensor:
 
 
 def is_value(item: Any) -> bool:
-    """Whether a graph can hold it."""
+    """Whether a graph can hold an item."""
     return isinstance(item, (torch.Tensor, Variable, *SIZES, *NUMBERS))
 
 
 def plain_number(item: Any) -> Any:
-    """A Python number of the kind that a size is; anything else as it is."""
+    """A Python number of the kind of a size; other items unchanged."""
     kinds: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
     return kinds.get(type(item), item)
 
 
 def as_number(item: Any) -> Any:
-    """A tensor that stands for a Python number: ``+=`` gives another one and leaves this as it is."""
+    """A tensor as a stand-in for a Python number: ``+=`` makes a new tensor."""
     if isinstance(item, Tensor):
         item._is_number = True  # type: ignore[attr-defined]
     return item
@@ -120,7 +120,7 @@ def empty_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 def float_dtype(recorder: Recorder, leaves: Iterable[Any]) -> torch.dtype | None:
-    """The dtype of a Python float among these leaves: float64 where all tensors are of it; None for torch's default.
+    """The dtype of a Python float among these leaves: float64 if all tensors are; None for torch's default.
 
     Where the leaves are numbers only, what the recording computed so far is looked at, and not single numbers in it.
     """
@@ -151,7 +151,7 @@ def part_of(label: str, path: str) -> str:
 
 @dataclass
 class Statement:
-    """One statement of converted code: the names that it binds, and how to get and set what they hold."""
+    """One statement of converted code: the names it binds, with a getter and setter of their values."""
 
     what: str
     recorder: Recorder
@@ -169,7 +169,7 @@ class Statement:
 
     @contextmanager
     def staging(self) -> Iterator[None]:
-        """Around an attempt: undone where it fails."""
+        """Around an attempt: undone on failure."""
         before, recording = self.get(), Savepoint(self.recorder)
         try:
             yield
@@ -181,14 +181,14 @@ class Statement:
             self.recorder.tape.staged[f"{self.place} `{self.what}`"] = self.line
 
     def label(self, name: str) -> str:
-        """A name as messages have it."""
+        """A name in the form used by messages."""
         if name == EXPRESSION:
             return name
         return "the value that is returned" if name.startswith("ag__retval") else f"`{name}`"
 
     @contextmanager
     def body(self, quiet: bool) -> Iterator[None]:
-        """Inside of a body: what it does to Python's objects is found out."""
+        """Around a body: detect its effects on Python objects."""
         if status.depth >= _DEEP:
             raise Unsupported(
                 f"{self.place}: the `{self.what}` stands inside of {_DEEP} other branches and loops of recorded "
@@ -207,7 +207,7 @@ class Statement:
             del status.attributes[at:]
 
     def tried(self, body: Callable[[], Any]) -> None:
-        """Raises what ``body`` raises by itself, as if it had not been called: not what its staging raised."""
+        """Raise the errors of ``body`` itself, as if staging had not called it."""
         before, recording = self.get(), Savepoint(self.recorder)
         try:
             with self.body(True):
@@ -219,7 +219,7 @@ class Statement:
             self.set(before)
 
     def refuse_attributes(self) -> None:
-        """After the names hold again what they did: raise CannotStage for an attribute that the body set besides them.
+        """After the names are restored: raise CannotStage for attributes set by the body.
 
         All attributes are what they were.
         """
@@ -256,5 +256,5 @@ def reason(error: BaseException) -> str:
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether the user's program failed, and not the staging of it."""
+    """Whether an error stems from the user's program rather than its staging."""
     return not isinstance(error, (CannotStage, TfnbError)) or getattr(error, "op", None) is not None

@@ -1,4 +1,4 @@
-"""Names of converted code without a value, and those that only some runs give one."""
+"""Names of converted code without a value, or set in some runs only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UndefinedReturnValue(Undefined):
 
 
 class SetInSomeRuns(Undefined):
-    """Stands for the value of a name that a loop sets first: a run that reads it where it was not set raises.
+    """Stands for the value of a name first set inside a loop: a run that reads an unset name raises.
 
     leaves, form: the value. is_set: a recorded truth value, whether the run gave the name one. is_partial: a branch of
     the iteration that is being recorded decides, and an iteration before may have set it, so nothing reads it yet.
@@ -54,7 +54,7 @@ class SetInSomeRuns(Undefined):
         self.is_partial, self.is_read = is_partial, False
 
     def read(self) -> Any:
-        """The value, which only runs have that set the name; raises UnboundLocalError where the samples did not."""
+        """The value, present only in runs that set the name; raises UnboundLocalError if the samples did not."""
         if self.is_partial:
             super().read()
         self.is_read = True

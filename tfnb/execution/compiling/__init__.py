@@ -1,4 +1,4 @@
-"""Steps are compiled outside of the process that runs them, and what came of it is kept on disk.
+"""Compilation of steps in a separate process, and the cache of compiled packages on disk.
 
 `package_cache` is the folder of packages, `private_folder` says whether others can fill it, `compiler_process` the
 process that fills it, `compile_loop` the code that runs there, `compiled_packages` the way from a request to its

@@ -1,4 +1,4 @@
-"""The compiler's process: builds one folder after the other, as it is told over a socket, and ends with its parent.
+"""The compiler's process: builds one folder after the other, as requested over a socket, and ends with its parent.
 
 ``python compile_loop.py FD PARENT IDLE``. A message is JSON: what to call, as ``module:function``, the folder to call
 it with, whether steps wait for it, and how many seconds of a processor it may take. The answer says how long that took
@@ -25,7 +25,7 @@ LOOKED = 0.5  # seconds between two looks whether the parent is there
 
 
 def serve(pipe: Connection, idle: float, drafts: list[Path]) -> None:
-    """Build what is asked for, until nothing was for ``idle`` seconds or the parent hangs up.
+    """Build on request, until idle for ``idle`` seconds or the parent hangs up.
 
     drafts: the folders that nobody needs when the parent is gone; that of a build is among them until it is answered.
     """
@@ -60,7 +60,7 @@ def built(build: str, folder: Path, budget: float) -> dict[str, object]:
 
 
 class Over(BaseException):
-    """A build took more than it may; no ``except Exception`` of a compiler's catches it."""
+    """Raised when a build exceeds its processor time; not caught by an ``except Exception`` in a compiler."""
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def _used() -> float:
 
 
 def _end_with(parent: int, drafts: list[Path]) -> None:
-    """End this process, and the compilers that it started, when the parent is gone; nobody waits for them then."""
+    """End this process and its compilers when the parent is gone: no process waits for the results then."""
     while os.getppid() == parent:
         time.sleep(LOOKED)
     for draft in reversed(drafts):

@@ -20,7 +20,7 @@ NO_COMPILER = "no C++ compiler: install g++, or set CXX to one"
 
 @dataclass(frozen=True, slots=True)
 class PackageFolder:
-    """A folder of compiled code. facts: seconds that compiling it took, and what was found out about it."""
+    """A folder of compiled code. facts: seconds of its compilation, and later findings."""
 
     key: str
     folder: Path
@@ -28,21 +28,21 @@ class PackageFolder:
     is_cached: bool
 
     def note(self, **facts: Any) -> None:
-        """Keep what was found out for those that load it later."""
+        """Store facts for later loads of the package."""
         packages().note(self.key, facts)
 
     def drop(self) -> None:
-        """Take it out of the cache: nobody shall load it again."""
+        """Remove the package from the cache, so that no process loads the package again."""
         packages().drop(self.key)
 
     @property
     def cost(self) -> str:
-        """What compiling it cost, in words."""
+        """The cost of compiling the package, in words."""
         return "from the cache" if self.is_cached else f"{self.facts['seconds']:.1f} s to compile"
 
 
 def cached(request: str) -> PackageFolder | None:
-    """The package of a request, by its digest, if somebody compiled it here before.
+    """The package of a request, by its digest, if already compiled on this machine.
 
     Raises OverBudget where that took too long.
     """
@@ -57,7 +57,7 @@ def cached(request: str) -> PackageFolder | None:
 
 
 def remembered(request: str, facts: Mapping[str, Any]) -> PackageFolder:
-    """Keep facts about a request, which may have no code of its own."""
+    """Store facts about a request, which may have no code of its own."""
     key = _key(request)
     folder = packages().keep(key, packages().draft(), facts)
     packages().note(key, facts)  # where there was an entry
@@ -67,7 +67,7 @@ def remembered(request: str, facts: Mapping[str, Any]) -> PackageFolder:
 def compiled(
     request: str, write: Callable[[Path], None], build: str, owner: object, *, urgent: bool = False
 ) -> PackageFolder | str:
-    """`cached`, else what ``build`` makes of a folder in the compiler's process; or why there is none.
+    """The `cached` package, else the result of ``build`` in the compiler's process; or a text with the reason for none.
 
     write: puts the request's files into a folder. build: ``module:function``, called with the folder of the package,
     in which the request is the folder `REQUEST`. owner: who waits; urgent: and runs nothing until then.

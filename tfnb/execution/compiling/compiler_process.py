@@ -1,4 +1,4 @@
-"""The process that compiles, seen from the one that runs steps: started when first needed, gone when it is not.
+"""The compiler's process, from the side of the process that runs steps: started on demand, ended when unused.
 
 Compiling takes Python's lock for seconds where it runs, and a compiler may take the process with it. So it runs in one
 of its own, which is spawned, never forked. Every wait has a deadline. The process is killed with what it started when
@@ -32,7 +32,7 @@ NOBODY = "nobody waits for the compiler"
 
 
 class OverBudget(Exception):
-    """A build took more seconds of a processor than it may, and was ended."""
+    """Raised when a build has used up its processor seconds and was ended."""
 
 
 class CompilerProcess:
@@ -60,7 +60,7 @@ class CompilerProcess:
         return None if child is None or child.is_gone else child.process.pid
 
     def build(self, call: str, folder: Path, owner: object, *, urgent: bool = False) -> dict[str, Any] | str:
-        """Let the process call ``module:function`` with ``folder``: what it gives, and the ``seconds`` that it took.
+        """Let the process call ``module:function`` with ``folder``; returns the result, with the ``seconds`` used.
 
         Text where it failed: why. Raises OverBudget where it took too many seconds of a processor.
 
@@ -92,15 +92,15 @@ class CompilerProcess:
         return why if self.is_expected(owner) else NOBODY
 
     def expect(self, owner: object) -> None:
-        """An owner will ask for a build, unless it is released before."""
+        """Register an owner that will request a build, until released."""
         self._owners.add(owner)
 
     def is_expected(self, owner: object) -> bool:
-        """Whether it was not released."""
+        """Whether the owner is still registered."""
         return owner in self._owners and not self._closed
 
     def _running(self, owner: object) -> _Child | None:
-        """The process, which is started if there is none; None for an owner that was released."""
+        """The running process, started if necessary; None for a released owner."""
         with self._lock:
             if not self.is_expected(owner):
                 return None
@@ -111,7 +111,7 @@ class CompilerProcess:
             return self._child
 
     def release(self, owner: object) -> None:
-        """An owner waits no more: the process ends if it builds for this one, or if there is no other."""
+        """Remove an owner: the process ends if its current build is for this owner, or if no owner is left."""
         with self._lock:
             self._owners.discard(owner)
             if self._for is owner or not self._owners:
@@ -130,7 +130,7 @@ class CompilerProcess:
 
 
 class _Child:
-    """One process, in a group of its own that Ctrl-C does not reach, with a scratch folder for all that it writes."""
+    """One compiler process, in its own process group, out of reach of Ctrl-C, with a scratch folder for its files."""
 
     def __init__(self, idle: float) -> None:
         self.scratch = packages().draft()
@@ -150,11 +150,11 @@ class _Child:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, or has nowhere to write: somebody removed the folder of the cache."""
+        """Whether the process has ended, or its scratch folder in the cache was removed."""
         return self.process.poll() is not None or not self.scratch.exists()
 
     def answer(self, message: bytes, deadline: float) -> bytes:
-        """What it answers; raises EOFError or OSError where it is gone, TimeoutError where that takes too long."""
+        """The process's answer; raises EOFError or OSError if the process is gone, TimeoutError at the deadline."""
         if not self._is_ready:
             self._received(START, "start")
             self._is_ready = True
@@ -167,7 +167,7 @@ class _Child:
         return self.pipe.recv_bytes()
 
     def kill(self, grace: float = 0.0) -> str:
-        """End it and what it started, and remove its scratch folder; says how it ended."""
+        """Kill the process and its children, and remove the scratch folder; returns a text with the exit status."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(grace)
         with suppress(ProcessLookupError, PermissionError):  # the group is gone

@@ -52,7 +52,7 @@ What the others do shows in the graph. `tests/test_layers.py` follows the import
 
 
 class PackageCache:
-    """The packages of a folder; where it may not be used they are in a spare one, and ``why`` says why.
+    """The packages of a folder; an unsafe folder is replaced by a spare one, and ``why`` has the reason.
 
     limit: bytes. A package larger than that is given to who made it and not kept.
 
@@ -72,7 +72,9 @@ class PackageCache:
 
     @property
     def folder(self) -> Path:
-        """Where entries are, which is looked at each time: one that others can fill is left for a spare one."""
+        """The folder of the entries, checked at each access: a folder writable by others is abandoned for a
+        spare one.
+        """
         if (why := refusal(self._folder)) is not None:
             with self._moving:
                 if refusal(self._folder) is not None:  # else another thread has moved
@@ -99,7 +101,7 @@ class PackageCache:
         return folder
 
     def find(self, key: str) -> Path | None:
-        """The folder of an entry whose files are what was written; its time of use is now."""
+        """The folder of an entry whose files match their digests; updates its time of use."""
         try:
             at = self.folder / key
             for name, written in _read(at)["files"].items():
@@ -119,7 +121,7 @@ class PackageCache:
             return {}
 
     def note(self, key: str, facts: Mapping[str, Any]) -> None:
-        """Add facts about an entry, if it is there and can be written."""
+        """Add facts about an entry, if the entry exists and is writable."""
         try:
             at = self.folder / key
             entry = _read(at)
@@ -132,7 +134,7 @@ class PackageCache:
         return Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.folder))
 
     def keep(self, key: str, draft: Path, facts: Mapping[str, Any]) -> Path:
-        """Move a draft to its place; gives the folder of the entry, which may be one that another process wrote first.
+        """Move a draft to its final folder; returns the entry's folder, possibly one written first by another process.
 
         What cannot be kept stays a draft, which this process may use.
         """
@@ -153,7 +155,8 @@ class PackageCache:
 
     @contextmanager
     def alone(self, key: str, seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """A block that one process at a time runs for an entry: the tasks of a host do not all compile it.
+        """A block that one process at a time runs for an entry, so that the tasks of a host do not all compile the
+        step.
 
         Who has waited for so long, or ``is_wanted`` no more, runs it beside the others; so does everybody where files
         cannot be locked.
@@ -173,7 +176,7 @@ class PackageCache:
                 lock.release()
 
     def drop(self, key: str) -> None:
-        """Remove an entry, so that nobody sees a part of it."""
+        """Remove an entry atomically: no process sees a partial entry."""
         try:
             folder = self.folder
             grave = (folder / key).rename(folder / f"{DRAFT}{key}-{os.getpid()}-{time.monotonic_ns()}")
@@ -217,7 +220,7 @@ class PackageCache:
 
 @cache
 def packages() -> PackageCache:
-    """The user's cache: TFNB_CACHE_DIR, else what the platform has for it; at most TFNB_CACHE_MB."""
+    """The user's cache: TFNB_CACHE_DIR, else the platform's cache folder; at most TFNB_CACHE_MB."""
     given = os.environ.get(LIMIT, str(MOST_MB))
     if not given.isdecimal():
         raise InvalidArgument(f"{LIMIT} is a number of MiB, not {given!r}")
@@ -227,7 +230,7 @@ def packages() -> PackageCache:
 
 @cache
 def surroundings() -> str:
-    """A digest of what a package depends on beside its step: our code, torch, Python, processor and C++ compiler."""
+    """A digest of a package's dependencies beside its step: our code, torch, Python, processor and C++ compiler."""
     home, kernels = _folder("tfnb"), _folder("tfnb.kernels")
     sources = _stamps([*(home / name for name in SHAPES_CODE), kernels])
     found = [*sources, sys.version, sys.platform, platform.machine(), _processor()]

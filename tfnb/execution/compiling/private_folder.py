@@ -1,4 +1,4 @@
-"""Folders that nobody but this user can fill: what lies there is loaded as code.
+"""Folders writable by this user only: their files are loaded as code.
 
 Whoever can write a folder above can put another one in its place, and whoever owns a link can lead it elsewhere. So
 every step of a path is checked from the root on, also links and what they lead to. Root is trusted, as is a user who
@@ -25,7 +25,8 @@ LINKS = 40  # that a path leads through, as the system allows
 
 
 def refusal(folder: Path) -> str | None:
-    """Why a folder may not hold code of this user; None where it may. It is made for this user alone, with those above.
+    """The reason why a folder may not hold code of this user; None if safe. Missing folders are made private to the
+    user.
 
     >>> with tempfile.TemporaryDirectory() as above:
     ...     refusal(Path(above) / "one" / "two") is None, (Path(above) / "one").stat().st_mode & 0o777 == 0o700
@@ -79,7 +80,7 @@ def _refusal(folder: Path) -> str | None:
 
 
 def _made(path: Path) -> os.stat_result:
-    """What a path is; it is made a folder if it is nothing."""
+    """The stat of a path; a missing path is made a folder."""
     try:
         return path.lstat()
     except FileNotFoundError:
@@ -88,7 +89,7 @@ def _made(path: Path) -> os.stat_result:
 
 
 def _writers(folder: Path, found: os.stat_result) -> str | None:
-    """Why somebody else may put something in the place of what lies in a folder."""
+    """The reason why other users could replace entries of a folder; None if they cannot."""
     mode = found.st_mode
     if mode & stat.S_ISVTX and found.st_uid in (0, os.getuid()):  # as /tmp: what is not theirs stays in its place
         return None
@@ -100,7 +101,7 @@ def _writers(folder: Path, found: os.stat_result) -> str | None:
 
 
 def _has_list(folder: Path) -> bool:
-    """Whether a list beside the mode says who may write a folder; the mode of its group is the most that it allows."""
+    """Whether a folder has an access control list, of which the group mode is only the mask."""
     return hasattr(os, "listxattr") and "system.posix_acl_access" in os.listxattr(folder)
 
 
@@ -120,7 +121,7 @@ def is_shared(group: int) -> bool:
 
 @cache
 def unmapped() -> frozenset[int]:
-    """The number of users that have none in this user namespace, where no user of the namespace has it."""
+    """The overflow uid, standing for unmapped users in this user namespace, unless mapped to a user."""
     try:
         ranges = [[*map(int, line.split())] for line in Path("/proc/self/uid_map").read_text().splitlines()]
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())

@@ -1,4 +1,4 @@
-"""The dataflow machine, and what carries out what it says.
+"""The dataflow machine, and its executor.
 
 `templates` and `flow_calls` make what `machine` runs; `executor` carries it out on a `pool`.
 """

@@ -1,8 +1,8 @@
-"""Steps run by the dataflow machine: loops overlap their iterations, and what waits holds no thread.
+"""Steps run by the dataflow machine: loop iterations overlap, and waiting operations hold no thread.
 
-The thread of the step does what is cheap and all decisions; what takes long goes to a `Pool`; what waits for a queue
-comes back as an event. A step in parts runs all of them here, or one that meets the others by messages. Semantics
-S-125, S-134, S-136, S-137, S-152.
+The thread of the step does cheap work and takes all decisions; long work goes to the `Lanes` of a pool; an operation
+that waits for a queue comes back as an event. A step in parts runs all of them here, or one that meets the others by
+messages. Semantics S-125, S-134, S-136, S-137, S-152.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.execution import heap
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.dataflow.flow_calls import UpdateRow, node_of
-from tfnb.execution.dataflow.machine import ACKNOWLEDGE, Acknowledged, Dead, Machine, Peers, Step, Task
+from tfnb.execution.dataflow.machine import ACKNOWLEDGE, Acknowledgement, Dead, Machine, Peers, Step, Task
 from tfnb.execution.dataflow.pool import Lanes
-from tfnb.execution.dataflow.templates import Plan, Planner
+from tfnb.execution.dataflow.templates import MachinePlan, Planner
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program, accesses, ensure_there
 from tfnb.execution.running import Stop, unstoppable
 from tfnb.execution.tracing.place_tracer import PlaceTracer
 from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
-from tfnb.graph.variable_locks import LOCKS, Cut
+from tfnb.graph.variable_locks import LOCKS, VariableSnapshot
 from tfnb.kernels.row_writes import WRITES as ROWS
 from tfnb.memory import LAST
 from tfnb.passes import StepGraph
 from tfnb.passes.flow.cut import Part
 from tfnb.passes.flow.places import Place
-from tfnb.passes.flow.step_flow import StepFlow, Wanted, as_one, in_parts
+from tfnb.passes.flow.step_flow import CutOptions, StepFlow, as_one, in_parts
 from tfnb.passes.in_place_commit import IN_PLACE, written
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
-from tfnb.state.queue_machine import Attempt, Home, Kind, StepQueues
+from tfnb.state.queue_machine import Attempt, Kind, QueueHost, StepQueues
 from tfnb.state.queue_operations import attempt_on, machine_of, outcome, overdue
-from tfnb.state.waits import POLL, WAITS, Operation, Runner
+from tfnb.state.waits import POLL, WAITS, QueueOperation, Runner
 
 
-class Borrowed:
+class BorrowedMemory:
     """Memory that is not the step's own: that of Variables and constants."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -61,7 +61,9 @@ class Borrowed:
 
 
 class Here:
-    """Parts of one process: what one of them sends is there for the other. Each message meets once."""
+    """Peers in one process: a value sent by one part is at once available to the other. Each message is
+    matched once.
+    """
 
     round = 0
 
@@ -96,18 +98,20 @@ Meet = Callable[[Callable[[BaseException], None]], Peers]
 """Joins the other parts of a step; what is given is called, from any thread, with the error that ends it."""
 
 
-class Came(NamedTuple):
-    """What a RECV step waited for."""
+class ReceivedValue(NamedTuple):
+    """The value of a RECV step."""
 
-    task: Task | Acknowledged
+    task: Task | Acknowledgement
     value: Any
     dead: tuple[int, int] | None
 
 
 class Driver:
-    """One step: its thread does what the machine has ready, and waits for tasks, queues and other parts."""
+    """One step: its thread runs the machine's ready work, and waits for tasks, queues and other parts."""
 
-    def __init__(self, found: StepFlow, plans: Sequence[Plan], borrowed: Borrowed, meet: Meet | None = None) -> None:
+    def __init__(
+        self, found: StepFlow, plans: Sequence[MachinePlan], borrowed: BorrowedMemory, meet: Meet | None = None
+    ) -> None:
         self.found, self.plans, self.borrowed, self.graph = found, plans, borrowed, found.step.whole.name
         self.machine = Machine([plan.root for plan in plans], len(found.ends), self._submit, None, self._arrived)
         self.runner = Runner(self._may, lambda: list(self.machine.waits), self._later)
@@ -169,7 +173,7 @@ class Driver:
             self._take(inbox.get_nowait())
 
     def _next(self) -> Any:
-        """What comes in next; None after a while, so that the step can be stopped."""
+        """The next event; None after a poll interval, so that the step can be stopped."""
         is_blocked = not self.lanes.running and (self.machine.receiving > 0 or self.machine.holding > 0)
         if not self.lanes.running and (not is_blocked or isinstance(self.peers, Here)):
             assert self.machine.waits, "parts wait for one another"  # all of them are here
@@ -182,12 +186,12 @@ class Driver:
         finally:
             self.runner.is_blocked = False
 
-    def _arrived(self, task: Task | Acknowledged, value: Any, dead: tuple[int, int] | None) -> None:
+    def _arrived(self, task: Task | Acknowledgement, value: Any, dead: tuple[int, int] | None) -> None:
         """From any thread."""
-        self.inbox.put(Came(task, value, dead))
+        self.inbox.put(ReceivedValue(task, value, dead))
 
     def _take(self, event: Any) -> None:
-        if isinstance(event, Came):
+        if isinstance(event, ReceivedValue):
             self.machine.came(*event)
             return
         if isinstance(event, BaseException):
@@ -224,8 +228,8 @@ class Driver:
         return attempt
 
     def _own(self, value: Any) -> torch.Tensor:
-        """A value to be put, in memory that nothing else uses; what was put before is used by its queue."""
-        found: torch.Tensor = (Borrowed(self.put) if self.put else self.borrowed).own(self.borrowed.own(value))
+        """A value to enqueue, in memory of its own; memory enqueued before belongs to its queue."""
+        found: torch.Tensor = (BorrowedMemory(self.put) if self.put else self.borrowed).own(self.borrowed.own(value))
         self.put.append(found)
         return found
 
@@ -243,31 +247,31 @@ class Driver:
     def _name(self, node: Node) -> str:
         return f"{node.name} of graph {self.graph}" + (f" ({node.source})" if node.source else "")
 
-    def _may(self) -> set[tuple[Home, str]]:
-        """What the step does to which queues in all."""
+    def _may(self) -> set[tuple[QueueHost, str]]:
+        """The (queue, kind of operation) pairs of the whole step."""
         nodes = (step.op.node for plan in self.plans for step in plan.waits)
         return {(machine_of(node.attrs["queue"]), _kind(node)) for node in nodes}
 
-    def _later(self) -> list[Operation]:
-        """What has not run yet and uses a queue, and the attempts that wait before it."""
+    def _later(self) -> list[QueueOperation]:
+        """Pending queue operations, and the waiting attempts before each."""
         behind: dict[int, list[Attempt]] = {}
         for attempt, task in self.machine.waits.items():
             for number in self.found.queue_uses_behind(task.step.number):
                 behind.setdefault(number, []).append(attempt)
         nodes = ((node_of(self.found.flow.ops[number]), attempts) for number, attempts in behind.items())
         return [
-            Operation(self._name(node), _kind(node), machine_of(node.attrs["queue"]), attempts)
+            QueueOperation(self._name(node), _kind(node), machine_of(node.attrs["queue"]), attempts)
             for node, attempts in nodes
         ]
 
     def _at(self) -> Node | None:
-        """What the step is busy with: a task in a thread, else what the machine did last."""
+        """The node at work: a task in a thread, else the machine's last step."""
         step = next((task.step for task in self.lanes.running), self.machine.at)
         return None if step is None or step.op is None else step.op.node
 
     def _abandon(self) -> None:
-        """Leave nothing behind: no attempt in a queue, no task that runs. What was taken is given back by who began."""
-        queues: dict[Home, list[Attempt]] = {}
+        """Clean up: withdraw attempts from queues, and drop tasks. The owner of the step returns dequeued elements."""
+        queues: dict[QueueHost, list[Attempt]] = {}
         for attempt in self.queues.attempts:
             if not attempt.is_over:
                 queues.setdefault(attempt.machine, []).append(attempt)
@@ -277,17 +281,17 @@ class Driver:
 
 
 def _kind(node: Node) -> Kind:
-    """What a node does to its queue."""
+    """The kind of operation of a node on its queue."""
     return cast(Kind, node.op.partition(".")[2])
 
 
 def described(attempt: Attempt) -> str:
-    """What waits, for what and how long, for messages."""
+    """A description of a waiting attempt, for messages: operation, queue, duration."""
     return f"{attempt.what}: {attempt.act} ({attempt.machine.level}), for {time.monotonic() - attempt.since:.1f} s"
 
 
 def _outputs(attempt: Attempt, node: Node) -> tuple[Any, ...]:
-    """What a node that used a queue gives, and that it is done."""
+    """The outputs of a queue operation's node, followed by its control output."""
     found = outcome(node.attrs["queue"], attempt, node.attrs)
     for tensor, spec in zip(found, node.outputs, strict=True):
         fits = tensor.dim() == len(spec.shape) and all(
@@ -308,7 +312,7 @@ def _placed(error: TfnbError, node: Node) -> TfnbError:
 
 
 class Dataflow:
-    """A step lowered for the machine: what a session asks of a `Program`.
+    """A step lowered for the machine, with the interface of a `Program` for sessions.
 
     parts: those that run in this process, all of the step or the one of a place.
     """
@@ -328,7 +332,7 @@ class Dataflow:
         self._planned = lambda *function: [
             Planner(part, spec, graph.seed, found.updates, *function).plan(found.feeds) for part in self.parts
         ]
-        self.plans: list[Plan] = self._planned()
+        self.plans: list[MachinePlan] = self._planned()
         self.writes: tuple[Variable, ...] = found.written
         read = (variable for plan in self.plans for variable in plan.storages)
         self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*read, *self.writes)))
@@ -340,14 +344,14 @@ class Dataflow:
         self.forward = None  # there is no one function
 
     @cached_property
-    def traced(self) -> tuple[PlaceTracer, list[Plan]]:
-        """Plans whose regions tell a tracer what they run, for one step at a time."""
+    def traced(self) -> tuple[PlaceTracer, list[MachinePlan]]:
+        """A tracer, and plans whose regions report to the tracer, for one step at a time."""
         tracer = PlaceTracer()
         return tracer, self._planned(tracer.watching)
 
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
-        cut: Cut | None = None, meet: Meet | None = None, *, is_traced: bool = False,
+        cut: VariableSnapshot | None = None, meet: Meet | None = None, *, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; no Variable is written.
 
@@ -363,19 +367,21 @@ class Dataflow:
         kept = [*stored.values(), *constants]
         here = Here() if len(plans) > 1 else None
         join = meet if here is None else lambda failed: here
-        borrowed = Borrowed([*kept, *fed])  # elements outlive what is fed, too
+        borrowed = BorrowedMemory([*kept, *fed])  # elements outlive what is fed, too
         driver = Driver(self.found, plans, borrowed, join)
         found = driver.drive(*(self._start(plan, fed, stored, run) for plan in plans))
         assert here is None or here.is_empty
         self._ensure_live(found)
-        borrowed = Borrowed([*kept, *driver.put])
+        borrowed = BorrowedMemory([*kept, *driver.put])
         count = len(self.fetches)
         pending = self._pending(found[count:], live, borrowed)
         pending.queued = driver.queues
         return [borrowed.own(value) for value in found[:count]], pending
 
-    def _pending(self, found: Sequence[Any], live: Mapping[Variable, torch.Tensor], borrowed: Borrowed) -> Pending:
-        """What is to be written of what was found for the written Variables."""
+    def _pending(
+        self, found: Sequence[Any], live: Mapping[Variable, torch.Tensor], borrowed: BorrowedMemory
+    ) -> Pending:
+        """The pending writes of the computed values of the written Variables."""
         pending = Pending([], [], [], self.writes)
         rows: dict[UpdateRow, list[Any]] = {}
         kinds: dict[tuple[str, str], Update] = {}
@@ -400,7 +406,7 @@ class Dataflow:
 
     @staticmethod
     def _start(
-        plan: Plan, fed: Sequence[torch.Tensor], stored: Mapping[Variable, torch.Tensor], run: int
+        plan: MachinePlan, fed: Sequence[torch.Tensor], stored: Mapping[Variable, torch.Tensor], run: int
     ) -> list[tuple[Any, Any]]:
         """The values that a plan starts with."""
         start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
@@ -432,9 +438,9 @@ def needs_dataflow(step: StepGraph, executor: str) -> bool:
 
 
 def lowered(
-    step: StepGraph, executor: str, last: Sequence[Pass] = LAST, wanted: Wanted | None = None
+    step: StepGraph, executor: str, last: Sequence[Pass] = LAST, wanted: CutOptions | None = None
 ) -> Program | Dataflow:
-    """The step lowered for ``executor``: as one function, unless it needs dataflow. wanted: of its parts."""
+    """Lower a step for ``executor``: as one function, unless the step needs dataflow. wanted: of its parts."""
     if executor == "parts":
         return Dataflow(in_parts(step, wanted), None if wanted is None else wanted.here)
     if needs_dataflow(step, executor):

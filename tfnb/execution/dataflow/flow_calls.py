@@ -1,4 +1,4 @@
-"""What the control ops of the dataflow form compute: iterations, their numbers, rows in and out, checks."""
+"""Functions of the control ops of the dataflow form: iteration numbers, rows in and out, checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sizes = Callable[[Sequence[torch.Tensor]], dict[str, int]]
 
 
 def sizes_of(specs: Sequence[Spec]) -> Sizes:
-    """What reads sizes off values of these specs."""
+    """A function that reads sizes off values of these specs."""
     found: dict[str, tuple[int, int]] = {}
     for place, spec in enumerate(specs):
         for axis, size in enumerate(spec.shape):
@@ -130,7 +130,7 @@ SENDS: dict[Kind, Callable[[Any], Any]] = {
 
 
 def guarding(node: Node) -> Callable[..., Any]:
-    """The call of a guard: it raises where the value is another than while recording."""
+    """The call of a guard: raises if the value differs from the recorded one."""
 
     def guard(value: torch.Tensor) -> tuple[None]:
         held(node, value)
@@ -157,14 +157,14 @@ class UpdateRow:
 
 
 def left_to_commit(node: Node) -> Callable[..., Any]:
-    """The call of an update that the commit does; its last output is that it is done."""
+    """The call of an update deferred to the commit; its last output is the control output."""
     own, count = settings(node), len(node.outputs)
     kernel = node.op, repr(sorted(own.items()))
     return lambda *inputs: (*[UpdateRow(node, own, kernel, inputs)] * count, None)
 
 
 def ended(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of a region that others wait for; what they wait for is its last output."""
+    """The call of a region with an additional control output, for control dependencies."""
     return lambda *args: (*forward(*args), None)
 
 

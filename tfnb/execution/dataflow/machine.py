@@ -23,7 +23,7 @@ _ENDS = frozenset({EXIT, NEXT})  # a dead value stops there
 
 
 class Dead:
-    """A value that was not computed; ``switch``: number of the Switch that is the reason, ``pred``: what it decided by.
+    """A dead value; ``switch``: number of the Switch that killed the value, ``pred``: its predicate.
 
     Of a loop that never ran ``switch`` is the number of its Exit, and ``pred`` None.
     """
@@ -45,10 +45,10 @@ class Peers(Protocol):
         """The number of the round."""
 
     def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
-        """Send a value, or where it is dead `Dead.switch` and `Dead.pred`, to part number ``to``; waits for nobody."""
+        """Send a value to part number ``to`` without waiting; of a dead value, `Dead.switch` and `Dead.pred`."""
 
     def want(self, edge: int, tag: tuple[int, ...], deliver: Callable[[Any, tuple[int, int] | None], None]) -> None:
-        """Let ``deliver`` have a value once, when it is there; it may be called in another thread."""
+        """Register ``deliver`` to receive a value once, possibly in another thread."""
 
 
 class Step:
@@ -83,7 +83,7 @@ class Step:
 
 
 class Template:
-    """The steps of a frame, and what each of its iterations starts with.
+    """The steps of a frame, and the initial state of each iteration.
 
     number: of the frame, alike in all parts; place: of the part. to, sources: parts that its iterations send to, and
     receive from.
@@ -113,7 +113,7 @@ class Template:
 
 
 class Iteration:
-    """One iteration of a frame: what it waits for, and its values."""
+    """One iteration of a frame: its pending inputs, and its values."""
 
     __slots__ = ("busy", "children", "dead", "frame", "merged", "number", "pending", "slots")
 
@@ -128,7 +128,7 @@ class Iteration:
 
 
 class Frame:
-    """A loop that runs, started by ``parent``, an iteration of the frame around it."""
+    """A running loop, started by ``parent``, an iteration of the enclosing frame."""
 
     __slots__ = ("constants", "enters", "iterations", "left", "next", "parent", "template", "waiting", "window")
 
@@ -144,7 +144,7 @@ class Frame:
 
 
 class Window:
-    """How far a loop may run ahead of the same loop in other parts, which tell now and then what they settled.
+    """Flow control of a loop against the same loop in other parts, by acknowledged iterations.
 
     An iteration needs of other parts nothing of later ones, so what holds a later one back lets all of it go on.
     """
@@ -168,7 +168,7 @@ class Window:
         self.sent[to] += nbytes
 
     def settle(self, to: int, number: int) -> None:
-        """A part said which of its iterations is over."""
+        """Process a part's acknowledgement of its iterations up to ``number``."""
         self.asked.discard(to)
         self.acknowledged[to] += 1
         self.settled[to] = max(self.settled[to], number)
@@ -177,13 +177,13 @@ class Window:
             self.sent[to] -= messages.popleft()[1]
 
     def full(self) -> list[int]:
-        """The parts for which the next iteration has to wait."""
+        """The parts whose acknowledgements the next iteration must await."""
         ahead = self.frame.next
         return [to for to, last in self.settled.items() if ahead - last > WINDOW or self.sent[to] > WINDOW_BYTES]
 
 
-class Acknowledged:
-    """That a part said how far it is with a loop."""
+class Acknowledgement:
+    """An acknowledgement by a part of its progress in a loop."""
 
     __slots__ = ("frame", "to")
 
@@ -255,7 +255,7 @@ class Machine:
         self._end(task.iteration)
 
     def run(self, choose: Callable[[int], int] | None = None) -> None:
-        """Do what is ready. choose: which of so many comes next, by default the first."""
+        """Run all ready steps. choose: picks the next among so many, by default the first."""
         ready = self.ready
         while ready:
             if choose is not None:
@@ -274,7 +274,7 @@ class Machine:
     # -- steps ------------------------------------------------------------------------------------------------
 
     def _fire(self, step: Step, iteration: Iteration) -> bool:
-        """Do a step; False if it is not over then."""
+        """Execute a step; False if the step is not complete afterwards."""
         kind, slots, base, count = step.kind, iteration.slots, step.base, step.count
         if kind == CALL:
             args = slots[base : step.stop]
@@ -295,9 +295,9 @@ class Machine:
             return self._hand_out(step, iteration)
         return True
 
-    def came(self, task: Task | Acknowledged, value: Any, dead: tuple[int, int] | None) -> None:
-        """What a RECV step waited for, or a loop that is ahead."""
-        if isinstance(task, Acknowledged):
+    def came(self, task: Task | Acknowledgement, value: Any, dead: tuple[int, int] | None) -> None:
+        """Process the value of a RECV step, or a loop's acknowledgement."""
+        if isinstance(task, Acknowledgement):
             self._acknowledged(task.frame, task.to, value)
             return
         self.receiving -= 1
@@ -311,7 +311,7 @@ class Machine:
         self._end(task.iteration)
 
     def _meet(self, step: Step, iteration: Iteration, dead: Dead | None) -> bool:
-        """Do a SEND, or begin a RECV; False if it is not over then."""
+        """Execute a SEND, or begin a RECV; False if the step is not complete afterwards."""
         assert self.peers is not None
         tag = _tag(iteration)
         if step.kind == SEND:
@@ -369,7 +369,7 @@ class Machine:
         return frame
 
     def _next(self, step: Step, value: Any, iteration: Iteration) -> Iteration | None:
-        """The iteration that a value goes on to; None if it has to wait."""
+        """The iteration that receives a value sent on to the next one; None if the value must wait."""
         frame = iteration.frame
         target = frame.iterations.get(iteration.number + 1)
         if target is None:
@@ -392,7 +392,7 @@ class Machine:
     # -- values -----------------------------------------------------------------------------------------------
 
     def _send(self, edges: list[tuple[Step, int]], value: Any, iteration: Iteration) -> None:
-        """Deliver a value. What just passes it on (Merge, Switch, NextIteration), or is short, does so at once."""
+        """Deliver a value. Forwarding steps (Merge, Switch, NextIteration) and short calls are executed at once."""
         more: list[tuple[list[tuple[Step, int]], Any, Iteration]] = []
         while True:
             pending, slots = iteration.pending, iteration.slots
@@ -459,7 +459,7 @@ class Machine:
                 iteration.busy += 1
 
     def _die(self, step: Step, iteration: Iteration, dead: Dead) -> bool:
-        """A step with a dead input: it computes nothing and sends dead on. False if it is not over then."""
+        """Execute a step with a dead input: propagate deadness without computing. False if the step is not complete."""
         if step.kind >= SEND:
             return self._meet(step, iteration, dead)
         iteration.slots[step.base : step.base + step.count] = step.none
@@ -486,7 +486,7 @@ class Machine:
             self._settle(iteration)
 
     def _settle(self, iteration: Iteration) -> None:
-        """Free an iteration that is done, the ones behind it, and the frame that has no more."""
+        """Free completed iterations, and frames without iterations."""
         while not (iteration.busy or iteration.children):
             frame, number = iteration.frame, iteration.number
             if frame.enters if number == 0 else number - 1 in frame.iterations:
@@ -521,7 +521,7 @@ class Machine:
                 window.asked.add(to)
                 assert self.peers is not None and self.arrived is not None
                 tag = (*_instance(frame), window.acknowledged[to], frame.template.place, to)
-                self.peers.want(ACKNOWLEDGE, tag, partial(self.arrived, Acknowledged(frame, to)))
+                self.peers.want(ACKNOWLEDGE, tag, partial(self.arrived, Acknowledgement(frame, to)))
         self.holding += bool(full) - window.held
         window.held = bool(full)
         return window.held
@@ -533,7 +533,7 @@ class Machine:
             self._resume(frame)
 
     def _tell_settled(self, frame: Frame, number: int) -> None:
-        """Say now and then how far this part is with a loop, to those that send to it."""
+        """Acknowledge progress in a loop, at intervals, to the parts that send to the loop."""
         window = frame.window
         assert window is not None and self.peers is not None
         if number - window.at >= EACH or window.taken >= EACH_BYTES:
@@ -554,7 +554,7 @@ class Machine:
 
 
 def _instance(frame: Frame) -> tuple[int, ...]:
-    """Which run of a loop a frame is: the tag of the iteration around it, and the frame's number."""
+    """The tag of a frame's loop run: the tag of the enclosing iteration, and the frame's number."""
     return () if frame.parent is None else (*_tag(frame.parent), frame.template.number)
 
 

@@ -55,14 +55,14 @@ class Lanes:
         return heappop(lane.tasks)
 
     def only(self) -> Task | None:
-        """The task, if there is just one and none runs; it is taken."""
+        """Take the only task, if there is exactly one and none is running."""
         if self.running or self.waiting != 1:
             return None
         self.waiting = 0
         return next(heappop(lane.tasks) for lane in self._lanes.values() if lane.tasks)
 
     def start(self) -> None:
-        """Run what there is room for."""
+        """Start tasks while lanes have capacity."""
         for lane in self._lanes.values():
             while lane.tasks and lane.busy < lane.width:
                 task = heappop(lane.tasks)
@@ -77,7 +77,7 @@ class Lanes:
         self.running.discard(task)
 
     def drop(self) -> None:
-        """Start nothing more, and wait for what runs."""
+        """Drop waiting tasks, and wait for running ones."""
         for lane in self._lanes.values():
             lane.tasks.clear()
         self.waiting = 0

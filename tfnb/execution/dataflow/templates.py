@@ -1,4 +1,4 @@
-"""From the dataflow form to the machine's templates: what nobody takes is dropped, nodes become generated code.
+"""From the dataflow form to the machine's templates: unused ops are dropped, nodes become generated code.
 
 Nodes that wait for the same ports become one region, a generated function, so that no node waits for more than its own
 inputs. What takes long (products, convolutions, ops of other libraries) is a region of its own, and goes to a pool.
@@ -60,8 +60,8 @@ Edges = list[tuple[Step, int]]
 
 
 @dataclass(slots=True)
-class Plan:
-    """What a machine runs of a part: the template of the root frame, and where what it starts with goes."""
+class MachinePlan:
+    """A part's plan for the machine: the template of the root frame, and the edges of its inputs."""
 
     root: Template
     feeds: list[Edges]
@@ -73,7 +73,8 @@ class Plan:
 
 
 class Planner:
-    """One plan under construction. spec: of the root's values, fed ones included. updates: what the commit does.
+    """One plan under construction. spec: of the root's values, fed ones included. updates: those deferred to the
+    commit.
 
     function: of a region's program, what computes it.
     """
@@ -97,7 +98,7 @@ class Planner:
         }  # fmt: skip
         self.specs = dict(self._known())
 
-    def plan(self, feeds: Sequence[Port]) -> Plan:
+    def plan(self, feeds: Sequence[Port]) -> MachinePlan:
         """The plan for all ends of the part."""
         ends = {port for end in self.part.ends.values() for port in (end.port, *end.after) if port is not None}
         sends = [number for number, op in enumerate(self.flow.ops) if op.kind == SENT]
@@ -121,7 +122,7 @@ class Planner:
             sink.number = place
         return self._sealed(feeds)
 
-    def _sealed(self, feeds: Sequence[Port]) -> Plan:
+    def _sealed(self, feeds: Sequence[Port]) -> MachinePlan:
         for port, edges in self.edges.items():
             if port in self.makers:
                 step, index = self.makers[port]
@@ -138,7 +139,7 @@ class Planner:
             if op.node is not None and op.node.op == "tfnb.constant" and Port(number) in self.edges
         ]  # fmt: skip
         run = next(Port(number) for number, op in enumerate(self.flow.ops) if op.kind == frames.RUN)
-        return Plan(
+        return MachinePlan(
             self.templates[0], [self.edges.get(port, []) for port in feeds], storages, constants,
             self.edges.get(run, []), self.programs,
             [step for template in self.templates for step in template.steps if step.kind == WAIT],
@@ -147,14 +148,14 @@ class Planner:
     # -- what is there, and what is needed --------------------------------------------------------------------
 
     def sources(self, op: Op) -> list[Port]:
-        """The ports that an op waits for when it runs."""
+        """The ports awaited by an op at run time."""
         inputs = op.inputs
         if op.kind == frames.NODE and node_of(op).op == ops.WITH_GRADIENT:
             inputs = tuple(op.inputs[ref.input] for ref in node_of(op).attrs["values"])
         return [*replace(op, inputs=inputs).sources]
 
     def _kept(self, ends: Iterable[Port], effects: Sequence[int]) -> list[int]:
-        """Ops that lead to what is wanted, and what is done for what it does."""
+        """Ops needed for the requested ends and effects."""
         return needed(self.flow, tuple(ends), effects)
 
     def _known(self) -> Iterator[tuple[tuple[int, Value], Spec]]:
@@ -306,7 +307,7 @@ class Planner:
         step.stop += 1
 
     def _op(self, number: int) -> None:
-        """The step of an op that is in no region; none for what is given or stands for another port."""
+        """Make the step of an op outside of regions; none for inputs and aliases of other ports."""
         op = self.flow.ops[number]
         node = op.node
         inputs, after = list(op.inputs), list(op.after)

@@ -39,7 +39,9 @@ def max_pool2d(x: torch.Tensor, *window: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 def index(x: torch.Tensor, indices: list[Any]) -> torch.Tensor:
-    """``aten.index.Tensor``; Python's own indexing by one tensor, unless that is a number, of which it makes a view."""
+    """``aten.index.Tensor``, by Python's own indexing for one index tensor with dimensions (a number would give a
+    view).
+    """
     if len(indices) == 1 and indices[0] is not None and indices[0].dim():
         return x[indices[0]]
     return _INDEX(x, indices)  # type: ignore[no-any-return]
@@ -88,6 +90,6 @@ QUICK: dict[Any, Callable[..., Any]] = {
 
 
 def writing(op: Any) -> Callable[..., Any]:
-    """The method of ``torch.Tensor`` for an overload that writes into its first argument, which is quicker to call."""
+    """The method of ``torch.Tensor`` for an in-place overload, since methods are quicker to call."""
     name = op._schema.name.partition("::")[2]
     return getattr(torch.Tensor, name, op) if op._overloadname in ("default", "Tensor") else op

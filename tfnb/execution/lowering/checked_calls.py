@@ -12,7 +12,7 @@ from tfnb.kernels.random import drawn, mix, seeded
 from tfnb.recording.values.interpret import held, sizes_hold
 
 
-class Drawing:
+class RandomCall:
     """A random op that draws from its node's stream: called with the run's number first."""
 
     def __init__(self, node: Node, graph_seed: int) -> None:
@@ -24,10 +24,10 @@ class Drawing:
         return seeded(self.op, mix(*self.place, run), self.device, args, kwargs)
 
 
-class Seeded:
-    """The same with a generator of its own, which `seed` sets to the run: for code that is captured once."""
+class SeededCall:
+    """A drawing with its own generator, which `seed` sets for the run: for code captured once."""
 
-    def __init__(self, drawing: Drawing, generator: torch.Generator) -> None:
+    def __init__(self, drawing: RandomCall, generator: torch.Generator) -> None:
         self.op, self.place, self.generator = drawing.op, drawing.place, generator
         self.__name__ = "draw"  # for the generated code
 
@@ -35,12 +35,12 @@ class Seeded:
         return drawn(self.op, self.generator, args, kwargs)
 
     def seed(self, run: int) -> None:
-        """What is drawn next is what the drawing draws in this run."""
+        """Set the generator to the stream of this run."""
         self.generator.manual_seed(mix(*self.place, run))
 
 
 class Branch:
-    """A guard on a branch that Python took while recording: called with the value it depended on."""
+    """A guard on a Python branch taken while recording: called with the value of its condition."""
 
     def __init__(self, node: Node) -> None:
         self.node = node

@@ -21,13 +21,13 @@ from tfnb.kernels.control import Replay, call, while_loop
 from tfnb.kernels.memory_budget import MemoryBudget, current_budget
 from tfnb.kernels.offload import RowStack
 from tfnb.kernels.random import mix
-from tfnb.kernels.rows import Ahead, Kept, Sums
+from tfnb.kernels.rows import KeptRows, RowProducts, Sums
 from tfnb.memory.loop_rows import of_rows
 from tfnb.recording.values.interpret import absent, number, too_deep
 
 
-class Lowered(Protocol):
-    """What a subgraph was lowered to."""
+class LoweredSubgraph(Protocol):
+    """A lowered subgraph."""
 
     @property
     def forward(self) -> Callable[..., tuple[Any, ...]]: ...
@@ -36,7 +36,7 @@ class Lowered(Protocol):
     def written(self) -> tuple[int, ...]: ...
 
 
-Lower = Callable[..., Lowered]  # of a subgraph, which outputs are wanted; how many inputs a call may write into
+Lower = Callable[..., LoweredSubgraph]  # of a subgraph, which outputs are wanted; how many inputs a call may write into
 
 
 class Loop:
@@ -78,7 +78,7 @@ class Loop:
         self.replicas = attrs.get("replicas", False)
         self.__name__ = "loop"  # for the generated code
 
-    def _body(self, lower: Lower, carried: int, wanted: Sequence[Value]) -> Lowered:
+    def _body(self, lower: Lower, carried: int, wanted: Sequence[Value]) -> LoweredSubgraph:
         """Inputs of the body: carried values, rows, precomputed products, captures, accumulators.
 
         Outputs: carried values, rows, terms to accumulate.
@@ -105,7 +105,7 @@ class Loop:
             columns, stacks = self._columns(rows), list[RowStack]()
             if space is not None:
                 again = Replay(body, sequences, captures, len(state), (), self.body.written, limit, self.reverse, run,
-                              self.draws)  # fmt: skip
+                              self.draws, self.replicas)  # fmt: skip
                 stacks = list(self._stacks(space, columns, rows, state, again))
             columns += [] if sums is None else sums.columns()
             for stack in stacks:
@@ -117,16 +117,16 @@ class Loop:
         return out if sums is None else self.united(out, len(init))
 
     def _columns(self, rows: Any) -> list[Any]:
-        """What takes the rows: stacked or kept."""
+        """The collector of each row output: stacked rows or kept rows."""
         return [
-            (rows[row], *kind) if loops is None else Kept(pair=isinstance(rows[row], int), once=len(loops) == 1)
+            (rows[row], *kind) if loops is None else KeptRows(pair=isinstance(rows[row], int), once=len(loops) == 1)
             for row, kind, loops in zip(self.rows, self.kinds, self.kept, strict=True)
         ]
 
     def _stacks(
         self, space: MemoryBudget, columns: list[Any], rows: Any, state: Sequence[torch.Tensor], again: Replay
     ) -> Iterator[RowStack]:
-        """What takes the kept rows within the room of a run, in place of these columns."""
+        """Yield row stacks for the kept rows within the memory of a run, in place of these columns."""
         lengths = [*(len(x[1] if type(x) is tuple else x) for x in again.xs[:1]), again.limit]
         iterations = min([n for n in lengths if n is not None], default=None) if self.cond is None else None
         leaves, held = self.node.attrs.get("swap_memory") is not False, space.again.get(self.id)
@@ -168,17 +168,17 @@ class Loop:
         found = of_rows(self.node, [self.rows[place] for place in places], {})
         return replace(found, bytes=each, known=bool(each)).refused(iteration, space.bytes, why)
 
-    def products(self, xs: Any, captures: Any) -> list[Ahead]:
+    def products(self, xs: Any, captures: Any) -> list[RowProducts]:
         """The sequences of products that no iteration makes."""
         return [self._ahead(product, xs, captures) for product in self.apart.ahead]
 
-    def _ahead(self, product: Product, xs: Any, captures: Any) -> Ahead:
+    def _ahead(self, product: Product, xs: Any, captures: Any) -> RowProducts:
         weight = captures[product.weight]
         bias = None if product.bias is None else captures[product.bias]
-        return Ahead(xs[product.rows], weight.t() if product.turned else weight, bias)
+        return RowProducts(xs[product.rows], weight.t() if product.turned else weight, bias)
 
     def sums(self, init: Any) -> Sums | None:
-        """What takes the terms of sums that no iteration adds up."""
+        """The collector of the terms of sums taken out of the iterations."""
         found = self.apart
         if not found.totals:
             return None
@@ -188,7 +188,7 @@ class Loop:
         return Sums(terms, totals, self.zero, len(at))
 
     def united(self, out: list[Any], carried: int) -> list[Any]:
-        """The carried values in order, of which the sums come last."""
+        """The carried values in order, with the sums inserted."""
         totals = self.apart.totals
         sums = {total.place: made.t() if total.turned else made
                 for total, made in zip(totals, out[len(out) - len(totals) :], strict=True)}  # fmt: skip
@@ -208,7 +208,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Watcher(Protocol):
-    """Looks at what runs inside of loops and branches: gives the functions to call in place of the generated ones."""
+    """Observes loops and branches: gives the functions to call in place of the generated ones."""
 
     def loop(self, loop: Loop) -> AbstractContextManager[tuple[Any, Any]]: ...
 
@@ -251,7 +251,7 @@ class Cond:
         return self.complete(missing, given, shapes) if any(missing) else list(given)
 
     def complete(self, missing: Sequence[bool], given: Iterable[Any], shapes: Any) -> list[Any]:
-        """The outputs, with something for those that a side lacks: None where that is what it means."""
+        """The outputs of a branch, completed by placeholders for missing ones (None for optional outputs)."""
         found = iter(given)
         return [
             next(found) if not lacks else None if place in self.optional else absent(spec, shapes[place])
@@ -259,7 +259,7 @@ class Cond:
         ]
 
 
-class Call:
+class RecursiveCall:
     """Calls of one function that calls itself: called with the run's number, that of the call, and its args.
 
     ``program`` is put in when it is lowered, as it holds this very object.
@@ -267,7 +267,7 @@ class Call:
 
     def __init__(self, node: Node) -> None:
         self.node, self.function = node, node.attrs["function"]
-        self.program: Lowered
+        self.program: LoweredSubgraph
         self.__name__ = "call"  # for the generated code
 
     def __call__(self, run: int, place: int, *args: Any) -> Sequence[torch.Tensor]:

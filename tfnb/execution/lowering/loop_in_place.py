@@ -1,4 +1,4 @@
-"""What a loop's body may write in place: carried values that nothing but the body holds, and nobody looks at after.
+"""In-place writes in a loop's body: carried values used by the body alone, and not read after the write.
 
 A body that puts one row into a carried tensor would copy it in every iteration. Where all that follows from the carried
 value is its next one, through ops of `writer_of`, the loop makes a copy once, before the first iteration.
@@ -44,7 +44,7 @@ NOTHING = InPlace(frozenset(), ())
 
 
 def writes_last(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-    """The nodes with each that may write behind those that read what it writes into, where its own users allow it.
+    """Move each in-place candidate behind the readers of its target, if its own users allow the move.
 
     A pass that comes before `donate`, for which the order is final.
     """
@@ -61,7 +61,9 @@ def writes_last(graph: Graph, fetches: Collection[Value] = (), feeds: Collection
 
 
 def in_place(body: Contents, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> InPlace:
-    """What may be written; inputs: the carried values, outputs: of the body, the next carried values first."""
+    """The writes that may go in place; inputs: the carried values, outputs: of the body, the next carried
+    values first.
+    """
     chains = {place: _chain(body, value, outputs, place) for place, value in enumerate(inputs)}
     found = {place: chain for place, chain in chains.items() if chain}
     while True:  # a write changes all of its first inputs, or none
@@ -79,7 +81,7 @@ def in_place(body: Contents, inputs: Sequence[Value], outputs: Sequence[Value | 
 def _chain(
     body: Contents, value: Value, outputs: Sequence[Value | None], place: int
 ) -> list[tuple[Node, int]]:  # fmt: skip
-    """The writes that lead from a carried value to the next one, each with which of its outputs; none if others do."""
+    """The writes from a carried value to the next one, each with its output index; none if other ops intervene."""
     found: list[tuple[Node, int]] = []
     while value != outputs[place]:
         users = [body.by_id[i] for i in body.consumers.get(value, ())]
@@ -99,7 +101,7 @@ def _chain(
 
 
 def _written(node: Node, value: Value) -> int | None:
-    """Which of the inputs that the node writes into this is."""
+    """Index of a value among the inputs that the node writes; None if absent."""
     return next((i for i in range(_count(node)) if node.inputs[i] == value), None)
 
 

@@ -1,4 +1,4 @@
-"""Products in a loop's body that need not be taken iteration by iteration: a plan for lowering, which changes no graph.
+"""Products in a loop's body that can leave the iterations: a plan for lowering, without changes to the graph.
 
     x_t @ w for each row x_t of a sequence         ->  products of many rows, ahead of their iterations
     total + a_t.t() @ b_t, or total + b_t.sum(0)   ->  one product or sum for many iterations, behind them
@@ -30,7 +30,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A carried value, by its place, that sums ``a.t() @ b``, or ``b.sum(0)``, up; turned: the transpose of that."""
+    """A carried value, by its position, that accumulates ``a.t() @ b``, or ``b.sum(0)``; turned: transposed."""
 
     place: int
     a: Value | None
@@ -40,7 +40,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A body, simplified, without those products: their values are fed, and what the sums are of is given."""
+    """A simplified body without the extracted products: their values are fed, and the terms of the sums are outputs."""
 
     body: Subgraph
     sequences: int
@@ -49,12 +49,12 @@ class Apart:
 
     @property
     def summed(self) -> tuple[Value, ...]:
-        """What the sums are of, each once."""
+        """The terms of the sums, each once."""
         return tuple(dict.fromkeys(v for total in self.totals for v in (total.a, total.b) if v is not None))
 
 
 def apart(attrs: Mapping[str, Any], outputs: Sequence[Value], plain: Set[int]) -> Apart:
-    """What can be taken out of a loop's body that gives ``outputs``, the carried values first.
+    """Extract products and sums from a loop's body with these ``outputs``, the carried values first.
 
     plain: places of sequences that are stacked tensors.
     """
@@ -63,14 +63,14 @@ def apart(attrs: Mapping[str, Any], outputs: Sequence[Value], plain: Set[int]) -
     known = graph.contents.by_id
     given = tuple(whole.contents.by_id[v.node] for v in whole.inputs if v.node not in known)
     contents = Contents((*given, *graph.nodes), whole.contents.guards)
-    finder = _Finder(attrs, contents, whole.inputs, outputs)
+    finder = _ProductFinder(attrs, contents, whole.inputs, outputs)
     totals = () if attrs["cond"] is not None else tuple(finder.totals())
     ahead = tuple(product for node in contents.nodes if (product := finder.ahead(node, plain)) is not None)
     return Apart(replace(whole, contents=contents), len(attrs["xs"]), ahead, totals)
 
 
-class _Finder:
-    """A body, and which of its values are what."""
+class _ProductFinder:
+    """Searches a body for extractable products and sums."""
 
     def __init__(
         self, attrs: Mapping[str, Any], contents: Contents, inputs: Sequence[Value], outputs: Sequence[Value]
@@ -92,7 +92,7 @@ class _Finder:
         return Product(node.value(), self.sequences[rows], self.captures[weight], turned, added)
 
     def _turned(self, value: Value) -> tuple[bool, Value]:
-        """Behind transpositions: whether they turn it, and what."""
+        """Strip transpositions: whether their number is odd, and the value below."""
         turned = False
         while (source := transposed(self.contents.by_id[value.node])) is not None:
             turned, value = not turned, source
@@ -128,6 +128,6 @@ class _Finder:
         return Total(place, a, b, turned)
 
     def _alone(self, value: Value, users: int) -> bool:
-        """Whether so many nodes take the value, and it is no output, but for the sum itself."""
+        """Whether a value has exactly so many consumers and, if any, is no output."""
         given = self.outputs.count(value) if users else 0
         return len(self.contents.consumers.get(value, ())) == users and not given

@@ -17,8 +17,8 @@ from torch import fx
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.lowering.bindings import QUICK, writing
-from tfnb.execution.lowering.checked_calls import Branch, Drawing, Relation
-from tfnb.execution.lowering.control_flow_code import REGIONS, Call
+from tfnb.execution.lowering.checked_calls import Branch, RandomCall, Relation
+from tfnb.execution.lowering.control_flow_code import REGIONS, RecursiveCall
 from tfnb.execution.lowering.loop_in_place import NOTHING, in_place, writer_of, writes_last
 from tfnb.execution.lowering.program import Donation, Program, unwritten
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
@@ -47,7 +47,7 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: 
 
 
 def lower_step(step: StepGraph, last: Sequence[Pass] = LAST) -> Program:
-    """`lower` of what is pruned already."""
+    """Lower a pruned step."""
     heap.settle()
     unburden(step.whole)
     with uncollected():
@@ -55,12 +55,13 @@ def lower_step(step: StepGraph, last: Sequence[Pass] = LAST) -> Program:
 
 
 def lower_optimized(whole: Graph, graph: Graph, fetches: tuple[Value, ...], feeds: tuple[Value, ...]) -> Program:
-    """`lower` of what all passes have seen. whole: where the nodes of fetches and feeds are."""
+    """Lower a fully optimized graph. whole: the graph with the nodes of fetches and feeds."""
     return _Lowering(whole, graph, fetches, feeds).program()
 
 
 def subprogram(
-    subgraph: Subgraph, outputs: Iterable[Value], seed: int, calls: dict[Recursion, Call] | None = None, owned: int = 0,
+    subgraph: Subgraph, outputs: Iterable[Value], seed: int, calls: dict[Recursion, RecursiveCall] | None = None,
+    owned: int = 0,
     once: Sequence[Pass] = ONCE,
 ) -> Program:  # fmt: skip
     """The program of a subgraph, from its inputs. calls: of functions that call themselves, lowered already.
@@ -80,7 +81,7 @@ def subprogram(
 
 
 class _Lowering:
-    """One lowering: an fx graph under construction and where each value stands in it."""
+    """One lowering: an fx graph under construction, and the fx node of each value."""
 
     def __init__(
         self, graph: Graph, pruned: Graph, fetches: tuple[Value, ...], feeds: tuple[Value, ...]
@@ -102,11 +103,11 @@ class _Lowering:
         self.counted = counted_in_runs(pruned.contents, self.kept_rows, feed_symbols(graph.contents, feeds))
         self.inner: list[Any] = []
         self.in_place = NOTHING
-        self.calls: dict[Recursion, Call] = {}
+        self.calls: dict[Recursion, RecursiveCall] = {}
         self.late: set[Value] = set()  # what stands for what is stored after the updates
 
     def program(self, checks: Iterable[Guard] = ()) -> Program:
-        """The program; ``checks`` are relations between sizes that it looks at itself."""
+        """Build the program; ``checks`` are relations between sizes, checked by the program itself."""
         contents = self.graph.contents
         inputs = [self.fx.placeholder(f"feed{i}") for i in range(len(self.feeds))]
         variables = tuple(contents.variables.values())
@@ -209,7 +210,9 @@ class _Lowering:
         self._set(Value(node.id), at, node)
 
     def _hoisted(self, node: Node) -> None:
-        """What an update of a branch gives is what will be stored: others may pass it on to other Variables."""
+        """Let the outputs of an update in a branch stand for the stored values, which may be passed on to other
+        Variables.
+        """
         for index, place in enumerate(written(node)):
             value = node.value(index)
             self.values[value] = self.values[node.inputs[place]]
@@ -227,7 +230,7 @@ class _Lowering:
     def _call(self, node: Node) -> None:
         op = overload(node.op)
         args, kwargs = unbind(op, map_leaves(lambda leaf: self._argument(node, leaf), node.attrs))
-        target = QUICK.get(kernel(op), kernel(op)) if node.stream is None else Drawing(node, self.graph.seed)
+        target = QUICK.get(kernel(op), kernel(op)) if node.stream is None else RandomCall(node, self.graph.seed)
         if node.id in self.in_place.nodes:
             target, _ = writer_of(node.op) or (target, 0)
         if node.stream is not None:
@@ -267,7 +270,7 @@ class _Lowering:
         self._results(node, self.fx.call_function(call, (self.run, *attrs)), call.places, call.same)
 
     def _tellers(self, node: Node, taken: Collection[int]) -> Iterator[int]:
-        """Outputs that nobody takes, of which a size is needed that nothing else tells."""
+        """Outputs without consumers whose shape alone binds a needed size."""
         told = {*self.symbols, *(s for index in taken for s in map(str, node.outputs[index].shape))}
         for index, spec in enumerate(node.outputs):
             own = self.needed_symbols.intersection(map(str, spec.shape)) - told
@@ -284,7 +287,7 @@ class _Lowering:
         """A call of a function that calls itself: its calls inside are calls of the same object."""
         function = node.attrs["function"]
         if function not in self.calls:
-            call = self.calls[function] = Call(node)
+            call = self.calls[function] = RecursiveCall(node)
             call.program = self._subprogram(function.body, function.body.outputs)
             self.inner.append(call.program)
         args = [self.values[v] for v in node.inputs]
@@ -294,7 +297,7 @@ class _Lowering:
     def _results(
         self, node: Node, out: fx.Node, places: Iterable[int], same: Mapping[int, Iterable[Value]] | None = None
     ) -> None:  # fmt: skip
-        """The outputs at ``places`` of a node are what a call gives; ``same``: which inputs they may be as they are."""
+        """Bind the outputs at ``places`` of a node to a call's results; ``same``: inputs that an output may alias."""
         self._note(out, node)
         for place, index in enumerate(places):
             value, known = node.value(index), None if same is None else same.get(index)
@@ -314,7 +317,7 @@ class _Lowering:
         return self._size(leaf) if isinstance(leaf, Dim) else leaf
 
     def _size(self, dim: Dim) -> Any:
-        """The size as arithmetic in the generated code; as one call where it rounds, which proxies cannot."""
+        """The size as arithmetic in the generated code; as one call for rounding expressions, which proxies lack."""
         try:
             result = dim.evaluate(self.symbols)
         except TypeError:
@@ -366,7 +369,7 @@ class _Lowering:
         )  # fmt: skip
 
     def _specs(self) -> dict[str, Spec]:
-        """What is known of the values of the generated code."""
+        """Specs of the values in the generated code, by fx name."""
         found: dict[str, Spec] = {}
         for value, at in self.values.items():
             node = self.graph.contents.by_id.get(value.node) or self.whole.contents.by_id[value.node]
@@ -393,7 +396,7 @@ class _Lowering:
 
 
 def _cloned(value: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy of what a branch gives only if it was taken."""
+    """A copy of a branch's output; None if the branch was not taken."""
     return None if value is None else value.clone()
 
 

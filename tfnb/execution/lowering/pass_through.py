@@ -1,4 +1,4 @@
-"""What a branch gives: memory of its own, or what went in, as it is. So a side that was not taken costs no copies."""
+"""Outputs of a branch: new memory, or an input unchanged. So an untaken side costs no copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfnb.kernels.optim import FUSED
 
 
 def passed_on(node: Node, places: Sequence[int], programs: Iterable[Any]) -> Mapping[int, tuple[Value, ...]]:
-    """Of outputs of a ``tfnb.cond`` that are new memory, or one of its inputs as it is: which ones that may be.
+    """For outputs of a ``tfnb.cond`` that are new memory or an unchanged input: the possible inputs.
 
     programs: of both sides, each with the outputs it lacks, which are made.
     """
@@ -29,7 +29,7 @@ def passed_on(node: Node, places: Sequence[int], programs: Iterable[Any]) -> Map
 
 
 def _sources(value: Value, program: Any, node: Node) -> list[Value] | None:
-    """The input of the node that a side gives, as it is; none where it is new memory, None where nobody knows."""
+    """The input that a side returns unchanged; none for new memory, None if unknown."""
     if value in program.feeds:
         operand = node.attrs["operands"][program.feeds.index(value)]
         return [node.inputs[operand.input]] if isinstance(operand, Ref) else None

@@ -1,4 +1,4 @@
-"""What a graph is lowered to: a generated function that computes, and what the commit writes then.
+"""The lowered form of a graph: a generated function, and the writes of the commit.
 
 Made by `tfnb.execution.lowering.lower`. What may fail of a commit is looked at before it: rows that are not there.
 """
@@ -16,7 +16,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.graph import Graph, Node, Spec, Value, Variable
 from tfnb.graph.op_facts import facts_of
-from tfnb.graph.variable_locks import LOCKS, Access, Cut, Use
+from tfnb.graph.variable_locks import LOCKS, Access, Use, VariableSnapshot
 from tfnb.interrupts import no_interrupt
 from tfnb.kernels.row_writes import outside
 from tfnb.passes.in_place_commit import IN_PLACE
@@ -68,7 +68,7 @@ class Program:
 
     @property
     def forward(self) -> Callable[..., tuple[Any, ...]]:
-        """The generated code, which is written when it is first asked for."""
+        """The generated code, written at the first access."""
         if self.made is None:
             self.made = written(self.module)
         return self.made
@@ -80,7 +80,7 @@ class Program:
 
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0,
-        forward: Callable[..., Sequence[Any]] | None = None, cut: Cut | None = None,
+        forward: Callable[..., Sequence[Any]] | None = None, cut: VariableSnapshot | None = None,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; nothing is written.
 
@@ -118,7 +118,7 @@ class Program:
     def write(
         self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int, forward: Callable[..., Any]
     ) -> list[torch.Tensor | None] | None:
-        """The whole step by code that ``writes``: the fetched values; None where it did nothing."""
+        """Run the whole step by code that ``writes``; returns the fetched values, or None if the code declined."""
         with no_interrupt():
             results = forward(feeds, storages, run)
             for variable in self.writes if results is not None else ():
@@ -142,7 +142,7 @@ class Program:
     def apart(
         self, feeds: Mapping[int, torch.Tensor], storages: Iterable[torch.Tensor]
     ) -> dict[int, torch.Tensor]:  # fmt: skip
-        """Feeds, by place; those of which the commit would have read what it had written over are copies."""
+        """Feeds, by position; feeds that share memory with Variables and are read after the writes are copied."""
         kept, memory = dict(feeds), {storage.untyped_storage().data_ptr() for storage in storages}
         for place in kept.keys() & set(self.late):
             if kept[place].untyped_storage().data_ptr() in memory:
@@ -171,18 +171,18 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Donation:
-    """A call that writes into its first argument: what it is without that, and the argument that says where."""
+    """A call that writes into its first argument: the out-of-place target, and the keyword of the output argument."""
 
     target: Callable[..., Any]
     out: str | None
 
     def kwargs(self, node: fx.Node) -> dict[str, Any]:
-        """The keyword arguments of the call without it."""
+        """The keyword arguments of the call without the output argument."""
         return {name: value for name, value in node.kwargs.items() if name != self.out}
 
 
 def unwritten(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """The module of a graph; its code is written when somebody needs it. Tried with torch 2.13."""
+    """The module of a graph, whose code is written on demand. Tried with torch 2.13."""
     return _LazyGraphModule(root, graph)
 
 
@@ -196,7 +196,7 @@ def written(module: fx.GraphModule) -> Callable[..., Any]:
 def accesses(
     graph: Graph, variables: Sequence[Variable], writes: Iterable[Variable], copies: Iterable[int]
 ) -> tuple[Access | None, Access | None]:  # fmt: skip
-    """What a step locks from its first read to its commit, and what it locks for the commit only.
+    """The locks of a step from its first read to its commit, and the locks for the commit only.
 
     copies: places of Variables that the commit overwrites, so that a lock has to hold from the read on.
     """
@@ -226,7 +226,7 @@ def _stored(updates: list[Update], values: list[Any], storages: Mapping[int, tor
 
 
 def ensure_there(node: Node, rows: Any) -> None:
-    """Raise IndexError for a row that a commit could not write: it may not fail."""
+    """Raise IndexError for a row index out of bounds before the commit, since a commit may not fail."""
     axis = node.attrs["dim"]
     count = int(node.outputs[0].shape[axis])
     bad = outside(count, rows)

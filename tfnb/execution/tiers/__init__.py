@@ -1,4 +1,4 @@
-"""Which code a step runs: generated, compiled, captured. Each kind is a tier behind one `interface`.
+"""The kinds of code for a step: generated, compiled, captured. Each kind is a tier behind one `interface`.
 
 `tiered` chooses, by `agreement`. `scalarize` (table: `scalar_ops`) writes code with Python's numbers, `native` makes a
 whole step one call, or each straight segment of it (`graph_split`), `compiled_loops` loops (`cpp`, `cpp_ops`).

@@ -1,4 +1,4 @@
-"""Whether compiled code gives what generated code gives, and whether it is faster.
+"""Agreement of compiled code with generated code, and their comparison in speed.
 
 It rounds in other places, which some steps make much of: Adam takes a whole step along a gradient that is zero but for
 rounding, as that of the bias of attention's keys is. So where code differs, generated code runs once more on
@@ -37,11 +37,11 @@ ROUNDINGS = 4  # times what a rounding of each argument changes: code that round
 def compared(
     program: Program, generated: Forward, compiled: Forward, samples: Iterable[Sequence[Any]]
 ) -> dict[str, Any]:  # fmt: skip
-    """What is to be known about compiled code: it ``agrees``, and its ``seconds_a_step``; or where it differs.
+    """Facts about compiled code: it ``agrees``, with its ``seconds_a_step``; or the difference in words.
 
     samples: arguments as in a run, which nobody else writes; they are written into.
     """
-    timed = Timed(compiled)
+    timed = TimedCode(compiled)
     differs = next(filter(None, (difference(program, generated, timed, args) for args in samples)), None)
     if differs is not None:
         return {"agrees": False, "is_faster": False, "status": f"compiled code differs: {differs}"}
@@ -49,7 +49,7 @@ def compared(
 
 
 def difference(program: Program, generated: Forward, compiled: Forward, args: Sequence[Any]) -> str | None:
-    """How a step of compiled code differs, in a few words; None where it agrees or takes too long.
+    """The difference between compiled and generated code in a few words; None if they agree or take too long.
 
     Code that writes is compared by what it leaves in ``args``; generated code then writes into copies.
     """
@@ -80,12 +80,12 @@ def difference(program: Program, generated: Forward, compiled: Forward, args: Se
 
 
 def _computed(program: Program, forward: Forward, args: Sequence[Any]) -> list[Any]:
-    """What a step gives, and what it would write."""
+    """The outputs of a step, with the values to write."""
     return list(forward(*args))
 
 
 def _written(program: Program, forward: Forward, args: Sequence[Any]) -> list[Any]:
-    """What a step gives, and all that it read, as it leaves it; no Variable knows."""
+    """The outputs of a step, and all operands after its writes, without notice to Variables."""
     *tensors, run = args
     feeds, storages = tensors[: len(program.feeds)], tensors[len(program.feeds) :]
     if getattr(forward, "writes", False):
@@ -134,7 +134,7 @@ def _rounded(args: Sequence[Any], epsilon: float) -> list[Any]:
 
 
 def _is_rounding(found: Any, wanted: Any, rounded: Any) -> bool:
-    """Whether two values differ as generated code does from itself when what it is given is rounded."""
+    """Whether two values differ by no more than generated code does from itself under rounded operands."""
     tensors = [found, wanted, rounded]
     if not all(isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (found.shape, found.dtype) for x in tensors):
         return False
@@ -147,7 +147,7 @@ def _is_rounding(found: Any, wanted: Any, rounded: Any) -> bool:
     return bool((beyond.clamp(min=0).sort().values <= ROUNDINGS * moves.sort().values).all())
 
 
-class Timed:
+class TimedCode:
     """Code that knows how long its last call took, if there was one."""
 
     def __init__(self, code: Forward) -> None:
@@ -162,7 +162,7 @@ class Timed:
 
 
 def verdict(generated: Sequence[float], compiled: Sequence[float]) -> float | None:
-    """What compiled code takes of the time of generated code; None as long as that is not clear.
+    """Time of compiled code relative to generated code; None until significant.
 
     Steps are compared in pairs, one right after the other, so that a machine which gets slower or faster in the
     meantime, or stumbles, decides nothing.
@@ -179,7 +179,7 @@ def verdict(generated: Sequence[float], compiled: Sequence[float]) -> float | No
 
 
 def at_other_sizes(axes: Sequence[Axis], args: Sequence[Any]) -> Iterator[list[Any]]:
-    """The arguments of a run for other sizes of these axes, with elements of these; none where there are no axes."""
+    """Arguments of a run for other sizes of these axes, made of the given elements; none without axes."""
     for factor, more in ((1, 1), (2, 3), (0, 2)) if axes else ():
         given = copied(args)
         for place, axis, _ in axes:

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from tfnb.execution.lowering.checked_calls import Branch, Drawing, Relation, Seeded
-from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
+from tfnb.execution.lowering.checked_calls import Branch, RandomCall, Relation, SeededCall
+from tfnb.execution.lowering.control_flow_code import Cond, Loop, RecursiveCall
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.cuda_graphs import CudaGraphs
 from tfnb.execution.tiers.graph_split import behind
-from tfnb.execution.tiers.interface import Forward, Request
+from tfnb.execution.tiers.interface import Forward, TierRequest
 from tfnb.graph.op_facts import facts_of
 from tfnb.interrupts import from_signal_handler
 
@@ -38,27 +38,27 @@ _LOG = logging.getLogger(__name__)
 
 
 class Device(Protocol):
-    """What captures calls on one device; all that it captures shares memory, so only one may run at a time."""
+    """A device that captures calls; captures share memory, so only one may run at a time."""
 
     def generator(self) -> torch.Generator:
         """A generator for one random op of captured code."""
 
     def warm(self, call: Callable[[], Outs]) -> Outs:
-        """``call()``, where it will be captured."""
+        """Run ``call()`` where it will be captured."""
 
     def capture(
         self, call: Callable[[], Outs], generators: Sequence[torch.Generator]
     ) -> tuple[Outs, Callable[[], None]]:
-        """What ``call`` gives, in memory that stays, and what fills it anew; `call` draws from these generators."""
+        """Capture ``call``: its results, in memory that stays, and the function that recomputes them."""
 
     def after(self) -> None:
-        """What this thread starts on the device from here on comes after the last launch."""
+        """Order this thread's later work on the device after the last launch."""
 
 
 DEVICES: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaGraphs}
 """By kind of device; on others nothing is captured."""
 
-_DECIDES = (Branch, Relation, Call, Cond, Loop)
+_DECIDES = (Branch, Relation, RecursiveCall, Cond, Loop)
 
 
 def device_of(program: Program) -> torch.device:
@@ -68,7 +68,7 @@ def device_of(program: Program) -> torch.device:
 
 
 def obstacle(program: Program, device: torch.device) -> str | None:
-    """Why a program's code cannot be captured: what it decides or reads on the host; None where nothing is known."""
+    """The reason why a program cannot be captured, such as host decisions or reads; None if no reason is known."""
     calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
     if len(calls) < FEWEST:
         return f"it is {len(calls)} calls"
@@ -87,7 +87,7 @@ def obstacle(program: Program, device: torch.device) -> str | None:
 
 
 def _on_host(program: Program, node: Any, device: str) -> str | None:
-    """What of a node waits for the host or another device."""
+    """The reason why a node waits for the host or another device; None if it does not."""
     by_id = program.graph.contents.by_id
     given = [by_id[value.node].outputs[value.index] for value in node.inputs if value.node in by_id]
     if any(spec.device != device for spec in node.outputs):
@@ -111,7 +111,7 @@ class Captures:
     def __init__(self, device: Device, why_not: str | None = None) -> None:
         self.device, self.why_not = device, why_not
         self._thread: int | None = None
-        self._kept: OrderedDict[Captured, None] = OrderedDict()
+        self._kept: OrderedDict[CapturedCode, None] = OrderedDict()
 
     name = "launched whole"
 
@@ -122,12 +122,12 @@ class Captures:
         make = DEVICES.get(device.type)
         return None if make is None else cls(make(device), obstacle(program, device))
 
-    def made(self, request: Request) -> Forward | str:
+    def made(self, request: TierRequest) -> Forward | str:
         """Generated code, captured after a few steps."""
-        return self.why_not or Captured(request.program, request.forward, self)
+        return self.why_not or CapturedCode(request.program, request.forward, self)
 
     def claim(self) -> bool:
-        """Whether this thread may launch: it is the first one that asks."""
+        """Whether this thread may launch: the first thread to ask owns the captures."""
         if self._thread is None:
             self._thread = threading.get_ident()
         return self.is_mine
@@ -137,14 +137,14 @@ class Captures:
         """Whether this is the thread that launches."""
         return self._thread == threading.get_ident()
 
-    def used(self, captured: Captured) -> None:
+    def used(self, captured: CapturedCode) -> None:
         """This one was launched last; one too many goes."""
         self._kept[captured] = None
         self._kept.move_to_end(captured)
         while len(self._kept) > MOST:
             self._kept.popitem(last=False)[0].release()
 
-    def forget(self, captured: Captured) -> None:
+    def forget(self, captured: CapturedCode) -> None:
         """This one has no capture any more."""
         self._kept.pop(captured, None)
 
@@ -163,7 +163,7 @@ class Launch:
     bound: tuple[tuple[int, torch.Tensor, int], ...]
     made: Outs
     given: tuple[int | None, ...]
-    draws: tuple[Seeded, ...]
+    draws: tuple[SeededCall, ...]
 
     def moved(self, args: Sequence[Any]) -> list[int]:
         """Places of arguments that are not where they were."""
@@ -183,7 +183,7 @@ class Launch:
         return tuple(found)
 
 
-class Captured:
+class CapturedCode:
     """Code of one choice of sizes that is captured after a few steps; called as the code is.
 
     forward: what runs before that, and where it cannot be captured.
@@ -222,7 +222,7 @@ class Captured:
         return self._run(self._launch, args)
 
     def release(self) -> None:
-        """Give the memory back; a few steps later it may be captured again."""
+        """Free the memory; the step may be captured again a few steps later."""
         self._launch, self._steps = None, 0
         self.captures.forget(self)
 
@@ -250,7 +250,7 @@ class Captured:
         return outs
 
     def _made(self, args: Sequence[Any]) -> tuple[Launch, Outs]:
-        """A capture that was compared with the code itself, and what it gives for these arguments."""
+        """Capture and compare with the code itself; returns the launch, and the results for these arguments."""
         device = self.captures.device
         buffers = {at: torch.empty_like(args[at]).copy_(args[at]) for at in self._taken() if self._is_copied(at)}
         static = [buffers.get(at, arg) for at, arg in enumerate(args)]
@@ -274,25 +274,25 @@ class Captured:
         return [at for at, node in enumerate(tensors) if any(user.op != "output" for user in node.users)]
 
     def _is_copied(self, at: int) -> bool:
-        """Whether it is copied for each launch: feeds, and what moved too often."""
+        """Whether an operand is copied for each launch: feeds, and Variables that moved too often."""
         return at < len(self.program.feeds) or self._moves[at] >= MOVES
 
-    def _with_generators(self) -> tuple[Forward, tuple[Seeded, ...]]:
+    def _with_generators(self) -> tuple[Forward, tuple[SeededCall, ...]]:
         """The code with a generator for each random op."""
         module = self.program.module
         if not _drawings(module.graph):
             return self.forward, ()
-        graph, copies, draws = fx.Graph(), dict[fx.Node, fx.Node](), list[Seeded]()
+        graph, copies, draws = fx.Graph(), dict[fx.Node, fx.Node](), list[SeededCall]()
         returned: Any = graph.graph_copy(module.graph, copies)
         for node in _drawings(module.graph):
-            draws.append(Seeded(node.target, self.captures.device.generator()))  # type: ignore[arg-type]
+            draws.append(SeededCall(node.target, self.captures.device.generator()))  # type: ignore[arg-type]
             copies[node].target = draws[-1]
         graph.output(returned)
         return replace(self.program, module=fx.GraphModule(module, graph)).forward, tuple(draws)
 
 
 def _are_close(found: Any, wanted: Any) -> bool:
-    """Whether two runs of the same kernels gave these: some add in any order, so single elements may mean nothing."""
+    """Whether two runs of the same kernels agree in norm: sums in varying order make single elements differ."""
     if not isinstance(found, torch.Tensor) or not (found.is_floating_point() or found.is_complex()):
         return found is wanted or bool(torch.equal(torch.as_tensor(found), torch.as_tensor(wanted)))
     here, there = (x.detach().nan_to_num().flatten() for x in (found, wanted))
@@ -302,4 +302,4 @@ def _are_close(found: Any, wanted: Any) -> bool:
 
 
 def _drawings(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if isinstance(node.target, Drawing)]
+    return [node for node in graph.nodes if isinstance(node.target, RandomCall)]

@@ -21,7 +21,7 @@ from tfnb.execution.compiling.compiled_packages import NO_COMPILER
 from tfnb.execution.compiling.package_cache import cpp_compiler
 from tfnb.execution.lowering.control_flow_code import Cond, Loop
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.interface import Forward, Request
+from tfnb.execution.tiers.interface import Forward, TierRequest
 from tfnb.interrupts import from_signal_handler
 from tfnb.recording.values.interpret import number
 
@@ -32,7 +32,7 @@ _FOREVER = 2**62
 
 @dataclass
 class Permit:
-    """Whether loops may compile now, and what became of those that tried."""
+    """Permission for loops to compile now, and counts of the results."""
 
     open: bool = True
     compiled: int = 0
@@ -40,7 +40,7 @@ class Permit:
 
 
 def obstacle() -> str | None:
-    """Why nothing can be compiled on this machine; None where it can."""
+    """The reason why this machine cannot compile; None if it can."""
     return NO_COMPILER if cpp_compiler() is None else None
 
 
@@ -49,7 +49,7 @@ class CompiledLoops:
 
     name = "compiled"
 
-    def made(self, request: Request) -> Forward | str:
+    def made(self, request: TierRequest) -> Forward | str:
         """The code whose loops have compiled for these arguments."""
         if not any(isinstance(node.target, (Loop, Cond)) for node in request.program.module.graph.nodes):
             return "it has no loops"
@@ -65,9 +65,9 @@ class CompiledLoops:
 
 
 def native(program: Program, permit: Permit) -> Program:
-    """The program with its loops, also those of its branches, in C++ where that is possible."""
+    """The program with its loops, branches' loops included, in C++ where possible."""
     targets = {
-        node: Native(node.target, permit) if isinstance(node.target, Loop) else _branches(node.target, permit)
+        node: NativeLoop(node.target, permit) if isinstance(node.target, Loop) else _branches(node.target, permit)
         for node in program.module.graph.nodes if isinstance(node.target, (Loop, Cond))
     }  # fmt: skip
     if not targets:
@@ -86,12 +86,12 @@ def _branches(cond: Cond, permit: Permit) -> Cond:
     return made
 
 
-class Native:
+class NativeLoop:
     """A loop that compiles itself: called as `tfnb.execution.lowering.control_flow_code.Loop` is."""
 
     def __init__(self, loop: Loop, permit: Permit) -> None:
         self.loop, self.permit = loop, permit
-        self._made: dict[Any, _Compiled | None] = {}
+        self._made: dict[Any, _CompiledLoop | None] = {}
         self._inner = False  # whether the loops inside are ones that compile themselves
         self.__name__ = "native_loop"  # for the generated code
 
@@ -104,9 +104,9 @@ class Native:
         outs = None if made is None else made(init, xs, captures, number(limit))
         return self.loop(run, init, xs, captures, limit, rows) if outs is None else outs
 
-    def _compiled(self, init: Any, xs: Any, captures: Any, shapes: Any) -> _Compiled | None:
+    def _compiled(self, init: Any, xs: Any, captures: Any, shapes: Any) -> _CompiledLoop | None:
         try:
-            made = _Compiled(self.loop, init, xs, captures, shapes)
+            made = _CompiledLoop(self.loop, init, xs, captures, shapes)
         except Exception as error:  # inductor raises anything; it runs as before
             if from_signal_handler(error):
                 raise
@@ -118,7 +118,7 @@ class Native:
         return made
 
     def _open_inner(self) -> None:
-        """The loop stays as it is; those inside may be compiled."""
+        """Keep the loop as generated code; inner loops may be compiled."""
         if not self._inner:
             self._inner, loop = True, copy.copy(self.loop)
             loop.body = native(cast(Program, loop.body), self.permit)
@@ -127,7 +127,7 @@ class Native:
 
 
 def _key(init: Any, xs: Any, captures: Any, shapes: Any) -> tuple[Any, ...]:
-    """What a compiled loop is made for; the number of rows to go through is no part of it."""
+    """The cache key of a compiled loop; the number of rows is no part."""
     fixed = [(t.dtype, t.shape, t.stride(), t.device, t.is_neg()) for t in (*init, *captures)]
     rows = [
         (x.dtype, x.shape[1:], x.stride(), x.device, x.is_neg()) if isinstance(x, torch.Tensor) else None for x in xs
@@ -136,10 +136,10 @@ def _key(init: Any, xs: Any, captures: Any, shapes: Any) -> tuple[Any, ...]:
 
 
 def look() -> None:
-    """Compiled loops call this now and then, and Python raises here what a signal or another thread wants."""
+    """Called by compiled loops at intervals, so that Python can raise signals and stops."""
 
 
-class _Compiled:
+class _CompiledLoop:
     """A loop in C++ for tensors of these layouts."""
 
     def __init__(self, loop: Loop, init: Any, xs: Any, captures: Any, shapes: Any) -> None:
@@ -147,7 +147,7 @@ class _Compiled:
 
         if not all(isinstance(x, torch.Tensor) for x in xs) or any(isinstance(shape, int) for shape in shapes):
             raise Unimplemented("rows that are not stacked")
-        layouts = [[cpp.Layout.of(tensor) for tensor in tensors] for tensors in (init, xs, captures)]
+        layouts = [[cpp.TensorLayout.of(tensor) for tensor in tensors] for tensors in (init, xs, captures)]
         self.rows = [((*shape,), dtype) for shape, (dtype, _) in zip(shapes, loop.kinds, strict=True)]
         wanted = [(place, shape) for place, (shape, _) in zip(loop.rows, self.rows, strict=True)]
         source = cpp.source(loop.node, layouts[0], layouts[1], layouts[2], wanted)
@@ -157,7 +157,7 @@ class _Compiled:
         self.refused, self.ended = cpp.REFUSED, cpp.ENDED
 
     def __call__(self, init: Any, xs: Any, captures: Any, limit: int | None) -> list[torch.Tensor] | None:
-        """What the loop gives; None where only generated code does that."""
+        """The results of the loop; None where only generated code can compute the loop."""
         state = [tensor.clone(memory_format=torch.contiguous_format) for tensor in init]
         lengths = [len(x) for x in xs]
         most = min([*lengths, _FOREVER if limit is None else max(limit, 0)])

@@ -17,7 +17,7 @@ from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 from torch._inductor.ir import TensorBox
 
 from tfnb.errors import Unimplemented
-from tfnb.execution.tiers.cpp_ops import Code, Layout, lowering, shape_of, strides_of
+from tfnb.execution.tiers.cpp_ops import Code, TensorLayout, lowering, shape_of, strides_of
 from tfnb.graph import Dim, Graph, Node, Ref, Subgraph, Value, ops
 from tfnb.graph.node import map_leaves
 from tfnb.graph.op_facts import kernel, unbind
@@ -77,17 +77,21 @@ Row = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Source:
-    """The code of a loop; called with pointers to the state, to what it is given, and to where rows go."""
+class LoopSource:
+    """The code of a loop; called with pointers to the state, the operands, and the row outputs."""
 
     text: str
     constants: list[torch.Tensor]  # their pointers come last
 
 
 def source(
-    node: Node, init: Sequence[Layout], xs: Sequence[Layout], captures: Sequence[Layout], rows: Sequence[Row]
-) -> Source:
-    """The code of a ``tfnb.while`` for tensors of these layouts; ``rows``: those that are wanted.
+    node: Node,
+    init: Sequence[TensorLayout],
+    xs: Sequence[TensorLayout],
+    captures: Sequence[TensorLayout],
+    rows: Sequence[Row],
+) -> LoopSource:
+    """The code of a ``tfnb.while`` for tensors of these layouts; ``rows``: the requested ones.
 
     Raises Unimplemented, or whatever inductor raises, where it has to be run in another way.
     """
@@ -106,15 +110,20 @@ class _Loops(Code):
     nodes = 0
 
     def function(
-        self, node: Node, init: Sequence[Layout], xs: Sequence[Layout], captures: Sequence[Layout], rows: Sequence[Row]
-    ) -> Source:
+        self,
+        node: Node,
+        init: Sequence[TensorLayout],
+        xs: Sequence[TensorLayout],
+        captures: Sequence[TensorLayout],
+        rows: Sequence[Row],
+    ) -> LoopSource:
         """The whole: the state is read, run from iteration ``iteration`` to ``end``, and written back."""
         attrs, carried = node.attrs, len(init)
         state = [self.declared(layout.dtype, layout.shape, "s") for layout in init]
         pointers = []
         for (name, room), layout in zip(state, init, strict=True):
             pointers.append(f"static_cast<{DTYPE_TO_CPP[layout.dtype]}*>(data[{self.pointers}])")
-            self.store(name, self.argument(Layout(layout.dtype, layout.shape, strides_of(room))))
+            self.store(name, self.argument(TensorLayout(layout.dtype, layout.shape, strides_of(room))))
         row = "(last - *iteration)" if attrs["reverse"] else "*iteration"
         taken = [self.argument(layout, row) for layout in xs]
         given = [self.argument(layout) for layout in captures]
@@ -141,7 +150,7 @@ class _Loops(Code):
         code = "\n".join(self.lines).replace("CONSTANTS", str(self.pointers))
         head = 'extern "C" int32_t loop(void** data, int64_t* iteration, int64_t end, int64_t last, void* python) {'
         start = "  const int64_t first = *iteration;\n  Watch watch(python);"
-        return Source("\n".join([_HEAD, head, start, code, "}\n"]), self.given)
+        return LoopSource("\n".join([_HEAD, head, start, code, "}\n"]), self.given)
 
     def row(self, out: str, value: TensorBox, shape: tuple[int, ...]) -> None:
         """Write a row of the result."""
@@ -179,7 +188,7 @@ class _Loops(Code):
     def inlined(
         self, part: Subgraph, outputs: Sequence[Value | None], inputs: Sequence[TensorBox]
     ) -> list[TensorBox]:  # fmt: skip
-        """The code of a subgraph; its outputs, which are all there."""
+        """The code of a subgraph; returns its present outputs."""
         wanted = [value for value in outputs if value is not None]
         contents = part.contents
         values: dict[Value, TensorBox] = {}
@@ -241,7 +250,7 @@ class _Loops(Code):
         return []
 
     def cond(self, node: Node, attrs: Mapping[str, Any]) -> Sequence[TensorBox]:
-        """Branches: what one does not give has the right shape and no meaning."""
+        """The code of a branch: an output that one side lacks gets the right shape and arbitrary contents."""
         name = self.truth(attrs["pred"])
         shapes: list[tuple[int, ...] | None] = [None] * len(node.outputs)
         rooms: list[tuple[str, TensorBox]] = []

@@ -1,4 +1,4 @@
-"""What torch's ops compute, as C++ that inductor writes: values of one shape, op after op, into variables and arrays.
+"""torch's ops as C++ written by inductor: values of one shape, op after op, in variables and arrays.
 
 Each op is lowered by inductor, after its decompositions, and inductor's kernel for the CPU writes the arithmetic of an
 element. Imported late, as inductor takes seconds to load (tried with torch 2.11 and 2.13).
@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A tensor that the loop is given."""
 
     dtype: torch.dtype
@@ -50,8 +50,8 @@ class Layout:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
-        """Raises Unimplemented where C++ has none for it."""
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
+        """The layout of a tensor; raises Unimplemented for tensors without a form in C++."""
         if (
             tensor.device != _CPU
             or tensor.layout is not torch.strided
@@ -62,7 +62,7 @@ class Layout:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-class _Checked(CppOverrides):
+class _SafeDivisions(CppOverrides):
     """Divisions of integers by zero end the run, as they do in torch, and not the process."""
 
     @staticmethod
@@ -86,16 +86,16 @@ def _unless_zero(divisor: Any) -> None:
 
 
 class _Kernel(CppKernel):
-    """Inductor's kernel, which loads from what the loop holds."""
+    """Inductor's kernel, with loads from the loop's variables and arrays."""
 
-    overrides = _Checked
+    overrides = _SafeDivisions
 
     def __init__(self, places: Mapping[str, str]) -> None:
         super().__init__(KernelArgs(), 1)
         self.places = places
 
     def load(self, name: str, index: sympy.Expr) -> Any:
-        """An element: of an array, or of what C++ has a variable for."""
+        """An element of an array, or a C++ variable."""
         place = self.places[name].replace("INDEX", cexpr_index(self.rename_indexing(index)))
         made = self.cse.generate(self.compute, place, dtype=V.graph.get_dtype(name))
         made.update_on_args("load", (self, name, index), {})
@@ -104,7 +104,7 @@ class _Kernel(CppKernel):
 
 @contextmanager
 def lowering() -> Iterator[GraphLowering]:
-    """What inductor lowers into, as long as code is written."""
+    """The lowering context of inductor, while code is written."""
     empty = fx.Graph()
     empty.output(())
     graph = GraphLowering(fx.GraphModule({}, empty))
@@ -113,7 +113,7 @@ def lowering() -> Iterator[GraphLowering]:
 
 
 class Code:
-    """C++ under construction. A value is a box of inductor's; those that were computed are buffers with a name."""
+    """C++ under construction. A value is a box of inductor's; computed values are named buffers."""
 
     def __init__(self, graph: GraphLowering) -> None:
         self.graph = graph
@@ -145,7 +145,7 @@ class Code:
 
     # -- values ----------------------------------------------------------------------------------------------------
 
-    def buffer(self, name: str, place: str, layout: Layout) -> TensorBox:
+    def buffer(self, name: str, place: str, layout: TensorLayout) -> TensorBox:
         """A value whose elements are at ``place``."""
         sizes, strides = ([sympy.Integer(n) for n in numbers] for numbers in (layout.shape, layout.stride))
         made = TensorBox.create(InputBuffer(name=name, layout=FixedLayout(_CPU, layout.dtype, sizes, strides)))
@@ -154,23 +154,25 @@ class Code:
         return made
 
     def declared(self, dtype: torch.dtype, shape: Sequence[int], prefix: str = "v") -> tuple[str, TensorBox]:
-        """Room for a value, empty: a variable where it is one number, else an array."""
+        """Declare storage for a value: a variable for a single number, else an array."""
         count = math.prod(shape)
         if dtype not in _DTYPES or count > LARGEST:
             raise Unimplemented(f"a {str(dtype)[6:]} tensor of {count} elements is not small")
         name = self.name(prefix)
         self.line(f"{DTYPE_TO_CPP[dtype]} {name}{'' if count == 1 else f'[{max(count, 1)}]'};")
         stride = tuple(torch.empty(shape, device="meta").stride())
-        return name, self.buffer(name, name if count == 1 else f"{name}[INDEX]", Layout(dtype, tuple(shape), stride))
+        return name, self.buffer(
+            name, name if count == 1 else f"{name}[INDEX]", TensorLayout(dtype, tuple(shape), stride)
+        )
 
-    def argument(self, layout: Layout, row: str = "") -> TensorBox:
+    def argument(self, layout: TensorLayout, row: str = "") -> TensorBox:
         """One of the tensors that the function is called with; ``row``: the number of the row that is meant."""
         pointer = f"static_cast<const {DTYPE_TO_CPP[layout.dtype]}*>(data[{self.pointers}])"
         self.pointers += 1
         name = self.name("x")
         self.line(f"const {DTYPE_TO_CPP[layout.dtype]}* const {name} = {pointer};")
         if row:
-            inner = Layout(layout.dtype, layout.shape[1:], layout.stride[1:])
+            inner = TensorLayout(layout.dtype, layout.shape[1:], layout.stride[1:])
             return self.buffer(name, f"{name}[{row} * {layout.stride[0]} + INDEX]", inner)
         return self.buffer(name, f"{name}[INDEX]", layout)
 
@@ -203,7 +205,7 @@ class Code:
             yield
 
     def reduced(self, data: ir.Reduction, indices: Sequence[sympy.Symbol], kernel: _Kernel) -> str:
-        """The element of a sum: a loop over what is summed."""
+        """An element of a reduction: a loop over the reduced axes."""
         kind, shape = data.reduction_type, [int(size) for size in data.reduction_ranges]
         if kind not in _SUMS or math.prod(shape) > MOST_SUMMED:
             raise Unimplemented(f"a {kind} over {math.prod(shape)} elements")
@@ -221,7 +223,7 @@ class Code:
     # -- ops -------------------------------------------------------------------------------------------------------
 
     def op(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an overload gives."""
+        """The value of an overload's call."""
         return (self.decomposed if op in self.table else self.lowered)(op, args, kwargs)
 
     def lowered(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -236,7 +238,7 @@ class Code:
             raise Unimplemented(f"{op}, which is no arithmetic ({type(error).__name__})") from error
 
     def kept_or_view(self, op: Any, made: Any) -> Any:
-        """What inductor made of an op, in room of its own."""
+        """The result of an op in storage of its own, or as a view."""
         self.computed()
         if facts(op).is_view:
             return made
@@ -247,7 +249,7 @@ class Code:
         return self.kept(made)
 
     def computed(self) -> None:
-        """What inductor computes on the way, such as the sum of a mean, in room of its own."""
+        """Give intermediate results of inductor, such as the sum of a mean, storage of their own."""
         for buffer in self.graph.buffers[self.buffers :]:
             self.buffers += 1
             if isinstance(buffer, ir.ComputedBuffer) and isinstance(buffer.data, _ARITHMETIC):
@@ -258,7 +260,7 @@ class Code:
                 self.store(name, TensorBox(StorageBox(buffer)))
 
     def decomposed(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An op that inductor takes apart before it lowers it."""
+        """An op that inductor decomposes before lowering."""
         boxes: list[TensorBox] = []
 
         def fake(leaf: Any) -> Any:
@@ -297,7 +299,7 @@ class Code:
 
     def constant(self, value: torch.Tensor) -> TensorBox:
         """A constant: its number, or one more tensor that the function is given."""
-        layout = Layout.of(value)
+        layout = TensorLayout.of(value)
         name = self.name("c")
         if value.numel() == 1:
             number = value.item()
@@ -314,7 +316,7 @@ _ARITHMETIC = (ir.Pointwise, ir.Reduction, ir.BaseView, InputBuffer)
 
 
 def _inside(value: TensorBox) -> Any:
-    """What computes a value."""
+    """The IR node that computes a value."""
     data = value.data.data if isinstance(value.data, StorageBox) else value.data
     return data.data if isinstance(data, ir.ComputedBuffer) else data
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of torch: what `tfnb.execution.tiers.captured_steps` asks of a device.
+"""CUDA graphs of torch: the implementation of a device for `tfnb.execution.tiers.captured_steps`.
 
 NOTE (torch 2.13): ``torch.cuda.graph`` leaves its stream current where ending a capture fails, hence the plain calls.
 Only one capture may be under way in a process.
@@ -49,7 +49,9 @@ class CudaGraphs:
     def capture(
         self, call: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
     ) -> tuple[Sequence[Any], Callable[[], None]]:
-        """What ``call`` gives, in memory of the pool, and what launches it; it does not run here."""
+        """The results of ``call``, in the pool's memory, and the function that launches the graph; capturing does not
+        run it.
+        """
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
@@ -78,7 +80,7 @@ class CudaGraphs:
             generator.graphsafe_set_state(generator.clone_state())
 
     def after(self) -> None:
-        """The current stream waits for the last launch, and what took its results there, if that was on another one."""
+        """Let the current stream wait for the last launch, and for readers of its results, on other streams."""
         here = torch.cuda.current_stream(self.device)
         if self._last is not None and here != self._last:
             here.wait_stream(self._last)

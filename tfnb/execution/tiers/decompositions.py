@@ -1,4 +1,4 @@
-"""How ops are taken apart for inductor where it would do it wrongly, or not.
+"""Decompositions of ops for inductor, where its own are wrong or missing.
 
 Factors of sums and products, which it drops where one of its patterns matches, become multiplications of their own.
 """
@@ -35,7 +35,7 @@ FACTORS: dict[Any, Callable[..., Any]] = {
 
 
 def decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Inductor's, with those of `FACTORS` for calls that give a factor which is not one, and that of `_outer`."""
+    """Inductor's decompositions, with ours in `FACTORS` for factors other than one, and `_outer`."""
 
     def chosen(mine: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
         def decomposed(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callabl
 
 
 def _outer(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The product of one column and one row, by broadcasting: it is made where it is taken, and not before."""
+    """The product of a column and a row, by broadcasting, so that consumers can fuse the product."""
 
     def decomposed(a: torch.Tensor, b: torch.Tensor) -> Any:
         if a.shape[1] == 1:

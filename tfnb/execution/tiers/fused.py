@@ -15,12 +15,12 @@ from torch import _inductor
 
 from tfnb.execution.compiling.compiled_packages import PackageFolder, compiled
 from tfnb.execution.compiling.compiler_process import NOBODY, OverBudget
-from tfnb.execution.lowering.checked_calls import Drawing
+from tfnb.execution.lowering.checked_calls import RandomCall
 from tfnb.execution.lowering.control_flow_code import Loop
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.captured_steps import device_of
-from tfnb.execution.tiers.interface import Abandoned, Request, Unfit
-from tfnb.execution.tiers.native.exportable import Given, obstacles, pure
+from tfnb.execution.tiers.interface import Abandoned, TierRequest, Unfit
+from tfnb.execution.tiers.native.exportable import ExtraOperands, obstacles, pure
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
 from tfnb.execution.tiers.operand_checks import OperandChecks
 
@@ -28,12 +28,12 @@ CODE = "step.bin"
 BUILD = "tfnb.execution.tiers.fusing:build_in"
 
 
-class Fused:
+class FusedTier:
     """The tier: a whole step for one choice of sizes."""
 
     name = "compiled"
 
-    def made(self, request: Request) -> FusedStep | str:
+    def made(self, request: TierRequest) -> FusedStep | str:
         """The code for operands that lie as these do."""
         program = request.program.undonated()
         if (why := obstacle(program)) is not None:
@@ -53,11 +53,11 @@ class Fused:
 
 
 def obstacle(program: Program) -> str | None:
-    """Why a program has no fused code: it runs on the CPU, or does what inductor is not given."""
+    """The reason why a program has no fused code: the CPU, or ops not given to inductor."""
     if device_of(program).type == "cpu":
         return "it runs on the CPU"
     for node in program.module.graph.nodes:
-        if isinstance(node.target, Loop | Drawing):
+        if isinstance(node.target, Loop | RandomCall):
             kind = "is a loop" if isinstance(node.target, Loop) else "draws"
             return f"{program.node_of[node.name].name} {kind}"
     return next(iter(obstacles(program).values()), None)
@@ -83,7 +83,7 @@ class FusedStep:
         self._code, self.package = code, package
         self._strides = [operand.stride for operand in operands]
         self._places = pure(program, OperandChecks())[1]
-        self._constants = Given.of(program, operands).constants
+        self._constants = ExtraOperands.of(program, operands).constants
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         tensors = args[:-1]  # the last one is the run's number

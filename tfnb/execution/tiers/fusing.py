@@ -1,4 +1,4 @@
-"""Compiles what `tfnb.execution.tiers.fused` asks for, in the compiler's process."""
+"""Compiles the requests of `tfnb.execution.tiers.fused`, in the compiler's process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tfnb.execution.compiling.compiled_packages import REQUEST
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.fused import CODE
-from tfnb.execution.tiers.native.exportable import FORMS, Given, pure
+from tfnb.execution.tiers.native.exportable import FORMS, ExtraOperands, pure
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
 from tfnb.execution.tiers.operand_checks import OperandChecks
 
 
 def build_in(folder: Path) -> dict[str, Any]:
-    """Compile the request in the folder: what the compiler's process calls."""
+    """Compile the request in the folder; called by the compiler's process."""
     request = NativeRequest.load(folder / REQUEST)
     request.as_asked()
     build(request.program().undonated(), request.operands, folder)
@@ -33,11 +33,11 @@ def build_in(folder: Path) -> dict[str, Any]:
 
 
 def build(program: Program, operands: Sequence[Operand], folder: Path) -> None:
-    """Compile a program for operands that lie so; raises Unimplemented, or what torch raises."""
+    """Compile a program for operands of these layouts; raises Unimplemented, or an error of torch."""
     if len(program.feeds) + len(program.variables) != len(operands):
         raise Unimplemented("the step was read back as another one")
     step = fx.GraphModule(program.module, pure(program, OperandChecks())[0])
-    examples: list[Any] = [*(operand.empty() for operand in operands), *Given.of(program, operands).constants]
+    examples: list[Any] = [*(operand.empty() for operand in operands), *ExtraOperands.of(program, operands).constants]
     alone = config.patch(compile_threads=1)  # it would start a process for each core, for all that it may compile
     with compile_lock, torch.no_grad(), alone, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -26,8 +26,8 @@ MOST = 8  # segments of one step, those with the most calls
 _TAGS = frozenset({ops.IN_PLACE, LAID_OUT})  # of what is not so in a segment
 
 
-class Segment:
-    """One straight piece, as a call of the generated code: takes the run's number and what crosses into it."""
+class StepSegment:
+    """One straight segment, as a call in the generated code: takes the run's number and the crossing values."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -38,8 +38,8 @@ class Segment:
         return (self.forward or self.program.forward)(*given, run)
 
 
-def cut(program: Program, unfit: Set[fx.Node]) -> tuple[fx.GraphModule, list[Segment]] | None:
-    """Code that takes and gives what the program's does, and its segments; None where there is none.
+def cut(program: Program, unfit: Set[fx.Node]) -> tuple[fx.GraphModule, list[StepSegment]] | None:
+    """Generated code with straight segments as calls, and these segments; None if there are none.
 
     unfit: calls that stay generated code. Segments follow one another where calls of one need what an unfit call makes
     of another one. Loops share rows that nobody stacks, so they are in one segment or in none.
@@ -52,7 +52,7 @@ def cut(program: Program, unfit: Set[fx.Node]) -> tuple[fx.GraphModule, list[Seg
 
 
 def behind(program: Program) -> set[fx.Node]:
-    """Nodes that make a size which no feed shows, and all that depends on them."""
+    """Nodes with sizes not determined by feeds, and all dependent nodes."""
     known = feed_symbols(program.whole.contents, program.feeds).keys()
     found = {node for node in program.module.graph.nodes if not sizes(program, node) <= known}
     for node in program.module.graph.nodes:
@@ -69,7 +69,7 @@ def sizes(program: Program, node: fx.Node) -> set[str]:
 
 
 class _Split:
-    """Which calls are in which segment: ``segments`` has the calls of each, in order."""
+    """Assigns calls to segments: ``segments`` has the calls of each, in order."""
 
     def __init__(self, program: Program, unfit: Set[fx.Node]) -> None:
         self.program, self.unfit = program, unfit
@@ -83,7 +83,7 @@ class _Split:
         self.segment_of = {node: level for level, nodes in self.segments.items() for node in nodes}
 
     def _is_light(self, node: fx.Node) -> bool:
-        """Whether whoever takes it makes it: constants, sizes, their arithmetic, and views."""
+        """Whether consumers recompute a node themselves: constants, sizes, their arithmetic, and views."""
         owner = self.program.node_of.get(node.name)
         if node.op != "call_function":
             return node.op != "placeholder"
@@ -101,7 +101,7 @@ class _Split:
         return owner is not None and (owner.op == ops.WHILE or owner.op not in ops.STRUCTURAL)
 
     def _found(self) -> dict[int, list[fx.Node]]:
-        """The calls of each segment, by level: it comes after the segments, and generated code, of lower levels.
+        """The calls of each segment, by level: a segment follows the segments and generated code of lower levels.
 
         level: for each node the level of a segment that may take it, and that of generated code, which comes after it.
         """
@@ -124,8 +124,8 @@ class _Split:
         largest = sorted(counts, key=lambda level: -counts[level])[:MOST]
         return {level: found[level] for level in sorted(largest) if counts[level] >= FEWEST}
 
-    def made(self) -> tuple[fx.GraphModule, list[Segment]]:
-        """The code, in which each segment is a call."""
+    def made(self) -> tuple[fx.GraphModule, list[StepSegment]]:
+        """Build the code, with a call for each segment."""
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         segments = []
 
@@ -156,8 +156,8 @@ class _Split:
         graph.output(tuple(None if node is None else copied(node) for node in returned))
         return unwritten(self.program.module, graph), segments
 
-    def _segment(self, level: int) -> tuple[Segment, list[fx.Node], list[fx.Node]]:
-        """A segment, what crosses into it, and what is taken outside of it."""
+    def _segment(self, level: int) -> tuple[StepSegment, list[fx.Node], list[fx.Node]]:
+        """A segment, its crossing inputs, and its outputs."""
         members = dict.fromkeys(self.segments[level])
         made = [node for node in members if not members.keys() >= {*self._takers(node)}]
         inside = _Inside(self, members)
@@ -166,10 +166,10 @@ class _Split:
         graph, given = inside.graph()
         fetches = tuple(inside.value(node) for node in made)
         feeds = tuple(inside.known[node] for node in given)
-        return Segment(lower_optimized(graph, graph, fetches, feeds).undonated()), given, made
+        return StepSegment(lower_optimized(graph, graph, fetches, feeds).undonated()), given, made
 
     def _takers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What takes a value, also by way of what is light."""
+        """Consumers of a value, looking through light nodes."""
         for user in node.users:
             if user in self.light:
                 yield from self._takers(user)
@@ -189,7 +189,7 @@ class _Inside:
         self.next = 1 + max(node.id for nodes in contents for node in nodes)
 
     def value(self, at: fx.Node) -> Value:
-        """The value of a node, which becomes part of the segment if it belongs there, or crosses into it."""
+        """The value of a node: part of the segment if a member, else a crossing input."""
         if at not in self.known:
             value = self.split.value_at.get(at.name)
             if at in self.members or (value is not None and at in self.split.light):
@@ -219,7 +219,7 @@ class _Inside:
         return self.given[at].value()
 
     def graph(self) -> tuple[Graph, list[fx.Node]]:
-        """The graph, and what crosses into it, feeds among it that show a size."""
+        """The segment's graph, and its crossing inputs, including feeds that bind a size."""
         shown = feed_symbols(Contents((*self.given.values(),)), [node.value() for node in self.given.values()])
         feeds = feed_symbols(self.program.whole.contents, self.program.feeds)
         for symbol in sorted({s for node in self.nodes.values() for s in node.symbols} - shown.keys()):

@@ -1,4 +1,4 @@
-"""One interface of all tiers: a tier takes a lowered program, and gives code that computes it or says why not."""
+"""The interface of all tiers: a tier takes a lowered program, and returns its code or a reason for none."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Forward = Callable[..., Sequence[Any]]
 
 
 class Abandoned(BaseException):
-    """No other tier is asked: nobody waits for the code any more, or it would take too long."""
+    """Raised to stop asking further tiers: the code is not awaited any more, or would take too long."""
 
 
 class Unfit(Exception):
-    """Compiled code was given what it was not compiled for, and did nothing."""
+    """Raised when operands do not fit compiled code; nothing was done."""
 
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TierRequest:
     """A program to be run some other way.
 
     forward: what runs it now. args: as in a run, where code is made for them. owner: who waits for the code. urgent:
@@ -45,13 +45,13 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """A word for what runs then."""
+        """A word for the running code."""
 
-    def made(self, request: Request) -> Forward | str:
-        """The code, or in a few words why there is none; it may also raise."""
+    def made(self, request: TierRequest) -> Forward | str:
+        """The code, or the reason for none in a few words; may also raise."""
 
 
-def first(tiers: Iterable[Tier], request: Request) -> tuple[Forward | None, str]:
+def first(tiers: Iterable[Tier], request: TierRequest) -> tuple[Forward | None, str]:
     """The code of the first tier that has some, and its name; None, and why no tier has."""
     why: dict[str, None] = {}
     for tier in tiers:

@@ -25,11 +25,11 @@ Given = Mapping[str, Any]
 
 
 class OperandRefused(Exception):
-    """Compiled code met an operand that it must not take; generated code says which."""
+    """Raised when compiled code met an invalid operand; generated code names the operand."""
 
 
 class OperandChecks:
-    """The checks of one function while it is traced: decompositions that note what they changed in ``changed``."""
+    """Operand checks of one function while traced: decompositions that note changed operands in ``changed``."""
 
     def __init__(self) -> None:
         self.changed: list[Tensor] = []
@@ -49,7 +49,7 @@ class OperandChecks:
 
     @contextmanager
     def inside(self) -> Iterator[Callable[[], Tensor | None]]:
-        """The checks of a part that is traced as a function of its own: gives its `flag`, which the part returns."""
+        """Checks of a part that is traced as a separate function; yields its `flag`, to be returned by the part."""
         outside, self.changed = self.changed, []
         try:
             yield self.flag
@@ -133,7 +133,7 @@ def _divisor(given: Given) -> Given:
 
 
 def _is_whole(x: Any) -> bool:
-    """Whether it is an integer, or a tensor of integers."""
+    """Whether an operand is an integer, or a tensor of integers."""
     return isinstance(x, int) if not isinstance(x, Tensor) else not (x.is_floating_point() or x.is_complex())
 
 

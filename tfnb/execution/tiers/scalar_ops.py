@@ -1,4 +1,4 @@
-"""A table: what torch's ops compute on tensors of one integer or truth value, as arithmetic of Python.
+"""A table of torch's ops on single integers and truth values, as arithmetic of Python.
 
 Only what is exact: int64, which wraps around, and bool. Floats are moved, never computed.
 """
@@ -25,7 +25,7 @@ class Number:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is an integer or a truth value."""
+        """Whether the number is an integer or a truth value."""
         return self.dtype is torch.int64 or self.dtype is torch.bool
 
 
@@ -44,7 +44,7 @@ Rule = Callable[[Sequence[Any], Mapping[str, Any], torch.dtype], Any]
 
 
 def expression(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
-    """What an op gives, with Numbers and other literals for arguments; None where only torch knows.
+    """The value of an op, with Numbers and other literals for arguments; None where only torch knows.
 
     >>> expression("aten.eq.Tensor", [Number("x", torch.int64), literal(1)], {}, torch.bool)
     Number(made=(<built-in function eq>, ('x', 1)), dtype=torch.bool)
@@ -55,7 +55,7 @@ def expression(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: t
 
 
 def wrapped(x: int) -> int:
-    """An integer as int64 has it.
+    """An integer wrapped around to int64.
 
     >>> wrapped(2**63), wrapped(5)
     (-9223372036854775808, 5)
@@ -69,7 +69,7 @@ def picked(which: bool, first: Any, second: Any) -> Any:
 
 
 def single(x: int) -> float:
-    """An integer as float32 has it."""
+    """An integer rounded to float32."""
     return float(x) if -_EXACT <= x <= _EXACT else torch.tensor(x).to(torch.float32).item()
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from tfnb.execution.lowering.checked_calls import Branch
 from tfnb.execution.lowering.control_flow_code import Cond
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.interface import Forward, Request
+from tfnb.execution.tiers.interface import Forward, TierRequest
 from tfnb.execution.tiers.scalar_ops import BESIDE, Number, expression, literal
 from tfnb.graph import Node, Spec
 from tfnb.kernels.row_writes import NUMBERS
@@ -26,7 +26,7 @@ from tfnb.kernels.row_writes import NUMBERS
 
 @dataclass(frozen=True, slots=True)
 class Quick:
-    """Code that computes what a program's does; ``inner``: that of its branches. node_of: as of a program."""
+    """Code equivalent to a program's, with single numbers as Python numbers; ``inner``: code of its branches."""
 
     module: fx.GraphModule
     node_of: Mapping[str, Node]
@@ -39,13 +39,13 @@ class Quick:
 
     @property
     def forward(self) -> Forward:
-        """What runs."""
+        """The function."""
         found: Forward = self.module.forward
         return found
 
 
 def quick(program: Program) -> Quick | None:
-    """The code of a whole step, where that has numbers inside; what it writes may be numbers."""
+    """The code of a whole step, if it has single numbers; written values may be numbers."""
     graph = program.module.graph
     returned: Any = graph.output_node().args[0]
     at = len(program.fetches) + len(program.copies)
@@ -55,16 +55,16 @@ def quick(program: Program) -> Quick | None:
         for length in lengths:
             tensors.update([at] if taking else range(at, at + length))
             at += length
-    return _Writer(program, (), (), {*range(len(returned))} - tensors, {}).written()
+    return _NumberWriter(program, (), (), {*range(len(returned))} - tensors, {}).written()
 
 
-class Scalarized:
+class ScalarTier:
     """The tier: generated code with numbers inside."""
 
     name = "generated code"
 
-    def made(self, request: Request) -> Forward | str:
-        """The code, which the program keeps for the lines of errors."""
+    def made(self, request: TierRequest) -> Forward | str:
+        """The code, stored in the program for the lines of errors."""
         program = request.program
         if program.quick is None:
             program.quick = quick(program)
@@ -88,11 +88,11 @@ class QuickCond:
 
 
 def tensor(number: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A number as the tensor that it stands for."""
+    """A number as a tensor of this dtype and shape."""
     return torch.full(shape, number, dtype=dtype, device="cpu")
 
 
-class _Writer:
+class _NumberWriter:
     """One program's code under construction.
 
     given: places of the inputs that are numbers; wanted: of the results that shall be; free: of those that may be.
@@ -136,7 +136,7 @@ class _Writer:
                     self._source(node, spec, written)
 
     def _is_given(self, node: fx.Node) -> bool:
-        """Whether it is an input that is a number."""
+        """Whether a node is an input given as a number."""
         return self.place.get(node) in self.given
 
     def _constant(self, node: fx.Node, value: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ class _Writer:
                 self.known.add(node)
 
     def _source(self, node: fx.Node, spec: Spec, written: Collection[fx.Node]) -> None:
-        """A tensor that others make. What a branch gives back as it is must not be written as something new."""
+        """Note a tensor made by other nodes. A branch's unchanged output must not be written as a new value."""
         result = _result(node)
         if result is not None:
             if node in written or any(any(lacks) for _, lacks in _cond(result[0]).branches.values()):
@@ -181,7 +181,7 @@ class _Writer:
         return literal(arg) if isinstance(arg, (bool, int, float)) else arg
 
     def _chosen(self) -> set[fx.Node]:
-        """The nodes that are computed as numbers, and the values that those take."""
+        """The nodes computed as numbers, and their source tensors."""
         computed = {n for n in self.numbers if n.op == "call_function" and n not in self.sources}
         return computed.union(n for node in computed for n in node.all_input_nodes if n in self.sources)
 
@@ -199,7 +199,7 @@ class _Writer:
     # -- the code -------------------------------------------------------------------------------------------
 
     def written(self) -> Quick | None:
-        """The code; None where it would be the same."""
+        """Write the code; None if it would be unchanged."""
         if not (self._differs() or self.given or self.wanted):
             return None
         for node in self.old.nodes:
@@ -239,7 +239,7 @@ class _Writer:
         return self.graph.node_copy(node, lambda arg: self._taken(node, arg))
 
     def _taken(self, user: fx.Node, arg: fx.Node) -> Any:
-        """What a call of torch is given: a number only where that is there already, and as good."""
+        """The argument of a torch call: the number if already computed and equivalent, else the tensor."""
         if arg in self.made and arg not in self.tensors and self._is_beside(user, arg):
             return self.made[arg]
         return self._tensor(arg)
@@ -289,7 +289,7 @@ class _Writer:
         for way, (program, lacks) in cond.branches.items():
             places = [place for place, missing in enumerate(lacks) if not missing]
             inside = {at for at, place in enumerate(places) if place in wanted}
-            found = _Writer(program, given, inside, (), constants).written()  # type: ignore[arg-type]
+            found = _NumberWriter(program, given, inside, (), constants).written()  # type: ignore[arg-type]
             sides[way] = program.forward if found is None else found.forward
             self.inner += [] if found is None else [found]
             self.changed |= found is not None
@@ -305,7 +305,7 @@ class _Writer:
         return self.constants.get(self.place[value]) if value in self.place else None
 
     def _is_number(self, value: fx.Node) -> bool:
-        """Whether it is a number here, and no tensor."""
+        """Whether a value exists as a number only."""
         return value in self.made and value not in self.tensors
 
 

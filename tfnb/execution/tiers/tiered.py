@@ -30,15 +30,15 @@ from tfnb.execution.compiling.compiler_process import COMPILER, END
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Stop
 from tfnb.execution.tiers.agreement import at_other_sizes, compared, copied, verdict
-from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
+from tfnb.execution.tiers.captured_steps import CapturedCode, Captures, device_of
 from tfnb.execution.tiers.compiled_loops import CompiledLoops, obstacle
-from tfnb.execution.tiers.fused import Fused
-from tfnb.execution.tiers.interface import Abandoned, Forward, Request, Tier, Unfit, first, words
+from tfnb.execution.tiers.fused import FusedTier
+from tfnb.execution.tiers.interface import Abandoned, Forward, Tier, TierRequest, Unfit, first, words
 from tfnb.execution.tiers.native.manifest import LEAST
 from tfnb.execution.tiers.native.request import Axis, varying_axes
-from tfnb.execution.tiers.native.tier import Native
+from tfnb.execution.tiers.native.tier import NativeTier
 from tfnb.execution.tiers.operand_checks import OperandRefused
-from tfnb.execution.tiers.scalarize import Scalarized
+from tfnb.execution.tiers.scalarize import ScalarTier
 from tfnb.execution.tracing.clocks import counter
 from tfnb.execution.tracing.live_memory import devices, room, wait
 from tfnb.graph.collector import frozen
@@ -55,24 +55,24 @@ MOST_UNFIT = 3  # steps of other layouts, after which they are what is to be exp
 MOST_COPIED = 1 << 30  # bytes of what a step reads, on the CPU
 FAR = 10  # times what a step takes: a deadline that far away needs no step that can be stopped
 
-NATIVE, VARYING = Native(), Native(varies=True)
-AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
+NATIVE, VARYING = NativeTier(), NativeTier(varies=True)
+AT_ONCE: tuple[Tier, ...] = (ScalarTier(),)
 COMPILED: tuple[Tier, ...] = (CompiledLoops(), NATIVE)
-FUSED: tuple[Tier, ...] = (Fused(),)
-"""Tiers that are asked before the first step; when steps have taken long, on the CPU; and on other devices. CUDA graphs
-launch the code of either."""
+FUSED: tuple[Tier, ...] = (FusedTier(),)
+"""The tables of tiers: `AT_ONCE` is asked before the first step, `COMPILED` on the CPU once steps have taken long,
+`FUSED` on other devices. CUDA graphs launch the code of any of these."""
 
 _LOG = logging.getLogger(__name__)
 
 
 def limit_copies(bytes: int) -> None:
-    """Let this process compile no step that reads more than so many bytes, which is compared on copies."""
+    """Compile no step in this process that reads more bytes: comparisons work on copies."""
     global MOST_COPIED
     MOST_COPIED = max(0, min(MOST_COPIED, bytes))
 
 
 def mode(wanted: str) -> Mode:
-    """What ``compile=`` means: for ``"auto"`` the environment's TFNB_COMPILE counts, if it is set."""
+    """The meaning of ``compile=``: for ``"auto"`` the environment's TFNB_COMPILE, if set."""
     found = os.environ.get("TFNB_COMPILE", wanted) if wanted == "auto" else wanted
     if found not in MODES:
         raise InvalidArgument(f"compile is one of {', '.join(map(repr, MODES))}, not {found!r}")
@@ -81,13 +81,13 @@ def mode(wanted: str) -> Mode:
 
 @cache
 def say_once() -> None:
-    """What a user should know when something is to be compiled for the first time."""
+    """Warn once, at the first compilation, if this machine has no compiler."""
     if (why := obstacle()) is not None:
         warnings.warn(f"{why}; steps run as generated code", stacklevel=user_level(None) - 1)
 
 
-class Generated:
-    """The generated code of a program: written when it first runs, so never for a step that the cache has."""
+class GeneratedCode:
+    """The generated code of a program, written at the first run, and so never for a step found in the cache."""
 
     def __init__(self, program: Any) -> None:
         self._program = program
@@ -96,15 +96,17 @@ class Generated:
     def code(self) -> Forward:
         """The code."""
         program = self._program
-        found = first(AT_ONCE, Request(program, program.forward))[0] if isinstance(program, Program) else None
+        found = first(AT_ONCE, TierRequest(program, program.forward))[0] if isinstance(program, Program) else None
         return found or program.forward  # type: ignore[no-any-return]
 
 
 class Tiers:
-    """The code of one program, by the sizes of its feeds."""
+    """The code of one program, by the sizes of its feeds: of the first tier in `AT_ONCE`, `COMPILED` or
+    `FUSED` that fits.
+    """
 
     def __init__(self, program: Any, mode: Mode) -> None:
-        self.program, self.mode, self._generated = program, mode, Generated(program)
+        self.program, self.mode, self._generated = program, mode, GeneratedCode(program)
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
         self._own, self._axes = 0, tuple[Axis, ...]()
         self._varying: Sizes | None = None
@@ -113,7 +115,7 @@ class Tiers:
         self._captures = None if mode == "off" else Captures.of(program)
 
     def forward(self, shapes: tuple[torch.Size, ...]) -> Forward:
-        """What computes the next step, for feeds of these shapes."""
+        """The function of the next step, for feeds of these shapes."""
         if self.mode == "off":
             return self._generated.code
         found = self._sizes.get(shapes)
@@ -125,7 +127,7 @@ class Tiers:
         return found.forward if turns is None else found.turn(turns, shapes)
 
     def _found(self, shapes: tuple[torch.Size, ...]) -> Sizes:
-        """What these shapes get: code of their own, that of many sizes, or generated code."""
+        """Code for these shapes: specialized code, the code for varying sizes, or generated code."""
         is_single = any(shapes[place][axis] < LEAST for place, axis, _ in self._axes)
         if self._own < MOST or (is_single and self._own == MOST):  # the size one is a number of its own for torch
             self._own += 1
@@ -140,12 +142,12 @@ class Tiers:
         return found
 
     def close(self) -> None:
-        """Nobody waits for what is being compiled."""
+        """Release the compiler: no caller waits for its results."""
         for sizes in list(self._sizes.values()):
             COMPILER.release(sizes)
 
     def status(self) -> list[str]:
-        """A line for each choice of sizes: which code runs and why."""
+        """A line for each choice of sizes: the running code and the reason."""
         names = [self.program.whole.contents.by_id[value.node].name for value in self.program.feeds]
         lines = [
             ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, key, strict=True)) + f": {sizes.status}"
@@ -154,7 +156,7 @@ class Tiers:
         return lines if self._varying is None else [*lines, f"other sizes [...]: {self._varying.status}"]
 
     def code(self, shapes: tuple[torch.Size, ...] | None = None) -> str:
-        """Which code runs and why, for feeds of these shapes or of those that came first; empty if none ran so."""
+        """The running code and the reason, for feeds of these shapes or of the first run; empty before any run."""
         if self.mode == "off":
             return "generated code"
         found = self._sizes.get(shapes) if shapes is not None else next(iter(self._sizes.values()), None)
@@ -169,7 +171,7 @@ class Sizes:
     """
 
     def __init__(
-        self, program: Program, written: Generated, mode: Mode, captures: Captures | None = None, *,
+        self, program: Program, written: GeneratedCode, mode: Mode, captures: Captures | None = None, *,
         varies: bool = False,
     ) -> None:  # fmt: skip
         self._varies = varies
@@ -180,7 +182,7 @@ class Sizes:
         self.turns: dict[Any, dict[Forward, list[float]]] | None = None
         self._device = device_of(program)
         self._clock = counter(self._device)
-        self._fast: Guarded | None = None
+        self._fast: GuardedCode | None = None
         self._package: PackageFolder | None = None
         self.cost = ""  # of compiling
         self._job: threading.Event | None = None  # that of "now", for which steps wait
@@ -188,10 +190,10 @@ class Sizes:
 
     @cached_property
     def generated(self) -> Forward:
-        """Generated code, which is launched whole after a few steps, where that goes."""
+        """Generated code, replaced by a captured launch after a few steps, where possible."""
         if self._captures is None:
             return self._plain
-        found, self._why = first([self._captures], Request(self.program, self._plain))
+        found, self._why = first([self._captures], TierRequest(self.program, self._plain))
         return found or self._plain
 
     @property
@@ -200,14 +202,14 @@ class Sizes:
 
     @property
     def status(self) -> str:
-        """Which code runs and why."""
+        """The running code and the reason."""
         if self._captures is None:
             return self.code
         runs = self._fast.code if self._fast is not None and self.forward is self._fast else self.generated
-        return f"{self.code}, {runs.status if isinstance(runs, Captured) else f'not captured: {self._why}'}"
+        return f"{self.code}, {runs.status if isinstance(runs, CapturedCode) else f'not captured: {self._why}'}"
 
     def recall(self, shapes: Sequence[torch.Size]) -> None:
-        """Take what an earlier process compiled, if it found that its code agrees and is faster, or was told to."""
+        """Load code compiled by an earlier process, if it agreed and was faster, or if compilation is mandatory."""
         if self._device.type != "cpu" or not isinstance(self.program, Program):
             return
         try:
@@ -222,7 +224,7 @@ class Sizes:
         facts = found.package.facts
         said = facts.get("status", "")
         if facts.get("is_faster") or (self._mode == "now" and facts.get("agrees")):
-            self._fast = Guarded(self, found, facts.get("seconds_a_step"))
+            self._fast = GuardedCode(self, found, facts.get("seconds_a_step"))
             self._keep(f"{said or 'compiled'}; from the cache")
         elif "is_faster" in facts and self._mode == "auto":
             self.forward, self.code = self.generated, f"generated code ({said}; measured before)"
@@ -235,13 +237,13 @@ class Sizes:
         return outs
 
     def _begin(self, args: Sequence[Any]) -> threading.Event:
-        """Let the worker compile; the event comes when it has decided."""
+        """Let the worker compile; the returned event is set at its decision."""
         self.code = "generated code; compiling in the background"
         say_once()
         return WORKER.submit(self, args)
 
     def _now(self, *args: Any) -> Sequence[Any]:
-        """Wait for the compiler; an interrupt or a deadline ends the waiting, and later runs find what it made."""
+        """Wait for the compiler; an interrupt or deadline ends the wait, and later runs use the result."""
         if self._job is None:
             self._job = self._begin(args)
         start = time.monotonic()
@@ -254,7 +256,7 @@ class Sizes:
         return self.generated(*args) if getattr(self.forward, "writes", False) else self.forward(*args)
 
     def compile(self, args: Sequence[Any]) -> None:
-        """What the worker does: build, compare with generated code, and decide where that can be done at once."""
+        """The worker's job: build, compare with generated code, and decide at once where possible."""
         start = time.perf_counter()
         try:
             if (lacks := obstacle()) is not None:
@@ -263,7 +265,7 @@ class Sizes:
                 return self.drop("compiled code is compared on copies, and there is no room for what the step reads")
             with frozen():
                 tiers = (VARYING,) if self._varies else COMPILED if self._device.type == "cpu" else FUSED
-                found, why = first(tiers, Request(self.program, self._plain, args, self, self._mode == "now"))
+                found, why = first(tiers, TierRequest(self.program, self._plain, args, self, self._mode == "now"))
             if found is None:
                 return self.drop(why)
             self._package = getattr(found, "package", None)
@@ -282,8 +284,8 @@ class Sizes:
             return self.drop(words(error))
         if not facts["agrees"]:
             return self.drop(facts["status"])
-        launched = None if self._captures is None else first([self._captures], Request(self.program, found))[0]
-        self._fast = Guarded(self, launched or found, None if self._varies else facts["seconds_a_step"])
+        launched = None if self._captures is None else first([self._captures], TierRequest(self.program, found))[0]
+        self._fast = GuardedCode(self, launched or found, None if self._varies else facts["seconds_a_step"])
         if self._mode == "now":
             return self._keep(f"compiled; {self.cost}")
         self.forward, self.turns = self.generated, {}
@@ -291,7 +293,7 @@ class Sizes:
             self._time_once(self._fast, args)
 
     def _time_once(self, fast: Forward, args: Sequence[Any]) -> None:
-        """Decide at once, with the step that was the reason to compile: no other step writes what it reads.
+        """Decide at once, by the step that caused the compilation: no other step writes its operands.
 
         A loop may take a thousand times as long in the next step as in this one.
         """
@@ -314,13 +316,13 @@ class Sizes:
         assert self._fast is not None
         about = tuple(size.bit_length() for shape in shapes for size in shape)
         seconds = turns.setdefault(about, {self.generated: [], self._fast: []})
-        return Turn(self, min(seconds, key=lambda code: len(seconds[code])), seconds)
+        return TimedStep(self, min(seconds, key=lambda code: len(seconds[code])), seconds)
 
     def took(self, code: Forward, seconds: float, among: Mapping[Forward, list[float]]) -> None:
         """A timed step is over. among: the seconds of steps of about the same size."""
         turns = self.turns
         runs = getattr(code, "code", code)
-        if turns is None or (isinstance(runs, Captured) and runs.is_settling):
+        if turns is None or (isinstance(runs, CapturedCode) and runs.is_settling):
             return
         among[code].append(seconds)
         pairs = [pair for each in turns.values() for pair in zip(*each.values(), strict=False)]
@@ -341,12 +343,12 @@ class Sizes:
         wait(self._busy)
 
     def _decide(self, status: str) -> None:
-        """Compiled code is faster; what it cost is told with it."""
+        """Choose compiled code, and report its cost."""
         self._note(is_faster=True, status=status)
         self._keep(f"{status}; {self.cost}")
 
     def _note(self, **facts: Any) -> None:
-        """Keep what was found out for other processes."""
+        """Store findings for other processes."""
         if self._package is not None:
             self._package.note(**facts)
 
@@ -354,12 +356,12 @@ class Sizes:
         assert self._fast is not None
         if lacks := getattr(self._fast.code, "lacks", ""):
             status = f"{status}; the rest is generated code: {lacks}"
-        if self._captures is not None and self._captures.is_mine and isinstance(self.generated, Captured):
+        if self._captures is not None and self._captures.is_mine and isinstance(self.generated, CapturedCode):
             self.generated.release()  # what a capture holds is free
         self.forward, self.turns, self.code = self._fast, None, status
 
 
-class Turn:
+class TimedStep:
     """One timed step."""
 
     def __init__(self, sizes: Sizes, code: Forward, among: Mapping[Forward, list[float]]) -> None:
@@ -380,7 +382,7 @@ class Turn:
         self._sizes.took(self._code, time.perf_counter() - self._start, self._among)
 
 
-class Guarded:
+class GuardedCode:
     """Compiled code that gives way to generated code; one that ``writes`` gives None then, and did nothing.
 
     seconds: what a step took, if that is known. direct: gives the whole step as one call without any of this, once it
@@ -408,7 +410,7 @@ class Guarded:
         return None if self.writes else self._sizes.generated(*args)
 
     def is_over_within(self, timeout: float | None) -> bool:
-        """Whether a call, which nothing can stop, ends long before a deadline."""
+        """Whether an uninterruptible call ends long before a deadline."""
         return timeout is None or (self.seconds is not None and FAR * self.seconds < timeout)
 
 

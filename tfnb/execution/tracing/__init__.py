@@ -1,4 +1,4 @@
-"""Watching a run: one tracer, generated code with probes; what it keeps is an argument.
+"""Watching a run: one tracer, running generated code with probes; the records to keep are an argument.
 
 `probes` makes the code, `tracer` runs it and keeps the times of parts, `everything` keeps nodes, memory and iterations.
 `trace` is what a run did, `iterations` the part of it inside of loops, `live_memory` counts bytes, `clocks` seconds,

@@ -18,8 +18,8 @@ from tfnb.execution.tracing.value_health import ValueHealth
 from tfnb.graph import lazy_memory
 
 
-class Checked(Tracer):
-    """A step that raises NonFinite where it would give, or write, NaN or infinite numbers; nothing is written then.
+class CheckedTracer(Tracer):
+    """A step that raises NonFinite for NaN or infinite results or writes; nothing is written then.
 
     Its code is that of any run; only a step that failed runs again with probes. What the updates of optimizers wrote is
     looked at when it is written, and taken back from copies.
@@ -28,7 +28,7 @@ class Checked(Tracer):
     found: ValueHealth | None = None  # of the step that failed
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """What the generated code gives, looked at."""
+        """Run the generated code, and check its results."""
         outs = self.program.forward(*args)
         if not _all_finite(outs):
             self.found = found = ValueHealth(self.program)
@@ -50,7 +50,7 @@ class Checked(Tracer):
 
 
 def try_update(program: Program, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run: int) -> None:
-    """Raise NonFinite where an update would write NaN or infinite numbers; it is made on copies of ``storages``."""
+    """Raise NonFinite if an update would write NaN or infinite numbers; tried on copies of ``storages``."""
     pairs = zip(program.variables, storages, strict=True)
     copies = [lazy_memory.clone(storage) if variable in program.writes else storage for variable, storage in pairs]
     program.commit(program.compute(feeds, copies, run)[1])
@@ -59,7 +59,7 @@ def try_update(program: Program, feeds: Sequence[torch.Tensor], storages: Sequen
 
 
 def ensure_finite(program: Program, written: Sequence[torch.Tensor]) -> None:
-    """Raise NonFinite where what the Variables of ``program.writes`` got is not finite."""
+    """Raise NonFinite unless the new values of the Variables in ``program.writes`` are finite."""
     bad = [v.name for v, s in zip(program.writes, written, strict=True) if not _all_finite([s])]
     if bad:
         raise NonFinite(

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 
 class Flight(NamedTuple):
-    """A message: when it was sent, by the clock of ``source``, and received, by that of ``to``, in nanoseconds."""
+    """A message with its send time by the clock of ``source`` and receive time by the clock of ``to``, in
+    nanoseconds.
+    """
 
     source: str
     to: str
@@ -25,7 +27,7 @@ class Flight(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """What a clock shows beyond the reference's, in nanoseconds, and by how much that may be wrong either way."""
+    """Offset of a clock from the reference clock in nanoseconds, with its error bound."""
 
     value: float
     error: float
@@ -33,7 +35,7 @@ class Offset(NamedTuple):
 
 @cache
 def clock_name() -> str:
-    """A name of the clock behind `time.monotonic_ns`, alike in all processes that share it; empty where unknown.
+    """An identifier of the clock behind `time.monotonic_ns`, equal in processes that share the clock; empty if unknown.
 
     On Linux it counts since the host was started, in every process of one time namespace.
     """

@@ -26,7 +26,7 @@ class Counter(Protocol):
         """``call(*args)``, counted."""
 
 
-class Host:
+class HostTimer:
     """By the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -41,8 +41,8 @@ class Host:
         return found
 
 
-class Device:
-    """By events of the device; those of late calls may not have come yet."""
+class DeviceTimer:
+    """Time by events of the device; late calls' events may still be pending."""
 
     def __init__(self, device: torch.device) -> None:
         self.total = self.last = 0.0
@@ -69,7 +69,7 @@ def moment(device: torch.device) -> Any:
 
 
 class Clock:
-    """Seconds since it was made, without those that are taken back."""
+    """Seconds since its creation, minus intervals set back."""
 
     def __init__(self, *, true: bool = False) -> None:
         self._true, self._zero = true, time.perf_counter_ns()
@@ -79,23 +79,25 @@ class Clock:
         return (time.perf_counter_ns() - self._zero) * 1e-9
 
     def back(self, to: float) -> float:
-        """Now it is this time again; a ``true`` clock, which is compared with others, goes on. What it is now."""
+        """Set the clock back to ``to``, unless it is ``true``, that is, compared with other clocks; returns
+        the time.
+        """
         if self._true:
             return self.now()
         self._zero = time.perf_counter_ns() - round(to * 1e9)
         return to
 
 
-_COUNTERS: dict[str, Callable[[torch.device], Counter]] = {"cpu": Host, "meta": Host}
+_COUNTERS: dict[str, Callable[[torch.device], Counter]] = {"cpu": HostTimer, "meta": HostTimer}
 
 
 def counter(device: torch.device) -> Counter:
-    """What counts the seconds of calls on this device."""
-    return _COUNTERS.get(device.type, Device)(device)
+    """The counter of seconds for calls on this device."""
+    return _COUNTERS.get(device.type, DeviceTimer)(device)
 
 
 def begun(device: torch.device) -> Callable[[], float]:
-    """Begin to count; what it gives ends that, waits for the device, and tells the seconds between."""
+    """Start a timer; the returned function stops it, waits for the device, and returns the seconds."""
     if device.type in _COUNTERS:
         start = time.perf_counter()
         return lambda: time.perf_counter() - start

@@ -19,10 +19,19 @@ from tfnb.execution.commit import Pending
 from tfnb.execution.lowering.control_flow_code import Cond, Loop, watched
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tracing.clocks import Clock, begun
-from tfnb.execution.tracing.iterations import OUTPUTS, Amount, Iteration, LoopTrace, LoopTraces, Note, Path, seen
+from tfnb.execution.tracing.iterations import (
+    OUTPUTS,
+    Amount,
+    IterationTrace,
+    LoopTrace,
+    LoopTraces,
+    NodeNote,
+    Path,
+    seen,
+)
 from tfnb.execution.tracing.kernel_events import kernels
-from tfnb.execution.tracing.live_memory import Held, Memory, devices, tensors, wait
-from tfnb.execution.tracing.probes import Probe, Probed
+from tfnb.execution.tracing.live_memory import Held, LiveMemory, devices, tensors, wait
+from tfnb.execution.tracing.probes import Probe, ProbedCode
 from tfnb.execution.tracing.trace import Event, Trace
 from tfnb.execution.tracing.tracer import Tracer
 from tfnb.graph.collector import frozen
@@ -37,11 +46,11 @@ class Everything(Tracer):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self.profiled = torch.autograd._profiler_enabled()  # then torch's own trace shows our names too
-        self.clock, self.memory = Clock(true=self.profiled), Memory()
+        self.clock, self.memory = Clock(true=self.profiled), LiveMemory()
         self.events: list[Event] = []
         self.taken: dict[int, set[bool]] = {}
         self.inside: dict[Path, Amount] = {}
-        self.once: dict[Path, Note] = {}  # nodes in branches that are in no loop
+        self.once: dict[Path, NodeNote] = {}  # nodes in branches that are in no loop
         self.loops = LoopTraces(NOTES)
         self.profile: Mapping[str, Any] = {}
         self.last = 0.0  # when a probe looked last
@@ -49,7 +58,7 @@ class Everything(Tracer):
         self._is_cpu = self.device.type in ("cpu", "meta")
         self._took = begun(self.device)
         self._path: Path = ()
-        self._around: list[Iteration] = []  # iterations that run, and are kept
+        self._around: list[IterationTrace] = []  # iterations that run, and are kept
         self._running: list[Path] = []  # loops that run
         self._given: Held = []  # memory of a region's results, until somebody takes them
         self._own: dict[Path, float] = {}  # seconds between what runs in a region
@@ -57,7 +66,7 @@ class Everything(Tracer):
     # -- the step ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """What the generated code gives."""
+        """Run the generated code with probes."""
         self.memory.borrow((args, self.code.constants))
         wait(devices(args))
         with watched(self), frozen(), ExitStack() as names:  # a collection would count for the node that is running
@@ -69,7 +78,7 @@ class Everything(Tracer):
         return outs
 
     def commit(self, pending: Pending) -> None:
-        """Write everything, as an event of its own; of a step without Variables nobody asks for it."""
+        """Write everything, as a separate event; not called for steps without Variables."""
         storages = [variable.storage for variable in self.program.writes]
         start = self.clock.now()
         super().commit(pending)
@@ -86,7 +95,7 @@ class Everything(Tracer):
         self.profile = profile
 
     def trace(self) -> Trace:
-        """What was kept."""
+        """The recorded trace."""
         program, events = self.program, tuple(self.events)
         return Trace(
             program.whole, program.fetches, events, tuple(self.memory.points), self.seconds, self.began,
@@ -98,7 +107,7 @@ class Everything(Tracer):
     # -- the clock --------------------------------------------------------------------------------------------
 
     def arrived(self, value: Any) -> float:
-        """The time at which a value was there."""
+        """The time at which a value was ready."""
         if self._is_cpu:
             return self.clock.now()
         found = devices(value)
@@ -108,7 +117,7 @@ class Everything(Tracer):
         return self.clock.now()
 
     def resume(self, at: float) -> float:
-        """The clock goes on from this time; what it is now."""
+        """Set the clock back to ``at``; returns the time."""
         self.last = self.clock.back(at)
         if not self._is_cpu:
             self._took = begun(self.device)
@@ -162,14 +171,14 @@ class Everything(Tracer):
         return bool(self._running) and len(self._around) == len(self._running)
 
     def call(self, program: Any, args: Sequence[Any], inputs: int) -> tuple[Any, Held]:
-        """What a program gives, and the memory of that; the first ``inputs`` are noted, too."""
+        """The result of a program, and its memory; the first ``inputs`` are noted, too."""
         start = self.clock.now()
         self._own[self._path] = self._own.get(self._path, 0.0) + start - self.last
-        code = Probed.of(program)
+        code = ProbedCode.of(program)
         if self.keeps:
             notes = self._around[-1].notes
             for node, value in zip(code.inputs[:inputs], args, strict=False):
-                notes[*self._path, node] = Note(start, math.nan, 0, tuple(map(seen, tensors(value)[:1])))
+                notes[*self._path, node] = NodeNote(start, math.nan, 0, tuple(map(seen, tensors(value)[:1])))
         look = self.look(code, args)
         look.since = self.resume(start)
         out = code.forward(look, *args)
@@ -179,11 +188,11 @@ class Everything(Tracer):
         self.resume(at)
         return out, held
 
-    def look(self, code: Probed, args: Sequence[Any], names: ExitStack | None = None) -> Look:
+    def look(self, code: ProbedCode, args: Sequence[Any], names: ExitStack | None = None) -> CallProbe:
         """The probes of one call of a program with these arguments."""
-        return Look(self, code, names)
+        return CallProbe(self, code, names)
 
-    def note(self, look: Look, place: int, value: Any, at: float) -> None:
+    def note(self, look: CallProbe, place: int, value: Any, at: float) -> None:
         """A node gave this now."""
         node, owned, found = look.code.nodes[place], look.code.owned[place], tensors(value)
         if node is None or not (owned or (found and not look.path)):
@@ -203,9 +212,9 @@ class Everything(Tracer):
         amount.calls += 1
         if self.keeps:
             values = tuple(map(seen, found[:OUTPUTS]))
-            self._around[-1].notes[path] = Note(at - seconds, seconds, size, values)
+            self._around[-1].notes[path] = NodeNote(at - seconds, seconds, size, values)
         elif not self._running:
-            self.once[path] = Note(at - seconds, seconds, size, ())
+            self.once[path] = NodeNote(at - seconds, seconds, size, ())
 
     def settle(self, at: float) -> None:
         """Somebody has taken the results of the branches that ran."""
@@ -216,16 +225,16 @@ class Everything(Tracer):
         """Memory of results, until somebody takes them."""
         self._given += held
 
-    def begin(self, loop: LoopTrace, number: int) -> Iteration | None:
-        """An iteration begins: it, if it is one to keep."""
+    def begin(self, loop: LoopTrace, number: int) -> IterationTrace | None:
+        """Begin an iteration; returns it if it is one to keep."""
         if len(self._around) != len(self._running) - 1 or number % loop.every:
             return None
-        found = Iteration(number, self._around[-1] if self._around else None, self.clock.now())
+        found = IterationTrace(number, self._around[-1] if self._around else None, self.clock.now())
         self._around.append(found)
         return found
 
-    def done(self, loop: LoopTrace, iteration: Iteration | None, at: float, *, whole: bool) -> None:
-        """It ended now; not ``whole``: there was none, as the condition did not hold."""
+    def done(self, loop: LoopTrace, iteration: IterationTrace | None, at: float, *, whole: bool) -> None:
+        """End an iteration; not ``whole``: the condition failed, so there was none."""
         if iteration is not None:
             self._around.remove(iteration)
             iteration.end = at
@@ -239,21 +248,23 @@ class LoopRun:
     def __init__(self, tracer: Everything, found: LoopTrace, loop: Loop) -> None:
         self.tracer, self.found, self.loop = tracer, found, loop
         self.count = 0
-        self.iteration: Iteration | None = None
+        self.iteration: IterationTrace | None = None
         self._begun = False
         self._state: Held = []
         self._rows: Held = []
         self._summands: Held = []  # of sums that are taken so many iterations at a time
 
     def cond(self, *args: Any) -> Any:
-        """The condition, which begins an iteration."""
+        """Run the condition, which begins an iteration."""
         self._begin()
         out, held = self.tracer.call(self.loop.cond, args, self.loop.changing)
         self.tracer.memory.free(held, self.tracer.clock.now())
         return out
 
     def body(self, *args: Any) -> Any:
-        """The body, which ends it; its results are held until the next iteration ends, rows until the loop does."""
+        """Run the body, which ends an iteration; its carried values are held until the next end, rows until
+        the loop's.
+        """
         self._begin()
         tracer, memory = self.tracer, self.tracer.memory
         out, held = tracer.call(self.loop.body, args, self.loop.changing)
@@ -288,12 +299,12 @@ class LoopRun:
         self.tracer.give([*self._state, *self._rows, *self._summands])
 
 
-class Look(Probe):
+class CallProbe(Probe):
     """The probes of one call of a program; ``names``: where torch's profiler is told of the nodes."""
 
     __slots__ = ("code", "held", "known", "names", "path", "since", "tracer")
 
-    def __init__(self, tracer: Everything, code: Probed, names: ExitStack | None = None) -> None:
+    def __init__(self, tracer: Everything, code: ProbedCode, names: ExitStack | None = None) -> None:
         self.tracer, self.code, self.path = tracer, code, tracer._path
         self.names = names if tracer.profiled else None
         self.held: dict[int, Held] = {}

@@ -1,4 +1,4 @@
-"""What a traced run saw inside of loops and branches: amounts of each node, values of iterations.
+"""Records from inside loops and branches: amounts of each node, values of iterations.
 
 A place inside is a path: the ids of the loops and branches around a node, from the outside in, then its own.
 """
@@ -19,8 +19,8 @@ OUTPUTS = 3  # of one node that are looked at
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A value in brief: ``numbers`` are all that it has, or its least and its greatest, where it has more than `FEW`.
+class ValueSummary:
+    """A summary of a value: ``numbers`` are all its elements, or minimum and maximum for more than `FEW`.
 
     Of NaN and infinite elements there are counts only. Values without an order (complex, sparse) have no numbers.
     """
@@ -33,11 +33,11 @@ class Seen:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the numbers are all of it."""
+        """Whether the numbers are all elements."""
         return torch.Size(self.shape).numel() <= FEW
 
 
-def seen(value: torch.Tensor) -> Seen:
+def seen(value: torch.Tensor) -> ValueSummary:
     """A value in brief.
 
     >>> seen(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])).numbers, seen(torch.tensor(3)).numbers
@@ -45,20 +45,20 @@ def seen(value: torch.Tensor) -> Seen:
     """
     dtype, shape = value.dtype, tuple(value.shape)
     if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.device.type == "meta":
-        return Seen(dtype, shape)
+        return ValueSummary(dtype, shape)
     if value.is_floating_point() and dtype.itemsize == 1:  # these have next to no kernels
         value = value.float()
     if value.numel() <= FEW:
-        return Seen(dtype, shape, tuple(value.flatten().tolist()))
+        return ValueSummary(dtype, shape, tuple(value.flatten().tolist()))
     low, high = (bound.item() for bound in torch.aminmax(value))
     if not value.is_floating_point() or float("-inf") < low <= high < float("inf"):
-        return Seen(dtype, shape, (low, high))
-    return Seen(dtype, shape, (), int(value.isnan().sum()), int(value.isinf().sum()))
+        return ValueSummary(dtype, shape, (low, high))
+    return ValueSummary(dtype, shape, (), int(value.isnan().sum()), int(value.isinf().sum()))
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """A node in one iteration: when, how long without the nodes inside of it, its bytes, its first outputs.
+class NodeNote:
+    """A node in one iteration: start, seconds without inner nodes, bytes, summaries of its first outputs.
 
     The inputs of an iteration took no time: NaN.
     """
@@ -66,28 +66,28 @@ class Note:
     start: float
     seconds: float
     bytes: int
-    values: tuple[Seen, ...]
+    values: tuple[ValueSummary, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Iteration:
-    """One iteration of a loop, the first is 0; ``around``: of the loop around it; ``sides`` of branches."""
+class IterationTrace:
+    """One iteration of a loop, counted from 0; ``around``: the enclosing loop's iteration; ``sides`` of branches."""
 
     number: int
-    around: Iteration | None
+    around: IterationTrace | None
     start: float
     end: float = 0.0
-    notes: dict[Path, Note] = field(default_factory=dict)
+    notes: dict[Path, NodeNote] = field(default_factory=dict)
     sides: dict[Path, bool] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class LoopTrace:
-    """A loop in one step: how many iterations, in how many runs of it, and those that were kept: every n-th."""
+    """A loop in one step: the numbers of its iterations and runs, and the kept iterations, every n-th."""
 
     path: Path
     around: Path | None  # of the loop around it
-    kept: list[Iteration] = field(default_factory=list)
+    kept: list[IterationTrace] = field(default_factory=list)
     every: int = 1
     total: int = 0
     runs: int = 0
@@ -108,7 +108,7 @@ class LoopTrace:
 
 @dataclass(slots=True)
 class Amount:
-    """What a node inside took and made in all iterations of a step, without what ran inside of it."""
+    """Total seconds and bytes of an inner node over all iterations of a step, without nested nodes."""
 
     node: Node
     seconds: float = 0.0
@@ -123,8 +123,8 @@ class LoopTraces:
         self.most, self.notes = most, 0
         self.loops: dict[Path, LoopTrace] = {}
 
-    def add(self, loop: LoopTrace, iteration: Iteration, running: Iterable[Iteration]) -> None:
-        """Keep an iteration that is done, if it is still one of the n-th; ``running`` are the iterations around it."""
+    def add(self, loop: LoopTrace, iteration: IterationTrace, running: Iterable[IterationTrace]) -> None:
+        """Keep a finished iteration, if still an n-th one; ``running`` are the enclosing iterations."""
         if iteration.number % loop.every:
             return
         loop.kept.append(iteration)
@@ -136,9 +136,9 @@ class LoopTraces:
             longest.every *= 2
             self.settle(running)
 
-    def settle(self, running: Iterable[Iteration] = ()) -> None:
-        """Leave out what is no n-th iteration, and iterations within those."""
-        stay: set[Iteration | None] = {None, *running}
+    def settle(self, running: Iterable[IterationTrace] = ()) -> None:
+        """Drop iterations that are no n-th ones, with their nested iterations."""
+        stay: set[IterationTrace | None] = {None, *running}
         for loop in self.loops.values():  # a loop comes after the one around it
             loop.kept = [one for one in loop.kept if one.number % loop.every == 0 and one.around in stay]
             stay.update(loop.kept)

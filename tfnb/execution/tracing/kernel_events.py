@@ -22,14 +22,14 @@ _CALL = "cpu_op"
 
 @dataclass(slots=True)
 class Profile:
-    """What ``torch.profiler`` wrote, as JSON; empty until the block ends."""
+    """The JSON profile of ``torch.profiler``; empty until the block ends."""
 
     found: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
 def profiling(wanted: bool) -> Iterator[Profile]:
-    """``torch.profiler`` around the block, for whatever devices there are. Raises FailedPrecondition inside another."""
+    """Run ``torch.profiler`` around the block, for all devices present. Raises FailedPrecondition inside another."""
     made = Profile()
     if not wanted:
         yield made
@@ -48,7 +48,7 @@ def profiling(wanted: bool) -> Iterator[Profile]:
 
 
 def kernels(found: Mapping[str, Any], began: int, events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """What ran on accelerators, or without one the outermost calls of torch, each with the node in whose time it began.
+    """Kernels on accelerators, or torch's outermost calls if there are none, each with the node running at its start.
 
     found: as `Profile.found`. began: of the traced run, in nanoseconds.
     """

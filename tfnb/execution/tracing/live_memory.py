@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tfnb.kernels.rows import Kept
+from tfnb.kernels.rows import KeptRows
 
 STEPS = 2  # that run beside one that is the user's: compiled code and what it is compared with
 POINTS = 20_000  # of the curve of live bytes; then the higher of two neighbours
@@ -16,8 +16,8 @@ POINTS = 20_000  # of the curve of live bytes; then the higher of two neighbours
 Held = list[tuple[int, int]]  # key and bytes of memory
 
 
-class Memory:
-    """Bytes of the storages that a step made and still uses; what it was given does not count."""
+class LiveMemory:
+    """Live bytes of storages allocated by a step; its operands do not count."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float, int]] = [(0.0, 0)]
@@ -29,7 +29,7 @@ class Memory:
         self._given.update(key for key, _ in _storages(values))
 
     def hold(self, value: Any, at: float) -> Held:
-        """A value was made at this time; gives what `free` takes."""
+        """Count a value made at this time; returns the handle for `free`."""
         held, count = [pair for pair in _storages(value) if pair[0] not in self._given], self.points[-1][1]
         for key, size in held:
             before = self._uses.get(key, 0)
@@ -68,7 +68,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     leaves = dict.fromkeys(tree_leaves(value))
-    found = (item for leaf in leaves for item in (leaf.rows if isinstance(leaf, Kept) else (leaf,)))
+    found = (item for leaf in leaves for item in (leaf.rows if isinstance(leaf, KeptRows) else (leaf,)))
     return [item for item in found if isinstance(item, torch.Tensor)]
 
 
@@ -94,7 +94,7 @@ def _storages(value: Any) -> Iterator[tuple[int, int]]:
 
 
 def room(device: torch.device, most: int) -> int:
-    """Bytes that may be taken for copies beside steps that go on: of an accelerator what `STEPS` more of them leave."""
+    """Bytes available for copies beside running steps: on an accelerator the rest beyond `STEPS` more such steps."""
     if device.type != "cuda":
         return most
     free, _ = torch.cuda.mem_get_info(device)

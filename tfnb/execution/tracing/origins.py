@@ -15,8 +15,8 @@ from tfnb.graph import Graph, Node
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A value of a step: its name, what it is, its numbers where they are few, its health, where bad ones began."""
+class KnownValue:
+    """A value of a step: its name, spec, health, its numbers if few, and the origin of nonfinite ones."""
 
     name: str
     spec: str
@@ -40,15 +40,15 @@ class Origin:
     """
 
     node: Node | None
-    value: Known
-    inputs: tuple[Known, ...] = ()
+    value: KnownValue
+    inputs: tuple[KnownValue, ...] = ()
     path: Path = ()
     iterations: tuple[int, ...] = ()
     before: Origin | None = None
 
     @property
     def first(self) -> Origin:
-        """Where the first of it began: the infinite numbers of which an op made NaN, else itself."""
+        """The first origin: the infinite numbers from which an op made NaN, else this origin."""
         return self.before or self
 
     def lines(self, graph: Graph) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _made(found: Health) -> str:
     return " and ".join(word for word, count in found.counts if count and word in ("nan", "-inf", "+inf"))
 
 
-def not_finite(results: Iterable[Known], graph: Graph) -> NonFinite:
+def not_finite(results: Iterable[KnownValue], graph: Graph) -> NonFinite:
     """The error of a step whose results are not all finite: about the first that is not, NaN first."""
     bad = sorted((known for known in results if known.origin), key=lambda known: not known.health.nan)
     if not bad:

@@ -15,8 +15,8 @@ import torch
 
 from tfnb.errors import ResourceExhausted
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tracing.live_memory import Held, Memory, devices, tensors, wait
-from tfnb.execution.tracing.probes import Probe, Probed
+from tfnb.execution.tracing.live_memory import Held, LiveMemory, devices, tensors, wait
+from tfnb.execution.tracing.probes import Probe, ProbedCode
 from tfnb.graph import Node
 
 MOST = 200_000  # spans of one place in one step
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class PlaceTracer:
-    """What ran at one place in one step, from whatever thread; ``points``: live bytes, where one function is the step.
+    """The trace of one place in one step, over all threads; ``points``: live bytes, if one function is the step.
 
     ``watching`` and ``whole`` give the functions that stand in for those of programs.
     """
@@ -43,25 +43,25 @@ class PlaceTracer:
         self.points: list[tuple[int, int]] = []
 
     def begin(self) -> None:
-        """Forget what ran before."""
+        """Clear the trace."""
         self.spans, self.points = [], []
 
     def prepare(self, programs: Iterable[Program]) -> None:
-        """Make the code with probes of these programs, so that no step waits for that."""
+        """Make probed code for these programs ahead of time, so that no step waits."""
         for program in programs:
-            Probed.of(program)
+            ProbedCode.of(program)
 
     def watching(self, program: Program) -> Callable[..., tuple[Any, ...]]:
         """The function of a program that is a part of the step."""
-        code = Probed.of(program)
+        code = ProbedCode.of(program)
         return lambda *args: code.forward(_Spans(self, code), *args)
 
     def whole(self, program: Program) -> Callable[..., tuple[Any, ...]]:
-        """The function of a program that is all that the place computes: it counts the live bytes, too."""
-        code = Probed.of(program)
+        """A probed function of a program that is the whole part of a place; counts live bytes, too."""
+        code = ProbedCode.of(program)
 
         def forward(*args: Any) -> tuple[Any, ...]:
-            start, memory = time.monotonic_ns(), Memory()
+            start, memory = time.monotonic_ns(), LiveMemory()
             memory.borrow((args, code.constants))
             found = code.forward(_LiveSpans(self, code, memory, start), *args)
             memory.keep(found, (time.monotonic_ns() - start) * 1e-9)
@@ -86,7 +86,7 @@ class _Spans(Probe):
 
     __slots__ = ("code", "since", "tracer")
 
-    def __init__(self, tracer: PlaceTracer, code: Probed) -> None:
+    def __init__(self, tracer: PlaceTracer, code: ProbedCode) -> None:
         self.tracer, self.code, self.since = tracer, code, time.monotonic_ns()
 
     def probe(self, place: int, value: Any) -> None:
@@ -99,11 +99,11 @@ class _Spans(Probe):
 
 
 class _LiveSpans(_Spans):
-    """The probes of a program's one call, which count the bytes that are alive."""
+    """The probes of one call of a program, counting live bytes."""
 
     __slots__ = ("held", "memory", "zero")
 
-    def __init__(self, tracer: PlaceTracer, code: Probed, memory: Memory, zero: int) -> None:
+    def __init__(self, tracer: PlaceTracer, code: ProbedCode, memory: LiveMemory, zero: int) -> None:
         super().__init__(tracer, code)
         self.memory, self.zero, self.held = memory, zero, dict[int, Held]()
 

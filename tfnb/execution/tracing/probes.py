@@ -1,4 +1,4 @@
-"""Generated code with probes: a call of what watches the run after each call of the code."""
+"""Generated code with probes: a call of the observer after each call of the code."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tfnb.graph import Graph, Node
 
 
 class Probe:
-    """What a probe calls: ``probe(place, value)`` after call number ``place`` of the code; ``code`` for errors."""
+    """The observer of probes: ``probe(place, value)`` after call number ``place`` of the code; ``code`` for errors."""
 
     __slots__ = ()
-    code: Probed
+    code: ProbedCode
 
     def probe(self, place: int, value: Any) -> None:
         """A call of the code gave this."""
         raise NotImplementedError
 
 
-class Probed:
+class ProbedCode:
     """The code of a program with probes, whose first argument is a `Probe`.
 
     ``nodes``: for each probe the recorded node that made the value; ``calls``: the call of the program's code;
@@ -63,15 +63,15 @@ class Probed:
         self.code = module.code
 
     @classmethod
-    def of(cls, program: Program) -> Probed:
-        """That of a program, made once."""
+    def of(cls, program: Program) -> ProbedCode:
+        """The probed code of a program, made once."""
         if program.probed is None:
             program.probed = cls(program)
-        found: Probed = program.probed
+        found: ProbedCode = program.probed
         return found
 
     def _maker(self, at: fx.Node) -> Node | None:
-        """The recorded node of a call; a copy or size belongs to the node whose value it takes, an item to nobody."""
+        """The recorded node of a call; copies and sizes belong to the node of their operand, items to none."""
         known = self.program.node_of
         if at.target is operator.getitem:
             return None

@@ -1,4 +1,4 @@
-"""What a traced run did: when each node ran, what it made, and how much memory the step held at each moment.
+"""The trace of a run: times of each node, its outputs, and the live memory of the step over time.
 
 Tables by node, op, line and scope, and a file for trace viewers. The drawing of it is the view's.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tfnb.errors import InvalidArgument, NotFound
 from tfnb.execution.tracing.health import Health
-from tfnb.execution.tracing.iterations import Amount, Iteration, LoopTrace, Note, Path
+from tfnb.execution.tracing.iterations import Amount, IterationTrace, LoopTrace, NodeNote, Path
 from tfnb.execution.tracing.origins import Origin
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.files import replace_file
@@ -39,12 +39,12 @@ class Event:
     path: Path = ()  # of a node in a loop or branch
     depth: int = 0  # loops around it
     kernel: str = ""  # torch's name of what ran, where its profiler saw it
-    iteration: Iteration | None = None  # of the innermost loop around it
+    iteration: IterationTrace | None = None  # of the innermost loop around it
     call: str = "commit"  # what ran, where that is no node
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration in seconds."""
         return self.end - self.start
 
     @property
@@ -65,7 +65,7 @@ class Event:
 
     @property
     def code(self) -> str:
-        """What the user wrote there."""
+        """The user's line of code."""
         return self.node.source.text.strip() if self.node and self.node.source else ""
 
     @property
@@ -75,13 +75,13 @@ class Event:
 
     @property
     def lane(self) -> Lane:
-        """Where it ran."""
+        """The thread and device."""
         return self.thread, self.device
 
 
 @dataclass(frozen=True, slots=True)
 class Transmission:
-    """A message between two places of a step that ran on a cluster: a value of ``node``, or what ``call`` says.
+    """A message between two places of a step on a cluster: a value of ``node``, or a ``call``.
 
     ``start``: when it was sent, ``end``: when it was there, in seconds from the step's start.
     """
@@ -96,22 +96,22 @@ class Transmission:
 
     @property
     def seconds(self) -> float:
-        """How long it was on its way."""
+        """Duration in seconds."""
         return self.end - self.start
 
     @property
     def name(self) -> str:
-        """The node whose value it is, or what the message is for."""
+        """The node of the value, or the purpose of the message."""
         return self.node.name if self.node else self.call
 
     @property
     def lane(self) -> Lane:
-        """The link that it took."""
+        """The link of the message."""
         return f"{self.source} → {self.to}", "link"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """One row of `Trace.table`; ``share`` is of the whole step, ``bytes`` the sum of the outputs."""
 
     name: str
@@ -124,7 +124,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a traced run did: ``events`` in order, and the ``live`` bytes of the step as (seconds, bytes) steps.
+    """The trace of a run: ``events`` in order, and the ``live`` bytes of the step as (seconds, bytes) steps.
 
     A traced run is generated code; ``untraced`` says which code runs the step else, why, and what compiling it cost.
     ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
@@ -159,7 +159,7 @@ class Trace:
     colours: str = "time"  # or "bytes": what the drawing is coloured by
     taken: Mapping[int, frozenset[bool]] = field(default_factory=dict)
     inside: Mapping[Path, Amount] = field(default_factory=dict)
-    once: Mapping[Path, Note] = field(default_factory=dict)
+    once: Mapping[Path, NodeNote] = field(default_factory=dict)
     loops: tuple[LoopTrace, ...] = ()
     kernels: tuple[Event, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class Trace:
 
     @property
     def title(self) -> str:
-        """Names of what was fetched."""
+        """Names of the fetches."""
         contents = self.graph.contents
         names = contents.assigned
         known = {v: names.get(v) or contents.by_id[v.node].name for v in self.fetches if v.node in contents.by_id}
@@ -187,7 +187,7 @@ class Trace:
         """The most bytes that the step held at once."""
         return max((count for _, count in self.live), default=0)
 
-    def table(self, top: int | None = None, *, by: By = "node") -> tuple[Row, ...]:
+    def table(self, top: int | None = None, *, by: By = "node") -> tuple[TraceRow, ...]:
         """The ``top`` rows that took longest: by node, op, line of a cell, scope, or place. Raises InvalidArgument.
 
         The places are threads here, and tasks, servers and the links between them on a cluster.
@@ -216,13 +216,13 @@ class Trace:
             raise NotFound(f"{name} has no health in this trace: run what needs it with trace='health'")
         return self.origins.get(path)
 
-    def _row(self, name: str, detail: str, found: list[tuple[Event | Transmission, int]]) -> Row:
+    def _row(self, name: str, detail: str, found: list[tuple[Event | Transmission, int]]) -> TraceRow:
         seconds = sum(event.seconds for event, _ in found)
         size, calls = sum(event.bytes for event, _ in found), sum(calls for _, calls in found)
-        return Row(name, detail, seconds, seconds / self.seconds if self.seconds else 0.0, size, calls)
+        return TraceRow(name, detail, seconds, seconds / self.seconds if self.seconds else 0.0, size, calls)
 
     def _amounts(self) -> Iterator[tuple[Event, int]]:
-        """The events without what ran inside of them, then that; how often each."""
+        """The events without their inner nodes, then the inner nodes; each with its count."""
         inner: dict[int, float] = {}
         for path, amount in self.inside.items():
             inner[path[0]] = inner.get(path[0], 0.0) + amount.seconds
@@ -234,7 +234,7 @@ class Trace:
 
     @property
     def spans(self) -> tuple[Event, ...]:
-        """The events, those of nodes in branches and in the iterations of loops that were kept, and kernels."""
+        """The events, the events of nodes in branches and kept iterations, and kernels."""
         around = {event.node.id: event for event in reversed(self.events) if event.node}
         once = ((None, 1, path, note) for path, note in self.once.items())
         kept = ((one, loop.depth, *item) for loop in self.loops for one in loop.kept for item in one.notes.items())
@@ -306,7 +306,7 @@ class Trace:
             }  # fmt: skip
 
     def _flows(self) -> Iterator[tuple[Event, Event]]:
-        """Events of which the second takes a value of the first; between places of a cluster a message does."""
+        """Pairs of events in producer-consumer relation; between places of a cluster messages take their role."""
         made: dict[tuple[str, int], Event] = {}
         for event in self.events:
             if event.node is not None:
@@ -316,7 +316,7 @@ class Trace:
                 made[place, event.node.id] = event
 
     def _arrows(self) -> Iterator[tuple[Event | Transmission, Event | Transmission]]:
-        """What ran at a place last before a message was sent, and the message; it, and what ran next where it went."""
+        """Pairs (last event before a message, the message) and (the message, next event at its destination)."""
         starts: dict[str, list[Event]] = {}
         for event in sorted(self.events, key=lambda event: event.start):
             starts.setdefault(event.thread, []).append(event)
@@ -355,7 +355,7 @@ class Trace:
 
     @property
     def other_code(self) -> str:
-        """What runs the step when nobody looks, if that is not what was traced; else empty."""
+        """The kind of code that runs the step untraced, if different from the traced code; else empty."""
         return "" if self.untraced in ("", "generated code") else f"untraced it is {self.untraced}"
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The tracer: a step runs as generated code with probes, and what they call keeps what was asked for.
+"""The tracer: a step runs as generated code with probes, and the probes record the requested data.
 
 `tfnb.execution.tracing.everything` keeps all of it.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from tfnb.execution.commit import Pending
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tracing.probes import Probed
+from tfnb.execution.tracing.probes import ProbedCode
 from tfnb.execution.tracing.trace import Trace
 
 
@@ -22,12 +22,12 @@ class Tracer:
     untraced = ""  # which code runs the step when nobody looks, and why
 
     def __init__(self, program: Program) -> None:
-        self.program, self.code = program, Probed.of(program)
+        self.program, self.code = program, ProbedCode.of(program)
         self.device, self.thread = self.code.device, threading.current_thread().name
         self.began = time.time_ns()
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """What the generated code gives for these feeds, storages and run number."""
+        """Run the generated code for these feeds, storages and run number."""
         raise NotImplementedError
 
     def commit(self, pending: Pending) -> None:
@@ -38,5 +38,5 @@ class Tracer:
         """The step is over, and the caller holds ``results``; profile: of torch's own profiler."""
 
     def trace(self) -> Trace:
-        """What was kept."""
+        """The recorded trace."""
         raise NotImplementedError

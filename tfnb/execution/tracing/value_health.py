@@ -14,25 +14,25 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tracing.everything import Everything, Look
+from tfnb.execution.tracing.everything import CallProbe, Everything
 from tfnb.execution.tracing.health import Health, health
 from tfnb.execution.tracing.iterations import FEW, LoopTrace, Path
 from tfnb.execution.tracing.live_memory import tensors
-from tfnb.execution.tracing.origins import Known, Origin
-from tfnb.execution.tracing.probes import Probed
+from tfnb.execution.tracing.origins import KnownValue, Origin
+from tfnb.execution.tracing.probes import ProbedCode
 from tfnb.execution.tracing.trace import Trace
 from tfnb.graph import Node, Spec
 from tfnb.graph.ops import REGIONS
 
 
 class ValueHealth(Everything):
-    """Health of each node's values, and the origin of those that are not finite."""
+    """Health of each node's values, and the origin of nonfinite ones."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self.health: dict[Path, Health] = {}  # of all that a node gave, in all iterations
         self.origins: dict[Path, Origin] = {}  # of the first value of each node that was not finite
-        self.results: list[Known] = []  # of the step: fetches, then what is written
+        self.results: list[KnownValue] = []  # of the step: fetches, then what is written
         self._known = WeakTensorKeyDictionary()
         self._inside: dict[Path, Origin] = {}  # the first one inside of each loop or branch
         self._number: dict[Path, int] = {}  # of the iteration of each loop
@@ -40,7 +40,7 @@ class ValueHealth(Everything):
     # -- the step ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """What the generated code gives."""
+        """Run the generated code with checks of its operands and values."""
         program, by_id = self.program, self.program.whole.contents.by_id
         names = [by_id[value.node].name for value in program.feeds]
         for name, arg in zip([*names, *(f"Variable {v.name}" for v in program.variables)], args, strict=False):
@@ -50,7 +50,7 @@ class ValueHealth(Everything):
         self.results = list(self._results(outs))
         return outs
 
-    def _results(self, outs: Sequence[Any]) -> Iterator[Known]:
+    def _results(self, outs: Sequence[Any]) -> Iterator[KnownValue]:
         program, by_id = self.program, self.program.whole.contents.by_id
         assigned = program.whole.contents.assigned
         fetched = [assigned.get(value) or by_id[value.node].name for value in program.fetches]
@@ -67,12 +67,12 @@ class ValueHealth(Everything):
                 at += length
 
     def trace(self) -> Trace:
-        """What was kept."""
+        """The recorded trace, with health and origins."""
         return replace(super().trace(), health=self.health, origins=self.origins)
 
     # -- what is looked at ------------------------------------------------------------------------------------
 
-    def look(self, code: Probed, args: Sequence[Any], names: ExitStack | None = None) -> Look:
+    def look(self, code: ProbedCode, args: Sequence[Any], names: ExitStack | None = None) -> CallProbe:
         """The probes of one call of a program; its arguments are known from outside, or looked at."""
         look = super().look(code, args, names)
         found = code.program.module.graph.find_nodes(op="placeholder")
@@ -85,7 +85,7 @@ class ValueHealth(Everything):
         self._number[loop.path] = number
         return super().begin(loop, number)
 
-    def note(self, look: Look, place: int, value: Any, at: float) -> None:
+    def note(self, look: CallProbe, place: int, value: Any, at: float) -> None:
         """A call gave this."""
         super().note(look, place, value, at)
         call, node, code = look.code.calls[place], look.code.nodes[place], look.code
@@ -106,19 +106,19 @@ class ValueHealth(Everything):
             if bad := next((known.origin for known in found if known.origin), None):
                 self.origins.setdefault(path, bad)
 
-    def _source(self, look: Look, at: Any) -> list[Known]:
-        """What is known of a value that a call takes; of a constant when it is first asked for."""
+    def _source(self, look: CallProbe, at: Any) -> list[KnownValue]:
+        """Known facts of an operand; facts of a constant are computed at its first use."""
         if at not in look.known and at.op == "get_attr":
             node = look.code.program.node_of.get(at.name)
             constant = getattr(look.code.program.module, at.target, None)
             look.known[at] = [self._of(tensor, node.name if node else at.name) for tensor in tensors(constant)]
-        found: list[Known] = look.known.get(at, [])
+        found: list[KnownValue] = look.known.get(at, [])
         return found
 
     def _origin(
-        self, look: Look, node: Node | None, made: Known, sources: Sequence[Known], tensor: torch.Tensor
+        self, look: CallProbe, node: Node | None, made: KnownValue, sources: Sequence[KnownValue], tensor: torch.Tensor
     ) -> Origin:
-        """Where the bad numbers of what a call made of its sources began."""
+        """The origin of bad numbers in a call's result."""
         is_region = node is not None and node.op in REGIONS
         if is_region:
             before = self._known.get(tensor)  # a result of a branch is that of the inner call
@@ -138,11 +138,11 @@ class ValueHealth(Everything):
             self._inside.setdefault(path[:depth], found)
         return found
 
-    def _of(self, tensor: torch.Tensor, name: str) -> Known:
-        found: Known | None = self._known.get(tensor)
+    def _of(self, tensor: torch.Tensor, name: str) -> KnownValue:
+        found: KnownValue | None = self._known.get(tensor)
         return found or self._from_outside(name, tensor)
 
-    def _from_outside(self, name: str, tensor: torch.Tensor) -> Known:
+    def _from_outside(self, name: str, tensor: torch.Tensor) -> KnownValue:
         """A value that no call of this run made."""
         counts = health(tensor) or Health()
         known = _known(name, tensor, counts)
@@ -152,6 +152,6 @@ class ValueHealth(Everything):
         return known
 
 
-def _known(name: str, tensor: torch.Tensor, counts: Health) -> Known:
+def _known(name: str, tensor: torch.Tensor, counts: Health) -> KnownValue:
     few = tensor.numel() <= FEW and tensor.layout == torch.strided and not tensor.is_complex()
-    return Known(name, str(Spec.of(tensor)), counts, tuple(tensor.flatten().tolist()) if few else ())
+    return KnownValue(name, str(Spec.of(tensor)), counts, tuple(tensor.flatten().tolist()) if few else ())

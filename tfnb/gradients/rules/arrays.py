@@ -1,4 +1,4 @@
-"""Arrays that are written once. What was not written yet has no gradient, so that of a write is not cleared there.
+"""Write-once arrays. Elements not yet written have no gradient, so the gradient of a write is not cleared there.
 
 A read gives rows, so reads of the same element add up.
 """

@@ -18,7 +18,7 @@ from tfnb.gradients.walker import Walk
 from tfnb.graph import Node, Recursion, Value, ops
 from tfnb.graph.graph import new_id
 from tfnb.recording.subgraphs.own_gradient import open_recorder
-from tfnb.recording.subgraphs.recursive_calls import Definition, opened
+from tfnb.recording.subgraphs.recursive_calls import RecursiveDefinition, opened
 from tfnb.recording.values.recording import Recording
 
 
@@ -36,7 +36,7 @@ def _call(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
     known = [v for v in (*body.inputs, *outputs) if v is not None]
     inner = {v: body.contents.by_id[v.node] for v in known}
     targets = [v for v, wanted in zip(body.inputs, active, strict=True) if wanted]
-    definition = Definition(
+    definition = RecursiveDefinition(
         recorder, f"{function.name}_grad", function.limit, [inner[v].outputs[v.index] for v in known],
         [inner[v].outputs[v.index] for v in targets], [inner[v].name for v in known],
     )  # fmt: skip
@@ -62,13 +62,15 @@ def _dense(dx: torch.Tensor | IndexedSlices, function: str) -> torch.Tensor:
     return dx.to_dense(f"{function} calls itself") if isinstance(dx, IndexedSlices) else dx
 
 
-def _entries(active: Sequence[bool], of: Definition, args: Sequence[Any], node: Node) -> list[torch.Tensor | None]:
+def _entries(
+    active: Sequence[bool], of: RecursiveDefinition, args: Sequence[Any], node: Node
+) -> list[torch.Tensor | None]:
     found = iter(of.call(args, node.stream))
     return [next(found) if wanted else None for wanted in active]
 
 
 def _again(recorder: Recording, nodes: Sequence[Node], same: dict[Value, Value]) -> list[Node]:
-    """The nodes once more, on the values in ``same``, which gets theirs."""
+    """Copies of the nodes, on the values in ``same``, to which their outputs are added."""
     made = []
     ids: Mapping[int, int] = {node.id: new_id() for node in nodes}
     for node in nodes:

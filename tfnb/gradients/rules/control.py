@@ -1,4 +1,4 @@
-"""Branches and loops: the gradient of a branch is a branch, that of a loop a loop which goes backwards.
+"""Branches and loops: the gradient of a branch is a branch, the gradient of a loop a loop in reverse order.
 
 The values that a subgraph's rules ask for are saved by a copy of the forward node that gives them as further outputs:
 of a loop, one row for each iteration. The pass that merges duplicates makes one node of both. All of it are ordinary
@@ -39,15 +39,15 @@ from tfnb.recording.subgraphs.capture import (
     retried,
     subgraph,
 )
-from tfnb.recording.subgraphs.loop_node import Loop, Sequences, gathered
+from tfnb.recording.subgraphs.loop_node import LoopRecorder, Sequences, gathered
 from tfnb.recording.subgraphs.own_gradient import open_recorder
 from tfnb.recording.values.recording import Recording
 
 Optional = Sequence[torch.Tensor | None]
 
 
-class Part:
-    """A subgraph of a forward node, which is differentiated.
+class ForwardPart:
+    """A subgraph of a forward node to be differentiated.
 
     known: the tensors of outside that inputs are in every iteration; None for others. active: which inputs' cotangents
     are wanted.
@@ -78,13 +78,13 @@ class Part:
         return [v for v, active in zip(self.part.inputs, self.active, strict=True) if active]
 
     def reached(self) -> list[bool]:
-        """Which outputs depend on the active inputs."""
+        """For each output, whether it depends on the active inputs."""
         walk = Walk(self.recorder, self.targets())
         walk.reach(self.part.contents.nodes)
         return [v in walk.reached for v in self.part.outputs]
 
     def walk(self, dys: Optional, tables: Iterable[int] = ()) -> list[Any]:
-        """Cotangents of the inputs, given those of the outputs: recorded here and now.
+        """Cotangents of the inputs from cotangents of the outputs, recorded here and now.
 
         tables: places of the inputs whose cotangents may be row-sparse.
         """
@@ -100,12 +100,12 @@ class Part:
             self.recorder.lazy = before
 
     def guards(self) -> list[Guard]:
-        """What the forward subgraph relies on of the sizes that enter it, which the gradient relies on as well."""
+        """Size assumptions of the forward subgraph, shared by its gradient."""
         entering = {s for v in self.part.inputs for s in self.spec(v).symbols}
         return [guard for guard in self.part.contents.guards if entering.issuperset(guard.symbols)]
 
     def adopt(self, nodes: Sequence[Node]) -> None:
-        """Copies of nodes of this subgraph that give more: they belong into it, with its inputs and its symbols."""
+        """Move copies of this subgraph's nodes with further outputs into it, with its inputs and symbols."""
         inputs = {outer: v for v, outer in self.inner.same.items()}
         own = (replace(node, inputs=tuple(inputs.get(v, v) for v in node.inputs)) for node in nodes)
         self.moved += [substitute(node, self.letters) if self.letters else node for node in own]
@@ -168,10 +168,10 @@ def _branches(n: Forward, dys: Cotangents, forms: dict[int, bool], path: str) ->
     recorder, node = open_recorder(), n.outs[0].node  # type: ignore[attr-defined]  # recorded
     operands: list[Any] = list(n.inputs[1:])
     given, active = [dys.given(i) for i in range(len(n.outs))], list(n.needed[1:])
-    parts = [Part(recorder, n.attrs[name], operands, active) for name in ("then", "else")]
+    parts = [ForwardPart(recorder, n.attrs[name], operands, active) for name in ("then", "else")]
     wanted = {i: operands[i] for i, needed in enumerate(active) if needed}
 
-    def backward(part: Part) -> Region:
+    def backward(part: ForwardPart) -> Region:
         def call() -> list[torch.Tensor]:
             dys = [_of_lengths(recorder, dy, part, v) for dy, v in zip(given, part.part.outputs, strict=True)]
             found = part.walk(dys, tables=wanted)
@@ -204,8 +204,8 @@ def _branches(n: Forward, dys: Cotangents, forms: dict[int, bool], path: str) ->
     return entries
 
 
-def _of_lengths(recorder: Recording, dy: Any, part: Part, output: Value | None) -> Any:
-    """A cotangent with the sizes of this branch, where each has its own: as rows of it, which are all there are.
+def _of_lengths(recorder: Recording, dy: Any, part: ForwardPart, output: Value | None) -> Any:
+    """A cotangent with the sizes of this branch, if sides differ: as rows of the cotangent, in full number.
 
     To say that the sizes are equal would say it of the other branch too.
     """
@@ -230,7 +230,7 @@ def _check_forms(found: Mapping[int, Any], forms: dict[int, bool]) -> None:
 
 
 def _outputs(dx: Any, of: Any, is_rows: bool | None) -> tuple[torch.Tensor, ...]:
-    """What a branch returns for an operand's gradient ``dx``, which is None where it does not use it."""
+    """A branch's outputs for an operand's gradient ``dx``, None if the side does not use the operand."""
     if is_rows:
         no_rows = dx is None and IndexedSlices(of.new_zeros((0, *of.shape[1:])), _no_indices(of), tuple(of.shape))
         slices = (no_rows or dx).canonical()
@@ -247,11 +247,13 @@ def _no_indices(of: torch.Tensor) -> torch.Tensor:
 def _output_specs(recorder: Recording, spec: Spec, is_rows: bool | None) -> tuple[Spec, ...]:
     if not is_rows:
         return (spec,)
-    count = Loop(recorder, (), ()).fresh()  # as many as the branch that is taken looks up
+    count = LoopRecorder(recorder, (), ()).fresh()  # as many as the branch that is taken looks up
     return replace(spec, shape=(count, *spec.shape[1:])), Spec(torch.int64, (count,), spec.device)
 
 
-def _branch_values(n: Forward, node: Node, parts: Sequence[Part], captured: Sequence[Value]) -> dict[Value, Value]:
+def _branch_values(
+    n: Forward, node: Node, parts: Sequence[ForwardPart], captured: Sequence[Value]
+) -> dict[Value, Value]:
     """Values inside of the branches, as outputs of a copy of their node."""
     recorder = parts[0].recorder
     saved = [[v for v in captured if v.node in part.inner.nodes] for part in parts]
@@ -265,14 +267,14 @@ def _branch_values(n: Forward, node: Node, parts: Sequence[Part], captured: Sequ
         "then": parts[0].giving([*saved[0], *absent[1]]), "else": parts[1].giving([*absent[0], *saved[1]]),
         "shapes": (*node.attrs["shapes"], *(_known(told, spec, lambda: 0) for spec in specs)),
     }  # fmt: skip
-    fresh = Loop(recorder, (), ()).fresh
+    fresh = LoopRecorder(recorder, (), ()).fresh
     outputs = [replace(spec, shape=_known(told, spec, fresh)) for spec in specs]
     found = _again(recorder, node, n.inputs, attrs, (*node.outputs, *outputs))[len(node.outputs) :]
     return {v: recorder._entry(t).value for v, t in zip(values, found, strict=True)}
 
 
 def _told(recorder: Recording, inputs: Sequence[Any]) -> set[str]:
-    """Symbols of the axes of a node's inputs: sizes that the copy of the node knows, whichever subgraph adopts it."""
+    """Symbols bound by a node's inputs, and so known to a copy of the node in any subgraph."""
     values = (recorder._entry(t).value for t in inputs)
     return axes(recorder.node(v.node).outputs[v.index] for v in values)
 
@@ -289,10 +291,10 @@ def _spec(x: Any) -> Spec:
 # -- loops ------------------------------------------------------------------------------------------------------
 
 
-class _Saved:
-    """The forward loop, as what saves the values that its gradient asks for."""
+class _ForwardLoop:
+    """The forward loop, saving the values requested by its gradient."""
 
-    def __init__(self, n: Forward, node: Node, part: Part, xs: Sequences) -> None:
+    def __init__(self, n: Forward, node: Node, part: ForwardPart, xs: Sequences) -> None:
         self.n, self.node, self.part = n, node, part
         first = len(n.attrs["init"])
         self.witnesses: dict[tuple[Value, str], Value] = {}
@@ -320,7 +322,7 @@ class _Saved:
         return self.witnesses[value, symbol]
 
     def save(self, values: Sequence[Value]) -> Sequences:
-        """Rows of the loop's own sequences, and of what a copy of it gives."""
+        """Rows of the loop's own sequences, and rows saved by a copy of the loop."""
         recorder, attrs = self.part.recorder, self.node.attrs
         more = [v for v in values if v not in self.given]
         found: dict[Value, Any] = {}
@@ -329,7 +331,7 @@ class _Saved:
             shapes = [spec.shape if told.issuperset(spec.symbols) else len(spec.shape) for spec in specs]
             own = {**attrs, "body": self.part.giving(more), "rows": (*attrs["rows"], *shapes)}
             iterations = self._iterations()
-            loop = Loop(recorder, (), ())
+            loop = LoopRecorder(recorder, (), ())
             outs = [
                 s for spec, shape in zip(specs, shapes, strict=True) for s in gathered(loop, spec, shape, iterations)
             ]
@@ -342,7 +344,7 @@ class _Saved:
         return [self.given[v] if v in self.given else found[v] for v in values]
 
     def _say(self, specs: Sequence[Spec], iterations: Size) -> None:
-        """Note what is kept, in bytes at the sizes of the samples."""
+        """Note the saved rows, with their bytes at the sizes of the samples."""
         symbols, source = self.part.recorder.symbols, self.node.source
 
         def size(dim: Size) -> int | None:
@@ -361,13 +363,13 @@ class _Saved:
             self.part.recorder.tape.notes.append(note)
 
     def _iterations(self) -> Any:
-        """The size of the loop's rows, if it has some."""
+        """The size of the loop's row axis."""
         attrs, node = self.node.attrs, self.node
         if attrs["rows"]:
             return node.outputs[row_places(attrs)[0][-1]].shape[0]
         last = next((x[-1] if isinstance(x, tuple) else x for x in self.given.values()), None)
         stops = last is None or attrs["cond"] is not None
-        return Loop(self.part.recorder, (), ()).fresh() if stops else _spec(last).shape[0]
+        return LoopRecorder(self.part.recorder, (), ()).fresh() if stops else _spec(last).shape[0]
 
 
 class _Back:
@@ -386,7 +388,7 @@ class _Back:
             self.xs = [x if isinstance(x, tuple) else self._taken(i, x) for i, x in enumerate(self.xs)]
         places = [*n.places("init"), *self.firsts(), *n.places("captures")]
         known = [*[None] * (self.count + len(self.xs)), *self.kept]
-        self.part = Part(self.recorder, n.attrs["body"], known, [n.needed[place] for place in places])
+        self.part = ForwardPart(self.recorder, n.attrs["body"], known, [n.needed[place] for place in places])
         self._spread()
         active, ends = self.part.active, self.count + len(self.xs)
         self.carried = [i for i in range(self.count) if active[i]]
@@ -405,7 +407,7 @@ class _Back:
         return [min(next(places) for _ in (x if isinstance(x, tuple) else (x,))) for x in self.xs]
 
     def _spread(self) -> None:
-        """A carried value matters where it depends on one that does, in this iteration or one before."""
+        """Mark carried values as active if they depend on active ones, in this iteration or an earlier one."""
         part, count = self.part, self.count
         while True:
             reached = part.reached()[:count]
@@ -428,11 +430,11 @@ class _Back:
         start: list[Any] = [*(dys[i] for i in self.carried), *(_zeros(self.kept[i]) for i in sums)]
         totals = [_spec(self.kept[i]) for i in sums]
         with part.named():
-            loop = Loop(
+            loop = LoopRecorder(
                 self.recorder, start, [f"gradient {i}" for i in range(len(start))], given,
                 rows=[part.spec(part.part.outputs[i]) for i, _ in rows], limit=n.outs[count],  # type: ignore[arg-type]
                 reverse=not n.attrs["reverse"], what="while", swap=n.attrs.get("swap_memory"),
-                parallel=n.attrs["parallel_iterations"], saver=_Saved(n, self.node, part, self.xs),
+                parallel=n.attrs["parallel_iterations"], saver=_ForwardLoop(n, self.node, part, self.xs),
                 specs=[*(part.spec(part.part.outputs[i]) for i in self.carried), *totals],
                 results=[*(_spec(n.inputs[n.places("init")[i]]) for i in self.carried), *totals],
             )  # fmt: skip
@@ -472,7 +474,7 @@ class _Back:
         return asked
 
     def _iteration(self, outputs: Sequence[int], values: Sequence[Tensor]) -> list[torch.Tensor]:
-        """One iteration: the cotangents of its inputs from those of its outputs, and the sums so far."""
+        """One iteration: cotangents of its inputs from cotangents of its outputs, and the running sums."""
         part, count = self.part, self.count
         last, at = len(self.carried), self.count + len(self.xs)
         shared = [i for i in self.shared if i not in self.rows]

@@ -113,7 +113,7 @@ def _(n: Forward, dy: Any, at: Any) -> Any:
 
 
 def without_padding(dy: Any, index: Any, padding: int) -> tuple[Any, Any]:
-    """Entries of a table but for those of the padding row: none at all, so that lazy steps leave that row alone."""
+    """Entries of a table without those of the padding row, so that lazy steps leave that row unchanged."""
     if padding < 0:
         return dy, index
     rows = index.reshape(-1)
@@ -148,7 +148,7 @@ def _(weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False,
 
 
 def _first_largest(rows: Any, kept: Any, bag: Any, bags: Any) -> Any:
-    """In each column of each bag the first of its largest kept elements, which alone has the gradient; else zero."""
+    """In each column of each bag the first maximal kept element, which alone gets the gradient; else zero."""
     count, each = rows.shape[0], bag.unsqueeze(-1).expand(rows.shape)
     low = rows.masked_fill((kept == 0).unsqueeze(-1), float("-inf"))
     largest = rows.new_full([bags, rows.shape[1]], float("-inf")).scatter_reduce(0, each, low, reduce="amax")

@@ -13,7 +13,9 @@ aten = torch.ops.aten
 
 
 def _product(a: Any, b: Any, like: Any, *, turn: str = "") -> Any:
-    """``a @ b``, those in ``turn`` transposed, in the memory layout of ``like``: a gradient lies as what it updates."""
+    """``a @ b``, with operands in ``turn`` transposed, in the memory layout of ``like``: gradients match their
+    Variables.
+    """
     *batch, rows, columns = like.stride()
     product = torch.bmm if batch else torch.mm
     if isinstance(rows, int) and rows == 1 and not (isinstance(columns, int) and columns == 1):

@@ -66,7 +66,7 @@ def _(n: Forward, dys: Any) -> Any:
 
 
 def _of(n: Forward) -> tuple[Any, ...] | None:
-    """The arguments of the op that keeps what a gradient needs; None for a net with projections."""
+    """The arguments of the op that saves values for the gradient; None for a net with projections."""
     hx, params = n["hx"], n["params"]
     hx = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     ways = 2 if n["bidirectional"] else 1
@@ -77,7 +77,7 @@ def _of(n: Forward) -> tuple[Any, ...] | None:
 
 
 def _net(n: Forward, dys: Cotangents) -> Any:
-    """The net is computed once more, for what it keeps; passes make one of both."""
+    """The net computed again with saved values; a pass merges both computations."""
     net = _of(n)
     if net is None:
         return NotImplemented
@@ -91,7 +91,7 @@ rule(*sorted(ops_of("net")))(_net)
 
 @composite(torch.ops.aten.lstm.input)
 def _(*args: Any) -> Any:
-    """A net with projections, by torch's steps; 2.11 leaves an axis of one in the states that it ends with."""
+    """A net with projections, by torch's steps; torch 2.11 leaves an axis of one in its final states."""
     y, *ends = _STEPS["lstm"](*args)
     return y, *(end.flatten(1, -2) if end.dim() > 3 else end for end in ends)
 
@@ -102,7 +102,7 @@ nograd(tfnb.recurrent_net.default)  # feeds recurrent_net_backward alone, whose 
 @composite(tfnb.recurrent_net_backward.default)
 def _(wanted: Any, dys: Any, outs: Any, kind: str, x: Any, hx: Any, params: Any, biases: bool, layers: int, both: bool,
       batch_first: bool) -> Any:  # fmt: skip
-    """The net by torch's steps, and the gradient of these."""
+    """The net by torch's steps, and their gradient."""
     recorder = open_recorder()
     every: list[Any] = [torch.ops.aten.alias.default(t) for t in (x, *hx, *params)]  # a tensor may be given twice
     start, first = len(recorder.new), 1 + len(hx)

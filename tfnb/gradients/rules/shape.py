@@ -41,16 +41,16 @@ partials(aten.unsqueeze.default, lambda n, dy: dy.squeeze(n["dim"]))
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """``x.mT``; where x is itself such a transpose, what it was made from, and no node."""
+    """``x.mT``; the source if x is itself such a transpose, without a new node."""
     recorder = current.recording()
     if isinstance(x, Tensor) and isinstance(recorder, Recorder):
         node = recorder.node(x.value.node)
-        if node.op == "aten.t.default" or (node.op == "aten.transpose.int" and _iterations_matrices(node)):
+        if node.op == "aten.t.default" or (node.op == "aten.transpose.int" and _swaps_matrices(node)):
             return recorder.tensor(node.inputs[0])
     return x.mT
 
 
-def _iterations_matrices(node: Node) -> bool:
+def _swaps_matrices(node: Node) -> bool:
     """Whether the axes that a transposition exchanges are the last two."""
     rank = len(node.outputs[0].shape)
     return {node.attrs["dim0"] % rank, node.attrs["dim1"] % rank} == {rank - 1, rank - 2}

@@ -1,4 +1,4 @@
-"""From JSON text to nodes: strict parsing and reading of what `tfnb.graph.forms.serial` writes.
+"""From JSON text to nodes: a strict parser and reader of the files of `tfnb.graph.forms.serial`.
 
 Nothing in a file is trusted: sizes over the caps, unknown fields, wrong types and ops that are not admitted are
 errors that name the path inside the file. Recursion is bounded by the depth that `strict_json` takes.
@@ -18,7 +18,7 @@ from tfnb.errors import GraphCycleError, GraphFormatError, InvalidArgument, Unkn
 from tfnb.graph import strict_json
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
-from tfnb.graph.node import Node, Owner, Ref, Source, Value
+from tfnb.graph.node import Node, Owner, Ref, SourceLine, Value
 from tfnb.graph.op_facts import admit
 from tfnb.graph.ops import QUEUES as QUEUE_OPS
 from tfnb.graph.queue import QUEUES, Queue
@@ -48,7 +48,7 @@ NEEDED: Mapping[str, Mapping[str, type]] = {
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The JSON object in ``text``; raises GraphFormatError for what strict JSON or the caps forbid."""
+    """Parse a JSON object; raises GraphFormatError where strict JSON or the caps are violated."""
     if len(text) > FILE_CAP:
         raise GraphFormatError(f"the graph has {len(text)} characters; at most {FILE_CAP} are allowed")
     try:
@@ -68,7 +68,7 @@ _ABSENT: Any = object()
 
 
 def field(record: Mapping[str, Any], key: str, kind: Any, path: str, default: Any = _ABSENT) -> Any:
-    """``record[key]`` if it is of type ``kind``; a bool is no int."""
+    """``record[key]`` if its type is ``kind``; a bool is no int."""
     value = record.get(key, default)
     if value is _ABSENT:
         raise GraphFormatError(f"{path}: the field {key!r} is missing")
@@ -89,7 +89,7 @@ def _short(value: Any) -> str:
 
 
 def only(record: Any, fields: frozenset[str], path: str) -> dict[str, Any]:
-    """``record`` if it is an object without other fields than these."""
+    """``record`` if it is an object with no fields beyond ``fields``."""
     if not isinstance(record, dict):
         raise GraphFormatError(f"{path}: found {_short(record)}, expected an object")
     extra = sorted(record.keys() - fields)
@@ -152,7 +152,7 @@ def build(
 
 
 def _values(found: Any) -> list[Any]:
-    """The values that were bound to a name; a file of an earlier release has the only one of them."""
+    """The values bound to a name; files of an earlier release hold a single value without a list."""
     return found if isinstance(found, list) and all(isinstance(value, list) for value in found) and found else [found]
 
 
@@ -174,7 +174,7 @@ class _Reader:
         self.variables = {label: self._declared(label, record, variables) for label, record in declared.items()}
 
     def _tags(self) -> dict[str, tuple[Any, Callable[..., Any]]]:
-        """What stands under each ``$`` key, and what reads it."""
+        """Type and reader of the content of each ``$`` key."""
         return {
             "$subgraph": (dict, self.subgraph),
             "$recursion": (dict, self.recursion),
@@ -198,10 +198,10 @@ class _Reader:
         return field(document, key, list, "file", [])
 
     @staticmethod
-    def _source(record: Any, path: str) -> Source:
+    def _source(record: Any, path: str) -> SourceLine:
         match record:
             case [str(label), int(line), str(text)] if not isinstance(line, bool):
-                return Source(label, line, text)
+                return SourceLine(label, line, text)
         raise GraphFormatError(f"{path}: expected [label, line, text], found {_short(record)}")
 
     @staticmethod
@@ -277,7 +277,7 @@ class _Reader:
         return Value(self.place(place, path), index)
 
     def entry(self, record: dict[str, Any], key: str, table: list[Any], path: str) -> Any:
-        """The entry of a table that ``record[key]`` numbers, if it is there."""
+        """The entry of a table at index ``record[key]``, if the key is present."""
         number = field(record, key, int, path, None)
         if number is None:
             return None
@@ -299,7 +299,9 @@ class _Reader:
         return tuple(self.node(record, f"{path}[{place}]", place) for place, record in enumerate(records))
 
     def subgraph(self, record: dict[str, Any], path: str) -> Subgraph:
-        """What `tfnb.graph.forms.encode.Writer.subgraph` wrote; its nodes are named by their position inside."""
+        """Read a subgraph of `tfnb.graph.forms.encode.GraphWriter.subgraph`; nodes are named by their position
+        inside.
+        """
         only(record, SUBGRAPH, path)
         inner = copy(self)
         inner.tags = inner._tags()
@@ -311,7 +313,7 @@ class _Reader:
         return Subgraph(Contents(nodes, tuple(guards)), inputs, outputs)
 
     def recursion(self, record: dict[str, Any], path: str) -> Recursion:
-        """What `tfnb.graph.forms.encode.Writer.recursion` wrote; the body may name it."""
+        """Read a function of `tfnb.graph.forms.encode.GraphWriter.recursion`; the body may name the function."""
         only(record, RECURSION, path)
         number = field(record, "id", int, path)
         if "body" not in record:

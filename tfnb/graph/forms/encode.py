@@ -1,4 +1,4 @@
-"""From nodes to JSON objects: what `tfnb.graph.forms.serial` writes. The inverse is `tfnb.graph.forms.decode`."""
+"""From nodes to JSON objects, for `tfnb.graph.forms.serial`. The inverse is `tfnb.graph.forms.decode`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph.contents import Contents, Guard
-from tfnb.graph.node import Node, Owner, Ref, Source, Value
+from tfnb.graph.node import Node, Owner, Ref, SourceLine, Value
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import Dim, Spec, dtype_name
 from tfnb.graph.subgraph import Recursion, Subgraph
@@ -30,8 +30,8 @@ def spec_json(spec: Spec) -> dict[str, Any]:
     return {"dtype": dtype_name(spec.dtype), "shape": shape, **device}
 
 
-class Writer:
-    """Iterations nodes into JSON objects and collects what they share: sources, owners, constants."""
+class GraphWriter:
+    """Turns nodes into JSON objects and collects their shared sources, owners and constants in tables."""
 
     def __init__(self, contents: Contents, *, only: tuple[str, ...] = ()) -> None:
         self.position = contents.position
@@ -70,7 +70,7 @@ class Writer:
     def value(self, value: Value) -> list[int]:
         return [self.position[value.node], value.index]
 
-    def source(self, source: Source | None) -> int | None:
+    def source(self, source: SourceLine | None) -> int | None:
         if source is None:
             return None
         return self.sources.setdefault((source.label, source.line, source.text), len(self.sources))
@@ -108,7 +108,7 @@ class Writer:
         return {key: value for key, value in named.items() if value is not None and value != [] and value != {}}
 
     def subgraph(self, subgraph: Subgraph) -> dict[str, Any]:
-        """Nodes are named by their position inside; what is shared stands in this writer's tables."""
+        """A subgraph, whose nodes are named by position; shared objects stand in this writer's tables."""
         inner = copy(self)
         inner.position = subgraph.contents.position
         inner._tables()
@@ -120,7 +120,7 @@ class Writer:
         }
 
     def recursion(self, function: Recursion) -> dict[str, Any]:
-        """Its number; the first time also what it is."""
+        """The number of a function, with its definition at the first mention."""
         if function in self.recursions:
             return {"id": self.recursions[function]}
         number = self.recursions[function] = len(self.recursions)
@@ -143,7 +143,7 @@ class Writer:
         )
 
     def queue(self, queue: Queue) -> list[Any]:
-        """Its number, name, capacity (None: no limit), dtype and shape of each component, and of which kind it is."""
+        """Number, name, capacity (None: no limit), dtype and shape of each component, and kind of a queue."""
         number = self.queues.setdefault(queue, len(self.queues))
         parts = [[dtype_name(dtype), None if shape is None else list(shape)] for dtype, shape in queue.components]
         kind = [] if queue.kind == "fifo" else [queue.kind, [list(option) for option in queue.options.items()]]

@@ -1,4 +1,4 @@
-"""Graphs as JSON, with constants in a safetensors file beside it. No pickle, no code: loading is safe.
+"""Graphs as JSON, with constants in a safetensors file beside the JSON. No pickle, no code: loading is safe.
 
 Nodes are named by their position. Leaves that JSON lacks are objects with one ``$`` key: ``{"$dim": "4*B"}``,
 ``{"$ref": 0}``, ``{"$tuple": [..]}``. Reading is strict: unknown fields, duplicate keys, NaN literals and sizes over
@@ -20,7 +20,7 @@ from tfnb.errors import CheckpointCorrupt, GraphCycleError, GraphFormatError, Un
 from tfnb.graph.contents import Contents
 from tfnb.graph.files import opened, replace_file, sha256
 from tfnb.graph.forms.decode import FILE_CAP, FORMAT, VERSION, build, field, parse
-from tfnb.graph.forms.encode import Writer, variable_json
+from tfnb.graph.forms.encode import GraphWriter, variable_json
 from tfnb.graph.tensor_files import read_tensors, write_tensors
 from tfnb.graph.variable import Variable
 
@@ -29,7 +29,7 @@ from tfnb.graph.variable import Variable
 
 def write_graph(name: str, seed: int, contents: Contents, path: Path) -> None:
     """Write the JSON to ``path`` and constants, if any, to ``path + .safetensors``; each file whole or unchanged."""
-    writer = Writer(contents)
+    writer = GraphWriter(contents)
     fields = _fields(name, seed, contents, writer)
     if writer.tensors:
         about = {"format": "tfnb-constants", "version": VERSION}
@@ -83,12 +83,12 @@ def _read_constants(path: Path, digest: str | None) -> dict[str, torch.Tensor]:
 
 
 def dumps(name: str, seed: int, contents: Contents) -> tuple[str, dict[str, torch.Tensor]]:
-    """The JSON text, one node per line, and the constants that it refers to by key."""
-    writer = Writer(contents)
+    """The JSON text, one node per line, and the constants by the keys used in the text."""
+    writer = GraphWriter(contents)
     return _text(_fields(name, seed, contents, writer)), writer.tensors
 
 
-def _fields(name: str, seed: int, contents: Contents, writer: Writer) -> dict[str, Any]:
+def _fields(name: str, seed: int, contents: Contents, writer: GraphWriter) -> dict[str, Any]:
     nodes = [writer.node(node) for node in contents.nodes]  # fills the writer's tables
     guards = [writer.guard(guard) for guard in contents.guards]
     return {
@@ -121,13 +121,13 @@ def loads(
     *,
     trusted: bool = False,
 ) -> tuple[str, int, Contents]:
-    """What `dumps` wrote. ``variables`` by label are used as they are; others are made, uninitialised."""
+    """Load a text of `dumps`. ``variables`` by label are reused; missing ones are made uninitialised."""
     return build(parse(text), tensors, new_id, variables or {}, trusted)
 
 
 def graph_hash(contents: Contents) -> str:
     """A sha256 of the structure: ops, edges, attrs, specs, constants; not of ids, names, scopes and sources."""
-    writer = Writer(contents, only=("op", "in", "out", "attrs", "control"))
+    writer = GraphWriter(contents, only=("op", "in", "out", "attrs", "control"))
     digest = hashlib.sha256()
     for node in contents.nodes:
         digest.update(_json(writer.node(node)).encode())

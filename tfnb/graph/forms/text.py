@@ -35,7 +35,7 @@ def text(name: str, contents: Contents) -> str:
 
 
 def one_line(string: str) -> str:
-    """``string`` with every unprintable character escaped, so that it stays on its line.
+    """``string`` with every unprintable character escaped, so that the text stays on its line.
 
     >>> one_line("a\\nb")
     'a\\\\nb'
@@ -46,7 +46,7 @@ def one_line(string: str) -> str:
 
 
 def _inline_reads(contents: Contents) -> dict[int, str]:
-    """How reads are written where they are used, by node id: those with no write between read and use."""
+    """Texts of variable reads printed at their use, by node id: reads with no write between read and last use."""
     labels = {variable: label for label, variable in contents.variables.items()}
     writes: dict[Variable, list[int]] = {}
     for place, node in enumerate(contents.nodes):
@@ -147,7 +147,7 @@ def _result(value: Value, contents: Contents, names: Mapping[int, str]) -> str:
 
 
 class _Writer:
-    """Writes nodes and their arguments, given what values and variables are called."""
+    """Writes nodes and their arguments, with the given names of values and variables."""
 
     def __init__(self, names: Mapping[int, str], labels: Mapping[Variable, str], counts: Mapping[int, int]) -> None:
         self.names, self.labels, self.counts = names, labels, counts

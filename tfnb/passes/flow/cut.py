@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tfnb.graph import Node
 from tfnb.passes.flow import frames
-from tfnb.passes.flow.frames import Flow, Frame, Op, Port
+from tfnb.passes.flow.frames import Flow, Op, Port, StaticFrame
 from tfnb.passes.flow.microbatch_schedules import stages, window
 from tfnb.passes.flow.places import Home, Place
 
@@ -23,13 +23,13 @@ SEND, RECV, ELSEWHERE = "send", "recv", "elsewhere"
 
 
 class Kind(IntEnum):
-    """How much of a value crosses: that it is there, its sizes, or all of it."""
+    """How much of a value crosses an edge: its completion only, its sizes, or all elements."""
 
     DONE, SIZE, VALUE = range(3)
 
 
 class Edge(NamedTuple):
-    """What crosses from one place to another, under a number that all parts know."""
+    """An edge from one place to another, with a number agreed on by all parts."""
 
     number: int
     port: Port
@@ -39,7 +39,7 @@ class Edge(NamedTuple):
 
 
 class End(NamedTuple):
-    """What is wanted of a step: a port, or none; ports that only have to be done; and where, if not at the home."""
+    """A requested result: a port or none; ports to be completed; and the requesting place, if not the home."""
 
     port: Port | None
     after: tuple[Port, ...] = ()
@@ -48,7 +48,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What one place does of a step.
+    """The part of a step at one place.
 
     flow: the whole's, with its numbers, in which an op of another place is `ELSEWHERE`; sends and receives are behind.
     ends: those that are here, by their position among all. feeds: of each fed op that is wanted here whether its value
@@ -65,7 +65,7 @@ class Part:
 
 
 def needed(flow: Flow, ends: Sequence[Port], effects: Sequence[int] = ()) -> list[int]:
-    """Ops that lead to what is wanted or use a queue, and what loops and branches that run check inside, in order."""
+    """Ops needed for the ends, queue operations, and checks inside needed loops and branches, in order."""
     checks: dict[tuple[int, int], list[int]] = {}  # by the node that holds them, and where that stands
     for number, op in enumerate(flow.ops):
         scope = flow.scopes[op.scope]
@@ -90,7 +90,7 @@ def uncut(flow: Flow, ends: Sequence[End]) -> Part:
 
 
 class Partition:
-    """What each place does of a flow, and what crosses; deterministic, so that each place can cut for itself.
+    """The partition of a flow into places; deterministic, so that each place can compute the same cut.
 
     ends: what is wanted of the step. homes: of each op. done: by place the ops that are done there, and of what is fed
     how much is wanted.
@@ -140,7 +140,7 @@ class Partition:
         return self.homes[port.op].place
 
     def _by_place(self, end: End) -> dict[Place, End]:
-        """An end, by the place where it is wanted; what only has to be done is done where it is."""
+        """An end by the place that wants it; an end without a port is split by the homes of its ports."""
         if end.port is not None or end.at is not None or not end.after:
             return {self._place(end): end}
         homes: dict[Place, list[Port]] = {}
@@ -153,12 +153,12 @@ class Partition:
         return end.at or next((home for port in ports if (home := self._only_home(port)) is not None), self._default)
 
     def _effects(self) -> list[int]:
-        """Ops that are done for what they do: checks, and uses of queues."""
+        """Ops executed for their effects: checks, and queue operations."""
         wanted = [port for end in self.ends for port in (end.port, *end.after) if port is not None]
         return [n for n in needed(self.flow, wanted) if frames.checks(op := self.flow.ops[n]) or frames.uses_queue(op)]
 
     def _want(self, place: Place, port: Port, kind: Kind) -> None:
-        """Have a port at a place: its op is done there, or it crosses."""
+        """Make a port available at a place: compute its op there, or receive its value."""
         home = self._only_home(port)
         if home is None or home == place or place in self.homes[port.op].also:
             self._do(place, port.op, kind)
@@ -205,7 +205,7 @@ class Partition:
         own_flow = replace(flow, ops=tuple(own), frames=self._windows(place))
         return Part(place, own_flow, ends, feeds, effects, sends, receives)
 
-    def _windows(self, place: Place) -> tuple[Frame, ...]:
+    def _windows(self, place: Place) -> tuple[StaticFrame, ...]:
         """The frames, with as many iterations at once as the schedule of a loop gives the stage of a place."""
         found = list(self.flow.frames)
         for number, frame in enumerate(found):
@@ -223,7 +223,7 @@ class Partition:
 
 
 def _sources(op: Op) -> Iterator[tuple[Port, Kind]]:
-    """The ports that an op waits for, and how much of each it takes."""
+    """The input ports of an op, each with the part of its value that is used."""
     is_group = op.kind == frames.NODE and op.node is not None and op.node.op == "tfnb.group"
     of_size = op.kind == frames.SWITCH and op.part == "size"
     for at, port in enumerate(op.inputs):
@@ -235,6 +235,6 @@ def _sources(op: Op) -> Iterator[tuple[Port, Kind]]:
 
 
 def _moved_end(end: End, moved: Mapping[Port, Port]) -> End:
-    """An end that takes what its place receives."""
+    """An end with ports replaced by the received ones of its place."""
     port = None if end.port is None else moved.get(end.port, end.port)
     return End(port, tuple(moved.get(p, p) for p in end.after), end.at)

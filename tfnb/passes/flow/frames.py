@@ -35,7 +35,7 @@ COUNTER = ("iterations", 0)
 
 
 class Port(NamedTuple):
-    """Output number ``index`` of op number ``op``; behind a node's outputs stand "it is done", then its order token."""
+    """Output number ``index`` of op number ``op``. After a node's outputs come its completion and its order token."""
 
     op: int
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a Port
@@ -62,7 +62,7 @@ class Op:
 
     @property
     def sources(self) -> tuple[Port, ...]:
-        """All ports that it waits for."""
+        """All input ports."""
         run = () if self.run is None else (self.run,)
         return (*self.inputs, *self.after, *(port for _, port in self.sizes), *run)
 
@@ -77,7 +77,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class StaticFrame:
     """The iterations of the loop ``node``, inside of the frame ``parent``; the root has one iteration.
 
     schedule: of a loop over microbatches that is cut into stages, see `tfnb.passes.flow.microbatch_schedules`.
@@ -94,21 +94,21 @@ class Flow:
     """Ops, frames and scopes by number; ``ports``: where the root's values are."""
 
     ops: tuple[Op, ...]
-    frames: tuple[Frame, ...]
+    frames: tuple[StaticFrame, ...]
     scopes: tuple[Scope, ...]
     ports: Mapping[Value, Port]
     done: Mapping[int, tuple[Port, ...]]  # of the root's nodes, by id
 
     def value(self, port: Port) -> Value | None:
-        """The value that a port of a node is, or of what is fed; None for others."""
+        """The value of a node's port or of a fed op; None for others."""
         op = self.ops[port.op]
         fed: Value | None = op.part if op.kind == FEED else None
         return Value(op.node.id, port.index) if op.kind == NODE and op.node is not None else fed
 
 
 @dataclass(slots=True)
-class _Place:
-    """A scope while it is lowered."""
+class _ScopeLowering:
+    """A scope during lowering."""
 
     number: int
     frame: int
@@ -132,19 +132,19 @@ def lower(
     feeds: values that are given, instead of being computed. symbols: fed values with an axis of each size. native:
     whether a loop or branch stays a node.
     """
-    return _Lowering(contents, feeds, symbols or {}, native).flow()
+    return _FlowLowering(contents, feeds, symbols or {}, native).flow()
 
 
-class _Lowering:
+class _FlowLowering:
     def __init__(
         self, contents: Contents, feeds: Sequence[Value], symbols: Mapping[str, tuple[Value, Spec]],
         native: Callable[[Node], bool],
     ) -> None:  # fmt: skip
         self.native = native
         self.ops: list[Op] = []
-        self.frames = [Frame(-1, None, 1)]
+        self.frames = [StaticFrame(-1, None, 1)]
         self.scopes = [Scope(-1, None, ())]
-        self.root = _Place(0, 0, contents, {})
+        self.root = _ScopeLowering(0, 0, contents, {})
         for value in feeds:
             self.root.ports[value] = Port(self.emit(self.root, FEED, part=value))
         self.root.run = Port(self.emit(self.root, RUN))
@@ -157,7 +157,7 @@ class _Lowering:
         return Flow(tuple(self.ops), tuple(self.frames), tuple(self.scopes), self.root.ports, self.root.done)
 
     def emit(
-        self, place: _Place, kind: str, inputs: Iterable[Port] = (), *, frame: int | None = None, **more: Any
+        self, place: _ScopeLowering, kind: str, inputs: Iterable[Port] = (), *, frame: int | None = None, **more: Any
     ) -> int:
         """Add an op of a scope; one that would run where the scope does not waits for the pivot."""
         op = Op(kind, tuple(inputs), place.frame if frame is None else frame, place.number, **more)
@@ -170,7 +170,7 @@ class _Lowering:
         self.ops.append(op)
         return number
 
-    def node(self, place: _Place, node: Node) -> None:
+    def node(self, place: _ScopeLowering, node: Node) -> None:
         """One node of a scope."""
         if node.op in ops.REGIONS and not self.native(node):
             outs = (self.loop if node.op == ops.WHILE else self.branches)(place, node)
@@ -182,7 +182,7 @@ class _Lowering:
         for index, port in enumerate(outs):
             place.ports.setdefault(node.value(index), port)
 
-    def plain(self, place: _Place, node: Node) -> int:
+    def plain(self, place: _ScopeLowering, node: Node) -> int:
         """A node that is an op."""
         draws = node.stream is not None or any(part.draws for part in subgraphs(node))
         inputs = [place.ports[value] for value in node.inputs]
@@ -197,24 +197,24 @@ class _Lowering:
             place.tokens[queue] = Port(at, len(node.outputs) + 1)
         return at
 
-    def after(self, place: _Place, node: Node) -> tuple[Port, ...]:
+    def after(self, place: _ScopeLowering, node: Node) -> tuple[Port, ...]:
         return tuple(port for i in node.control for port in place.done.get(i, ()))
 
-    def sizes(self, place: _Place, symbols: Iterable[str]) -> tuple[tuple[Spec, Port], ...]:
+    def sizes(self, place: _ScopeLowering, symbols: Iterable[str]) -> tuple[tuple[Spec, Port], ...]:
         """Values whose axes tell these sizes, and their specs."""
         found = dict.fromkeys(place.symbols[s] for s in symbols if s in place.symbols)
         return tuple((spec, place.ports[value]) for value, spec in found if value in place.ports)
 
     def enclosed(
-        self, outer: _Place, node: Node, part: str, given: Sequence[Port], *, frame: int, pivot: Port,
+        self, outer: _ScopeLowering, node: Node, part: str, given: Sequence[Port], *, frame: int, pivot: Port,
         free: Iterable[Port] = (), run: Port | None = None, tokens: Mapping[Any, Port] | None = None,
-    ) -> _Place:  # fmt: skip
-        """The scope of a subgraph, lowered. given: its inputs; free: those that are live also where it does not run."""
+    ) -> _ScopeLowering:  # fmt: skip
+        """Lower the scope of a subgraph. given: its inputs; free: those live even if the scope does not run."""
         subgraph: Subgraph = node.attrs[part]
         contents = subgraph.contents
         ports = dict(zip(subgraph.inputs, given, strict=True))
         bound = {pivot, *given, *(tokens or {}).values()} - set(free)
-        place = _Place(len(self.scopes), frame, contents, ports, pivot, run, bound, dict(tokens or {}))
+        place = _ScopeLowering(len(self.scopes), frame, contents, ports, pivot, run, bound, dict(tokens or {}))
         place.symbols = _bound(contents)
         self.scopes.append(Scope(outer.number, node, contents.placeholders))
         known = {symbol for symbol, (value, _) in place.symbols.items() if value in ports}
@@ -229,7 +229,7 @@ class _Lowering:
 
     # -- branches ---------------------------------------------------------------------------------------------
 
-    def branches(self, place: _Place, node: Node) -> list[Port]:
+    def branches(self, place: _ScopeLowering, node: Node) -> list[Port]:
         """Both sides of a cond: operands are switched, outputs merged."""
         attrs, after = node.attrs, self.after(place, node)
         pred = Port(self.emit(place, TRUTH, (place.ports[node.inputs[attrs["pred"].input]],), node=node))
@@ -265,25 +265,25 @@ class _Lowering:
             Port(self.emit(place, MERGE, pair, node=node, part=i)) for i, pair in enumerate(zip(no, yes, strict=True))
         ]
 
-    def token(self, place: _Place, queue: Any) -> Port:
+    def token(self, place: _ScopeLowering, queue: Any) -> Port:
         """The last op on a queue so far."""
         return place.tokens.get(queue) or Port(self.emit(place, START))
 
     # -- loops ------------------------------------------------------------------------------------------------
 
-    def loop(self, place: _Place, node: Node) -> list[Port]:
+    def loop(self, place: _ScopeLowering, node: Node) -> list[Port]:
         """A while: carried values, the number of iterations, gathered rows and tokens go round."""
-        return _Loop(self, place, node).outputs()
+        return _LoopLowering(self, place, node).outputs()
 
 
-class _Loop:
-    """One loop while it is lowered."""
+class _LoopLowering:
+    """A loop during lowering."""
 
-    def __init__(self, lowering: _Lowering, place: _Place, node: Node) -> None:
+    def __init__(self, lowering: _FlowLowering, place: _ScopeLowering, node: Node) -> None:
         self.to, self.place, self.node, self.attrs = lowering, place, node, node.attrs
         self.frame = len(lowering.frames)
         parallel, schedule = node.attrs.get("parallel_iterations", 10), node.attrs.get("schedule", "")
-        lowering.frames.append(Frame(place.frame, node, parallel, schedule))
+        lowering.frames.append(StaticFrame(place.frame, node, parallel, schedule))
         self.after = lowering.after(place, node)
         self.limits: list[Port] = []
 
@@ -372,7 +372,7 @@ class _Loop:
         fixed = self.attrs["limit"] if self.attrs["reverse"] and not isinstance(self.attrs["limit"], Ref) else None
         return self.emit(MIX, (self.run, iteration, *limits), part=fixed)
 
-    def body(self, live: Sequence[Port], carried: int, queues: Sequence[Any]) -> _Place:
+    def body(self, live: Sequence[Port], carried: int, queues: Sequence[Any]) -> _ScopeLowering:
         iteration = live[0]
         rows = [self.emit(ROW, (iteration, x), part=k) for k, x in enumerate(self.xs)]
         run = self.number(iteration)
@@ -382,7 +382,9 @@ class _Loop:
             tokens=dict(zip(queues, live[len(live) - len(queues) :], strict=True)),
         )  # fmt: skip
 
-    def turned(self, inner: _Place, switches: Sequence[Port], carried: int, queues: Sequence[Any]) -> list[Port]:
+    def turned(
+        self, inner: _ScopeLowering, switches: Sequence[Port], carried: int, queues: Sequence[Any]
+    ) -> list[Port]:
         """The values that the next iteration starts with."""
         outs = [inner.ports[value] for value in self.attrs["body"].outputs]
         pushed = [
@@ -408,7 +410,7 @@ class _Loop:
 
 
 def checks(op: Op) -> bool:
-    """Whether an op looks at what its whole scope relies on, or is of a loop or branches that do."""
+    """Whether an op checks an assumption of its scope, or belongs to a loop or branch with such checks."""
     if op.kind in (EXIT, TRUTH):
         return op.node is not None and is_guarding(op.node)
     return op.kind == SIZES or (op.kind == NODE and op.node is not None and op.node.op == "tfnb.guard")

@@ -39,8 +39,8 @@ TASK = Place(-1)
 """Whichever task computes a step, or each data-parallel replica on its rows."""
 
 
-class Rule(Enum):
-    """By which rule an op has its home. Those of other ops name one: `Home.beside`."""
+class PlacementRule(Enum):
+    """The rule that placed an op. Rules by other ops name the op in `Home.beside`."""
 
     REQUEST, QUEUE, OPERAND, USER, LOOP, DEFAULT, ANYWHERE = (
         "request", "queue", "operand", "user", "loop", "default", "anywhere",
@@ -48,13 +48,13 @@ class Rule(Enum):
 
 
 class Home(NamedTuple):
-    """Where an op is done; None: anew wherever it is wanted. By which rule, and beside which other op.
+    """The place of an op, the rule, and the neighbouring op that decided. No place: recomputed wherever needed.
 
     also: places that do it anew instead of receiving its value from there.
     """
 
     place: Place | None
-    rule: Rule = Rule.ANYWHERE
+    rule: PlacementRule = PlacementRule.ANYWHERE
     beside: int | None = None
     also: frozenset[Place] = frozenset()
 
@@ -86,24 +86,30 @@ def requested(nodes: Iterable[Node], tasks: Collection[int] | None = None) -> di
 
 
 def is_split(node: Node, sites: Mapping[int, Place]) -> bool:
-    """Whether what is inside of a loop or branch is at several places, or at another one than the node asks for."""
+    """Whether the inside of a loop or branch spans several places, or lies at another place than the node."""
     return len({sites[inner.id] for inner in (node, *nested(node)) if inner.id in sites}) > 1
 
 
 def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Home, ...]:
-    """The home of each op, and by which rule. sites: places that nodes ask for, by id."""
+    """The home of each op, with its rule. sites: places requested by nodes, by id."""
     anew = [_is_anywhere(flow, op) for op in flow.ops]
     asked = [None if free else _asked(op, sites) for op, free in zip(flow.ops, anew, strict=True)]
-    found = [Home(None) if place is None else Home(place, Rule.REQUEST) for place in asked]
+    found = [Home(None) if place is None else Home(place, PlacementRule.REQUEST) for place in asked]
     queues = _queues(flow, asked)
     for number, op in enumerate(flow.ops):
         if frames.uses_queue(op) and op.node is not None:
-            found[number] = Home(queues.get(op.node.attrs["queue"]), Rule.QUEUE)  # all that uses it, in one order
+            found[number] = Home(
+                queues.get(op.node.attrs["queue"]), PlacementRule.QUEUE
+            )  # all that uses it, in one order
     going, users = _going_round(flow), _users(flow)
     strong = [_with(flow, op) for op in flow.ops]
     weak = [tuple(_before(flow, op)) for op in flow.ops]
     order = [n for n in range(len(flow.ops)) if not anew[n] and n not in going]
-    rules = ((Rule.OPERAND, strong, order), (Rule.OPERAND, weak, order), (Rule.USER, users, order[::-1]))
+    rules = (
+        (PlacementRule.OPERAND, strong, order),
+        (PlacementRule.OPERAND, weak, order),
+        (PlacementRule.USER, users, order[::-1]),
+    )
     for rule, beside, numbers in rules:
         has_changed = True
         while has_changed:
@@ -118,9 +124,9 @@ def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Home, ...]:
     default = min(sites.values(), default=Place(0))
     for number in order:
         if found[number].place is None:
-            found[number] = Home(default, Rule.DEFAULT)
+            found[number] = Home(default, PlacementRule.DEFAULT)
     for number, merge in going.items():
-        found[number] = Home(found[merge].place, Rule.LOOP, merge)
+        found[number] = Home(found[merge].place, PlacementRule.LOOP, merge)
     return tuple(found)
 
 
@@ -141,7 +147,7 @@ def _queues(flow: Flow, asked: Sequence[Place | None]) -> dict[Any, Place]:
 
 
 def _is_hard(node: Node) -> bool:
-    """Whether a node asks for a place that it has to have."""
+    """Whether a node has a hard device request."""
     return node.device is not None and not parse(node.device).soft
 
 
@@ -164,7 +170,7 @@ def _is_anywhere(flow: Flow, op: Op) -> bool:
 
 
 def _with(flow: Flow, op: Op) -> tuple[int, ...]:
-    """The ops beside which an op is done before all others."""
+    """The ops that determine the home of an op with priority."""
     ports: Sequence[Port] = op.inputs
     match op.kind:
         case frames.MERGE if len(ports) == 2 and flow.ops[ports[1].op].kind == frames.NEXT:
@@ -177,7 +183,7 @@ def _with(flow: Flow, op: Op) -> tuple[int, ...]:
 
 
 def _before(flow: Flow, op: Op) -> Iterator[int]:
-    """The ops beside which it is done if those of `_with` have no home; of a loop, where the first value is made."""
+    """Fallbacks of `_with`: the producers of an op's inputs; for a loop, of its initial value."""
     for port in op.inputs:
         source = flow.ops[port.op]
         yield source.inputs[0].op if op.kind == frames.MERGE and source.kind == frames.ENTER else port.op
@@ -192,7 +198,7 @@ def _going_round(flow: Flow) -> dict[int, int]:
 
 
 def _users(flow: Flow) -> list[list[int]]:
-    """By op, the ops that take a value of it."""
+    """By op, the ops that take its values."""
     found: list[list[int]] = [[] for _ in flow.ops]
     for number, op in enumerate(flow.ops):
         for port in op.inputs:

@@ -1,4 +1,4 @@
-"""A step in parts, for people: where each node is done, by which rule, and what crosses between places. Pure."""
+"""A step in parts, for people: the place of each node, the rule, and the edges cut. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tfnb.graph.subgraph import nested
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import ELSEWHERE, RECV, SEND, Edge, Kind, Part
 from tfnb.passes.flow.frames import Op, Port
-from tfnb.passes.flow.places import Home, Place, Rule, homes, requested
-from tfnb.passes.flow.step_flow import StepFlow, Wanted, in_parts
+from tfnb.passes.flow.places import Home, Place, PlacementRule, homes, requested
+from tfnb.passes.flow.step_flow import CutOptions, StepFlow, in_parts
 from tfnb.passes.prune import step_graph
 
 _UNSEEN = (ELSEWHERE, frames.RUN, frames.START)
@@ -25,7 +25,7 @@ _UNSEEN = (ELSEWHERE, frames.RUN, frames.START)
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that goes from one place to another: its name, its size in words, and how much of it crosses."""
+    """A value that crosses between two places: its name, size in words, and how much of it crosses."""
 
     name: str
     source: Place
@@ -45,7 +45,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Why:
-    """Why a node is done where it is; prints in a few lines.
+    """Explanation of a node's place; prints in a few lines.
 
     request: the device string, None where it asks for nothing. place: None for a node that is done wherever it is
     wanted, or is divided. possible: the tasks where it may be. crossing: what it takes from, and gives to, others.
@@ -69,7 +69,7 @@ class Why:
 
 
 class StepParts:
-    """A step in parts, by the requests of its nodes: what `tfnb.place` gives. A notebook draws it.
+    """A step in parts, by the device requests of its nodes; the result of `tfnb.place`. A notebook draws the parts.
 
     ``parts``: what each place does, in order of places. `why` says why a node is done where it is.
     """
@@ -88,7 +88,7 @@ class StepParts:
 
     @cached_property
     def _ops(self) -> dict[int, int]:
-        """The op of each node that is one, by the node's id; of what is fed, too."""
+        """The op of each node that became one, by the node's id; fed nodes included."""
         values = ((self._step.flow.value(Port(n)), n) for n in range(len(self._step.flow.ops)))
         return {value.node: n for value, n in values if value is not None}
 
@@ -114,7 +114,7 @@ class StepParts:
 
     @cached_property
     def places(self) -> Mapping[int, Place]:
-        """Where nodes are done, by id; without those that are done wherever they are wanted."""
+        """The place of each node, by id; without nodes recomputed wherever needed."""
         found = {node: self._homes[op].place for node, op in self._ops.items()}
         return {node: place for node, place in found.items() if place is not None}
 
@@ -125,7 +125,7 @@ class StepParts:
 
     @cached_property
     def crossings(self) -> Mapping[tuple[int, Place], Crossing]:
-        """What crosses of a node, by its id and the place that receives it; the most of it where several do."""
+        """The crossings of each node, by its id and the receiving place; the largest if there are several."""
         found: dict[tuple[int, Place], Crossing] = {}
         for edge in self.edges:
             value = self.value(edge.port)
@@ -135,11 +135,11 @@ class StepParts:
         return found
 
     def value(self, port: Port) -> Value | None:
-        """The value of a graph that a port stands for, if it does."""
+        """The graph value of a port, if any."""
         return self._step.flow.value(port) or self._values.get(port)
 
     def spec(self, port: Port) -> Spec | None:
-        """The spec of a port; of what loops and branches pass on that of what they take."""
+        """The spec of a port; for control ops of loops and branches, the spec of their input."""
         ops, seen = self._step.flow.ops, set[int]()
         while port.op not in seen:
             seen.add(port.op)
@@ -153,7 +153,7 @@ class StepParts:
         return None
 
     def name(self, port: Port) -> str:
-        """The name of a port's value; of what loops and branches are made of, their name and the kind of op."""
+        """The name of a port's value; for control ops, the name of the loop or branch and the kind of op."""
         value, op = self.value(port), self._step.flow.ops[port.op]
         if value is not None and value.node in self._nodes:
             node = self._nodes[value.node]
@@ -166,7 +166,7 @@ class StepParts:
         return Crossing(self.name(edge.port), edge.source, edge.to, edge.kind, "" if spec is None else _size(spec))
 
     def why(self, node: Any) -> Why:
-        """Why a node is done where it is. node: a Node, a recorded tensor, or a name.
+        """Explain the place of a node. node: a Node, a recorded tensor, or a name.
 
         Raises NotFound, with names that are near, where the step has no such node.
         """
@@ -194,20 +194,20 @@ class StepParts:
     def _rule(self, node: Node, op: Op, home: Home) -> str:
         beside = "" if home.beside is None else self.name(Port(home.beside))
         match home.rule:
-            case Rule.REQUEST if node.forward in self._nodes and "gradient" in node.tags:
+            case PlacementRule.REQUEST if node.forward in self._nodes and "gradient" in node.tags:
                 return f"its gradient: where {self._nodes[node.forward].name} is"
-            case Rule.REQUEST if node.device is None:
+            case PlacementRule.REQUEST if node.device is None:
                 return f"all inside of it that asks for a place asks for {home.place}"
-            case Rule.REQUEST:
+            case PlacementRule.REQUEST:
                 return f"asks for {home.place}"
-            case Rule.QUEUE:
+            case PlacementRule.QUEUE:
                 return f"queue {node.attrs['queue'].name}: all that uses it is done at one place"
-            case Rule.OPERAND:
+            case PlacementRule.OPERAND:
                 first = "first operand" if op.inputs and op.inputs[0].op == home.beside else "operand"
                 return f"beside its {first} {beside}"
-            case Rule.USER:
+            case PlacementRule.USER:
                 return f"where it is first used, by {beside}"
-            case Rule.DEFAULT:
+            case PlacementRule.DEFAULT:
                 return "the first place, as nothing beside it has one"
         return "wherever it is wanted"
 
@@ -254,30 +254,30 @@ class StepParts:
 
 
 class PlacedPart:
-    """What one place does of a step; a notebook draws it, with its sends and receives."""
+    """The part of a step at one place; a notebook draws the part with its sends and receives."""
 
     def __init__(self, whole: StepParts, part: Part) -> None:
         self._whole, self._part, self.place = whole, part, part.place
 
     @cached_property
     def graph(self) -> Graph:
-        """The part as a graph for drawings: what crosses is a node ``send h -> task:1`` or ``recv h <- task:0``."""
+        """The part as a graph for drawings: edges cut are nodes ``send h -> task:1`` or ``recv h <- task:0``."""
         nodes = tuple(self._drawn())
         return Graph(f"{self._whole.graph.name} at {self.place}", Contents(nodes))
 
     @property
     def sends(self) -> tuple[Crossing, ...]:
-        """What it sends."""
+        """The values sent to other places."""
         return tuple(map(self._whole.crossing, self._part.sends))
 
     @property
     def receives(self) -> tuple[Crossing, ...]:
-        """What it receives."""
+        """The values received from other places."""
         return tuple(map(self._whole.crossing, self._part.receives))
 
     @property
     def feeds(self) -> tuple[str, ...]:
-        """The names of what is fed there."""
+        """Names of the feeds used at this place."""
         return tuple(self._whole.name(Port(number)) for number in sorted(self._part.feeds))
 
     @property
@@ -291,7 +291,7 @@ class PlacedPart:
         )  # fmt: skip
 
     def _drawn(self) -> Iterator[Node]:
-        """The ops as nodes, each behind those that it takes from; the way back of a loop is left out."""
+        """The ops as nodes in topological order, without back edges of loops."""
         ops = self._part.flow.ops
         seen: set[int] = set()
         made: set[int] = set()
@@ -346,12 +346,12 @@ class PlacedPart:
 
 
 def parts_of_graph(graph: Graph) -> StepParts:
-    """A whole graph in parts, as it was recorded: a run that wants all of it, before passes."""
+    """A whole graph in parts, as recorded: for a run of all nodes, before passes."""
     used = {value for node in graph.nodes for value in node.inputs}
     made = [node.value(i) for node in graph.nodes for i in range(max(1, len(node.outputs)))]
     feeds = tuple(node.value(i) for node in graph.placeholders for i in range(len(node.outputs)))
     ends = [value for value in made if value not in used or value in feeds]
-    return StepParts(graph, in_parts(step_graph(graph, ends, feeds), Wanted(is_optimized=True)))
+    return StepParts(graph, in_parts(step_graph(graph, ends, feeds), CutOptions(is_optimized=True)))
 
 
 def _size(spec: Spec) -> str:

@@ -1,4 +1,4 @@
-"""A step as dataflow: its ops, what is wanted of them, and its parts. Pure."""
+"""A step as dataflow: its ops, its ends, and its parts. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepFlow:
     updates: frozenset[int] = frozenset()
 
     def queue_uses_behind(self, number: int) -> frozenset[int]:
-        """The ops of the whole step that use a queue and come after an op, at whatever place."""
+        """Queue operations of the whole step that depend on an op, at any place."""
         found = self._behind.get(number)
         if found is None:
             seen, stack = set[int](), [number]
@@ -52,7 +52,7 @@ class StepFlow:
 
     @cached_property
     def _users(self) -> list[set[int]]:
-        """By op, the ops that wait for it."""
+        """By op, its successors: ops with a value or completion of the op among their sources."""
         found: list[set[int]] = [set() for _ in self.flow.ops]
         for number, op in enumerate(self.flow.ops):
             for port in op.sources:
@@ -69,8 +69,8 @@ class StepFlow:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How a step is cut. tasks: numbers of those there are, None for all that nodes ask for.
+class CutOptions:
+    """Options of a cut. tasks: the existing task numbers, None for all requested by nodes.
 
     places: where each fetch is wanted, None for the place that makes it. is_optimized: passes saw the graph already.
     has_writes: whether the step writes Variables, as a run in one process does; else somebody does it with its fetches.
@@ -86,15 +86,15 @@ class Wanted:
 
 def as_one(step: StepGraph, native: Callable[[Node], bool]) -> StepFlow:
     """The step as dataflow, in one part. native: whether a loop or branch stays one op."""
-    return _step_flow(step, optimized(step, last=(absorb,)), native, None, Wanted())
+    return _step_flow(step, optimized(step, last=(absorb,)), native, None, CutOptions())
 
 
-def in_parts(step: StepGraph, wanted: Wanted | None = None) -> StepFlow:
+def in_parts(step: StepGraph, wanted: CutOptions | None = None) -> StepFlow:
     """The step cut by the places that its nodes ask for.
 
     Products are stacked before, on each place: so all parts give the bits of one part with the same requests.
     """
-    wanted = wanted or Wanted()
+    wanted = wanted or CutOptions()
     graph = step.graph if wanted.is_optimized else optimized(step, last=(absorb, stack))
     sites = requested(graph.nodes, wanted.tasks)
 
@@ -105,13 +105,13 @@ def in_parts(step: StepGraph, wanted: Wanted | None = None) -> StepFlow:
 
 
 def optimized_step(step: StepGraph) -> StepGraph:
-    """The step after all passes that come before the cut: what places that cut for themselves have to agree on."""
+    """The step after all passes before the cut, on which places that cut for themselves must agree."""
     graph = with_fed(optimized(step, last=(stack,)), step.whole, step.feeds)
     return StepGraph(graph, graph, step.fetches, step.feeds)
 
 
 def _step_flow(
-    step: StepGraph, graph: Graph, native: Callable[[Node], bool], sites: Mapping[int, Place] | None, wanted: Wanted
+    step: StepGraph, graph: Graph, native: Callable[[Node], bool], sites: Mapping[int, Place] | None, wanted: CutOptions
 ) -> StepFlow:
     flow, written = frames.resolved(
         frames.lower(graph.contents, step.feeds, symbols_of(step.whole, step.feeds), native=native)
@@ -132,7 +132,7 @@ def symbols_of(graph: Graph, feeds: Sequence[Value]) -> dict[str, tuple[Value, S
 
 
 def _ends(step: StepGraph, flow: Flow, places: Sequence[Place | None]) -> Iterator[End]:
-    """What is wanted for each fetch."""
+    """The end of each fetch."""
     for value, at in zip_longest(step.fetches, places):
         if step.whole.contents.by_id[value.node].outputs:
             yield End(flow.ports[value], (), at)
@@ -141,7 +141,7 @@ def _ends(step: StepGraph, flow: Flow, places: Sequence[Place | None]) -> Iterat
 
 
 def _members(flow: Flow, ports: Iterable[Port]) -> Iterator[Port]:
-    """The ports, with those that groups wait for in place of the groups."""
+    """The ports, with members in place of groups."""
     for port in ports:
         op = flow.ops[port.op]
         is_group = op.kind == frames.NODE and op.node is not None and op.node.op == "tfnb.group"

@@ -23,7 +23,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ensure_type, file_label
-from tfnb.graph import Contents, Dim, Graph, Node, Owner, Source, Value, current, ops
+from tfnb.graph import Contents, Dim, Graph, Node, Owner, SourceLine, Value, current, ops
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
@@ -49,7 +49,7 @@ _UNKNOWN_LINE = "a line that is not known"
 _graphs: dict[str, Graph] = {}
 _lock = threading.Lock()
 
-Where = Callable[[], Source | None]
+Where = Callable[[], SourceLine | None]
 Failed = Callable[[Graph, Node | None], None]
 
 
@@ -86,7 +86,7 @@ def graphs() -> dict[str, Graph]:
 
 
 def graph_name(text: str) -> str:
-    """The name of a graph, which is one word, so that a line of a magic can name it; raises InvalidArgument.
+    """Check the name of a graph: one word, so that the line of a magic can name the graph; raises InvalidArgument.
 
     >>> graph_name("my_graph")
     'my_graph'
@@ -154,13 +154,13 @@ def record_cell(
     target.ensure_open()
     stop = sys._getframe(2)
 
-    def where() -> Source | None:
+    def where() -> SourceLine | None:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != filename:
             frame = frame.f_back
         if frame is None:
-            return Source(label, 1)
-        return Source(label, frame.f_lineno, linecache.getline(filename, frame.f_lineno).strip())
+            return SourceLine(label, 1)
+        return SourceLine(label, frame.f_lineno, linecache.getline(filename, frame.f_lineno).strip())
 
     key = f"{owner}+{new_id()}" if append else owner
     is_listed = not isinstance(graph, Graph) or _graphs.get(graph.name) is graph
@@ -173,7 +173,7 @@ def record_cell(
 
 @contextmanager
 def reopen(graph: Graph) -> Iterator[Recorder]:
-    """The open recording of ``graph``, or a new one that appends to it."""
+    """The open recording of ``graph``, or a new recording that appends to the graph."""
     recording = current.recording()
     if isinstance(recording, Recorder) and recording.graph is graph:
         yield recording
@@ -190,8 +190,8 @@ def _lines(frame: FrameType, label: str) -> Where:
     """A function that gives the current line of a frame; the same object for the same line."""
 
     @cache
-    def at(line: int) -> Source:
-        return Source(label, line, linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip())
+    def at(line: int) -> SourceLine:
+        return SourceLine(label, line, linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip())
 
     return lambda: at(frame.f_lineno)
 
@@ -262,7 +262,7 @@ def _opened(
 
 
 def _in_letters(recorder: Recorder, error: BaseException) -> None:
-    """What Python code of torch says of sizes gets the letters that the user knows."""
+    """Replace torch's size symbols by the user's letters in an error from Python code of torch."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -271,7 +271,7 @@ def _in_letters(recorder: Recorder, error: BaseException) -> None:
 
 
 def _explain_key(recorder: Recorder, error: BaseException) -> None:
-    """Say which line makes a key of a size that varies (torch's error names none), and what to do."""
+    """Add a note with the line that uses a varying size as a key (torch's error names no line), and a remedy."""
     if not isinstance(error, TypeError) or "unhashable type" not in str(error) or "SymInt" not in str(error):
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -303,7 +303,7 @@ def _check_device(device: Any) -> None:
 
 
 def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
-    """Everything that holds inside a block, undone in reverse order whatever happens."""
+    """Enter all modes and hooks of a block; the stack leaves them in reverse order whatever happens."""
     stack.enter_context(_disable_current_modes())  # a nested recording belongs to the inner owner only
     stack.enter_context(surroundings())
     stack.enter_context(own_streams(recorder))
@@ -339,7 +339,8 @@ def _commit(
     recorder: Recorder, before: Contents, names: Mapping[str, Any], bound: Mapping[str, tuple[Value, ...]],
     ready: Callable[[], None], *, append: bool, body: Sequence[ast.stmt],
 ) -> list[Note]:  # fmt: skip
-    """Turn what was recorded into the graph's new contents; notes of statements and steps that no run does.
+    """Turn the recorded nodes into the graph's new contents; returns notes of statements and steps that no run
+    executes.
 
     bound: the values that names had when the recording began. ready: the last that may raise.
     """
@@ -386,7 +387,7 @@ def _commit(
 
 
 def _keep_guards(recorder: Recorder, *, is_cell: bool) -> None:
-    """Attach the guards of a block to its graph, without those of blocks that are gone."""
+    """Attach the guards of a block to its graph, and drop the guards of deleted blocks."""
     graph, source = recorder.graph, recorder.where()
     label = "the block" if source is None else source.label if is_cell else f"{source.label} line {source.line}"
     owners = {node.owner.key for node in graph.nodes if node.owner is not None}
@@ -397,7 +398,7 @@ def _keep_guards(recorder: Recorder, *, is_cell: bool) -> None:
 
 
 def _attempted(recorder: Recorder, error: Exception) -> tuple[Graph, Node | None]:
-    """The graph as recorded until the error, and the op that raised it."""
+    """The graph as recorded until the error, and the failing op."""
     culprit = next((node for raised, node in filter(None, [recorder.failed]) if raised is error), None)
     nodes = (*recorder.nodes, *filter(None, [culprit]))
     return recorder.graph.derive(Contents(nodes)), culprit
@@ -409,7 +410,7 @@ def _failed(node: Node) -> str:
 
 
 def _user_held(recorder: Recorder, bound: set[int], names: Mapping[str, Any]) -> set[int]:
-    """Ids of the nodes of which the user holds a handle.
+    """Ids of the nodes to which the user holds a handle.
 
     Of the handles that stand for plain tensors, or that modules hold in place of their buffers while the block lasts,
     it is those that have a name. bound: nodes that were assigned to names.
@@ -448,7 +449,7 @@ def _named_values(graph: Graph, names: Mapping[str, Any]) -> dict[str, tuple[Val
 def _assigned_names(
     recorder: Recorder, names: Mapping[str, Any], before: Mapping[str, tuple[Value, ...]]
 ) -> tuple[dict[str, tuple[Value, ...]], dict[int, dict[str, int]]]:  # fmt: skip
-    """Name nodes by the Python names they were assigned to.
+    """Name nodes after the Python names of their tensors.
 
     Returns the values that this recording bound to names, and of the nodes that it named all names of their outputs.
     before: the values that names had when it began. A node that was named in the call that made it keeps that name.

@@ -1,4 +1,4 @@
-"""Which draws of Python reached the graph, by the source of the block: pure functions over syntax trees.
+"""Dataflow of Python's random draws into the graph, from the block's source: pure functions over syntax trees.
 
 A recording puts each draw on its tape (`tfnb.recording.values.python_draws`). Whether a run repeats a number that
 matters depends on where the number went: into nodes that are computed of feeds and Variables, or only into the sample
@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tfnb.errors import file_label
-from tfnb.graph import Source, Value
+from tfnb.graph import SourceLine, Value
 from tfnb.recording.cells.statements import Note
-from tfnb.recording.values.python_draws import Draw, Held, Place, have_drawn
+from tfnb.recording.values.python_draws import Draw, DrawFrame, NamedGenerator, have_drawn
 from tfnb.recording.values.tape import Tape
 
 _ABSORBING = frozenset({
@@ -66,9 +66,10 @@ def notes_of_draws(tape: Tape, names: Mapping[str, Any], results: Mapping[str, V
 
 
 def unheard_draws(
-    held: Iterable[Held], heard: Collection[int], block: FrameType, body: Sequence[ast.stmt],
+    held: Iterable[NamedGenerator], heard: Collection[int], block: FrameType, body: Sequence[ast.stmt],
 ) -> list[Draw]:  # fmt: skip
-    """Draws of generators whose state changed although no call was heard, at the lines of the block that name them.
+    """Draws of generators whose state changed without a recorded call, at the lines of the block that name the
+    generator.
 
     block: the frame that records the block. body: its statements, empty where the source is not known.
     """
@@ -79,7 +80,7 @@ def unheard_draws(
         uses = {(n.lineno, methods.get(id(n), "")) for n in nodes if isinstance(n, ast.Name) and n.id == each.name}
         for line, method in sorted(uses or {(block.f_lineno, "")}):
             called = f"{type(each.owner).__name__}.{method}" if method else each.called
-            place = Place(block.f_code.co_filename, line, block.f_code.co_name, block.f_globals)
+            place = DrawFrame(block.f_code.co_filename, line, block.f_code.co_name, block.f_globals)
             found.append(Draw(called, False, (place,), 0))
     return found
 
@@ -87,7 +88,7 @@ def unheard_draws(
 def _note(draw: Draw) -> Note:
     place = draw.places[0]
     text = linecache.getline(place.file, place.line).strip()
-    source = Source(file_label(place.file), place.line, text)
+    source = SourceLine(file_label(place.file), place.line, text)
     if draw.is_clock:
         return Note(source, f"`{draw.called}()` read a clock while recording, so the time is the same in each run: "
                             "make it a placeholder, and feed it")  # fmt: skip
@@ -124,10 +125,10 @@ def _matters(draw: Draw, tape: Tape, names: Mapping[str, Any], results: Mapping[
     return bool(touched) and not flow.absorbs and not draw.is_clock
 
 
-Level = tuple[Place, list[int], list[ast.stmt], "ast.FunctionDef | None"]
+Level = tuple[DrawFrame, list[int], list[ast.stmt], "ast.FunctionDef | None"]
 
 
-def _levels(places: Sequence[Place]) -> list[Level]:
+def _levels(places: Sequence[DrawFrame]) -> list[Level]:
     """The functions from the draw outwards with their lines; frames of one function, as of its loops, are one level.
 
     A function without source is left out.
@@ -184,7 +185,7 @@ class _Flow:
         self.is_returned = self.is_kept = self.absorbs = False
 
     def follow(self, lines: Sequence[int], called: str, *, is_first: bool) -> None:
-        """Follow from these lines on; ``called``: the name of what was called there."""
+        """Follow the value drawn at these lines; ``called``: name of the function called there."""
         self.called, self.is_first = called, is_first
         for line in lines:
             path = _path(self.body, line)
@@ -200,7 +201,9 @@ class _Flow:
         return any(first <= line <= last for first, last in self.lines)
 
     def _block(self, body: Sequence[ast.stmt], forced: bool) -> bool:
-        """Statements in order. forced: whether the draw decided that they run; returned for those behind."""
+        """Follow statements in order. forced: whether control flow depends on the draw; returned for later
+        statements.
+        """
         for statement in body:
             forced = self._statement(statement, forced)
         return forced
@@ -260,7 +263,7 @@ class _Flow:
                 self._change(node, is_seed, forced)
 
     def _change(self, call: ast.Call, is_seed: bool, forced: bool) -> None:
-        """A call may change its owner where it gets what was drawn, and a draw what it is given (``shuffle``)."""
+        """Taint the owner of a call with tainted arguments, and the arguments of in-place draws (``shuffle``)."""
         if is_seed and _last(call.func) == self.called:
             for arg in call.args if not self.is_first or self.called in ("shuffle", "readinto") else ():
                 self._give(arg)
@@ -276,7 +279,7 @@ class _Flow:
         return any(isinstance(n, ast.Call) and _last(n.func) == self.called for e in nodes for n in ast.walk(e))
 
     def _give(self, target: ast.AST) -> None:
-        """A target, or an object that a call changes, holds what was drawn."""
+        """Taint a target of an assignment, or an object changed by a call."""
         if isinstance(target, (ast.Tuple, ast.List)):
             for each in target.elts:
                 self._give(each)
@@ -349,14 +352,14 @@ def _dotted(node: ast.AST) -> str | None:
 
 
 def _last(function: ast.AST) -> str:
-    """The last name of what is called."""
+    """The last name in a called expression."""
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The expressions of a statement, without those of statements inside of it."""
+    """The expressions of a statement itself, without nested statements."""
     for name, value in ast.iter_fields(statement):
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, (ast.expr, ast.withitem)) and not (name == "target" and isinstance(each, ast.Name)):
@@ -374,7 +377,7 @@ def _bodies(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 
 def _lines(statement: ast.stmt, own: Collection[ast.AST]) -> tuple[int, int]:
-    """The lines of a statement; those of the head of a compound one."""
+    """First and last line of a statement, or of the head of a compound statement."""
     if not list(_bodies(statement)):
         return statement.lineno, statement.end_lineno or statement.lineno
     return statement.lineno, max((getattr(each, "end_lineno", 0) or 0 for each in own), default=statement.lineno)

@@ -115,7 +115,7 @@ def _bound(
     before: Mapping[str, tuple[Value, ...]], moved: Mapping[Value, Value], now: Mapping[str, tuple[Value, ...]],
     ids: Container[int],
 ) -> dict[str, tuple[Value, ...]]:  # fmt: skip
-    """The values of each name in order of execution: those of nodes that are there, each at its last place.
+    """The values of each name in order of execution: values of existing nodes, each at its last position.
 
     A name that another cell bound to a replaced value means the new one, as a node of that cell uses the new one.
     """
@@ -142,7 +142,7 @@ def _symbols(nodes: Iterable[Node]) -> set[str]:
 
 
 def _left_behind(after: Iterable[Node], gone: Mapping[int, str], old: Contents, live: Container[int]) -> dict[int, str]:
-    """Nodes that were there for dropped ones alone, such as reads of variables, with the reason of one of those."""
+    """Nodes that served dropped nodes alone, such as reads of variables, with the reason of one dropped consumer."""
     left: dict[int, str] = {}
     for node in reversed(list(after)):
         users = [at for i in range(len(node.outputs)) for at in old.consumers.get(Value(node.id, i), ())]
@@ -159,7 +159,7 @@ def _is_gone_too(user: Node, node: Node, gone: Container[int], left: Container[i
 
 
 def _refuse_circles(before: list[Node], gone: Container[int], old: Contents) -> None:
-    """Nothing that the block uses may stand on what it replaces."""
+    """Raise StaleNode if an operand of the block depends on a node replaced by the block."""
     for node in before:
         for at in (*(v.node for v in node.inputs), *node.control):
             if at in gone:
@@ -171,7 +171,7 @@ def _refuse_circles(before: list[Node], gone: Container[int], old: Contents) -> 
 
 
 def _possible(before: list[Node], after: list[Node], gone: dict[int, str], old: Contents) -> list[Node]:
-    """Those of ``after`` that find all they use; the others join ``gone``."""
+    """The nodes of ``after`` whose operands all exist; the others join ``gone``."""
     available = {n.id for n in before}
     bound = {s for n in (*before, *after) if n.op == "tfnb.placeholder" for s in n.outputs[0].symbols}
     kept: list[Node] = []
@@ -199,7 +199,7 @@ def _possible(before: list[Node], after: list[Node], gone: dict[int, str], old: 
 def _wrong(
     kept: Mapping[Derivative, frozenset[int]], nodes: Sequence[Node], same: Mapping[int, int]
 ) -> list[Derivative]:
-    """The derivatives whose ys do not depend on their xs as they did."""
+    """The derivatives whose ys no longer depend on their xs by the same nodes."""
     return [derivative for derivative, ways in kept.items() if derivative.ways(nodes) != {same.get(i, i) for i in ways}]
 
 
@@ -253,7 +253,7 @@ def _relinked(
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether a node gives new memory: who writes into it reaches nothing else."""
+    """Whether a node allocates its outputs: a write into them reaches no other value."""
     return node.op.startswith("aten.") and not facts_of(node.op).shares_memory
 
 
@@ -292,7 +292,7 @@ def _relink(node: Node, moved: Mapping[Value, Value]) -> Node:
 
 
 def _place(old: Contents, others: list[Node], mine: list[Node], new: list[Node]) -> int:
-    """The place of the block among the others: its old place, or after the last node that it uses."""
+    """Position of the block among the other nodes: its old position, or after the last operand."""
     if not mine:
         return len(others)
     first = old.position[mine[0].id]

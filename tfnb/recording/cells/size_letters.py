@@ -19,7 +19,9 @@ from tfnb.graph.subgraph import map_nodes
 
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """block: letters of this run -> their letters in the graph. below: letters of the earlier run -> those of now."""
+    """Renamed letters. block: letters of this run -> letters in the graph. below: letters of the earlier run -> new
+    letters.
+    """
 
     block: Mapping[str, str] = field(default_factory=dict)
     below: Mapping[str, str] = field(default_factory=dict)
@@ -28,7 +30,7 @@ class Letters:
 def matched(
     mine: Sequence[Node], new: Sequence[Node], old: Contents, others: Sequence[Node], chosen: Collection[str]
 ) -> Letters:
-    """Pair the sizes of a block with those of its earlier run, node by node of the same name.
+    """Match the sizes of a block with the sizes of its earlier run, by nodes of the same name.
 
     mine, new: the block's nodes of the earlier run and of this one. others: all other nodes of the graph. chosen:
     letters that the user gave in this run.
@@ -57,7 +59,7 @@ def _changes(letters: Mapping[str, str]) -> dict[str, str]:
 
 
 def _bound(nodes: Iterable[Node], block: Iterable[Node]) -> tuple[str, ...]:
-    """The letters that are bound in ``block``, of those that ``nodes`` bind."""
+    """The letters bound by ``nodes`` whose binding node is in ``block``."""
     ids = {node.id for node in block}
     return tuple(letter for letter, (value, _) in Contents(tuple(nodes)).symbols.items() if value.node in ids)
 
@@ -99,7 +101,7 @@ def _substituted(node: Node, sizes: Mapping[str, int | str]) -> Node:
 
 
 def unified_guards(guards: Iterable[Guard], sizes: Mapping[str, int | str]) -> list[Guard]:
-    """The guards over the symbols that remain; those that became trivial are gone."""
+    """The guards over the remaining symbols, without guards that became trivial."""
     kept = []
     for guard in guards:
         relation = Dim(guard.expr).rename(sizes) if set(guard.symbols) & set(sizes) else Dim(guard.expr)

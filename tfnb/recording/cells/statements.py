@@ -1,4 +1,4 @@
-"""Which step runs a statement of its block: a write that nobody holds a handle of. Pure functions over nodes.
+"""Assigns statements (writes without a handle) to the steps of their block. Pure functions over nodes.
 
 A *statement* is a write in torch's way (in place, by rebinding, of a module's statistics), or an ``assign``,
 ``enqueue`` or the like whose handle nobody holds. A *step* is the group that ``opt.step()``, ``minimize`` or
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from tfnb.graph import Contents, Node, Ref, Source, Value, Variable
+from tfnb.graph import Contents, Node, Ref, SourceLine, Value, Variable
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.ops import CALL, DEQUEUE, REGIONS, SIZE, STATEMENT, STEP
@@ -30,13 +30,13 @@ _GIVES_STEP = re.compile(r"[\w.\[\]]+\.(step|minimize|apply_gradients)\([^;]*\)"
 
 
 class Note(NamedTuple):
-    """What no run does by itself, and what to write.
+    """A note: code of the block that no run executes by itself, and the remedy.
 
     nodes: those of a statement of a block without a step. uses_queues: it is for a run of its own, as whoever records
     operations on queues wants.
     """
 
-    source: Source | None
+    source: SourceLine | None
     text: str
     nodes: tuple[Node, ...] = ()
     uses_queues: bool = False
@@ -47,21 +47,21 @@ class Note(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
+class BlockStatement:
     """The nodes of one statement: one write, or all writes of a staged branch or loop."""
 
     nodes: tuple[Node, ...]
 
     @property
     def is_by_hand(self) -> bool:
-        """Whether it updates a Parameter in place, which is a key to fetch it by."""
+        """Whether a node updates a Parameter in place: the Parameter is a key to fetch the update by."""
         return any(_is_update(node) and node.attrs["variable"].held is not None for node in self.nodes)
 
 
-class Lost(NamedTuple):
+class UnrunReason(NamedTuple):
     """Why no step of its block runs a statement."""
 
-    source: Source | None
+    source: SourceLine | None
     why: str
     by_hand: str = ""  # how the block updates Parameters beside its steps
     waits: bool = False
@@ -72,7 +72,7 @@ def attached(
     kept: Sequence[Node], new: Sequence[Node], live: Collection[int], everything: Collection[int] = (),
     calls: Sequence[range] = (),
 ) -> tuple[list[Node], list[Note]]:  # fmt: skip
-    """The nodes of a block, with its statements among the effects of its steps; and notes of what no run does.
+    """The nodes of a block, with its statements as effects of its steps; and notes of code that no run executes.
 
     kept: nodes of other blocks. live: ids of nodes of which somebody holds a handle. everything: ids of the groups that
     `tfnb.effects` gave, which run all writes and steps of the block. calls: ids of the nodes of each outermost call of
@@ -87,7 +87,7 @@ def attached(
 
 
 def left_out(notes: Iterable[Note], run: Contents) -> list[Note]:
-    """The notes of statements that a run leaves out although it computes something of their block."""
+    """The notes of statements left out of a run that computes other nodes of the same block."""
     computed = {node.owner for node in run.nodes if node.op not in _TAKEN}
     return [
         note for note in notes
@@ -96,7 +96,7 @@ def left_out(notes: Iterable[Note], run: Contents) -> list[Note]:
 
 
 def is_effect(node: Node) -> bool:
-    """Whether a run of the node changes what outlives the run: a Variable or a queue."""
+    """Whether a run of the node changes state that outlives the run: a Variable or a queue."""
     return node.op == "tfnb.assign" or (node.op != SIZE and uses_queues(node))
 
 
@@ -116,7 +116,7 @@ class _Block:
     calls: Sequence[range]
     found: dict[int, tuple[int, ...]] = field(default_factory=dict)
     groups: list[Node] = field(default_factory=list)  # of the statistics of modules, in a block without steps
-    lost: dict[Lost, list[Node]] = field(default_factory=dict)  # what their statements write
+    lost: dict[UnrunReason, list[Node]] = field(default_factory=dict)  # what their statements write
     notes: list[Note] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class _Block:
         return STEP in node.tags or any(_is_update(m) or self._is_step(m) for m in self._members(node))
 
     def _only_holds_steps(self, group: Node) -> bool:
-        """Whether a group is a step by others of the block alone, which have their statements themselves."""
+        """Whether a group only combines other steps of the block, each of which has its own statements."""
         own = [m for m in self._members(group) if _is_update(m) or (self._is_step(m) and m.id not in self.mine)]
         return STEP not in group.tags and not own
 
@@ -157,7 +157,7 @@ class _Block:
 
     @cached_property
     def last_read(self) -> dict[int, int]:
-        """Of each node of the block the number of the last step whose update it reads; -1 for none."""
+        """For each node of the block, index of the last step with an update in its ancestors; -1 for none."""
         number = {step.id: at for at, step in enumerate(self.steps)}
         found: dict[int, int] = {}
         written: dict[Variable, int] = {}
@@ -174,7 +174,7 @@ class _Block:
 
     # -- statements -------------------------------------------------------------------------------------------------
 
-    def _statements(self) -> list[Statement]:
+    def _statements(self) -> list[BlockStatement]:
         """The statements of the block that belong to no step yet, in program order."""
         given = {i for step in self.steps for i in step.effects}
         held = self._reached([*self.live, *(step.id for step in self.steps)])
@@ -183,14 +183,14 @@ class _Block:
             is_free = STATEMENT in node.tags or node.id not in held
             if is_effect(node) and is_free and node.id not in given and node.id not in self.update_of:
                 found.setdefault(self._region(node), []).append(node)
-        return [Statement(tuple(nodes)) for nodes in found.values()]
+        return [BlockStatement(tuple(nodes)) for nodes in found.values()]
 
     def _region(self, node: Node) -> int:
-        """The branch or loop that gives what the node writes; else the node itself."""
+        """Id of the branch or loop that computes the written value; else the node's own id."""
         giver = self.contents.by_id[node.inputs[0].node] if node.op == "tfnb.assign" else node
         return giver.id if giver.op in REGIONS or giver.op == CALL else node.id
 
-    def _give(self, statement: Statement) -> None:
+    def _give(self, statement: BlockStatement) -> None:
         step = self._step_of(statement)
         if step is None:
             self._leave(statement)
@@ -203,25 +203,27 @@ class _Block:
         if more:
             self.found[step.id] = (*self.found.get(step.id, ()), *more)
 
-    def _leave(self, statement: Statement) -> None:
-        """A block without a step has none for a statement; it is lost if no value that somebody holds comes from it."""
+    def _leave(self, statement: BlockStatement) -> None:
+        """Handle a statement of a block without a step: it is lost unless a held value depends on it."""
         if self._does_everything:
             return
         if statement.is_by_hand or self._held.isdisjoint(node.id for node in statement.nodes):
             self._lose(statement, "the block has no step that could run it")
 
-    def _lose(self, statement: Statement, why: str) -> None:
+    def _lose(self, statement: BlockStatement, why: str) -> None:
         first = statement.nodes[0]
         waits = any(uses_queues(self.contents.by_id[i]) for i in self._reached(n.id for n in statement.nodes))
         is_named = STATEMENT not in first.tags
         staged = any(self.contents.by_id[value.node].op in REGIONS for value in first.inputs)
         how = "updated in a staged branch or loop, which is no step of the block" if staged else "written by hand"
         by_hand = how if statement.is_by_hand and not self.steps else ""
-        lost = Lost(first.source, why, by_hand, waits, is_named)
+        lost = UnrunReason(first.source, why, by_hand, waits, is_named)
         self.lost.setdefault(lost, []).extend(statement.nodes)
 
-    def _step_of(self, statement: Statement) -> Node | None:
-        """The last step whose update the statement reads, else the next one below it, else the last one."""
+    def _step_of(self, statement: BlockStatement) -> Node | None:
+        """The step for a statement: the last step whose update the statement reads, else the next below, else
+        the last.
+        """
         if not self.steps:
             return None
         last = max(self.last_read[node.id] for node in statement.nodes)
@@ -259,8 +261,10 @@ class _Block:
 
     # -- what a step would need for a statement ------------------------------------------------------------------------
 
-    def _lacks(self, statement: Statement, step: Node) -> str:
-        """What a run of the step would need for the statement and does not need by itself; empty for nothing."""
+    def _lacks(self, statement: BlockStatement, step: Node) -> str:
+        """Names of the inputs that the statement needs in a run of the step, beyond the step's own needs; empty for
+        none.
+        """
         if step.id not in self._needed_by:
             self._needed_by[step.id] = self._needs(self._runs(step))
         needs = self._needs(self._reached(n.id for n in statement.nodes)) - self._needed_by[step.id]
@@ -296,7 +300,7 @@ class _Block:
     # -- notes, and blocks without a step ------------------------------------------------------------------------------
 
     def _note_lost(self) -> None:
-        """Say which statements no step runs, a note for each line and reason."""
+        """Add a note for the statements that no step runs, one for each line and reason."""
         for lost, nodes in self.lost.items():
             changes = _changed(nodes)
             if lost.by_hand:
@@ -309,8 +313,8 @@ class _Block:
             self.notes.append(Note(lost.source, text, () if self.steps else tuple(nodes), lost.waits))
 
     def _note_unheld(self) -> None:
-        """Say which steps nobody can fetch, a note for each line."""
-        lost: dict[Source | None, list[Node]] = {}
+        """Add a note for the steps that nobody can fetch, one for each line."""
+        lost: dict[SourceLine | None, list[Node]] = {}
         for step in self.steps:
             if not self._does_everything and step.id not in self._held:
                 lost.setdefault(step.source, []).append(step)
@@ -320,9 +324,9 @@ class _Block:
             cure = f"write `step = {text}` and fetch `step`; " if _GIVES_STEP.fullmatch(text) else ""
             self.notes.append(Note(source, f"no name holds the step {names}, so runs do not take it: {cure}{_CURE}"))
 
-    def _with_modules(self, statements: Sequence[Statement]) -> list[Statement]:
+    def _with_modules(self, statements: Sequence[BlockStatement]) -> list[BlockStatement]:
         """Give statistics to the values that come out of their module's call; returns the other statements."""
-        of_call: dict[range, list[Statement]] = {}
+        of_call: dict[range, list[BlockStatement]] = {}
         left = []
         for statement in statements:
             call = self._call(statement.nodes[0])

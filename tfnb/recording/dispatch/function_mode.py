@@ -16,7 +16,7 @@ _ROWS = OVERRIDES[Stage.FUNCTION]
 
 
 class Functions(TorchFunctionMode):
-    """The function mode of one recording. A recording inside of it has a mode of its own, which comes first."""
+    """The function mode of one recording. A nested recording enters its own mode, which comes first."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from torch.nn.modules import module as nn_module
 
 from tfnb.errors import Unsupported
 from tfnb.graph.graph import new_id
-from tfnb.recording.marks.while_recording import Shared
+from tfnb.recording.marks.while_recording import SharedContext
 from tfnb.recording.values.recording import Recording, open_recording
 
 
@@ -70,11 +70,11 @@ def _hooks() -> Iterator[None]:
         yield
 
 
-follow_modules = Shared(_hooks)
+follow_modules = SharedContext(_hooks)
 
 
 def _refuse_backward_hooks(module: torch.nn.Module, recording: Recording) -> None:
-    """They hang on the engine of autograd, which a recording has not; they must not be passed over in silence."""
+    """Raise Unsupported for backward hooks: they need the autograd engine, and a recording has none."""
     everywhere = nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks
     if torch.is_grad_enabled() and (everywhere or module._backward_hooks or module._backward_pre_hooks):
         raise Unsupported(

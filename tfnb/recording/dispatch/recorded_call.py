@@ -38,7 +38,7 @@ _UNTOLD = object()  # a size that only data tell, without samples of them
 
 
 def absent(device: str) -> Spec:
-    """What stands for an output that an op leaves out, as its mask says."""
+    """A placeholder spec for an output that an op leaves out according to its mask."""
     return Spec(torch.bool, (0,), device)
 
 
@@ -99,7 +99,9 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
 def _samples_of(
     rec: Recording, func: Op, called: Any, inputs: list[Entry]
 ) -> tuple[torch.Tensor | None, ...] | None:  # fmt: skip
-    """The results of the op recorded last on samples; None where it has none. If it fails, the op is not recorded."""
+    """Results of the last recorded op on samples; None if there are no samples. If the op fails, its node is
+    dropped.
+    """
     node = rec.new[-1]
     try:
         return _sample_call(rec, func, called, inputs, node)
@@ -114,7 +116,7 @@ def _samples_of(
 
 
 def _rely_on(rec: Recording, func: Op, equality: Any) -> None:
-    """Guard what follows by an equality of sizes that only data tell; raises ShapeError if the samples break it.
+    """Guard later nodes by an equality of data-dependent sizes; raises ShapeError if the samples violate the equality.
 
     The kernel refuses other sizes by itself, but for one row, which it broadcasts: no later shape or gradient expects
     that.
@@ -165,7 +167,7 @@ def _arguments(
 
 
 def _on_samples(rec: Recording, tree: Any, samples: Iterator[torch.Tensor | None]) -> Any:
-    """An argument tree on samples: those of its tensors in turn."""
+    """An argument tree with each tensor replaced by the next sample."""
     if isinstance(tree, torch.Tensor):
         return next(samples)
     if isinstance(tree, (list, tuple)):
@@ -220,7 +222,7 @@ def _sample_call(
 def _viewed(
     rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any
 ) -> tuple[Base | None, tuple[View, ...], dict[str, Any]]:
-    """For a view op: the base it looks at, the chain so far, and its arguments without the viewed tensor."""
+    """For a view op: the base of the view, the chain of views so far, and the arguments without the viewed tensor."""
     if not own.is_view:
         return None, (), {}
     source = args[0] if args else kwargs["self"]
@@ -242,7 +244,7 @@ def _joined(path: tuple[str, ...], function: str | None, name: str) -> str:
 
 
 def _further(func: Op, error: Exception) -> Exception | None:
-    """What a traceback shows beside the error: where an op of the user's failed; of torch's the error tells all."""
+    """The cause to chain in a traceback: the original error for the user's ops, None for torch's ops."""
     return None if func.namespace == "aten" else error
 
 

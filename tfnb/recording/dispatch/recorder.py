@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import GraphFormatError, ShapeError, StaleNode, Unsupported
-from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable, ops
+from tfnb.graph import Graph, Guard, Node, Owner, Ref, SourceLine, Spec, Value, Variable, ops
 from tfnb.graph.current import Autograd
 from tfnb.graph.device_request import Scope
 from tfnb.graph.node import leaves
@@ -38,7 +38,7 @@ from tfnb.recording.overrides.constructors import constructing, fixed
 from tfnb.recording.overrides.override_table import OVERRIDES, Stage
 from tfnb.recording.overrides.python_answers import guard_number, settle_size, stands_for_number
 from tfnb.recording.values.outside_tensors import Outside
-from tfnb.recording.values.python_draws import Held
+from tfnb.recording.values.python_draws import NamedGenerator
 from tfnb.recording.values.samples import physical
 from tfnb.recording.values.tape import Tape
 from tfnb.recording.values.tensor import Base, Entry, Operation, Tensor, missing
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
         return False  # the handler is never traced, and the guard costs more than a dispatch
 
     def __init__(
-        self, graph: Graph, owner: Owner, *, where: Callable[[], Source | None], kept: tuple[Node, ...],
+        self, graph: Graph, owner: Owner, *, where: Callable[[], SourceLine | None], kept: tuple[Node, ...],
         names: Callable[[], Mapping[str, Any]], stop: FrameType | None = None, lazy: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self._warned: set[Any] = set()
         self.stop, self.is_cell = stop, False
         self.default_device: Any = None
-        self.held: list[Held] = []  # generators of numbers of Python, as they were when the block began
+        self.held: list[NamedGenerator] = []  # generators of numbers of Python, as they were when the block began
         self.packings: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the tensor of their batch sizes
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Record what runs inside, also from within a dispatch handler; harmless where it is on already."""
+        """Record the calls inside, also from within a dispatch handler; no effect if recording is on already."""
         if _get_current_dispatch_mode() is self:
             yield
         else:
@@ -108,11 +108,11 @@ class Recorder(TorchDispatchMode):
 
     @property
     def samples_wait(self) -> bool:
-        """Whether the samples of what is recorded now are computed when somebody looks: gradients and updates."""
+        """Whether samples of new nodes are computed lazily, on first access: true for gradients and updates."""
         return not self.tape.marks.tags.isdisjoint(_COMPUTED_BY_RUNS)
 
     def settle(self) -> None:
-        """At the end of the block: views of what it wrote show the new values."""
+        """At the end of the block: refresh views of written tensors."""
         self.buffers.compare()
         self.leave()
         for tensor in list(self.live):
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
         warn_of_written(self.tape.asked, self.new)
 
     def leave(self) -> None:
-        """At the end, also by an error: views of variables look again at what their own recordings read.
+        """At the end, also by an error: views of variables return to the reads of their own recordings.
 
         Modules hold their own buffers again.
         """
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         return self.tape.by_id[node_id]
 
     def rename(self, node_id: int, name: str) -> str:
-        """Give a node of this recording another name (made unique); returns it."""
+        """Rename a node of this recording to a name made unique; returns the new name."""
         return self.tape.rename(node_id, name)
 
     def tensor(self, value: Value) -> Tensor:
@@ -190,11 +190,11 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand(self, base: Base, var: Variable) -> None:
-        """Let the memory of a family of tensors be the Variable's: a write into it is an assignment."""
+        """Bind the memory of a family of tensors to a Variable: a write into the memory is an assignment."""
         base.variable, base.written = var, lambda entry: self._assigned(var, entry, _STATEMENT)
 
     def write(self, var: Variable, kind: str, *args: Any) -> Tensor:
-        """Record a write; returns the value after it."""
+        """Record a write of a Variable; returns the value after the write."""
         with self.scopes.name_scope(clean(var.name)), self.on():
             new = updated(self.read(var), kind, *(self._as_tensor(a) for a in args))
         if ops.UNORDERED in self.tape.marks.tags:
@@ -202,7 +202,8 @@ class Recorder(TorchDispatchMode):
         return self.assign(var, new)
 
     def assign(self, var: Variable, tensor: torch.Tensor, *, tags: frozenset[str] = frozenset()) -> Tensor:
-        """Record a plain assignment. Tagged ``step`` it is a step to be run: later reads neither pull nor show it.
+        """Record a plain assignment. Tagged ``step``, the assignment is a step: later reads neither pull nor show its
+        value.
 
         In a loop or branch a step is a write like others: what follows there takes the new value.
         """
@@ -241,7 +242,7 @@ class Recorder(TorchDispatchMode):
         self, values: tuple[Value, ...], name: str | None = None, *, tags: frozenset[str] = frozenset(),
         attrs: Mapping[str, Any] | None = None, effects: tuple[int, ...] = (),
     ) -> Operation:  # fmt: skip
-        """An Operation that runs all of ``values``, and the nodes of ``effects``; ``attrs`` say what else it does."""
+        """An Operation that runs all of ``values`` and the nodes of ``effects``; ``attrs`` hold its further facts."""
         more = attrs or {}
         value = self.tape.append(
             "tfnb.group", next(iter(more), "group"), (), inputs=values,
@@ -301,7 +302,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def placed(self, device: Scope) -> Iterator[None]:
-        """Nodes recorded inside ask for this device, whatever scopes around them ask for."""
+        """Nodes recorded inside request this device, regardless of enclosing scopes."""
         with self.tape.marked(device=device):
             yield
 
@@ -446,13 +447,13 @@ class Recorder(TorchDispatchMode):
         return tensor in self.born and known(tensor) is None
 
     def override(self, func: Op) -> Callable[..., Any] | None:
-        """The gradient that the user gave this op here; what gradient rules record keeps the usual one."""
+        """The user's gradient override for this op, if any; gradient rules themselves use the standard gradient."""
         if not self.overrides or "gradient" in self.tape.marks.tags:
             return None
         return self.overrides.get(op_name(func))
 
     def _of_here(self, tensor: Tensor) -> Tensor:
-        """A view of a variable that an earlier recording made looks at what the variable is in this one."""
+        """Rebase a view of a variable from an earlier recording onto the variable's value in this recording."""
         var = tensor._family.variable
         if var is not None and tensor._chain and self.tape.is_earlier(tensor._family.entry.value):
             self._elsewhere.setdefault(tensor, (tensor._entry, tensor._family, tensor._seen))

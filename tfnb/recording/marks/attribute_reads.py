@@ -1,4 +1,4 @@
-"""Attributes that the code of a class reads before it sets them, found in its bytecode.
+"""Attributes that the code of a class reads before setting them, from its bytecode.
 
 `forward` is followed into the methods that it names, in the order in which it names them. So ``self.n += 1`` reads
 ``n``, and ``self.attention = w`` followed by a use of it does not: its value before the call has no part in the result.
@@ -20,7 +20,7 @@ _BY_NAME = ("getattr", "hasattr")  # whose second argument is a text
 
 
 def attribute_reads(kind: type) -> tuple[str, ...]:
-    """Names that a call of ``forward`` of a module's class may read before it sets them, of any object.
+    """Names of attributes that ``forward`` of a module's class may read before setting them, on any object.
 
     >>> class Counted(torch.nn.Module):
     ...     def forward(self, x):
@@ -40,7 +40,7 @@ def attribute_reads(kind: type) -> tuple[str, ...]:
 
 
 def _uses(kind: type, name: str, seen: set[CodeType]) -> Iterator[tuple[str, bool]]:
-    """Each use of an attribute, and whether it reads it, of all functions of this name in a class and its bases."""
+    """(name, whether it is a read) of each attribute use in all functions of this name in a class and its bases."""
     for base in kind.__mro__:
         if base is torch.nn.Module or base is object:
             return

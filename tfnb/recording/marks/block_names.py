@@ -1,4 +1,4 @@
-"""Names that the code of a cell or block reads before it assigns them, and the numbers that they stand for."""
+"""Names that the code of a cell or block reads before assigning them, and numbers bound to such names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SAMPLES = "placeholder"  # a function whose arguments are samples: what they ar
 
 
 class NameRead(NamedTuple):
-    """A name that is read, or an attribute of what the name stands for."""
+    """A name read, or an attribute read of the name's value."""
 
     name: str
     attribute: str = ""
@@ -38,7 +38,7 @@ class NameRead(NamedTuple):
 
 
 def names_read(statements: Sequence[ast.stmt]) -> list[NameRead]:
-    """The names and attributes that statements read before they assign the names, in order.
+    """The names and attributes that statements read before assigning the names, in order.
 
     >>> names_read(ast.parse("y = x * model.beta; n = 3; z = y * n").body)
     [NameRead(name='x', attribute=''), NameRead(name='model', attribute='beta'), NameRead(name='model', attribute='')]
@@ -58,7 +58,7 @@ def names_read(statements: Sequence[ast.stmt]) -> list[NameRead]:
 
 
 def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameRead]:
-    """Names that a statement or expression reads; ``bound``: those of functions and comprehensions around it."""
+    """Names that a statement or expression reads; ``bound``: names bound by enclosing functions and comprehensions."""
     if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == _SAMPLES:
         return
     if isinstance(node, _SCOPES):
@@ -150,7 +150,7 @@ class Namespace:
         return cls(frame.f_globals, None if frame.f_locals is frame.f_globals else frame.f_code)
 
     def get(self, name: str, missing: Any = None) -> Any:
-        """The value of a name now; ``missing`` where it has none, or its function does not run any more."""
+        """The current value of a name; ``missing`` if unbound, or if its function has returned."""
         function = self.function
         if function is None or name not in (*function.co_varnames, *function.co_cellvars, *function.co_freevars):
             return self.names.get(name, missing)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.graph import Graph, Source, Variable
+from tfnb.graph import Graph, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 
@@ -40,7 +40,7 @@ class GradientUse:
 
     graph: weakref.ref[Graph]
     owner: str
-    source: Source | None
+    source: SourceLine | None
     adds: bool
     reads: bool
     updates: bool
@@ -61,9 +61,11 @@ _uses: weakref.WeakKeyDictionary[Variable, list[GradientUse]] = weakref.WeakKeyD
 
 @dataclass(slots=True)
 class _Gradient:
-    """The ``.grad`` of one Parameter while a block is recorded; ``first``, ``cleared``: ids between those of nodes."""
+    """The ``.grad`` of one Parameter while a block is recorded; ``first``, ``cleared``: ids between the ids of
+    nodes.
+    """
 
-    source: Source | None
+    source: SourceLine | None
     adds: bool
     first: int
     cleared: int | None = None
@@ -71,7 +73,7 @@ class _Gradient:
 
 
 class CarriedGradients:
-    """The gradients of Parameters that one block fills, collected while it is recorded."""
+    """The gradients of Parameters filled by one block, collected while the block is recorded."""
 
     def __init__(self, recording: Any) -> None:
         self._rec = recording
@@ -80,7 +82,7 @@ class CarriedGradients:
         self._outside: set[Variable] = set()  # whose Parameter has a real ``.grad``
 
     def read(self, holder: Any, grad: torch.Tensor | None) -> None:
-        """The block takes a ``.grad``: if there is none yet, a `zero_grad` of it would clear it."""
+        """The block reads a ``.grad``; an absent gradient is noted as cleared by a later `zero_grad`."""
         found = self._gradient(holder)
         if found is None:
             self._see_empty(holder)
@@ -112,7 +114,7 @@ class CarriedGradients:
         return self._found.get(holder) if isinstance(holder, Variable) else None
 
     def _see_empty(self, holder: Any) -> None:
-        """``holder`` is still the Parameter itself where the block has not used it yet."""
+        """Note an empty ``.grad``; ``holder`` is the Parameter itself if the block has not used the Parameter yet."""
         parameter = _parameter(holder) if isinstance(holder, Variable) else holder
         if parameter is not None:
             self._clear[parameter] = True
@@ -120,13 +122,13 @@ class CarriedGradients:
     # -- at the end of the block ------------------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Keep what the block does, for those that are recorded later."""
+        """Keep this block's gradient uses, for blocks recorded later."""
         for variable, use in self._now().items():
             others = (other for other in _uses.get(variable, ()) if not self._is_mine(other) and other.is_recorded)
             _uses[variable] = [*others, use]
 
-    def notes(self) -> Iterator[tuple[Source | None, str]]:
-        """One note, or none: the line, and what runs do with its gradients."""
+    def notes(self) -> Iterator[tuple[SourceLine | None, str]]:
+        """One note or none: the line, and the effect of runs on its gradients."""
         now = self._now()
         for told in (self._of_earlier, self._of_outside, self._of_later, self._of_runs):
             found = told(now)
@@ -154,7 +156,7 @@ class CarriedGradients:
         return uses
 
     def _is_left(self, grad: torch.Tensor | None) -> bool:
-        """Whether a ``.grad`` at the end of the block was computed by it, and not cleared."""
+        """Whether a ``.grad`` at the end of the block was computed by the block, and not cleared."""
         if grad is None or not is_recorded(grad):
             return False
         return self._rec.node(self._rec.look(grad).value.node).op not in _ZEROS
@@ -163,18 +165,20 @@ class CarriedGradients:
         return use.owner == self._rec.owner.key and use.graph() is self._rec.graph
 
     def _others(self, variable: Variable) -> list[GradientUse]:
-        """The uses of blocks that plain PyTorch runs with this one: of all cells, in a script of those of one graph."""
+        """Gradient uses of the blocks that plain PyTorch runs with this one: all cells, or in a script blocks of one
+        graph.
+        """
         found = [use for use in _uses.get(variable, ()) if not self._is_mine(use) and use.is_recorded]
         return found if self._rec.is_cell else [use for use in found if use.graph() is self._rec.graph]
 
-    def _of_earlier(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+    def _of_earlier(self, now: dict[Variable, GradientUse]) -> tuple[SourceLine | None, str] | None:
         return self._of_blocks(
             now, lambda use, other: use.adds and use.reads and other.leaves,
             f"in plain PyTorch backward() adds here to the .grad that {{other}} leaves ({{names}}). {_RULE}, so this "
             f"block has its own gradients alone: {_CLEAR}. Else call backward() of all losses in one block; {_SUM}",
         )  # fmt: skip
 
-    def _of_later(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+    def _of_later(self, now: dict[Variable, GradientUse]) -> tuple[SourceLine | None, str] | None:
         return self._of_blocks(
             now, lambda use, other: use.leaves and other.adds and other.updates,
             f"in plain PyTorch the .grad that backward() leaves here ({{names}}) goes into the update at {{other}}. "
@@ -184,7 +188,7 @@ class CarriedGradients:
 
     def _of_blocks(
         self, now: dict[Variable, GradientUse], carries: Callable[[GradientUse, GradientUse], bool], text: str
-    ) -> tuple[Source | None, str] | None:
+    ) -> tuple[SourceLine | None, str] | None:
         """The note on gradients that go from one block to another: one use is of this block, one of another."""
         pairs = [
             (variable, use, other) for variable, use in now.items()
@@ -195,7 +199,7 @@ class CarriedGradients:
         _, use, other = pairs[0]
         return use.source, text.format(other=other, names=_names(variable for variable, *_ in pairs))
 
-    def _of_outside(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+    def _of_outside(self, now: dict[Variable, GradientUse]) -> tuple[SourceLine | None, str] | None:
         found = [(variable, use) for variable, use in now.items() if variable in self._outside and use.updates]
         if not found or not self._rec.is_cell:
             return None
@@ -205,7 +209,7 @@ class CarriedGradients:
             "compute the other gradients in this block, too"
         )
 
-    def _of_runs(self, now: dict[Variable, GradientUse]) -> tuple[Source | None, str] | None:
+    def _of_runs(self, now: dict[Variable, GradientUse]) -> tuple[SourceLine | None, str] | None:
         found = [(variable, use) for variable, use in now.items() if use.adds and use.updates and use.leaves]
         if not found or not self._rec.is_cell:
             return None
@@ -216,7 +220,7 @@ class CarriedGradients:
 
 
 def _parameter(holder: Any) -> torch.Tensor | None:
-    """The Parameter of a Variable; None for what has no ``.grad`` outside of recordings."""
+    """The Parameter of a Variable; None for objects without ``.grad`` outside of recordings."""
     return holder.held.tensor() if isinstance(holder, Variable) and holder.held is not None else None
 
 

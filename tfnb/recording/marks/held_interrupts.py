@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals in a recording: handled where an op has ended, never in the middle of what records.
+"""Ctrl-C and other signals in a recording: handled between ops, never inside the recorder.
 
 Torch calls the recorder from C++, and Python calls it where a dead tensor is cleaned up: what is raised there is lost,
 or becomes a TypeError of the operator. So a signal that comes there is held, an interrupt as well as an alarm whose
@@ -65,7 +65,9 @@ class at_user_lines:
         raise_held()
 
     def on(self, number: int, frame: FrameType | None) -> None:
-        """The handler. A program that put it aside may set it again after the recording: then it passes on."""
+        """The signal handler. A program that saved this handler may install it after the recording; then it
+        forwards.
+        """
         is_first = all(number != held for _, held, _ in _held)
         lands = _landing(frame) if self._is_open and is_first else None
         if lands is None:
@@ -74,7 +76,7 @@ class at_user_lines:
             _held.append((self, number, lands))
 
     def call(self, number: int, frame: FrameType | None) -> None:
-        """Call the handler of the program, which raises KeyboardInterrupt if it is Python's."""
+        """Call the program's own handler; Python's default one raises KeyboardInterrupt."""
         _held[:] = [held for held in _held if held[1] != number]
         before = self._handled[number].before
         while isinstance(outer := getattr(before, "__self__", None), at_user_lines):
@@ -87,14 +89,14 @@ _held: list[tuple[at_user_lines, int, FrameType]] = []  # the signals that wait:
 
 
 def raise_held() -> None:
-    """Handle the signals that wait: raise what their handlers raise."""
+    """Run the handlers of pending signals, and raise their exceptions."""
     while _held and threading.current_thread() is threading.main_thread():
         held, number, frame = _held[0]
         held.call(number, frame)
 
 
 def _landing(frame: FrameType | None) -> FrameType | None:
-    """The frame whose op an interrupt of ``frame`` waits for; None where it may be raised at once."""
+    """The frame whose op must end before an interrupt of ``frame`` is raised; None to raise at once."""
     waits = False
     while frame is not None:
         kind = _kind(frame)

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported, file_label
-from tfnb.graph import Node, Source, Variable
+from tfnb.graph import Node, SourceLine, Variable
 from tfnb.graph.node import where
 from tfnb.graph.op_facts import Op, op_name
 from tfnb.recording.marks.user_code import is_foreign
@@ -29,7 +29,8 @@ _NO_RULE = (
 
 
 def explained(
-    func: Op, error: Exception, inputs: Iterable[tuple[str, str]], source: Source | None, readable: Callable[[str], str]
+    func: Op, error: Exception, inputs: Iterable[tuple[str, str]], source: SourceLine | None,
+    readable: Callable[[str], str],
 ) -> Exception:  # fmt: skip
     """A failing op in torch's words, with the (name, spec) of its inputs and the line. Our own errors pass.
 
@@ -57,7 +58,7 @@ NESTED = (
 
 
 def dense(tensor: torch.Tensor, at: Callable[[], str]) -> torch.Tensor:
-    """The tensor; raises Unsupported for a sparse, nested or other layout, which no graph value has."""
+    """The tensor; raises Unsupported for a sparse, nested or other layout, since graph values are strided."""
     if tensor.is_nested:
         raise Unsupported(f"{NESTED}{at()}")
     if tensor.layout is not torch.strided:
@@ -68,7 +69,7 @@ def dense(tensor: torch.Tensor, at: Callable[[], str]) -> torch.Tensor:
     return tensor
 
 
-def asked_at(source: Source | None, stop: FrameType | None) -> tuple[str, int] | None:
+def asked_at(source: SourceLine | None, stop: FrameType | None) -> tuple[str, int] | None:
     """File and line of a function that the user's line led to; None where that line itself asked."""
     at = None if source is None else _calling(stop)
     return None if at is None or source is None or (source.line, source.text) == (at[1], _text(*at)) else at
@@ -81,7 +82,7 @@ def calling_line() -> str:
 
 
 def _calling(stop: FrameType | None) -> tuple[str, int] | None:
-    """File and line of the innermost frame below ``stop`` that belongs to no plumbing; None where it has no text."""
+    """File and line of the innermost user frame below ``stop``; None if its source is unknown."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame is not stop:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _PLUMBING:
@@ -91,7 +92,7 @@ def _calling(stop: FrameType | None) -> tuple[str, int] | None:
     return None
 
 
-def asked_in(source: Source | None, stop: FrameType | None) -> str:
+def asked_in(source: SourceLine | None, stop: FrameType | None) -> str:
     """The same as the end of a text; empty for None."""
     at = asked_at(source, stop)
     return "" if at is None else f" (asked in {line_of(*at)})"
@@ -107,12 +108,12 @@ def _text(file: str, line: int) -> str:
 
 
 def user_level(stop: FrameType | None) -> int:
-    """The stacklevel at which a warning of the caller points to the user's frame."""
+    """The stacklevel that points a warning of the caller to the user's frame."""
     return _nearest(stop)[1] - 1
 
 
 def _nearest(stop: FrameType | None) -> tuple[FrameType | None, int]:
-    """The frame outside of tfnb that led here, and how far up from the caller's caller it is."""
+    """The nearest frame outside of tfnb, and its distance from the caller's caller."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame is not stop and level < 60:
@@ -123,7 +124,8 @@ def _nearest(stop: FrameType | None) -> tuple[FrameType | None, int]:
 
 
 def warn_of_sample(name: str, how: str, told: set[tuple[str, str, int]]) -> None:
-    """Outside of a recording, the user's line took a number of a recorded tensor: it is the sample's after any run.
+    """Warn the user's line that a number taken from a recorded tensor outside a recording is the sample's, even after
+    runs.
 
     told: the tensors and lines that were warned of. Nothing is said of tfnb's own code.
     """
@@ -150,8 +152,8 @@ def warn_of_sample(name: str, how: str, told: set[tuple[str, str, int]]) -> None
 _BOTH = "torch.where and tfnb's staged control flow have both"
 
 
-def warn_of_branch(source: Source | None, outcome: bool, stop: FrameType | None, because: str | None) -> None:
-    """Python took a branch on a recorded value. because: why it is Python's."""
+def warn_of_branch(source: SourceLine | None, outcome: bool, stop: FrameType | None, because: str | None) -> None:
+    """Warn that Python took a branch on a recorded value. because: why the branch is not staged."""
     warnings.warn(
         f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
         "that branch, and a run where it would go the other way raises BranchChanged "
@@ -161,7 +163,7 @@ def warn_of_branch(source: Source | None, outcome: bool, stop: FrameType | None,
 
 
 def _advice(stop: FrameType | None) -> str:
-    """What to write where Python took a branch: by who asked, the user's code or that of an installed package."""
+    """Remedy for a branch taken by Python, in the user's code or in an installed package."""
     frame, _ = _nearest(stop)
     if frame is None or f"{os.sep}site-packages{os.sep}" not in frame.f_code.co_filename:
         return _BOTH
@@ -171,8 +173,8 @@ def _advice(stop: FrameType | None) -> str:
     )
 
 
-def warn_of_written(asked: Mapping[Variable, Source | None], nodes: Sequence[Node]) -> None:
-    """Say that what the way through Python hangs on is written: the second run would go another way.
+def warn_of_written(asked: Mapping[Variable, SourceLine | None], nodes: Sequence[Node]) -> None:
+    """Warn that a Variable whose value decided Python's control flow is written: later runs would decide otherwise.
 
     asked: the Variables whose values Python took, and where.
     """
@@ -187,7 +189,7 @@ def warn_of_written(asked: Mapping[Variable, Source | None], nodes: Sequence[Nod
             )
 
 
-def fixed_batches(at: Sequence[Source | None]) -> list[str]:
+def fixed_batches(at: Sequence[SourceLine | None]) -> list[str]:
     """A note that a batch of a DataLoader is the same in every run; none where no batch is used."""
     if not at:
         return []

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.errors import StaleNode
-from tfnb.graph import Node, Source, Variable
+from tfnb.graph import Node, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.attribute_reads import attribute_reads
@@ -53,12 +53,12 @@ def user_code_ran() -> None:
 
 
 @dataclass(slots=True)
-class _Entered:
-    """A module whose forward a recording entered: its attributes before that, and ids of the nodes of its calls."""
+class _ModuleVisit:
+    """A module whose forward a recording entered: its attributes before the call, and ids of the nodes of its calls."""
 
     module: torch.nn.Module
     label: str
-    source: Source | None
+    source: SourceLine | None
     before: dict[str, Any]
     copies: dict[str, Any]  # of lists and dicts among ``before``
     spans: list[range] | None  # None: in a loop or branch, whose nodes are not known by their ids, or without nodes
@@ -67,7 +67,7 @@ class _Entered:
 
 @dataclass(frozen=True, slots=True)
 class ModuleGuard:
-    """What a recording read of one module; ``state`` is as `_state` gives it."""
+    """State read from one module by a recording; ``state`` has the form of `_state`."""
 
     module: weakref.ref[torch.nn.Module]
     label: str
@@ -84,7 +84,7 @@ class ModuleGuard:
         return self.spans is None or any(at in span for span in self.spans for at in ids)
 
     def is_kept(self) -> bool:
-        """Whether everything is as it was, as far as its module lives."""
+        """Whether the module's state is unchanged, or the module is dead."""
         module = self.module()
         if module is None:
             return True
@@ -94,7 +94,7 @@ class ModuleGuard:
             return False
 
     def changes(self) -> Iterator[str]:
-        """What is another thing now."""
+        """Descriptions of the changed parts of the module's state."""
         module = self.module()
         if module is None:
             return
@@ -136,7 +136,7 @@ def _state(
     module: torch.nn.Module, attributes: Sequence[str], children: Sequence[str], is_whole: bool,
     tensors: Sequence[tuple[str, str]],
 ) -> list[Any]:  # fmt: skip
-    """All that a guard compares of a module, in one list: comparing two of them is one call in C."""
+    """The state of a module compared by a guard, in one list, so that a comparison is one call in C."""
     own, forward = module.__dict__, type(module).forward
     found = [forward.__code__ if type(forward) is FunctionType else forward, own.get("forward"), None]
     if attributes:
@@ -163,12 +163,12 @@ class FlagGuard(NamedTuple):
     state: tuple[Any, ...]
 
     def is_kept(self) -> bool:
-        """Whether the flag and the hooks are as they were, as far as the object lives."""
+        """Whether the flag and the hooks are unchanged, or the tensor is dead."""
         tensor = self.tensor()
         return tensor is None or self.state == _flags(tensor) or self.variable in _frozen_inside
 
     def changes(self) -> Iterator[str]:
-        """What is another thing now."""
+        """Descriptions of the changed flag or hooks."""
         tensor = self.tensor()
         if tensor is not None:
             now = _flags(tensor)
@@ -186,7 +186,7 @@ def _flags(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class GroupGuard(NamedTuple):
-    """A torch optimizer of which a step was recorded: ids of the parameters of its groups, and of its step hooks.
+    """Ids of the parameters of each group, and of the step hooks, of a torch optimizer with a recorded step.
 
     updated: the Variables whose updates it recorded.
     """
@@ -215,7 +215,7 @@ class GroupGuard(NamedTuple):
         return None
 
     def changes(self) -> Iterator[str]:
-        """What is another thing now."""
+        """A description of the changed groups."""
         optimizer = self.optimizer()
         if optimizer is not None:
             name = type(optimizer).__name__
@@ -256,7 +256,7 @@ class NumberGuard(NamedTuple):
     namespace: Namespace
 
     def now(self) -> Any:
-        """The numbers that the name stands for; None where it stands for other things, or for nothing."""
+        """The numbers bound to the name now; None if its value is no number, or the name is unbound."""
         return numbers(self.namespace.get(self.read.name))
 
 
@@ -303,7 +303,7 @@ class PythonGuards:
     told: set[str] = field(default_factory=set)  # notes, once each
 
     def needed(self, ids: Collection[int], variables: Collection[Variable], *, trains: bool) -> PythonGuards | None:
-        """The guards of a run of these nodes; None for none. trains: it reaches gradients or updates."""
+        """The guards for a run of these nodes; None for none. trains: whether the run includes gradients or updates."""
         found = PythonGuards(
             self.label, self.is_cell,
             [guard for guard in self.modules if guard.is_of(ids)],
@@ -315,12 +315,12 @@ class PythonGuards:
 
     @property
     def cure(self) -> str:
-        """What to do where something changed."""
+        """The remedy for a changed block: how to record again."""
         return f"run {self.label} again, or %tfgraph refresh" if self.is_cell else "record it again"
 
     @property
     def all(self) -> list[ModuleGuard | FlagGuard | GroupGuard]:
-        """The guards that make the block stale where they fail."""
+        """The guards whose failure makes the block stale."""
         return [*self.modules, *self.flags, *self.groups]
 
     def is_kept(self) -> bool:
@@ -328,7 +328,7 @@ class PythonGuards:
         return all(guard.is_kept() for guard in self.all)
 
     def stale(self) -> StaleNode:
-        """The error that names what changed since the recording."""
+        """The StaleNode error with the changes since the recording."""
         changes = [change for guard in self.all if not guard.is_kept() for change in guard.changes()]
         more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""
         return StaleNode(
@@ -341,7 +341,7 @@ class PythonGuards:
         return bool(self.numbers or self.tensors) or any(guard.training is not None for guard in self.modules)
 
     def notes(self) -> Iterator[str]:
-        """What changed and is only said, once each."""
+        """Notes of changes that do not make the block stale, once each."""
         for guard in self.numbers:
             now = guard.now()
             if now is not None and now != guard.value and str(guard.read) not in self.told:
@@ -372,8 +372,8 @@ class PythonGuards:
                 )
 
 
-class Watched:
-    """The guards of one prepared step, and when to compare them.
+class StepGuards:
+    """The guards of one prepared step, and the schedule of their comparisons.
 
     A comparison that takes more than twice as long as the last one counts as twice: the processor did something else.
     """
@@ -385,7 +385,7 @@ class Watched:
         self._seen = -1
 
     def check(self, tell: Callable[[str], None]) -> None:
-        """Compare where that is due: raise StaleNode for what changed, ``tell`` what is only to be said."""
+        """Compare the guards if due: raise StaleNode for stale ones, ``tell`` the notes of the others."""
         now = time.perf_counter()
         if now < self._next and self._seen == _executed[0]:
             return
@@ -412,8 +412,8 @@ def stale_owners(attached: Mapping[str, Any]) -> list[str]:
     return [key for key, guards in attached.get(GUARDS, {}).items() if not guards.is_kept()]
 
 
-def watched(attached: Mapping[str, Any], nodes: Iterable[Node]) -> Watched | None:
-    """What is to be compared before runs of these nodes of a graph; None for nothing."""
+def watched(attached: Mapping[str, Any], nodes: Iterable[Node]) -> StepGuards | None:
+    """The guards to compare before runs of these nodes of a graph; None for none."""
     blocks: Mapping[str, PythonGuards] = attached.get(GUARDS, {})
     if not blocks:
         return None
@@ -424,26 +424,26 @@ def watched(attached: Mapping[str, Any], nodes: Iterable[Node]) -> Watched | Non
     owners = {node.owner.key for node in nodes if node.owner is not None}
     needed = (blocks[key].needed(ids, variables, trains=trains) for key in owners & blocks.keys())
     found = [guards for guards in needed if guards is not None]
-    return Watched(found) if found else None
+    return StepGuards(found) if found else None
 
 
 # -- while recording ------------------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
+class CarriedState(NamedTuple):
     """State of Python that a block changes, and so carries from call to call in eager torch."""
 
-    source: Source | None
+    source: SourceLine | None
     text: str
 
 
 class PythonReads:
-    """Python state that one block reads, collected while it is recorded."""
+    """Python state read by one block, collected while the block is recorded."""
 
     def __init__(self, recording: Any, reads: Sequence[NameRead] = (), namespace: Namespace | None = None) -> None:
         self._rec, self._namespace = recording, namespace
-        self._entered: dict[int, _Entered] = {}
-        self._open: list[tuple[_Entered, int, int]] = []  # with the first id, and how many nodes there were
+        self._entered: dict[int, _ModuleVisit] = {}
+        self._open: list[tuple[_ModuleVisit, int, int]] = []  # with the first id, and how many nodes there were
         self._updates: dict[torch.optim.Optimizer, set[int]] = {}
         values = {} if namespace is None else {read: namespace.get(read.name, _MISSING) for read in reads}
         self._reads = {read: value for read, value in values.items() if value is not _MISSING}
@@ -470,7 +470,7 @@ class PythonReads:
             before = {name: own[name] for name in attribute_reads(type(module)) if name in own and name != "training"}
             copies = {n: _items(v) for n, v in before.items() if type(v) in _KEPT and len(v) < _FEW}
             label = f"{'.'.join(self._rec.scopes.path)} ({type(module).__name__})"
-            found = _Entered(module, label, self._rec.where(), before, copies, [], module.training)
+            found = _ModuleVisit(module, label, self._rec.where(), before, copies, [], module.training)
             self._entered[id(module)] = found
             if isinstance(forward := type(module).forward, FunctionType):
                 self._follow(forward)
@@ -500,7 +500,7 @@ class PythonReads:
         _frozen_inside.add(variable)
 
     def guards(self, label: str, nodes: Iterable[Node], *, is_cell: bool) -> PythonGuards:
-        """At the end of the block: what runs of its nodes are to find unchanged."""
+        """The guards of the block's Python state, made at the end of the block."""
         nodes = list(nodes)
         groups = [
             _group_guard(optimizer, [n for n in nodes if n.id in ids]) for optimizer, ids in self._updates.items()
@@ -561,7 +561,7 @@ class PythonReads:
                 yield ModuleGuard(weakref.ref(module), label, (read.attribute,), (), False, (), state, None, None)
 
     def _of_containers(self, used: Collection[int]) -> Iterator[ModuleGuard]:
-        """Guards of what lies between: lists of modules, and modules of which only methods or parts were called."""
+        """Guards of containers in between: lists of modules, and modules with only methods or parts called."""
         named = (module for module in self._reads.values() if isinstance(module, torch.nn.Module))
         stack: list[tuple[torch.nn.Module, str, tuple[range, ...] | None]] = [
             *((e.module, e.label, None if e.spans is None else tuple(e.spans)) for e in self._entered.values()),
@@ -575,7 +575,7 @@ class PythonReads:
             seen.add(id(module))
             path = label.partition(" (")[0]
             if id(module) not in self._entered:
-                entered = _Entered(module, f"{path} ({type(module).__name__})", None, {}, {}, None, None)
+                entered = _ModuleVisit(module, f"{path} ({type(module).__name__})", None, {}, {}, None, None)
                 yield replace(_guard(entered, used), spans=spans)
             stack += [(child, f"{path}.{name}", spans) for name, child in module._modules.items() if child is not None]
 
@@ -584,8 +584,8 @@ class PythonReads:
         places = (place() for v in variables if v.held is not None for place, _ in v.held.places)
         return self._entered.keys() | {id(module) for module in places if module is not None}
 
-    def kept(self) -> Iterator[Kept]:
-        """State that the block changed, although its code reads it first."""
+    def kept(self) -> Iterator[CarriedState]:
+        """Notes of state that the block's code reads first and then changes."""
         cure = (
             "in Python, from call to call: every run of the graph begins with the value that the recording found. Keep "
             "it in a buffer (register_buffer) or a tfnb.Variable"
@@ -594,14 +594,14 @@ class PythonReads:
             if entered.module._forward_pre_hooks:  # which may set attributes before `forward` reads them
                 continue
             for name in self._changed(entered):
-                yield Kept(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
+                yield CarriedState(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
         names = self._namespace
         for read, value in self._reads.items() if names is not None else ():
             now = names.get(read.name) if names is not None else None
             if not read.attribute and now is not value and self._is_carried(value, now):  # in place: noted there
-                yield Kept(None, f"this cell or block keeps {read.name} {cure}")
+                yield CarriedState(None, f"this cell or block keeps {read.name} {cure}")
 
-    def _changed(self, entered: _Entered) -> Iterator[str]:
+    def _changed(self, entered: _ModuleVisit) -> Iterator[str]:
         own = entered.module.__dict__
         for name, before in entered.before.items():
             if name not in own:
@@ -647,7 +647,7 @@ def _variables(nodes: Iterable[Node]) -> list[Variable]:
     return list(dict.fromkeys(node.attrs["variable"] for node in nodes if node.op == "tfnb.read"))
 
 
-def _guard(entered: _Entered, used: Collection[int]) -> ModuleGuard:
+def _guard(entered: _ModuleVisit, used: Collection[int]) -> ModuleGuard:
     module, own = entered.module, entered.module.__dict__
     modules = own["_modules"]
     children = tuple(n for n, child in modules.items() if child is not None and _has_any(child, used))

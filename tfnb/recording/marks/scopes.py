@@ -1,4 +1,4 @@
-"""The module and the torch function that a node belongs to. Drawings and names show them.
+"""The module and torch function of a node, shown in drawings and names.
 
 Overrides of torch functions are called from here, too: `Functions` sees each call of one before torch does.
 
@@ -108,7 +108,7 @@ class Scopes:
         return self._modules[-1].module if self._modules else None
 
     def exit(self, module: torch.nn.Module) -> Any:
-        """A module's forward ends, also by an exception; returns what `enter` was given."""
+        """End a module's forward, also by an exception; returns the object given to `enter`."""
         while self._modules:
             top = self._modules.pop()
             self.path = self.path[: top.depth]
@@ -149,7 +149,7 @@ class Scopes:
             self._label(module, "", self.python_name(module) or type(module).__name__)
 
     def places(self, tensor: torch.Tensor | None) -> list[tuple[torch.nn.Module, str]]:
-        """The modules seen so far that hold this tensor, and under which names."""
+        """The (module, name) pairs, among modules met so far, that hold this tensor."""
         found = self.labels.get(id(tensor))
         return found.places if found is not None and found.tensor is tensor else []
 
@@ -167,7 +167,7 @@ def modules_of(names: Mapping[str, Any]) -> list[torch.nn.Module]:
 
 
 def _modules_of(value: Any) -> list[torch.nn.Module]:
-    """A module, or those in a short list or dict, or those that an object has as attributes."""
+    """A module; or the modules in a short list or dict, or among an object's attributes."""
     if isinstance(value, torch.nn.Module):
         return [value]
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Which files hold the user's code, and which belong to Python, to tfnb or to an installed package."""
+"""Classify files: the user's code, or code of Python, tfnb or an installed package."""
 
 from __future__ import annotations
 

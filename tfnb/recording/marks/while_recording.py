@@ -1,4 +1,4 @@
-"""Changes to torch that hold while any thread records: the first recording makes them, the last one undoes them.
+"""Changes to torch while any thread records: made by the first recording, undone after the last.
 
 Recordings of two threads end in any order, so none may put back what it found. What stands in the place of something
 of torch asks `current.recording()`, which is of its own thread, and does as torch does where that is None.
@@ -14,7 +14,7 @@ from typing import Any
 _MISSING = object()
 
 
-class Shared:
+class SharedContext:
     """A context manager that is entered by the first who comes, and left by the last who goes."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:

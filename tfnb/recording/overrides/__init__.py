@@ -1,4 +1,4 @@
-"""Calls of torch that are recorded in another way than torch makes them: one table, and a file a family that fills it.
+"""Torch calls with a recording of their own: one table, filled by a file for each family.
 
 `override_table` is the table, and says in which order a call looks its rows up.
 

@@ -1,4 +1,4 @@
-"""`as_strided` looks at memory, and values of a graph have none: it is recorded on a value whose rows are the memory.
+"""`as_strided` on recorded values: values have no memory, so the op is recorded on a value whose rows are the memory.
 
 That is the value which all views of the memory share, its axes in the order in which they lie there. Each row is called
 under the recorder, as those of `tfnb.recording.overrides`.
@@ -33,7 +33,7 @@ def _as_strided_copy(rec: Recording, x: Any, size: Any, stride: Any, storage_off
 
 @override(Stage.OP, aten.as_strided_scatter.default)
 def _as_strided_scatter(rec: Recording, x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """As torch does it: a copy of the same strides, and a write into it."""
+    """As torch: a copy with the same strides, then a write into the copy."""
     if _rows_are_memory(x):
         return NotImplemented
     copy = x.clone()
@@ -60,7 +60,7 @@ def _memory(rec: Recording, x: Any) -> Any:
 
 
 def _rows_are_memory(x: Any) -> bool:
-    """Whether the elements lie one after the other, whatever the sizes that vary."""
+    """Whether the elements are contiguous in memory for all varying sizes."""
     each = zip(x.shape, x.stride(), range(1, x.dim() + 1), strict=True)
     return statically_known_true(x.storage_offset() == 0) and all(
         statically_known_true(size == 1) or statically_known_true(step == math.prod(x.shape[after:]))

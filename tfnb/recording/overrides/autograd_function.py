@@ -38,7 +38,7 @@ _ARRAYS = ("numpy()", "tolist()")
 
 
 class Context(FunctionCtx):
-    """``ctx`` of one call, as torch's: what forward keeps for backward."""
+    """``ctx`` of one call, as in torch: holds the values saved by forward for backward."""
 
     to_save: tuple[Any, ...] = ()
     dirty_tensors: tuple[Any, ...] = ()
@@ -55,7 +55,7 @@ class Context(FunctionCtx):
         return tuple(self.to_save)
 
     def settle(self, recorder: Recording) -> None:
-        """After forward: what was saved stays what it is now."""
+        """After forward: freeze the saved values."""
         self.to_save = tuple(kept(recorder, t) if isinstance(t, torch.Tensor) else t for t in self.to_save)
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and value.node.op == "tfnb.constant":
@@ -131,7 +131,7 @@ def _whose(cls: Any) -> str:
 
 
 def run_backward(function: Callable[..., Any], whose: str, part: str, ctx: Context, grads: Sequence[Any]) -> Any:
-    """A user's backward under the recorder; raises NoGradient where it cannot be recorded."""
+    """Run a user's backward under the recorder; raises NoGradient if the call cannot be recorded."""
 
     def refuse(how: str) -> None:
         if how == FILLS:
@@ -199,7 +199,9 @@ class _Backward:
         return found
 
     def _once(self, n: Any, dys: Any, found: list[Any]) -> list[Any]:
-        """The gradients of a ``once_differentiable`` backward: to differentiate them is refused."""
+        """The gradients of a ``once_differentiable`` backward, marked so that differentiating again raises
+        NoGradient.
+        """
         recorder = open_recorder()
         where = written_at(_backward_of(self.cls))
 

@@ -14,7 +14,9 @@ from tfnb.recording.values.recording import open_recording
 
 
 def recorded_update(original: Callable[[AveragedModel, torch.nn.Module], None]) -> Callable[..., None]:
-    """The method of torch, which asks in Python whether it is the first update, as a function of the count."""
+    """`AveragedModel.update_parameters` with "is this the first update" as a function of the count, not a Python
+    branch.
+    """
 
     def update_parameters(self: AveragedModel, model: torch.nn.Module) -> None:
         if open_recording() is None:
@@ -39,7 +41,7 @@ def _tensors(averaged: AveragedModel, module: torch.nn.Module) -> Any:
 
 
 def _averages(averaged: AveragedModel, values: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """The averages of pairs after an update, none of which is written."""
+    """The averages of (average, parameter) pairs after an update, as new tensors."""
     if averaged.multi_avg_fn is None:
         average = averaged.avg_fn or get_swa_avg_fn()
         return [average(p, q, averaged.n_averaged.to(p.device)) for p, q in values]

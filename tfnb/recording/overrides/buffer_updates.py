@@ -1,4 +1,4 @@
-"""Ops that write into buffers, as pure ops: what they write is a recorded assignment."""
+"""Ops that write buffers, as pure ops followed by a recorded assignment."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _batch_norm(
 
 
 def batch_count(module: Any) -> Any:
-    """The counter of a batch norm with ``momentum=None``, which keeps the mean of all batches; None for other modules.
+    """The counter of a batch norm with ``momentum=None``, a cumulative mean; None for other modules.
 
     torch's forward makes a Python number of it, which the recorded update does without.
     """

@@ -17,7 +17,7 @@ _CONVERTERS = frozenset({"_apply"})  # of a module just made: .double(), .to(...
 
 
 def constructing(rec: Recording, own: Facts, args: Any) -> bool:
-    """Whether the call that is dispatched only makes initial values: it runs for real and leaves no node."""
+    """Whether the dispatched call only makes initial values: such a call runs for real, without a node."""
     mine = bool(args) and isinstance(args[0], torch.Tensor) and rec.is_unused(args[0])
     if own.writes and mine and isinstance(args[0], torch.nn.Parameter):
         return args[0].untyped_storage().data_ptr() != 0

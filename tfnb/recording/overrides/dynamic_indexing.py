@@ -1,5 +1,5 @@
-"""``x[i]`` and ``x[i:j]`` where ``i`` is one recorded number or truth value, or a size: torch would read it, and fix
-what it picks.
+"""``x[i]`` and ``x[i:j]`` with a recorded number, truth value or size as index, kept dynamic; torch would fix the
+index.
 
 Each run picks. What is picked is a view as in torch: writes to it reach ``x``, and writes to ``x`` reach it.
 """
@@ -82,7 +82,7 @@ def _is_truth(item: Any) -> bool:
 
 
 def _is_slice(item: Any) -> TypeGuard[slice]:
-    """Whether it is a slice whose ends are recorded numbers. Torch reads a step that is one."""
+    """Whether an index is a slice with recorded ends. Torch handles slices with a recorded step."""
     return isinstance(item, slice) and (_is_whole(item.start) or _is_whole(item.stop)) and not _is_whole(item.step)
 
 

@@ -1,4 +1,4 @@
-"""Operators of torch that call functions, such as `torch.cond`: refused, but for those that are tensor code."""
+"""Higher-order operators of torch, such as `torch.cond`: refused, except for some that are tensor code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = frozenset({"flex_attention"})  # torch computes it by tensor code
 
 
 def call(rec: Recording, op: Any, args: Any, kwargs: Any) -> Any:
-    """Record a call of an operator that calls functions. Raises Unsupported where it has no form in a graph."""
+    """Record a call of a higher-order operator. Raises Unsupported for operators without a form in a graph."""
     plain = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd) if op.name() in _PLAIN else None
     if plain is None:
         raise Unsupported(

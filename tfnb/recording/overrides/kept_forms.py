@@ -24,13 +24,13 @@ def _attention(rec: Recording, *args: Any, **kwargs: Any) -> Any:
 
 @override(Stage.OP, aten.dropout.default)
 def _dropout(rec: Recording, x: Any, p: float, train: bool) -> Any:
-    """If nothing is dropped, torch returns the very tensor, whatever a device's kernel does."""
+    """Without dropping, torch returns the input itself, whatever a device's kernel does."""
     return NotImplemented if train and p else x
 
 
 @override(Stage.OP, aten._efficientzerotensor.default)
 def _zeros(rec: Recording, size: Any, **options: Any) -> Any:
-    """Forward mode's zeros without memory: kernels that torch calls past its own handling of them would read it."""
+    """Zeros of forward mode as real zeros: torch's memoryless zeros would be read by kernels behind its handling."""
     return torch.zeros(size, **options)
 
 

@@ -33,7 +33,7 @@ def _matmul(rec: Recording, a: Any, b: Any) -> Any:
 
 @override(Stage.OP, aten.cdist.default)
 def _cdist(rec: Recording, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
-    """One kernel, which chooses by the number of rows in each run; the composite would choose while recording."""
+    """The single kernel, which chooses by row count in each run; the composite would choose while recording."""
     return aten._cdist_forward(x1, x2, p, compute_mode)
 
 

@@ -1,4 +1,4 @@
-"""What a DataLoader makes while a cell records is data of outside, and no part of the graph.
+"""A DataLoader's batches made while a cell records: outside data, not part of the graph.
 
 May import what is below `tfnb.recording.overrides`. A loader, its workers, and the code of its dataset get none of the
 recording: they work on plain tensors, as they do in other cells, and a dataset may keep what it made. A batch that the
@@ -20,7 +20,7 @@ from tfnb.graph import current
 from tfnb.graph.setting import setting
 from tfnb.recording.marks.notes import calling_line
 from tfnb.recording.overrides.rng_state import drawn_apart
-from tfnb.recording.values.outside_calls import Recorded
+from tfnb.recording.values.outside_calls import RecordedTensor
 from tfnb.recording.values.recording import Recording, open_recording
 
 
@@ -31,13 +31,13 @@ def batch(original: Callable[..., Any]) -> Any:
         rec = open_recording()
         if rec is None:
             return original(self)
-        used = deque[Callable[[], Recorded | None]]()
+        used = deque[Callable[[], RecordedTensor | None]]()
         with (
             setting(current.stack, used_outside=used), drawn_apart(rec), _disable_current_modes(),
             torch._C.DisableTorchFunction(),
         ):  # fmt: skip
             made = original(self)
-            recorded = [part for part in tree_leaves(made) if isinstance(part, Recorded)]
+            recorded = [part for part in tree_leaves(made) if isinstance(part, RecordedTensor)]
             recorded += [each for found in used if (each := found()) is not None]
             _refuse(rec, {id(each): each for each in recorded}.values())
             return tree_map(lambda part: _remembered(rec, part), made)
@@ -45,7 +45,7 @@ def batch(original: Callable[..., Any]) -> Any:
     return call
 
 
-def _refuse(rec: Recording, recorded: Collection[Recorded]) -> None:
+def _refuse(rec: Recording, recorded: Collection[RecordedTensor]) -> None:
     """Refuse recorded tensors that are not made of constants and random numbers alone."""
     known = {node.id: node for node in rec.nodes} if recorded else {}
     for each in recorded:
@@ -62,7 +62,7 @@ def _refuse(rec: Recording, recorded: Collection[Recorded]) -> None:
 
 
 def _remembered(rec: Recording, part: Any) -> Any:
-    part = part.sample if isinstance(part, Recorded) else part
+    part = part.sample if isinstance(part, RecordedTensor) else part
     if isinstance(part, torch.Tensor):
         part = part if part._base is None else part.detach()  # a view of a recorded tensor would keep that
         rec.tape.batches[id(part)] = part

@@ -1,4 +1,4 @@
-"""The one table of overrides: calls of torch that are recorded in another way than torch makes them.
+"""The table of overrides: torch calls with a recording of their own.
 
 A row is registered with ``@override(Stage, *keys)``. The stages are in the order in which one call meets them. A row is
 called with the recorder and the arguments of the call, and gives what the call would, or NotImplemented: then the call
@@ -16,7 +16,7 @@ _Row = TypeVar("_Row", bound=Row)
 
 
 class Stage(Enum):
-    """The stages at which a call may meet its row, first to last."""
+    """The stages of a call at which an override may match, first to last."""
 
     MODULE = "a call of a module, by its class or a base of it; the row gives the forward to use for this call"
     AUTOGRAD = "a function or attribute of torch's autograd; the row gets the autograd state in place of the recorder"

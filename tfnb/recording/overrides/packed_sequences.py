@@ -1,4 +1,4 @@
-"""Packed sequences: the lengths are data, so which steps a batch has is left to each run.
+"""Packed sequences: the lengths are data, so the active steps of a batch are decided in each run.
 
 A recurrent layer goes over all steps of the padded batch, and only the steps that a row has are kept; backwards, each
 row starts at its own end. What was packed is remembered by the tensor of its batch sizes, which a ``PackedSequence``
@@ -50,7 +50,7 @@ class Packing:
         return padded[self.times, self.rows]
 
     def last(self, padded: Any) -> Any:
-        """[B, ...]: what stands at the last step of each row."""
+        """[B, ...]: the value at the last step of each row."""
         return padded[self.lengths - 1, torch.arange(self.lengths.shape[0])]
 
     def backwards(self, padded: Any) -> Any:

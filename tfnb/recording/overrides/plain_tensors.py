@@ -20,7 +20,9 @@ _set: Callable[..., None] = torch.Tensor.data.__set__  # type: ignore[attr-defin
 
 @override(Stage.FUNCTION, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def _set_data(rec: Recording, tensor: Any, new: Any) -> None:
-    """``x.data = new``: other memory, which gradients do not see. Modules made here are converted for real."""
+    """``x.data = new``: replace the memory, unseen by gradients. Modules made inside the block are converted
+    for real.
+    """
     is_initial = is_lazy(tensor) or rec.is_unused(tensor)
     if not isinstance(new, torch.Tensor) or (is_initial and not isinstance(new, Tensor)):
         _set(tensor, new)
@@ -47,7 +49,7 @@ def _array(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @override(Stage.FUNCTION, torch.Tensor.__deepcopy__)
 def _deepcopy(rec: Recording, tensor: Any, memo: Any) -> Any:
-    """A copy of a tensor of outside is a tensor of its own, with the values that it has here."""
+    """A deep copy of an outside tensor: an independent tensor with the tensor's value in this recording."""
     if isinstance(tensor, Tensor | torch.nn.Parameter):
         return NotImplemented
     with _disable_current_modes():

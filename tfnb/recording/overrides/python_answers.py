@@ -1,4 +1,4 @@
-"""Answers to torch and Python, which ask recorded values for numbers, truths and sizes while recording.
+"""Answers to torch and Python, when they ask recorded values for numbers, truth values and sizes while recording.
 
 The samples answer. A number is a constant of the graph and is noted; a truth or a size is guarded: a run where it would
 be another one stops.
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @override(Stage.ANSWER, aten.size.default)
 def _size(rec: Recording, x: Any) -> list[int]:
-    """A composite in C++ wants numbers: this fixes the sizes, which is heard as equalities and warned about."""
+    """Sizes as numbers for a composite in C++; fixing them is recorded as equalities, with a warning."""
     return [int(size) for size in x.size()]
 
 
@@ -42,13 +42,13 @@ def _is_same_size(rec: Recording, a: Any, b: Any) -> bool:
 
 @override(Stage.ANSWER, aten._nested_tensor_from_mask_left_aligned.default)
 def _padded(rec: Recording, x: Any, mask: Any, mask_check: bool = True) -> bool:
-    """Whether a transformer may leave out its padding: that would depend on the mask, so it never does."""
+    """Whether a transformer may skip its padding: never, since the answer would depend on the mask."""
     return False
 
 
 @override(Stage.ANSWER, aten._local_scalar_dense.default)
 def item(rec: Recording, tensor: torch.Tensor) -> Any:
-    """``.item()`` from inside torch: the sample's number; a truth is what TorchScript, or a kernel, decides by."""
+    """``.item()`` from inside torch: the sample's number. A truth value decides a branch of TorchScript or a kernel."""
     entry = rec._entry(tensor)
     if not rec.tape.is_fixed(entry.value):
         var = None if isinstance(tensor, Tensor) else rec.variable_of(tensor)
@@ -67,7 +67,7 @@ def item(rec: Recording, tensor: torch.Tensor) -> Any:
 
 
 def stands_for_number(rec: Recording, value: Value) -> bool:
-    """Whether it is a Python number that staged code took of a tensor, or computed from such numbers alone."""
+    """Whether a value is a Python number that staged code took from a tensor, or computed from such numbers alone."""
     node = rec.tape.by_id.get(value.node) if rec.tape.numbers and value not in rec.tape.numbers else None
     if node is not None and node.inputs and all(stands_for_number(rec, v) for v in node.inputs):
         rec.tape.numbers.add(value)
@@ -86,7 +86,7 @@ def guard_number(rec: Recording, tensor: Tensor) -> None:
 
 
 def _comparison(op: Op, elements: Callable[..., Any]) -> Callable[..., Any]:
-    """The row of a comparison that gives a Python bool; ``elements`` is true of every element where it holds."""
+    """The row of a comparison that gives a Python bool; ``elements`` gives the element-wise comparison."""
 
     def row(rec: Recording, *args: Any, **kwargs: Any) -> bool:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _fits(x: Any, *states: Any) -> bool:
-    """Whether torch would take it, and not a device's own kernel; all else is left to torch, the refusals too."""
+    """Whether torch's own kernel accepts the arguments; others, and refusals, are left to torch."""
     plain = x.device.type == "cpu" and x.dim() == 2 and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     return plain and all(h.dim() == 2 and h.shape[0] == x.shape[0] for h in states)
 
@@ -64,7 +64,7 @@ override(Stage.OP, aten.rnn_relu_cell.default)(_rnn(torch.relu))
 
 
 def _recurrent(op: Any) -> Callable[..., Any]:
-    """Recurrent layers stay whole; those that draw dropout between them are recorded one by one, with the draws.
+    """Recurrent layers stay whole; layers with dropout between them are recorded one by one, with the draws.
 
     torch's own decomposition (2.13) leaves the dropout out.
     """

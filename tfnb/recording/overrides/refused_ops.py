@@ -1,4 +1,4 @@
-"""Ops that have no form in a graph: refused with the line, and what to write instead."""
+"""Ops without a form in a graph: refused with the line and an alternative."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ override(Stage.OP, aten._fw_primal.default)(
 override(Stage.OP, aten._nested_tensor_from_tensor_list.default)(_refused(NESTED))
 override(Stage.OP, *(getattr(aten, f"_sobol_engine_{name}").default for name in _SEQUENCE))(
     _refused(
-        "torch.quasirandom.SobolEngine goes along a sequence of its own, which is not recorded: draw its points before "
+        "torch.quasirandom.SobolEngine draws from its own sequence, and is not recorded: draw its points before "
         "the recording, and feed them; what a package draws at its first call and keeps is there after one call "
         "before it"
     )

@@ -28,7 +28,7 @@ def _generators() -> list[torch.Generator]:
 
 @contextmanager
 def own_streams(recorder: Recording) -> Iterator[None]:
-    """For one recording: what it does to torch's random state is undone."""
+    """Restore torch's random state after one recording."""
     _start[recorder] = [(each.get_state(), each.initial_seed()) for each in _generators()]
     try:
         yield
@@ -40,7 +40,7 @@ def own_streams(recorder: Recording) -> Iterator[None]:
 
 @contextmanager
 def drawn_apart(recorder: Recording) -> Iterator[None]:
-    """Inside, torch draws from the recording's next stream; its own random state stays as it was."""
+    """Inside, torch draws from the recording's next stream; its own random state is restored afterwards."""
     stream, recorder.tape.streams = recorder.tape.streams, recorder.tape.streams + 1
     before = _OWN.get_state()
     _OWN.manual_seed(mix(recorder.graph.seed, recorder.owner.index, stream))
@@ -60,7 +60,7 @@ def _changing(what: str) -> None:
 
 
 def _look_at_seeds(recorder: Recording) -> None:
-    """Look afterwards whether methods of a generator changed a seed: nothing can follow them."""
+    """Detect seeds changed by a generator's methods, which no hook can observe."""
     start = _start[recorder]
     differ = any(each.initial_seed() != seed for each, (_, seed) in zip(_generators(), start, strict=False))
     if recorder not in _before and differ:
@@ -68,8 +68,8 @@ def _look_at_seeds(recorder: Recording) -> None:
         _before[recorder] = [state for state, _ in start]
 
 
-class Followed:
-    """torch's generator as the functions of torch.random see it while something is recorded."""
+class FollowedGenerator:
+    """torch's generator as seen by the functions of torch.random during a recording."""
 
     def __init__(self, original: torch.Generator) -> None:
         self._original = original

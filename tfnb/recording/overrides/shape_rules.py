@@ -44,7 +44,7 @@ def _recurrent_out(x: Any, hx: Any, rest: Any) -> Any:
 
 @override(Stage.SHAPE, aten.view.default)
 def _view(x: Any, size: Any) -> Any:
-    """torch's rule, in its mode: outside of it torch asks whether a fake tensor is distributed, and loads those."""
+    """torch's rule for views, in fake mode; outside, torch would load its distributed tensors."""
     if free_unbacked_symbols([*x.shape, *size]):
         return aten.view.default(x, size)
     with x.fake_mode:
@@ -94,7 +94,7 @@ def _learned_quantization(dy: Any, x: Any, scale: Any, zero: Any, *_: Any) -> An
     aten._ctc_loss_backward.Tensor,
 )
 def _like_second(*args: Any) -> Any:
-    """The gradient of an op by its first argument, which stands behind the cotangent."""
+    """The gradient with respect to the first argument of an op whose cotangent is the first operand."""
     return torch.empty_like(args[1])
 
 
@@ -132,7 +132,9 @@ def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int =
 
 
 def _least(at: int, rows: Any) -> Any:
-    """The lesser one, which is a number where there are always so many rows: those of a ``cat`` with a fixed part."""
+    """The lesser of a position and a row count, as a number if there are always enough rows (a ``cat`` with a fixed
+    part).
+    """
     return at if _never_negative(rows - at) else torch.sym_min(at, rows)
 
 
@@ -141,7 +143,7 @@ def _at_least_none(count: Any) -> Any:
 
 
 def _never_negative(size: Any) -> bool:
-    """Whether it is so for all lengths of the axes that vary, none included; torch takes them to be two or more."""
+    """Whether a size is nonnegative for all lengths of varying axes, zero included; torch assumes at least two."""
     if not isinstance(size, torch.SymInt):
         return bool(size >= 0)
     expr = size.node.expr
@@ -149,7 +151,7 @@ def _never_negative(size: Any) -> bool:
 
 
 def _same_in_a_run(rows: Any, first: Any, end: Any) -> None:
-    """A run must slice as the sample does: places before the end, or behind it, on the same side of each other."""
+    """Guard that runs slice like the sample: positions before or behind the end, and their order."""
     start, stop = (at if _asked(at >= 0) else rows + at for at in (first, end))
     for relation in (start >= 0, start <= rows, stop <= rows, start <= stop):
         _asked(relation)
@@ -173,7 +175,7 @@ def _asked(relation: Any) -> bool:
 def _vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """For a size that only data tell: the rule of torch 2.11 asks whether it is 1."""
+    """torch's rule for data-dependent sizes; the rule of torch 2.11 compares the size with 1."""
     if not _is_of_data(x):
         return aten.linalg_vector_norm.default(x, ord, dim, keepdim, dtype=dtype)
     lengths = (x if dtype is None else x.to(dtype)).abs()
@@ -181,7 +183,7 @@ def _vector_norm(
 
 
 def _is_of_data(x: Any) -> bool:
-    """Whether there is a size that only data tell, of which nobody can ask whether it is 0."""
+    """Whether a size is data-dependent, so that no comparison with 0 can be answered."""
     return any(isinstance(n, torch.SymInt) and n.node.hint is None for n in x.shape)
 
 
@@ -206,7 +208,7 @@ def _roll(x: Any, shifts: Any, dims: Any = ()) -> Any:
 
 @override(Stage.SHAPE, aten.copy.default)
 def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """A tensor with the sizes of ``x``, where only data tell them: torch 2.11 compares them with the source's."""
+    """A tensor with the sizes of ``x``, if data-dependent: torch 2.11 would compare them with the source's sizes."""
     if _are_told(x, source):
         return aten.copy.default(x, source, non_blocking)
     return torch.empty_like(x)
@@ -271,7 +273,7 @@ def _grouped_mm_shape(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dt
 
 @override(Stage.SHAPE, aten._ctc_loss.default, aten._ctc_loss.Tensor)
 def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> Any:
-    """The loss of each sequence, and the table it was computed with, as wide as the longest target asks."""
+    """Shapes of the loss of each sequence and of its alpha table, as wide as the longest target."""
     if isinstance(lengths, torch.Tensor):
         wide = x.fake_mode.shape_env.create_unbacked_symint()
         _constrain_range_for_size(wide)
@@ -283,7 +285,7 @@ def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> An
 
 @override(Stage.SHAPE, aten.linalg_lstsq.default)
 def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
-    """For a matrix of full rank: else torch leaves out the residuals too, which only the values tell."""
+    """Shapes for a matrix of full rank; otherwise torch also omits the residuals, depending on the values."""
     rows, columns = a.shape[-2:]
     driver = driver or ("gels" if a.device.type == "cuda" else "gelsy")
     vector = b.dim() == 1 or b.dim() == a.dim() - 1
@@ -296,7 +298,7 @@ def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None
 
 @override(Stage.SHAPE, aten._native_batch_norm_legit_functional.default)
 def _batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, *rest: Any) -> Any:
-    """Without computing all of it on shapes, which takes ten times as long."""
+    """Shapes by channel, without running the whole decomposition on fake tensors, which takes ten times as long."""
     if not _by_channel(x, w, b, mean, var):
         return aten._native_batch_norm_legit_functional.default(x, w, b, mean, var, *rest)
     return torch.empty_like(x), *(mean.new_empty(mean.shape) for _ in range(4))
@@ -320,7 +322,9 @@ def _by_channel(x: Any, *others: Any) -> bool:
 
 
 def _along_an_axis(op: Any) -> Callable[..., Any]:
-    """A softmax gives fresh rows. torch's rule takes it apart, which takes milliseconds, as do those below."""
+    """Shape rule of a softmax: a contiguous tensor like the input. torch's rule takes milliseconds, as do
+    others below.
+    """
 
     def rule(x: Any, dim: int, half_to_float: bool) -> Any:
         if half_to_float or not x.dtype.is_floating_point or not -x.dim() <= dim < x.dim():

@@ -1,5 +1,4 @@
-"""Functions that take a number for a size or a row, and so would fix it before any op is called, or that decide more
-than they need: each is called in the place of torch's own."""
+"""Functions that would fix a size or row number before any op is called, or decide more than needed: replacements."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @override(Stage.FUNCTION, torch.tensor, torch.as_tensor)
 def _tensor(rec: Recording, data: Any, **kwargs: Any) -> Any:
-    """A tensor of numbers, sizes that vary among them, of which torch would make those of the sample."""
+    """torch.tensor of numbers and varying sizes; torch would fix the sizes to the sample's."""
     if not any(isinstance(leaf, (*_VARYING, WholeNumbers)) for leaf in tree_leaves(data)):
         return NotImplemented
     data = tree_map_only(WholeNumbers, lambda numbers: numbers.tensor(), data)
@@ -59,7 +58,9 @@ def _pad(rec: Recording, x: Any, pad: Any, mode: str = "constant", value: Any = 
 
 @override(Stage.FUNCTION, F.affine_grid)
 def _affine_grid(rec: Recording, theta: Any, size: Any, align_corners: Any = None) -> Any:
-    """Each size is compared with one: torch finds the least of all, which would fix their order."""
+    """affine_grid with each size compared with one: torch compares the minimum of all sizes, and so fixes
+    their order.
+    """
     ranks = len(size) - 2, len(size) - 1
     fits = len(size) in (4, 5) and theta.dim() == 3 and all(map(operator.eq, theta.shape[1:], ranks))
     if not any(isinstance(each, torch.SymInt) for each in size) or not theta.is_floating_point() or not fits:
@@ -82,7 +83,7 @@ def _istft(rec: Recording, x: Any, *args: Any, length: Any = None, **kwargs: Any
 
 @override(Stage.FUNCTION, torch.einsum)
 def _einsum(rec: Recording, equation: str, *operands: Any) -> Any:
-    """The order of the products that is best for the sizes of the samples: to ask for it, torch would fix them."""
+    """einsum with the contraction order best for the samples' sizes; asking torch for the order would fix the sizes."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     varies = any(isinstance(size, torch.SymInt) for x in operands for size in x.shape)

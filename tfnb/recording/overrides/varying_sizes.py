@@ -1,4 +1,4 @@
-"""Composites that would fix a size which varies, in ops that do not, or with a guard of the line that decides."""
+"""Composites that would fix a varying size: replaced by ops that do not, or guarded at the deciding line."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def _take_along_dim(rec: Recording, x: Any, indices: Any, dim: Any = None) -> An
 
 @override(Stage.OP, aten.max_pool1d.default)
 def _max_pool1d(rec: Recording, *args: Any, **kwargs: Any) -> Any:
-    """Without the composite's check of the output's size, which wants a number."""
+    """Without the composite's check of the output's size, since the check wants a number."""
     return aten.max_pool1d_with_indices(*args, **kwargs)[0]
 
 
 @override(Stage.OP, aten.unbind.int)
 def _unbind(rec: Recording, x: Any, dim: int = 0) -> Any:
-    """As many outputs as rows: the size is fixed by this line, whatever the shape rule of unbind concludes."""
+    """One output for each row: this line fixes the size, whatever the shape rule of unbind concludes."""
     count = int(x.shape[dim])
     if _is_of_data(x.shape[dim]):
         return tuple(x.select(dim, i) for i in range(count))
@@ -60,8 +60,9 @@ def _unbind(rec: Recording, x: Any, dim: int = 0) -> Any:
 
 @override(Stage.OP, aten.one_hot.default)
 def _one_hot(rec: Recording, x: Any, num_classes: int = -1) -> Any:
-    """The kernel of torch's composite, which refuses other classes in each run. How many it finds by itself is decided
-    by this line, and a run must agree."""
+    """The kernel of torch's composite, refusing other classes in each run. A class count inferred from data is
+    guarded.
+    """
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return NotImplemented
     with rec.tape.marked():
@@ -111,7 +112,7 @@ def _squeeze(rec: Recording, x: Any, dim: Any = None) -> Any:
 
 
 def _has_one_row(rec: Recording, x: Any, axis: int) -> bool:
-    """Whether the sample has one row on an axis whose length only data tell; a guard holds runs to that."""
+    """Whether the sample has one row on an axis of data-dependent length; a guard holds runs to the answer."""
     size = x.shape[axis]
     seen = rec.symbols.concrete(size)
     if seen is None:

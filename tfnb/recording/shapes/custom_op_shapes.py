@@ -29,14 +29,14 @@ _PYTHON = re.compile(r"^(CPU|CUDA|CompositeExplicitAutograd)(?:\[alias\])?: regi
 
 @lru_cache(maxsize=4096)
 def lacks_shapes(op: Op) -> bool:
-    """Whether this is a custom op for which torch cannot tell the shape of the result."""
+    """Whether torch cannot infer the output shapes of this custom op."""
     source = original(op_name(op))
     if source is not None:
         return lacks_shapes(overload(source))
     return op.namespace not in ("aten", "prims") and not has_fake_kernel(op)
 
 
-class Sampled(Protocol):
+class SampledTensor(Protocol):
     """A fake tensor and its sample, if there is one."""
 
     @property
@@ -46,8 +46,10 @@ class Sampled(Protocol):
     def sample(self) -> torch.Tensor | None: ...
 
 
-def shapes(symbols: Symbols, op: Op, args: Any, kwargs: Any, inputs: Sequence[Sampled], at: Callable[[], str]) -> Any:
-    """The fake results of ``op``; raises Unsupported where they cannot be known. at: the user's line."""
+def shapes(
+    symbols: Symbols, op: Op, args: Any, kwargs: Any, inputs: Sequence[SampledTensor], at: Callable[[], str]
+) -> Any:
+    """The fake results of ``op``; raises Unsupported if unknown. at: the user's line."""
     error: Exception | None = None
     for kernel in _kernels(op):
         try:
@@ -75,7 +77,7 @@ def shapes(symbols: Symbols, op: Op, args: Any, kwargs: Any, inputs: Sequence[Sa
 
 
 def _kernels(op: Op) -> list[Callable[..., Any]]:
-    """The op's own code, where it is Python."""
+    """The op's own implementations in Python."""
     source = original(op_name(op))
     if source is not None:
         return [on_copies(overload(source), kernel) for kernel in _kernels(overload(source))]

@@ -1,4 +1,4 @@
-"""The imports of a process's first fake tensor: torch's compiler, which takes as long to load as torch itself.
+"""Imports for the first fake tensor of a process: torch's compiler, which takes as long to load as torch itself.
 
 ``%load_ext tfnb`` imports it in the background. A recording that opens earlier waits here.
 """
@@ -19,7 +19,7 @@ _lock = Lock()
 
 
 def imported() -> None:
-    """Import it once; another thread that comes meanwhile waits."""
+    """Import torch's compiler once; other threads wait meanwhile."""
     with _lock:
         _once()
 

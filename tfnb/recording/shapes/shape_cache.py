@@ -39,7 +39,9 @@ class Shapes:
         self._relations = 0
 
     def call(self, func: Op, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
-        """The results of ``rule``, the shape rule of ``func``, on these fake tensors. Raises what the rule raises."""
+        """Results of ``rule``, the shape rule of ``func``, on fake tensors, from the cache if possible. Raises the
+        rule's errors.
+        """
         __tracebackhide__ = True
         key = self._key(func, args, kwargs)
         found = None if key is None else self._results.get(key)
@@ -61,7 +63,7 @@ class Shapes:
         return out
 
     def _view(self, func: Op, args: Any, kwargs: Any) -> Any:
-        """A view of sizes that are numbers: torch's kernel of it, without the mode's way there, which takes longer."""
+        """A view with static sizes: torch's kernel without the slower path through the fake mode."""
         device = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, FakeTensor)).fake_device
         mode = self.symbols.fake_mode
         with _disable_current_modes(), in_kernel_invocation_manager(mode):
@@ -89,7 +91,7 @@ class Shapes:
         return found
 
     def _forget_on_new_relation(self) -> None:
-        """Sizes that became equal or fixed change what the metadata says."""
+        """Clear the cache after sizes became equal or fixed, since the metadata changed."""
         relations = len(self.symbols.env.replacements)
         if relations != self._relations:
             self._relations = relations
@@ -131,7 +133,7 @@ class Shapes:
         return id(fake)
 
     def _wherever(self, fake: FakeTensor) -> Any:
-        """The same for all fake tensors that differ only in where, but not at the start, they begin."""
+        """A cache key shared by fake tensors that differ only in a nonzero storage offset."""
         at = self._itself(fake)
         if _begins(fake) or fake.constant is not None:
             return at
@@ -143,7 +145,7 @@ class Shapes:
 
     @staticmethod
     def _lasting(out: Any) -> bool:
-        """Whether these are fake tensors that would be the same again: plain memory, no size that data decide."""
+        """Whether results may be cached: fake tensors of plain memory, without data-dependent sizes."""
         flat = out if isinstance(out, (list, tuple)) else (out,)
         return all(
             item is None

@@ -1,4 +1,4 @@
-"""Symbolic sizes of one graph: a ShapeEnv, the letters users see, and what the recording relied on.
+"""Symbolic sizes of one graph: a ShapeEnv, the letters users see, and the relations assumed by the recording.
 
 torch's fake tensors give every op's shape rule. A relation between sizes that the user's line (or a decomposition)
 asks for chose which ops were recorded, so it becomes a Guard. Inside the fake kernel of one op only equalities count:
@@ -52,8 +52,8 @@ _HINTS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)  # distinct, never 0 o
 
 
 @dataclass(frozen=True)
-class _Named(Source):
-    """The source of a symbol. It stands for torch._dynamo's ConstantSource, which takes seconds to import."""
+class _NamedSource(Source):
+    """The source of a symbol. A substitute for torch._dynamo's ConstantSource, which takes seconds to import."""
 
     label: str
 
@@ -72,7 +72,7 @@ class _Named(Source):
 
 
 class _Env(ShapeEnv):
-    """A ShapeEnv that tells its owner of each new relation, asks it where torch knows no answer, and forgets kernels'
+    """A ShapeEnv that reports each new relation to its owner, asks the owner for unknown answers, and forgets kernels'
     inequalities.
 
     torch answers as if no varying size were ever 0 or 1. Where Python asks, the user's or that of `torch.nn`, an answer
@@ -104,7 +104,7 @@ class _Env(ShapeEnv):
     def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch's has a cache around it
         self, orig_expr: Any, msg: str, fx_node: Any = None
     ) -> bool:
-        """torch leaves an equality that only data tell to the kernel, which may broadcast one row instead."""
+        """Defer a data-dependent equality to a guard as well; the kernel alone might broadcast a single row."""
         found = super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
         if self.kernel and isinstance(orig_expr, sympy.Eq):
             self.deferred.append(orig_expr)
@@ -165,7 +165,7 @@ def is_relation(expr: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _holds_when_short(expr: Any) -> bool:
-    """Whether the truth of ``expr`` is the same for all sizes, those below two included."""
+    """Whether the truth of ``expr`` is the same for all sizes, including 0 and 1."""
     if not is_relation(expr):
         return True
     sizes = sorted(expr.free_symbols, key=str)
@@ -176,7 +176,7 @@ def _holds_when_short(expr: Any) -> bool:
 
 
 class Listener(Protocol):
-    """It hears what a recording relies on, and answers what only the samples know."""
+    """Receives the relations that a recording assumes, and answers questions that only samples can decide."""
 
     def heard(self, text: str, expr: Any, *, by_torch: bool) -> None:
         """A new relation between sizes."""
@@ -221,7 +221,7 @@ class Symbols:
         if hint is None:
             used = {self.hint(s) for s in self._values.values()}
             hint = next((h for h in _HINTS if h not in used), 97 + 2 * len(used))
-        source = _Named(f"{letter}_{len(self._letters)}")
+        source = _NamedSource(f"{letter}_{len(self._letters)}")
         symbol = self.env.create_symbol(
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, positive=None
         )
@@ -233,7 +233,7 @@ class Symbols:
         return size
 
     def unused(self, letter: str) -> str:
-        """The letter, or with a number behind it if it is taken."""
+        """The letter, with a number appended if already used."""
         return unique(letter, self._values)
 
     def get(self, letter: str) -> torch.SymInt:
@@ -302,7 +302,7 @@ class Symbols:
         return int(expr) if expr.is_number else Dim(self.text(expr))
 
     def leaf(self, leaf: Any) -> Any:
-        """An op argument as it stands in ``attrs``."""
+        """An op argument in the form stored in ``attrs``."""
         if isinstance(leaf, torch.SymInt):
             return self.size(leaf)
         if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
@@ -320,7 +320,7 @@ class Symbols:
         return self.seen(leaf.node.expr, leaf.node.pytype)
 
     def seen(self, expr: Any, kind: type) -> Any:
-        """An expression with the sizes of the samples in it; None where they do not tell."""
+        """An expression evaluated at the sizes of the samples; None if those are unknown."""
         value = expr.xreplace(self._observed)
         return None if value.free_symbols else kind(value)
 
@@ -353,11 +353,11 @@ class Symbols:
         return setting(self.env, depth=self.env.depth + 1)
 
     def laying(self) -> AbstractContextManager[None]:
-        """While a tensor is made: torch asks whether its memory has a gap, which is no relation that others rely on."""
+        """Inside, a tensor is allocated: torch's question for gaps in its memory is no relation to keep."""
         return setting(self.env, laying=True)
 
     def decided(self, relation: Any) -> bool:
-        """The outcome of a relation, on which the graph relies from here as if the user's line had asked."""
+        """The outcome of a relation, guarded as if the user's line had asked."""
         before, self.env.depth = self.env.depth, 0
         try:
             return bool(relation)
@@ -365,7 +365,7 @@ class Symbols:
             self.env.depth = before
 
     def deferred(self) -> list[Any]:
-        """Equalities of sizes of recorded values on which the last kernel's rule relied: said once.
+        """Equalities of sizes assumed by the last kernel's rule, removed from the list when read.
 
         A size without a letter is of a value that exists inside of the kernel only.
         """
@@ -406,7 +406,7 @@ class Symbols:
             return self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Inside, inequalities are forgotten: nobody's choice depends on them."""
+        """Inside, inequalities are forgotten: no decision depends on them."""
         return setting(self.env, kernel=True)
 
     @contextmanager
@@ -417,5 +417,5 @@ class Symbols:
 
     @staticmethod
     def unlogged() -> AbstractContextManager[None]:
-        """Inside, fake kernels that fail leave it to the exception to say so."""
+        """Inside, failing fake kernels raise without logging."""
         return setting(_LOG, disabled=True)

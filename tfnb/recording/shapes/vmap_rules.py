@@ -1,4 +1,4 @@
-"""Batch rules of `torch.vmap` for ops whose rule in C++ asks for sizes as numbers, which would fix a batch that varies.
+"""Batch rules of `torch.vmap` for ops whose C++ rule asks for sizes as numbers, and so would fix a varying batch.
 
 Each is registered with torch's Python dispatcher, which is on while a block records (and while torch itself traces):
 `vmap` elsewhere keeps its rules in C++. A rule is called with plain values of one level of vmap below: tensors that
@@ -21,7 +21,7 @@ Rule = Callable[..., Any]
 
 
 def _level_below(op: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
-    """Call a rule with what the batched tensors of this level hold; every tensor argument gets the batch axis."""
+    """Call a rule with the unwrapped tensors of this vmap level; every tensor argument gets the batch axis."""
     level = _functorch.maybe_current_level()
     assert level is not None
 
@@ -140,7 +140,7 @@ def _layer_norm_backward(
 
 
 def _beside(weight: Any, x: Any) -> Any:
-    """Weights of the last axes of each sample, with axes of length one before them."""
+    """Per-sample weights of the last axes, expanded with axes of length one."""
     return weight[(slice(None), *[None] * (x.dim() - weight.dim()))]
 
 
@@ -160,7 +160,7 @@ def _pooled(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def _convolution(
     op: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
 ) -> Any:  # fmt: skip
-    """Samples with weights of their own are groups of channels; with the same weights, they are rows."""
+    """Samples with their own weights become groups of channels; samples with shared weights become rows."""
     *output_padding, groups = rest
     if _is_shared(weight) and (bias is None or _is_shared(bias)):
         one = (weight[0], None if bias is None else bias[0])
@@ -191,7 +191,7 @@ def _convolution_backward(
 
 
 def _is_shared(x: Any) -> bool:
-    """Whether the samples share a tensor, which was expanded along the batch."""
+    """Whether the samples share a tensor that was expanded along the batch."""
     stride = x.stride(0)
     return isinstance(stride, int) and stride == 0
 

@@ -1,4 +1,4 @@
-"""Loops and branches while recording: what a function records is cut out of the tape and becomes a subgraph.
+"""Loops and branches while recording: the nodes of a function are cut out of the tape and become a subgraph.
 
 The function runs under the ordinary recorder. What it takes from outside becomes an input; reads of variables,
 constants and, in a loop, what is the same in each iteration stay outside, but for what could fail where there is no
@@ -40,7 +40,7 @@ AGAIN = "again"  # tag of a forward node's copy that gives more
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Argument:
     """One argument of a recorded function: a spec, a name, and a sample if there is one."""
 
     spec: Spec
@@ -50,7 +50,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Values inside of a subgraph, for what computes its gradient.
+    """Values inside of a subgraph, for the computation of its gradient.
 
     Those of ``nodes`` are another one in each call, although they are not recorded there; ``same`` has those that are
     values of outside.
@@ -82,7 +82,7 @@ class Region:
 
 
 def record_region(
-    recorder: Recording, function: Function, given: Sequence[Given], *, scope: str, iterations: bool,
+    recorder: Recording, function: Function, given: Sequence[Argument], *, scope: str, iterations: bool,
     held: Sequence[Base] = (), inner: Inner | None = None, entered: bool = True, more: Sequence[Tensor] = (),
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
@@ -130,14 +130,14 @@ def record_region(
 
 
 class Retry(BaseException):  # the user's `except Exception` is not meant
-    """The recording of ``of`` did not fit. ``of`` has learnt what does, and is recorded again."""
+    """Raised when the recording of ``of`` did not fit; ``of`` has learnt the remedy, and is recorded again."""
 
     def __init__(self, of: object) -> None:
         self.of = of
 
 
 def retried(of: object, record: Callable[[], Result], recorder: Recording | None = None) -> Result:
-    """Call ``record`` until it does not raise `Retry` of this object; returns its result.
+    """Call ``record`` until it returns without raising `Retry` of this object; returns the result.
 
     A region that is left by it is undone in any case; with a recorder, so is all else that was recorded since.
     """
@@ -169,7 +169,7 @@ def _sealed(recorder: Recording, iterations: bool) -> Any:
     return sealed(recorder, refuse) if iterations else nullcontext()
 
 
-def argument(recorder: Recording, given: Given) -> Tensor:
+def argument(recorder: Recording, given: Argument) -> Tensor:
     """An argument of the function that is being recorded."""
     value = recorder.tape.append("tfnb.placeholder", clean(given.name), (given.spec,))
     fake = recorder.space.fakes[value] = recorder.symbols.fake(given.spec)
@@ -178,7 +178,7 @@ def argument(recorder: Recording, given: Given) -> Tensor:
 
 
 class Savepoint:
-    """A place in a recording to go back to, as often as it takes: by `undo`, or by `cut` with what was recorded since.
+    """A point of a recording to return to, repeatedly: by `undo`, or by `cut`, which extracts the nodes recorded since.
 
     It keeps the tape's state and what recorded tensors look at. What a function does to Python's objects stays done.
     """
@@ -194,11 +194,11 @@ class Savepoint:
         self.rebound: dict[Base, Rebound] = {}
 
     def start(self) -> None:
-        """Said when the function is called: what is written from here on is the function's doing."""
+        """Mark the call of the function: later writes are the function's own."""
         self.versions = {base: base.version for base in self.entries}
 
     def release(self) -> None:
-        """Said when the function has returned: modules hold again the buffers that they held before the call."""
+        """Mark the return of the function: modules hold their earlier buffers again."""
         self.rebound = self.recorder.buffers.release(self.state, self.versions)
 
     def undo(self) -> None:
@@ -250,7 +250,7 @@ class Savepoint:
         return [guard for guard in new if not outer.issuperset(guard.symbols)]
 
     def _restore(self, gone: set[int]) -> None:
-        """Handles and what they look at mean again what they did; those of nodes that are gone are dropped."""
+        """Restore handles and their entries; drop handles of removed nodes."""
         recorder = self.recorder
         for base, entry in self.entries.items():
             if base.entry is not entry:
@@ -267,7 +267,7 @@ class Savepoint:
 def _parted(
     recorder: Recording, made: Sequence[Node], inputs: set[int], *, iterations: bool, inner: Inner
 ) -> tuple[list[Node], dict[Value, Value], list[Node]]:
-    """The nodes that stay inside; others go back to the tape. Writes of variables are the values that they write.
+    """Partition nodes: inside the subgraph, or back to the tape. Writes of variables become the values written.
 
     Copies of forward nodes, which take and give local values, are told apart.
     """
@@ -308,7 +308,7 @@ def _parted(
 
 
 def _needed(recorder: Recording, nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
-    """The nodes that the outputs need; placeholders, guards of branches and what uses a queue stay."""
+    """The ancestors of the outputs; placeholders, guards of branches and queue operations stay."""
     wanted = {v.node for v in outputs}
     kept = []
     for node in reversed(nodes):
@@ -322,7 +322,7 @@ def _needed(recorder: Recording, nodes: Sequence[Node], outputs: Iterable[Value]
 
 
 def _tellers(recorder: Recording, nodes: Sequence[Node], symbols: Iterable[str]) -> Iterator[int]:
-    """The nodes of a region that first have these sizes, as far as nobody outside has them."""
+    """The nodes of a region that first bind these sizes, unless the outside binds them."""
     inner = {symbol: next((n.id for n in nodes if symbol in axes(n.outputs)), None) for symbol in symbols}
     outer = _bound(recorder.tape.nodes) if any(inner.values()) else set()
     yield from (at for symbol, at in inner.items() if at is not None and symbol not in outer)
@@ -350,12 +350,12 @@ def same_shape(recorder: Recording, a: Spec, b: Spec) -> bool:
 
 
 def bound_outside(recorder: Recording, spec: Spec) -> bool:
-    """Whether the sizes are those of values that are recorded here, and not those of values inside of something."""
+    """Whether the spec's sizes are bound by values recorded here, not by values inside subgraphs."""
     return not spec.symbols or _bound(recorder.tape.nodes).issuperset(spec.symbols)
 
 
 def bound_before(recorder: Recording, spec: Spec) -> bool:
-    """Inside of a function that is being recorded: whether the sizes are those of values from before its call."""
+    """Inside a function being recorded: whether the spec's sizes are bound by values from before its call."""
     made = {node.id for node in recorder.new[recorder.inside[-1].at :]}
     outer = (node for node in recorder.tape.nodes if node.id not in made)
     return not spec.symbols or _bound(outer).issuperset(spec.symbols)
@@ -377,7 +377,7 @@ def axes(specs: Iterable[Spec]) -> set[str]:
 def captures(
     recorder: Recording, regions: Iterable[Region], sized: Callable[[Value, str], Value] | None = None
 ) -> list[Value]:  # fmt: skip
-    """Values of outside that the regions take, and those that tell the sizes which they use.
+    """Outside values used by the regions, and values that bind the sizes used by the regions.
 
     sized: what is taken for a value of which only a size matters, the symbol.
     """
@@ -405,7 +405,7 @@ def captures(
 
 
 def _untold(recorder: Recording, values: Iterable[Value]) -> set[str]:
-    """Symbols in sizes of the values of which none is an axis: `x[-1:]` does not tell how long `x` is."""
+    """Symbols that occur in sizes of the values but never as an axis: `x[-1:]` does not bind the length of `x`."""
     specs = [recorder.node(v.node).outputs[v.index] for v in values]
     return {symbol for spec in specs for symbol in spec.symbols} - axes(specs)
 
@@ -422,7 +422,7 @@ def _binder(recorder: Recording, symbol: str) -> Value:
 def subgraph(
     recorder: Recording, region: Region, captured: Sequence[Value], outputs: Sequence[Value | None]
 ) -> Subgraph:
-    """A region as a function of what it was given and then of the captured values."""
+    """A region as a function of its own inputs followed by the captured values."""
     names = Names()
     inside: dict[Value, Value] = {}
     inputs = []
@@ -446,7 +446,7 @@ def append(
     recorder: Recording, op: str, inputs: Sequence[Value], attrs: Mapping[str, Any], outputs: Sequence[Spec],
     tags: frozenset[str] = frozenset(), draws: bool = False, stream: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Record a node that holds subgraphs; its samples are computed on those of its inputs.
+    """Record a node with subgraphs; its samples are computed from its inputs' samples.
 
     Guards inside of it hold for all that follows, as one that stands here does.
 
@@ -490,7 +490,7 @@ def append(
 
 
 def _conducts(part: Subgraph) -> bool:
-    """Whether a gradient passes, also with grad mode off around it: what is handed through is what it was."""
+    """Whether a gradient passes, also with grad mode off around: values handed through keep their history."""
     reached = {value.node for value in part.inputs}
     for node in part.contents.nodes:
         ways = node.inputs if "no_grad" not in node.tags else node.inputs[: "in_place" in node.tags]
@@ -502,7 +502,7 @@ def _conducts(part: Subgraph) -> bool:
 def write_back(
     recorder: Recording, bases: Sequence[Base], tensors: Sequence[Tensor], regions: Iterable[Region]
 ) -> None:  # fmt: skip
-    """Give tensors and variables of outside the values that a loop or branch left them.
+    """Assign the values left by a loop or branch to outside tensors and variables.
 
     Where it took an optimizer's step, whoever runs the write of a trained Variable runs those of its slots.
     """

@@ -1,4 +1,4 @@
-"""One loop node from functions: what `tfnb.control_flow` and the gradients of loops are made of."""
+"""One loop node from functions: the common base of `tfnb.control_flow` and of the gradients of loops."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tfnb.errors import InvalidArgument, ShapeError, Unsupported
 from tfnb.graph import Dim, Node, Ref, Spec, Value, ops
 from tfnb.graph.spec import Size
 from tfnb.recording.subgraphs.capture import (
+    Argument,
     Function,
-    Given,
     Inner,
     Region,
     append,
@@ -44,8 +44,10 @@ class Result:
 Sequences = Sequence[Tensor | tuple[Tensor, Tensor]]  # stacked rows, or elements and shapes
 
 
-class Saver(Protocol):
-    """The loop or branch whose values a body asks for: what is no input of it it gives, one row for each iteration."""
+class ValueSaver(Protocol):
+    """The loop or branch differentiated by a body: provides intermediate values that are no inputs, one row an
+    iteration.
+    """
 
     @property
     def inner(self) -> Inner:
@@ -62,7 +64,7 @@ class Saver(Protocol):
 
 
 @dataclass(slots=True)
-class Loop:
+class LoopRecorder:
     """A loop to be recorded with `record`.
 
     names: of the carried values, for messages. specs: of the carried values inside, by default those of ``init``; an
@@ -86,7 +88,7 @@ class Loop:
     back_prop: bool = True
     parallel: int = 10
     what: str = "while_loop"
-    saver: Saver | None = None
+    saver: ValueSaver | None = None
     results: Sequence[Spec] = ()
     recompute: bool = False
     swap: bool | None = None
@@ -97,7 +99,8 @@ class Loop:
     path: str = ""
 
     def record(self, cond: Function | None, body: Function) -> Result:
-        """The loop of ``body(*carried, *one row of each of xs)``, which returns the next carried values, then rows.
+        """Record the loop of ``body(*carried, *one row of each of xs)``, which returns the next carried values, then
+        rows.
 
         Raises ShapeError for a carried value that changes its shape, InvalidArgument for one that changes its dtype.
         """
@@ -109,7 +112,7 @@ class Loop:
 
         The body gives what it is after the iteration behind the other carried values, in the order of these calls.
         """
-        self.late.append(argument(self.recorder, Given(spec, name)))
+        self.late.append(argument(self.recorder, Argument(spec, name)))
         self.late_specs.append(spec)
         return self.late[-1]
 
@@ -123,7 +126,7 @@ class Loop:
         late = self.late_specs
         inner += late
         entries += [recorder._entry(zeros(recorder, spec)) for spec in late]
-        given += [Given(spec, "first_set") for spec in late]
+        given += [Argument(spec, "first_set") for spec in late]
         count = len(entries)
         test = None if cond is None else self._test(cond, given)
         written = [base.entry for base in self.held]
@@ -166,8 +169,8 @@ class Loop:
 
     # -- regions ----------------------------------------------------------------------------------------------
 
-    def _body(self, body: Function, given: list[Given], rows: list[Given]) -> Region:
-        """The body; what it writes of outside is carried behind the other carried values."""
+    def _body(self, body: Function, given: list[Argument], rows: list[Argument]) -> Region:
+        """Record the body; outside tensors written in the body are appended to the carried values."""
         apart: set[Base] = set()
         while True:
             self.late.clear()
@@ -197,18 +200,18 @@ class Loop:
         region.outputs = [*region.outputs[:carried], *region.outputs[last:], *region.outputs[carried:last]]
         return region
 
-    def _test(self, cond: Function, given: list[Given]) -> Region:
+    def _test(self, cond: Function, given: list[Argument]) -> Region:
         region = record_region(
             self.recorder, cond, [*given, *self._kept()], scope=self.path, iterations=True, held=self.held
         )
         if region.written:
-            raise Unsupported(f"the condition of {self.what} writes a tensor of outside{self.recorder.tape.at()}")
+            raise Unsupported(f"the condition of {self.what} writes an outside tensor{self.recorder.tape.at()}")
         region.outputs = region.outputs[:1]
         return region
 
-    def _kept(self) -> list[Given]:
+    def _kept(self) -> list[Argument]:
         bases = enumerate(self.held)
-        return [Given(self._spec(base.entry), f"written_{i}", base.entry.sample) for i, base in bases]
+        return [Argument(self._spec(base.entry), f"written_{i}", base.entry.sample) for i, base in bases]
 
     # -- specs ------------------------------------------------------------------------------------------------
 
@@ -220,27 +223,27 @@ class Loop:
         inner = next((node for node in region.nodes if node.id == value.node), None)
         return (inner or self.recorder.node(value.node)).outputs[value.index]
 
-    def _given(self, entry: Entry, spec: Spec, name: str) -> Given:
+    def _given(self, entry: Entry, spec: Spec, name: str) -> Argument:
         """A carried value in the first iteration; without a sample where its size there stands for no other."""
         symbols, sample = self.recorder.symbols, entry.sample
         sizes = [symbols.hint(symbols.get(d.expr)) if isinstance(d, Dim) and d.is_symbol else None for d in spec.shape]
         if sample is not None and any(s not in (None, n) for s, n in zip(sizes, sample.shape, strict=True)):
             sample = None
-        return Given(spec, name, None if self.results else sample)
+        return Argument(spec, name, None if self.results else sample)
 
     def _sequence(self, x: Tensor | tuple[Tensor, Tensor]) -> list[Entry]:
         return [self.recorder._entry(tensor) for tensor in (x if isinstance(x, tuple) else (x,))]
 
-    def _row(self, entries: list[Entry], place: int) -> Given:
+    def _row(self, entries: list[Entry], place: int) -> Argument:
         if self.rows is not None:
-            return Given(self.rows[place], f"row_{place}")
+            return Argument(self.rows[place], f"row_{place}")
         spec, stack = self._spec(entries[0]), entries[0].sample
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             sample = stack[0] if stack is not None and len(stack) else None
-        return Given(replace(spec, shape=spec.shape[1:]), f"row_{place}", sample)
+        return Argument(replace(spec, shape=spec.shape[1:]), f"row_{place}", sample)
 
     def _iterations(self, sequences: Sequence[list[Entry]]) -> Size:
-        """The size of the axis along which rows are stacked."""
+        """Length of the axis along which rows are stacked."""
         lengths = [self._spec(entries[-1]).shape[0] for entries in sequences]
         if len({n for n in lengths if isinstance(n, int)}) > 1:
             at = self.recorder.tape.at()
@@ -259,7 +262,7 @@ class Loop:
         return replace(spec, shape=tuple(size if size == old else self.fresh() for size, old in pairs))
 
     def _check(self, inner: Sequence[Spec], before: Sequence[Value], region: Region) -> None:
-        """Each carried value leaves the body as it came, and every row has the same shape."""
+        """Check that each carried value keeps its spec, and that every row has the same shape."""
         recorder, at = self.recorder, self.recorder.tape.at()
         names = [
             *self.names,
@@ -300,8 +303,8 @@ def zeros(recorder: Recording, spec: Spec) -> torch.Tensor:
     return recorder.fresh(torch.zeros(sizes, dtype=spec.dtype, device=spec.device))
 
 
-def gathered(loop: Loop, row: Spec, shape: tuple[Size, ...] | int, iterations: Size) -> list[Spec]:
-    """The specs of the outputs for rows of one spec: stacked, or where they differ their elements and shapes."""
+def gathered(loop: LoopRecorder, row: Spec, shape: tuple[Size, ...] | int, iterations: Size) -> list[Spec]:
+    """Specs of the outputs for rows of one spec: stacked, or the elements and shapes of ragged rows."""
     if not isinstance(shape, int):
         return [replace(row, shape=(iterations, *shape))]
     return [replace(row, shape=(loop.fresh(),)), Spec(torch.int64, (iterations, shape))]

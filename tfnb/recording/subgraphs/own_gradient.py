@@ -26,7 +26,7 @@ FILLS = "backward()"  # how a rule hands gradients to Parameters that are no arg
 
 @dataclass(frozen=True, slots=True)
 class OwnRule:
-    """A gradient rule of one node: ``function(n, dys)``, and where the user wrote it."""
+    """A gradient rule of one node: ``function(n, dys)``, and its position in the user's code."""
 
     function: Callable[[Any, Any], Any]
     where: str
@@ -38,7 +38,7 @@ class OwnRule:
 def attach(
     recorder: Recording, outs: Sequence[Any], values: Sequence[Entry], args: Sequence[Entry], rule: OwnRule, name: str
 ) -> list[Tensor]:
-    """Give ``values`` the gradient ``rule``, which has one entry per arg; returns what stands for them from here on.
+    """Give ``values`` the gradient ``rule``, with one cotangent per arg; returns the replacements of the values.
 
     Handles among ``outs`` (None where the value has none) mean the new values, wherever they are kept, as torch sets
     the history of the very tensors that a forward returns.
@@ -68,7 +68,7 @@ def _renewed(recorder: Recording, out: Any, entry: Entry) -> Tensor:
 
 
 def kept(recorder: Recording, tensor: Any) -> Any:
-    """A handle of what ``tensor`` is now, whatever is written to it later; captured data stays plain."""
+    """A handle of the current value of ``tensor``, unaffected by later writes; captured data stays plain."""
     if not isinstance(tensor, Tensor) and recorder.variable_of(tensor) is None:
         return tensor
     entry = recorder._entry(tensor)
@@ -77,7 +77,7 @@ def kept(recorder: Recording, tensor: Any) -> Any:
 
 
 def floats(value: Any) -> bool:
-    """Whether this is a tensor through which gradients flow."""
+    """Whether a value is a tensor through which gradients flow."""
     return isinstance(value, torch.Tensor) and flows(value.dtype)
 
 
@@ -94,7 +94,7 @@ def sealed(recorder: Recording, refuse: Callable[[str], None]) -> AbstractContex
 
 
 def written_at(function: Any) -> str:
-    """``Sign.backward, signs.py line 12``: a function and where it stands."""
+    """``Sign.backward, signs.py line 12``: a function and its position."""
     inner = getattr(function, "__wrapped__", function)
     name = getattr(inner, "__qualname__", repr(inner)).replace("<locals>.", "")
     code = getattr(inner, "__code__", None)

@@ -30,7 +30,7 @@ Path = tuple[str, ...]
 
 
 def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, with its values computed again in the backward pass instead of kept for it.
+    """``fn``, with intermediate values recomputed in the backward pass instead of kept.
 
     In a recording the nodes of a call form a region: gradients through it copy the nodes that they need, from the
     tensors that enter the region. Values, draws and gradients are those of ``fn``. Regions may be nested, and the
@@ -84,7 +84,7 @@ class Copies:
         self._made: dict[tuple[int, int], int] = {}  # (node, deep) -> its copy
 
     def seen(self, value: Value, by: Path) -> Value:
-        """``value`` as a rule of a node in the regions ``by`` sees it."""
+        """``value`` as seen by a rule of a node in the regions ``by``."""
         deep = self._deep(value, by)
         return value if deep == 0 else self._copied(value, deep)
 
@@ -139,7 +139,7 @@ def repeats(node: Node) -> bool:
 
 
 def may_fail(node: Node) -> bool:
-    """Whether the node can fail on the values that it is given, so that a test or a loop may keep it from running."""
+    """Whether a node can fail on its operands' values, so that a branch or loop may guard against the failure."""
     own = facts_of(node.op)
     whole = not any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in node.outputs)
     return own.may_fail or (whole and own.may_fail_on_integers)
@@ -163,7 +163,7 @@ CHECKPOINTS: dict[Any, Callable[..., Any]] = {torch.utils.checkpoint.CheckpointF
 
 
 def checkpoint_generator(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-    """The generator behind ``checkpoint(use_reentrant=False)``: it opens a region while something is recorded."""
+    """The generator behind ``checkpoint(use_reentrant=False)``, opening a region during a recording."""
 
     def generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
         recorder = open_recording()

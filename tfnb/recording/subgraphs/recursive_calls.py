@@ -1,4 +1,4 @@
-"""Functions that call themselves, while recording: a body is recorded until what its own calls give is known.
+"""Recursive functions while recording: a body is recorded until the results of its own calls are known.
 
 A call inside of the body needs to know what the function returns and which values of outside it takes, which only the
 body tells. So the body is recorded again with what the last time told, until nothing new comes. What it returns is told
@@ -16,7 +16,7 @@ from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import Dim, Recursion, Ref, Spec, Value, ops
 from tfnb.graph.spec import Size
 from tfnb.recording.subgraphs.capture import (
-    Given,
+    Argument,
     Region,
     Retry,
     append,
@@ -38,8 +38,8 @@ class Unfinished(BaseException):
     """A call whose result nothing tells yet; a branch takes the word of its other side."""
 
 
-class Definition:
-    """A function that calls itself, and what is known of it so far.
+class RecursiveDefinition:
+    """A recursive function, and the facts known of the function so far.
 
     specs: of what it is given, names: what that is called inside; each size that varies is one of its own in each call.
     results: what it returns, if that is known.
@@ -93,7 +93,7 @@ class Definition:
             self.function.define(self._body(region))
             return
         raise InvalidArgument(
-            f"what {self.function.name} returns has another shape whenever it is recorded: {self.results}"
+            f"the results of {self.function.name} change their shape with each recording of its body: {self.results}"
             f"{self.recorder.tape.at()}"
         )
 
@@ -101,7 +101,7 @@ class Definition:
         recorder = self.recorder
         before, recorder.lazy = recorder.lazy, True  # what a call inside gives has no sample yet
         try:
-            given = [Given(spec, name) for spec, name in zip(self.specs, self.names, strict=True)]
+            given = [Argument(spec, name) for spec, name in zip(self.specs, self.names, strict=True)]
             region = record_region(recorder, body, given, scope=scope, iterations=False)
         finally:
             recorder.lazy = before
@@ -129,7 +129,7 @@ class Definition:
         return self.recorder.node(value.node).op == "tfnb.constant"
 
     def _body(self, region: Region) -> Any:
-        """The body as a function of what it is given and then of what it takes from outside; constants are inside."""
+        """The body as a function of its arguments, then of its captured values; constants are inside."""
         recorder = self.recorder
         used = dict.fromkeys(v for node in region.nodes for v in node.inputs)
         used |= dict.fromkeys(filter(None, region.outputs))
@@ -139,7 +139,7 @@ class Definition:
         return subgraph(recorder, region, self.captured, region.outputs)
 
     def _shape(self, spec: Spec, given: Sequence[Spec]) -> Shape:
-        """The sizes, as far as what is given tells them."""
+        """The sizes of a result; None for each size unknown from the arguments."""
         own = {s for known in given for s in known.symbols}
         shape = now(self.recorder, spec)
 
@@ -185,7 +185,7 @@ class Definition:
         }
 
     def _widen(self, place: int, axis: int) -> None:
-        """A call does not fit what is recorded of the body: this size is another one in each call."""
+        """Let a size vary by call, after a call that did not fit the recorded body, and record the body again."""
         self.loose.add((place, axis))
         self.generalise()
         raise Retry(self)

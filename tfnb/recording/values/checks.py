@@ -17,7 +17,7 @@ _SEVERAL = re.compile(r"(?<![.\w])(any|all|max|min|sorted|filter|next)\(")  # as
 
 
 def is_check(frame: FrameType | None) -> bool:
-    """Whether ``frame``, which asks for a truth and goes on, would only raise if it got the other one."""
+    """Whether ``frame``, asking for a truth value, would only raise on the opposite answer."""
     if frame is None or frame.f_globals.get("__name__", "").startswith("tfnb."):
         return False
     line, below = (_text(frame, frame.f_lineno + step) for step in (0, 1))

@@ -1,4 +1,4 @@
-"""Nodes that act when they run, and may wait: operations on queues. While recording they do nothing."""
+"""Nodes with effects that may wait: operations on queues. While recording they do nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def effect(
     recorder: Recording, op: str, queue: Any, *, inputs: Sequence[Value] = (), attrs: Mapping[str, Any] | None = None,
     outputs: Sequence[Spec] = (), samples: Sequence[torch.Tensor | None] = (),
 ) -> list[Tensor] | Operation:  # fmt: skip
-    """Record an operation on ``queue``: its outputs, or an Operation if it has none."""
+    """Record an operation on ``queue``; returns its outputs, or an Operation if there are none."""
     assert op in ops.QUEUES
     name = f"{clean(queue.name)}/{op.partition('.')[2]}"
     value = recorder.tape.append(

@@ -131,7 +131,7 @@ def run_subgraph(subgraph: Subgraph, inputs: Sequence[torch.Tensor], seed: int, 
 
 
 def absent(spec: Spec, sizes: Sequence[int]) -> torch.Tensor:
-    """A stand-in for an output that nobody looks at: it has the shape, and hardly any memory."""
+    """A stand-in for an unused output: the right shape, and hardly any memory."""
     return torch.zeros((), dtype=spec.dtype, device=spec.device).expand(list(sizes))
 
 

@@ -27,7 +27,7 @@ _KINDS: Mapping[type[Exception], type[TfnbError]] = {
 """Errors of torch, and what they become. Programs catch others by name, or they are part of Python's protocols."""
 
 
-class Recorded(torch.Tensor):
+class RecordedTensor(torch.Tensor):
     """The half of a recorded tensor that torch calls where nothing is recorded."""
 
     @property
@@ -77,11 +77,11 @@ class StandIn(torch.Tensor):
     """A recorded tensor within one call."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents
-    __torch_dispatch__ = Recorded.__torch_dispatch__  # type: ignore[assignment]
-    recorded: Recorded
+    __torch_dispatch__ = RecordedTensor.__torch_dispatch__  # type: ignore[assignment]
+    recorded: RecordedTensor
 
     @staticmethod
-    def __new__(cls, recorded: Recorded, sample: torch.Tensor) -> StandIn:
+    def __new__(cls, recorded: RecordedTensor, sample: torch.Tensor) -> StandIn:
         self = torch.Tensor._make_wrapper_subclass(
             cls, sample.shape, strides=sample.stride(), storage_offset=sample.storage_offset(), dtype=sample.dtype,
             device=sample.device, requires_grad=False,
@@ -91,7 +91,7 @@ class StandIn(torch.Tensor):
 
 
 def _is_foreign(x: Any) -> bool:
-    return isinstance(x, Recorded) and x.is_foreign()
+    return isinstance(x, RecordedTensor) and x.is_foreign()
 
 
 def _may_write(func: Callable[..., Any]) -> bool:
@@ -103,7 +103,7 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A function of torch on stand-ins."""
     __tracebackhide__ = True
     name = getattr(func, "__name__", "")
-    if name in _WRITES and isinstance(args[0], Recorded):
+    if name in _WRITES and isinstance(args[0], RecordedTensor):
         raise _refused(getattr(getattr(func, "__self__", func), "__name__", name), args[0])
     if func in _PLAIN:
         args[0].taken_outside("detach()")
@@ -119,12 +119,12 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _stand_in(x: Any) -> Any:
-    sample = x.found_sample() if isinstance(x, Recorded) else None
+    sample = x.found_sample() if isinstance(x, RecordedTensor) else None
     return x if sample is None else StandIn(x, sample)
 
 
 def _on_samples(func: Any, args: Any, kwargs: Any) -> Any:
-    """An op on the samples; one that would write into them is refused."""
+    """Run an op on the samples; refuse an op that would write into them."""
     __tracebackhide__ = True
     for written in _written(func, args, kwargs):
         raise _refused(func._schema.name.partition("::")[2], written)
@@ -142,14 +142,14 @@ def _on_samples(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def recorded_of(x: Any) -> Recorded | None:
+def recorded_of(x: Any) -> RecordedTensor | None:
     """The recorded tensor that ``x`` is or stands for."""
     if isinstance(x, StandIn):
         return x.recorded
-    return x if isinstance(x, Recorded) else None
+    return x if isinstance(x, RecordedTensor) else None
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Recorded]:
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[RecordedTensor]:
     """The recorded tensors that an op writes into."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -157,7 +157,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Recorded]:
             yield from (x for leaf in tree_leaves(given) if (x := recorded_of(leaf)) is not None)
 
 
-def _refused(name: str, written: Recorded) -> FailedPrecondition:
+def _refused(name: str, written: RecordedTensor) -> FailedPrecondition:
     return FailedPrecondition(
         f"{name} outside of a recording would change the sample of {written.described()}{calling_line()}\n"
         "  put this line into a cell, and each run does it, or take a clone of .sample"
@@ -166,8 +166,8 @@ def _refused(name: str, written: Recorded) -> FailedPrecondition:
 
 def _explained(func: Callable[..., Any], error: Exception, given: Any) -> TfnbError:
     tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
-    listed = [x.described() if isinstance(x, Recorded) else f"{x.dtype}{list(x.shape)}"[6:] for x in tensors]
-    first = next((x.described() for x in tensors if isinstance(x, Recorded)), "a tensor")
+    listed = [x.described() if isinstance(x, RecordedTensor) else f"{x.dtype}{list(x.shape)}"[6:] for x in tensors]
+    first = next((x.described() for x in tensors if isinstance(x, RecordedTensor)), "a tensor")
     asked = resolve_name(func) or getattr(func, "__name__", "a call")
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     return _KINDS[type(error)](

@@ -24,7 +24,7 @@ BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced, and copi
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class MetMemory:
     """Memory of outside that a finished recording met."""
 
     storage: StorageWeakRef
@@ -66,7 +66,9 @@ class Outside:
         return self._rec._wrap(entry)
 
     def _seen_memory(self, tensor: torch.Tensor) -> Tensor | None:
-        """A plain tensor that shares memory with one met before: a view of that, so that writes to either show."""
+        """A plain tensor that shares memory with an earlier one, as a view of the earlier, so that writes to either
+        show.
+        """
         met, base = self._rec.tape.memory.get(_storage(tensor)), tensor._base
         if met is None and base is not None and self._rec.variable_of(base) is not None:
             met = base, self.handle(base)
@@ -86,8 +88,8 @@ class Outside:
             offset = tensor.storage_offset() - first.storage_offset() + int(handle.storage_offset())
             return aten.as_strided(handle, tensor.shape, tensor.stride(), offset)
 
-    def _others(self, key: int) -> list[Met]:
-        """The same memory as other recordings met it, of which nodes stand in the graph."""
+    def _others(self, key: int) -> list[MetMemory]:
+        """Encounters of the same memory by other recordings whose nodes are in the graph."""
         met = [each for each in self._rec.space.outside.get(key, ()) if not each.storage.expired()]
         standing = {node.owner.key for node in self._rec.tape.kept if node.owner is not None} if met else set()
         return [each for each in met if each.owner in standing - {self._rec.owner.key}]
@@ -98,7 +100,7 @@ class Outside:
             raise Unsupported(f"a plain tensor that another cell writes into{self._rec.tape.at()}{_INSTEAD}")
 
     def remember(self) -> None:
-        """At the end of a recording that succeeded: the memory that it met, for those that follow."""
+        """At the end of a successful recording: remember the memory of its outside tensors, for later recordings."""
         known, owner = self._rec.space.outside, self._rec.owner.key
         for key, earlier in list(known.items()):
             known[key] = [each for each in earlier if not each.storage.expired() and each.owner != owner]
@@ -106,7 +108,7 @@ class Outside:
                 del known[key]
         for key, (tensor, handle) in self._rec.tape.memory.items():
             if handle._family.variable is None and tensor.layout is torch.strided:
-                met = Met(StorageWeakRef(tensor.untyped_storage()), owner, bool(handle._family.version))
+                met = MetMemory(StorageWeakRef(tensor.untyped_storage()), owner, bool(handle._family.version))
                 known.setdefault(key, []).append(met)
 
     def _captured(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +144,7 @@ class Outside:
         )
 
     def written(self, tensor: torch.Tensor, how: str = "numpy()") -> torch.Tensor:
-        """The value of a plain tensor for the program: its memory, or the sample that this recording wrote to it."""
+        """The program's value of a plain tensor: its memory, or the sample of a write in this recording."""
         if _storage(tensor) not in self._rec.tape.memory or not self._rec.home(tensor).version:
             return tensor
         self._rec.escaped(tensor, how)
@@ -161,7 +163,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _covers(first: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether every element of ``tensor`` is one of ``first``, which lies in memory without gaps."""
+    """Whether every element of ``tensor`` is an element of ``first``, which has no gaps in memory."""
     start, at = first.storage_offset(), tensor.storage_offset()
     last = at + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     with _disable_current_modes():

@@ -49,8 +49,8 @@ _PLAIN = random.__file__
 _MANY = 64  # draws of one line of which the way to the graph is looked at
 
 
-class Place(NamedTuple):
-    """A frame that led to a draw: its file and line, the function's name, and the names that it sees."""
+class DrawFrame(NamedTuple):
+    """A frame on the call path of a draw: its file and line, the function's name, and the visible names."""
 
     file: str
     line: int
@@ -63,12 +63,12 @@ class Draw(NamedTuple):
 
     called: str
     is_clock: bool
-    places: tuple[Place, ...]
+    places: tuple[DrawFrame, ...]
     node: int
 
 
 def drawing(function: Any) -> str | None:
-    """What a function that draws a number or reads a clock is called; None for any other."""
+    """The qualified name of a function that draws a number or reads a clock; None for others."""
     kind = type(function)
     if kind not in _KINDS:
         return None
@@ -91,7 +91,7 @@ def _unheard(function: Any) -> Any:
 
 
 def heard(function: Callable[..., Any], called: str) -> Callable[..., Any]:
-    """The same function, which puts its call on the tape of the recording."""
+    """A function wrapped so that its calls are put on the recording's tape."""
     function = _unheard(function)
     owner = getattr(function, "__self__", None)
 
@@ -117,7 +117,7 @@ def of_module(original: Any) -> Any:
 
 
 def of_class(original: Any) -> Any:
-    """The replacement of a method of Python's generators, to which all their other methods come."""
+    """The replacement of a method of Python's generators on which all their other methods are based."""
 
     def method(self: random.Random, *args: Any) -> Any:
         recording = open_recording()
@@ -129,7 +129,7 @@ def of_class(original: Any) -> Any:
 
 
 def seeding(original: Any) -> Any:
-    """The replacement of ``random.Random.seed``, which also the constructor calls."""
+    """The replacement of ``random.Random.seed``, which the constructor calls, too."""
 
     def seed(self: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
         original(self, a, *args, **kwargs)
@@ -152,7 +152,7 @@ def making(original: Any) -> Any:
 
 
 def _remember_seeded(generator: Any) -> None:
-    """What a function seeds itself draws the same numbers whenever it is called, as a run does."""
+    """Remember a generator seeded inside a function: it draws the same numbers at every call, as in a run."""
     recording = open_recording()
     if recording is None:
         return
@@ -163,11 +163,11 @@ def _remember_seeded(generator: Any) -> None:
         recording.tape.seeded.append(generator)
 
 
-def _outer_code(places: tuple[Place, ...]) -> set[tuple[str, str]]:
+def _outer_code(places: tuple[DrawFrame, ...]) -> set[tuple[str, str]]:
     return {(place.file, place.function) for place in places}
 
 
-class Held(NamedTuple):
+class NamedGenerator(NamedTuple):
     """A generator that the program has a name for, and its state when the recording began."""
 
     name: str
@@ -176,8 +176,10 @@ class Held(NamedTuple):
     state: bytes
 
 
-def held_generators(names: Mapping[str, Any]) -> list[Held]:
-    """The generators behind names of a block and in its modules: code that is not converted draws of them unheard."""
+def held_generators(names: Mapping[str, Any]) -> list[NamedGenerator]:
+    """The generators bound to names of a block or in its modules: compiled code draws from them without a recorded
+    call.
+    """
     named = [(name, value) for name, value in names.items() if isinstance(value, _SOURCES) or drawing(value)]
     named += [
         (name, value)
@@ -188,12 +190,12 @@ def held_generators(names: Mapping[str, Any]) -> list[Held]:
     for name, value in named:
         owner = value if isinstance(value, _SOURCES) else getattr(value, "__self__", None)
         if isinstance(owner, _SOURCES):
-            found.append(Held(name, drawing(value) or f"{type(owner).__name__}.random", owner, _state(owner)))
+            found.append(NamedGenerator(name, drawing(value) or f"{type(owner).__name__}.random", owner, _state(owner)))
     return found
 
 
-def have_drawn(held: Iterable[Held], heard: Collection[int]) -> list[Held]:
-    """Those of them that drew meanwhile, without a call that was heard."""
+def have_drawn(held: Iterable[NamedGenerator], heard: Collection[int]) -> list[NamedGenerator]:
+    """The generators that drew in the meantime without a recorded call."""
     return [each for each in held if id(each.owner) not in heard and _state(each.owner) != each.state]
 
 
@@ -205,7 +207,7 @@ def _state(owner: Any) -> bytes:
 
 
 def numpy_functions() -> tuple[str, ...]:
-    """The names under which ``numpy.random`` has functions that draw."""
+    """Names of the drawing functions of ``numpy.random``."""
     return tuple(name for name, each in vars(np.random).items() if drawing(each) is not None)
 
 
@@ -245,19 +247,19 @@ def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "tfnb"
 
 
-def _way(places: tuple[Place, ...]) -> list[tuple[str, int]]:
+def _way(places: tuple[DrawFrame, ...]) -> list[tuple[str, int]]:
     return [(place.file, place.line) for place in places]
 
 
-def _places(frame: FrameType, stop: FrameType | None, is_cell: bool) -> tuple[Place, ...]:
-    """The frames of the program from a draw outwards; none where the draw is no part of what a step computes.
+def _places(frame: FrameType, stop: FrameType | None, is_cell: bool) -> tuple[DrawFrame, ...]:
+    """The program's frames from a draw outwards; none for draws that are no part of a step's computation.
 
     That is in code of packages, except for the forward method of a module; where a module is made; and in a loader.
     """
     package = _package(frame)
     if package in _NOT_MODULES:
         return ()
-    found: list[Place] = []
+    found: list[DrawFrame] = []
     in_forward = package is None
     for each in _outwards(frame, stop):
         if each is stop and is_cell:
@@ -271,7 +273,7 @@ def _places(frame: FrameType, stop: FrameType | None, is_cell: bool) -> tuple[Pl
         if own == package and code.co_name == "forward":
             in_forward = True
         if own is None or own == package:
-            found.append(Place(code.co_filename, each.f_lineno, code.co_name, each.f_globals))
+            found.append(DrawFrame(code.co_filename, each.f_lineno, code.co_name, each.f_globals))
     return tuple(found) if in_forward else ()
 
 

@@ -1,4 +1,4 @@
-"""The open recording as the folders below the recorder see it: a protocol, which `dispatch.recorder` fulfils."""
+"""The protocol of an open recording for the folders below the recorder; implemented by `dispatch.recorder`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.graph import Graph, Node, Owner, Source, Value, Variable, current
+from tfnb.graph import Graph, Node, Owner, SourceLine, Value, Variable, current
 
 if TYPE_CHECKING:
     from tfnb.recording.marks.python_state import PythonReads
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tfnb.recording.values.workspace import Workspace
 
 
-class Recording(current.Recording, Protocol):
+class Recording(current.OpenRecording, Protocol):
     """One open recording of one owner into one graph."""
 
     graph: Graph
@@ -36,7 +36,7 @@ class Recording(current.Recording, Protocol):
     outside: Outside
     buffers: Any  # `Buffers` of `writes.buffer_assignments`
     python: PythonReads
-    where: Callable[[], Source | None]
+    where: Callable[[], SourceLine | None]
     stop: FrameType | None
     is_cell: bool  # a cell's frames end below `stop`, which is the frame of any other block
     born: WeakIdKeyDictionary
@@ -59,7 +59,7 @@ class Recording(current.Recording, Protocol):
 
     @property
     def samples_wait(self) -> bool:
-        """Whether the samples of what is recorded now are computed when somebody looks."""
+        """Whether samples of new nodes are computed lazily, on first access."""
 
     # -- tensors ------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Recording(current.Recording, Protocol):
     # -- what nodes recorded inside carry -----------------------------------------------------------------------
 
     def on(self) -> AbstractContextManager[None]:
-        """Record what runs inside."""
+        """Record the calls inside."""
 
     def scope(self, name: str | None) -> AbstractContextManager[str]:
         """A name scope."""

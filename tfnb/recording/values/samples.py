@@ -1,4 +1,4 @@
-"""The samples of one graph: kept up to a budget, and computed on demand from what cannot be computed.
+"""The samples of one graph: kept up to a budget, and recomputed on demand from roots.
 
 Those cannot be computed: what placeholders and constants hold, and the values of Variables. Where one of these has
 changed since, a sample that nobody had looked at is computed from what they hold now, all of it: never from some old
@@ -28,7 +28,7 @@ KEPT_BUDGET = 64 << 20  # bytes, afterwards, until the first run: that needs the
 
 @contextmanager
 def conjugating(complex: bool) -> Iterator[None]:
-    """Inside a dispatch mode torch hides lazy conjugates from kernels that call others: here they see them."""
+    """Inside, kernels that call others see lazy conjugates, which torch hides within a dispatch mode."""
     if not complex:
         yield
         return
@@ -68,13 +68,13 @@ class Samples:
     # -- keeping ------------------------------------------------------------------------------------------------
 
     def root(self, value: Value, sample: torch.Tensor | None) -> None:
-        """Keep a sample that cannot be computed again: it is never dropped."""
+        """Keep a sample that cannot be recomputed; such samples are never dropped."""
         if sample is not None:
             self._roots[value] = sample
             self._stamps[value] = stamp(sample)
 
     def read(self, value: Value, variable: Variable, sample: torch.Tensor | None) -> None:
-        """The value of a Variable, which may be another one later."""
+        """Keep the value of a Variable, which may change later."""
         if sample is not None:
             self._reads[value] = variable
             self._stamps[value] = stamp(sample)
@@ -95,11 +95,11 @@ class Samples:
         self._absent.add(node)
 
     def is_absent(self, value: Value) -> bool:
-        """Whether it is known that there is none."""
+        """Whether the sample is known to be absent."""
         return value.node in self._absent
 
     def settle(self, shown: Collection[int], budget: int = KEPT_BUDGET) -> None:
-        """After a recording: the oldest samples go, but for those of nodes that somebody holds a handle of."""
+        """After a recording: drop the oldest samples, except for nodes with a living handle."""
         for value in list(self._kept):  # of a thread that runs, another one may be recording
             if self.bytes <= budget:
                 return
@@ -107,7 +107,7 @@ class Samples:
                 self._drop(value)
 
     def forget(self, values: Iterable[Value]) -> None:
-        """Drop everything about these."""
+        """Drop all state of these values."""
         for value in values:
             self._drop(value)
             for table in (self._roots, self._reads, self._stamps):
@@ -121,7 +121,7 @@ class Samples:
         self._absent.difference_update(ids)
 
     def of(self, ids: Collection[int]) -> list[Value]:
-        """The values of these nodes of which something is known."""
+        """The values of these nodes with a known sample or stamp."""
         return [v for v in {**self._roots, **self._kept, **self._stamps} if v.node in ids]
 
     def _drop(self, value: Value) -> None:
@@ -135,7 +135,7 @@ class Samples:
     # -- computing ----------------------------------------------------------------------------------------------
 
     def known(self, value: Value) -> torch.Tensor | None:
-        """The sample if it need not be computed."""
+        """The sample, if available without computing."""
         found = self._roots.get(value)
         return self._kept.get(value) if found is None else found
 
@@ -185,7 +185,7 @@ class Samples:
             self.bytes = 0
 
     def _producers(self, values: Iterable[Value], by_id: Mapping[int, Node]) -> dict[int, Node]:
-        """Nodes to compute for these values, in order, down to what is known."""
+        """Nodes to compute for these values, in order, down to known samples."""
         order: dict[int, Node] = {}
         stack = [(value.node, False) for value in values if self.known(value) is None]
         while stack:

@@ -1,4 +1,4 @@
-"""The tape: all that one recording changes as it goes on, in one record, before it is committed.
+"""The tape: all mutable state of one recording, in one record, before the commit.
 
 Nodes in program order with their names, random streams and marks; what stands for Variables and tensors of outside;
 guards, notes, and what is known of values. `saved` gives a copy, and `put_back` goes back to it: that is how an attempt
@@ -18,7 +18,7 @@ import sympy
 import torch
 
 from tfnb.errors import InvalidArgument
-from tfnb.graph import Guard, Node, Owner, Source, Spec, Value, Variable, ops
+from tfnb.graph import Guard, Node, Owner, SourceLine, Spec, Value, Variable, ops
 from tfnb.graph.contents import Names
 from tfnb.graph.device_request import Scope
 from tfnb.graph.graph import new_id
@@ -44,7 +44,7 @@ class Marks:
 
 
 @dataclass(eq=False)
-class State:
+class TapeState:
     """The state that a tape puts back. Saving copies the containers, so nothing may change their items in place."""
 
     new: list[Node]
@@ -77,8 +77,8 @@ class State:
     derivatives: list[Derivative] = field(default_factory=list)
     calls: list[range] = field(default_factory=list)  # ids of the nodes of each outermost call of a module
     everything: list[int] = field(default_factory=list)  # groups that run all writes and steps of the block
-    asked: dict[Variable, Source | None] = field(default_factory=dict)  # taken as a Python number or truth: where
-    fixed: list[Source | None] = field(default_factory=list)  # where a batch of a DataLoader became a constant
+    asked: dict[Variable, SourceLine | None] = field(default_factory=dict)  # taken as a Python number or truth: where
+    fixed: list[SourceLine | None] = field(default_factory=list)  # where a batch of a DataLoader became a constant
     draws: list[Any] = field(default_factory=list)  # `values.python_draws.Draw`: what Python drew, each way once
     seeded: list[Any] = field(default_factory=list)  # generators that functions of the program made, with their seeds
     heard: set[int] = field(default_factory=set)  # ids of generators of which a draw is among them, or needs no note
@@ -86,26 +86,26 @@ class State:
 
     @property
     def said(self) -> tuple[str, ...]:
-        """The notes; what is staged comes first, in one."""
+        """The notes; staged lines come first, in one note."""
         lines = ", ".join(sorted(self.staged, key=self.staged.__getitem__))
         return (f"staged: {lines}", *self.notes) if lines else tuple(self.notes)
 
-    def saved(self) -> State:
-        """A copy, to which `put_back` goes back."""
-        return State(**{each.name: copy(getattr(self, each.name)) for each in fields(State)})
+    def saved(self) -> TapeState:
+        """A copy, for `put_back`."""
+        return TapeState(**{each.name: copy(getattr(self, each.name)) for each in fields(TapeState)})
 
-    def put_back(self, saved: State) -> list[Node]:
-        """Everything as it was when it was saved; returns the nodes that are gone."""
+    def put_back(self, saved: TapeState) -> list[Node]:
+        """Restore a saved state; returns the removed nodes."""
         gone = [node for node in self.new if node.id not in saved.by_id]
-        for each in fields(State):
+        for each in fields(TapeState):
             setattr(self, each.name, copy(getattr(saved, each.name)))
         return gone
 
 
-class Tape(State):
+class Tape(TapeState):
     """Nodes of earlier owners (``kept``) and the new ones of ``owner``, and the rest of the recording's state."""
 
-    def __init__(self, owner: Owner, where: Callable[[], Source | None], kept: tuple[Node, ...]) -> None:
+    def __init__(self, owner: Owner, where: Callable[[], SourceLine | None], kept: tuple[Node, ...]) -> None:
         labels = {node.attrs["variable"].name for node in kept if node.op == "tfnb.read"}
         super().__init__([], {node.id: node for node in kept}, labels, Names(node.name for node in kept))
         self.owner, self.where, self.kept = owner, where, kept
@@ -149,23 +149,25 @@ class Tape(State):
         return value.node in self._earlier or value.node not in self.by_id
 
     def is_of_another_cell(self, value: Value) -> bool:
-        """Whether another recording of the graph has it."""
+        """Whether another recording of the graph made the value."""
         return value.node in self._earlier
 
     def is_fixed(self, value: Value) -> bool:
-        """Whether a value is the same in every run: no placeholder, variable, size or random draw leads to it."""
+        """Whether a value is the same in every run: no placeholder, variable, size or random draw among its
+        ancestors.
+        """
         return next(self._varying(value), None) is None
 
     def is_computed(self, value: Value) -> bool:
-        """Whether a value is made of what runs feed, or of Variables: more than a number that is drawn."""
+        """Whether a value depends on feeds or Variables, not on draws and constants alone."""
         return any(node.stream is None for node in self._varying(value))
 
     def is_fed(self, value: Value) -> bool:
-        """Whether a value is made of what runs feed, or of its sizes: more than constants, Variables and draws."""
+        """Whether a value depends on feeds or their sizes, not on constants, Variables and draws alone."""
         return any(node.op != "tfnb.read" and node.stream is None for node in self._varying(value))
 
     def state_behind(self, value: Value) -> str:
-        """The names of the variables whose state a value is of; none if it is of anything else as well."""
+        """Names of the variables on which a value depends; empty if it depends on anything else as well."""
         names = set()
         for node in self._varying(value):
             if node.op != "tfnb.read":
@@ -207,7 +209,7 @@ class Tape(State):
         self.new.append(node)
 
     def rename(self, node_id: int, name: str) -> str:
-        """Give a node of this recording another name (made unique); returns it."""
+        """Rename a node of this recording to a name made unique; returns the new name."""
         place, node = next((i, n) for i, n in enumerate(self.new) if n.id == node_id)
         self.names.free(node.name)
         name = self.names.fresh(name)
@@ -220,7 +222,7 @@ class Tape(State):
         self.new[place] = self.by_id[node_id] = replace(node, tags=node.tags | {tag})
 
     def allow(self, name: str) -> None:
-        """Raise InvalidArgument if a user may not give a node this name: it is not legal, or taken."""
+        """Raise InvalidArgument if a node name is not legal, or already used."""
         if not _NAME.match(name):
             raise InvalidArgument(f"{name!r} is not a node name: it must match {_NAME.pattern}{self.at()}")
         if name in self.names:

@@ -22,7 +22,7 @@ from tfnb.graph.subgraph import path_to
 from tfnb.recording.marks.notes import warn_of_sample
 from tfnb.recording.values.checks import is_check
 from tfnb.recording.values.layout_queries import FORMATS, contiguous
-from tfnb.recording.values.outside_calls import Recorded
+from tfnb.recording.values.outside_calls import RecordedTensor
 from tfnb.recording.values.views import View, renewed_chain
 from tfnb.recording.values.workspace import Workspace
 
@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def sample(self) -> torch.Tensor | None:
-        """The sample; computed now if it waited for this."""
+        """The sample, computed now if it was lazy."""
         if self._sample is None and self.find is not None:
             self._sample = self.find(self.value)
         return self._sample
@@ -56,15 +56,15 @@ class Entry:
 
     @property
     def waits(self) -> bool:
-        """Whether the sample is computed when somebody asks for it."""
+        """Whether the sample is lazy and not yet computed."""
         return self._sample is None and self.find is not None
 
     def known(self) -> torch.Tensor | None:
-        """The sample as far as it has been computed."""
+        """The sample, if already computed."""
         return self._sample
 
     def light(self, fake: torch.Tensor | None = None) -> Entry:
-        """The same without the sample, which is found again; ``fake``: with other sizes."""
+        """A copy of the entry without the sample, which is found again on demand; ``fake``: with other sizes."""
         return Entry(self.value, self.fake if fake is None else fake, None, self.find, self.lost)
 
     def of(self, value: Value) -> Entry:
@@ -99,7 +99,7 @@ class Base:
         self.version = next(_versions)
 
 
-class Tensor(Recorded):
+class Tensor(RecordedTensor):
     """A recorded tensor. ``.sample`` is its plain value while recording, ``.value`` its place in ``.graph``."""
 
     __module__ = "torch.tfnb"  # opt_einsum, autoray and others look there for the library that a tensor is of
@@ -142,17 +142,17 @@ class Tensor(Recorded):
 
     @property
     def graph(self) -> Graph:
-        """The graph it was recorded into."""
+        """The graph of the recording that made this tensor."""
         return self._graph
 
     @property
     def shown(self) -> Entry:
-        """The entry that it had when it was last looked at."""
+        """The entry at the last refresh."""
         return self._entry if self._chain else self._family.entry
 
     @property
     def entry(self) -> Entry:
-        """The entry of what it means now: a view of what was written since looks again."""
+        """The current entry; a view of written memory is refreshed."""
         if self._family.entry.lost:
             raise Unsupported(self._family.entry.lost)
         is_current = self._seen == self._family.version
@@ -177,7 +177,7 @@ class Tensor(Recorded):
 
     @property
     def node(self) -> Node:
-        """The node that produces it; raises StaleNode if its cell was run again."""
+        """The producing node; raises StaleNode if its cell was run again."""
         return _node(self._graph, self.value)
 
     @property
@@ -216,13 +216,13 @@ class Tensor(Recorded):
         return self._space.sample(entry.value) if found is None else found
 
     def look_as(self, other: Tensor) -> None:
-        """Become another handle of what ``other`` looks at, with its shape and strides."""
+        """Become another handle of the value of ``other``, with its shape and strides."""
         self._entry, self._family, self._chain, self._seen = other._entry, other._family, other._chain, other._seen
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             self.data = other  # sizes and strides; torch asks whether the two fit, also where there is no sample
 
     def renew(self, ids: Container[int], renewed: Callable[[Any], Any]) -> None:
-        """If a node of ``ids`` computes it: its sample is to be computed again, and its sizes are ``renewed``."""
+        """If a node of ``ids`` computes this tensor, recompute the sample on demand and renew the sizes."""
         before, base = self._entry, self._family.entry
         if base.value.node in ids:
             self._family.entry = base.light(renewed(base.fake))
@@ -312,7 +312,7 @@ class Tensor(Recorded):
         return self._escaped("numpy()").__array__(dtype)
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-        """Whether its memory has this format: decided by the sizes, and a run must agree where they vary."""
+        """Whether the memory has this format: decided by the sizes, and guarded where sizes vary."""
         sizes, strides = self.shape, self.stride()
         if memory_format not in FORMATS or not any(isinstance(n, torch.SymInt) for n in (*sizes, *strides)):
             return super().is_contiguous(memory_format=memory_format)
@@ -329,7 +329,9 @@ class Tensor(Recorded):
         return self.numel() * self.element_size()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Outside of a recording the sample's; inside, its bytes would be those of the sample in every run."""
+        """Outside of a recording the sample's storage; inside, an error: its bytes would be the sample's in
+        every run.
+        """
         if current.recording() is None:
             return self.sample.untyped_storage()
         raise FailedPrecondition(
@@ -337,7 +339,7 @@ class Tensor(Recorded):
         )
 
     def as_subclass(self, cls: Any) -> Any:
-        """Outside of a recording the sample's; inside it is refused with the line."""
+        """Outside of a recording the sample as a subclass; inside, refused with the line."""
         if isinstance(self, cls):
             return self
         if current.recording() is None:
@@ -372,7 +374,7 @@ class Tensor(Recorded):
             return self._escaped(how).detach().clone()
 
     def __copy__(self) -> torch.Tensor:
-        """Another handle of the same memory, cut off from what it was computed from, as in torch."""
+        """Another handle of the same memory, detached from its history, as in torch."""
         copy = self.detach()
         return copy.requires_grad_() if self.requires_grad else copy
 
@@ -415,7 +417,7 @@ class Operation:
         return self.node.name
 
     def run(self, feed_dict: Any = None) -> None:
-        """Run it in the default session of its graph."""
+        """Run the operation in the default session of its graph."""
         from tfnb.session import run  # listed exception: .eval asks the session
 
         run(self, feed_dict)
@@ -434,7 +436,7 @@ def _at() -> str:
 
 
 def _node(graph: Graph, value: Value) -> Node:
-    """The node of a handle, in the graph or in the open recording of it; raises StaleNode."""
+    """The node of a handle, in the graph or in the graph's open recording; raises StaleNode."""
     node = graph.contents.by_id.get(value.node)
     recording = current.recording()
     if node is None and recording is not None and recording.graph is graph:
@@ -451,7 +453,7 @@ _OPEN = "its recording is not finished"
 
 
 def missing(graph: Graph, value: Value, asked: str) -> TfnbError:
-    """The error for a handle whose node is not in its graph: it is gone, or inside of a branch or loop."""
+    """The error for a handle whose node is not in its graph: the node was removed, or is inside of a branch or loop."""
     recording = current.recording()
     if recording is not None and recording.graph is graph:
         nodes, is_open = recording.tape.by_id, value.node in recording.tape.by_id

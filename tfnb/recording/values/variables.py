@@ -17,7 +17,7 @@ _places = WeakIdKeyDictionary()  # module -> {attribute: the Variable of what it
 
 
 def known(tensor: torch.Tensor) -> Variable | None:
-    """The Variable of this very tensor object, if it has one that has not moved on to another."""
+    """The Variable of this very tensor object, if the Variable has not moved on to another tensor."""
     entry = _known.get(id(tensor))
     if entry is None or entry[0]() is not tensor:
         return None
@@ -49,7 +49,9 @@ def variable(source: Any, *, name: str | None = None, trainable: bool | None = N
 
 
 def held(tensor: torch.Tensor, places: Iterable[tuple[torch.nn.Module, str]], name: str | None) -> Variable:
-    """The Variable of a tensor that modules hold: the one of what they held there before, if its spec is the same."""
+    """The Variable of a tensor held by modules: the Variable of the tensor held there before, if the spec is
+    the same.
+    """
     places = list(places)
     found = known(tensor)
     for module, attribute in places if found is None else ():

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class View(NamedTuple):
-    """One view op: called on the tensor it views with ``attrs`` (by name, without the viewed argument)."""
+    """One view op: called on the viewed tensor with ``attrs`` (by name, without the viewed argument)."""
 
     op: Op
     attrs: dict[str, Any]

@@ -19,19 +19,19 @@ from tfnb.recording.shapes.symbols import Symbols
 from tfnb.recording.values.samples import Samples
 
 if TYPE_CHECKING:
-    from tfnb.recording.values.outside_tensors import Met
+    from tfnb.recording.values.outside_tensors import MetMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """A derivative that `gradients` recorded. It holds for as long as ``ys`` depend on ``xs`` by the same nodes."""
+    """A derivative recorded by `gradients`, valid as long as ``ys`` depend on ``xs`` by the same nodes."""
 
     nodes: frozenset[int]
     ys: tuple[Value, ...]
     xs: tuple[Value | Variable, ...]
 
     def ways(self, nodes: Sequence[Node]) -> frozenset[int]:
-        """The nodes by which ``ys`` depend on ``xs``."""
+        """The nodes on paths from ``xs`` to ``ys``."""
         reached = {x.node for x in self.xs if isinstance(x, Value)}
         between: set[int] = set()
         for node in nodes:
@@ -63,7 +63,7 @@ class Workspace:
         self._apart: dict[Value, torch.Tensor] = {}  # fakes that stand for one value alone
         self.samples = Samples(self.symbols.number, self._graph)
         self.live = WeakIdKeyDictionary()  # recorded tensors of finished recordings that somebody still holds
-        self.outside: dict[int, list[Met]] = {}  # memory of plain tensors that recordings met, by storage
+        self.outside: dict[int, list[MetMemory]] = {}  # memory of plain tensors that recordings met, by storage
         self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
         self.asked: dict[int, tuple[str, int]] = {}  # nodes of a function that the user's line called: where in it
         self.told: set[tuple[str, str, int]] = set()  # tensors and lines that took their samples' numbers outside
@@ -77,7 +77,7 @@ class Workspace:
         return graph
 
     def apart(self, entry: Any) -> torch.Tensor:
-        """A fake tensor of this value alone: torch remembers with it the sizes that the value's data decide."""
+        """A separate fake tensor of this value: torch caches data-dependent sizes on the fake tensor."""
         found = self._apart.get(entry.value)
         if found is None:
             with self.symbols.kernel():
@@ -86,7 +86,7 @@ class Workspace:
         return found
 
     def renew(self, ids: Collection[int]) -> None:
-        """Nodes that compute from other values than before: samples come from those, sizes are those of now."""
+        """Renew nodes with changed operands: samples are recomputed, and sizes updated."""
         self.samples.renew(ids)
         for value, fake in self.fakes.items():
             if value.node in ids:
@@ -113,12 +113,12 @@ class Workspace:
         self.samples.forget(self.samples.of(ids))
 
     def sample(self, value: Value) -> torch.Tensor | None:
-        """The sample of a value, computed if it is not known; None where there is none."""
+        """The sample of a value, computed if unknown; None if there is none."""
         found = self.samples.known(value)
         return self.samples.compute(value, (), self._nodes()).get(value) if found is None else found
 
     def awaited(self, value: Value) -> torch.Tensor | None:
-        """The sample of a value that waited for somebody to look; those of others that are held come along.
+        """The sample of a value that was lazy; other lazy samples with handles are computed along.
 
         To look at them one after the other would compute what they have in common again and again.
         """

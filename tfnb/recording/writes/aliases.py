@@ -1,4 +1,4 @@
-"""Tensors that may share memory, as each run decides: a branch or a loop gave one name what another one may hold.
+"""Tensors that may share memory, as each run decides: a branch or loop gave a name the memory of another.
 
 Nothing is written into such a tensor while somebody holds another one that may share its memory: the write is an error,
 and says which statement decides. Below that, the views of one tensor, which share memory in every run.
@@ -28,7 +28,7 @@ ADVICE = (
 
 
 def may_share(new: Tensor, others: Iterable[Base], why: str) -> None:
-    """``new`` may have the memory of these. why: which statement decides."""
+    """Note that ``new`` may share the memory of these bases. why: the deciding statement."""
     mine = new._family
     for other in dict.fromkeys(others):
         if other is not mine:
@@ -37,7 +37,7 @@ def may_share(new: Tensor, others: Iterable[Base], why: str) -> None:
 
 
 def family(base: Base) -> Iterator[Base]:
-    """A tensor's base, and those with which it may share memory."""
+    """A tensor's base, and the bases that may share its memory."""
     yield base
     yield from (other for ref, _ in base.shares if (other := ref()) is not None)
 
@@ -57,7 +57,7 @@ def check_write(rec: Recording, base: Base) -> None:
 
 
 def lose(rec: Recording, base: Base, why: str) -> None:
-    """Nobody may look at it any more: only runs know whether it was written.
+    """Invalidate a base: only runs know whether it was written.
 
     Raises Unsupported for a tensor of another cell, and inside of a region.
     """
@@ -71,7 +71,7 @@ def lose(rec: Recording, base: Base, why: str) -> None:
 
 
 def copy_of(rec: Recording, tensor: torch.Tensor, why: str) -> Tensor:
-    """A node of its own, for what is below a guard, with the memory of the tensor, which others may hold as well."""
+    """A new node for values below a guard, sharing the memory of the tensor."""
     handle = rec.handle(tensor)
     with torch.enable_grad():  # in Python it is the tensor
         found = rec.handle(tensor.clone())
@@ -80,7 +80,7 @@ def copy_of(rec: Recording, tensor: torch.Tensor, why: str) -> Tensor:
 
 
 def outer(rec: Recording) -> set[Base]:
-    """Tensors of outside of the region that is being recorded, those that it met first included."""
+    """Bases of tensors outside the region being recorded, including tensors the region met first."""
     handles = rec.tape.handles.values()
     return {*rec.inside[-1].entries, *rec.tape.reads.values(), *(handle._family for _, handle in handles)}
 
@@ -116,7 +116,7 @@ def _put(rec: Recording, view: View, base: torch.Tensor, new: torch.Tensor) -> t
 
 
 def fitting(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """``result`` as it stands in ``target``: its dtype, shape and strides, on which later views depend."""
+    """``result`` converted to the dtype, shape and strides of ``target``, on which later views depend."""
     same = result.dtype == target.dtype and result.dim() == target.dim() and all(
         statically_known_true(n == m) and (statically_known_true(n <= 1) or statically_known_true(a == b))
         for n, m, a, b in zip(result.shape, target.shape, result.stride(), target.stride(), strict=True)

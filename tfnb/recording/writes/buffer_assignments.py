@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfnb.errors import Unsupported
 from tfnb.graph import Value, Variable
 from tfnb.recording.values.recording import Recording
-from tfnb.recording.values.tape import State
+from tfnb.recording.values.tape import TapeState
 from tfnb.recording.values.tensor import Base, Tensor
 from tfnb.recording.values.variables import known
 from tfnb.recording.writes.aliases import family, may_share
@@ -47,14 +47,14 @@ class Binding:
 
 
 class Rebound(NamedTuple):
-    """A buffer that a loop or branch gave another tensor, and whether it wrote into the earlier one as well."""
+    """A buffer rebound to another tensor by a loop or branch, and whether the earlier tensor was written as well."""
 
     binding: Binding
     is_mixed: bool
 
 
-class _Known(NamedTuple):
-    """A module as this recording found it."""
+class _KnownModule(NamedTuple):
+    """A module as first met by this recording."""
 
     module: torch.nn.Module
     buffers: dict[str, torch.Tensor | None]
@@ -68,7 +68,7 @@ class _Known(NamedTuple):
         return [(name, now) for name, now in table.items() if now is not before.get(name)]
 
     def restore(self, name: str) -> None:
-        """The module holds the buffer that it held, or has none of this name."""
+        """Restore the module's earlier buffer, or remove the buffer if there was none."""
         if name in self.buffers:
             self.module._buffers[name] = self.buffers[name]
         else:
@@ -80,12 +80,12 @@ class Buffers:
 
     def __init__(self, recording: Recording) -> None:
         self._rec = recording
-        self._known: dict[int, _Known] = {}  # modules that have buffers, by their ids
+        self._known: dict[int, _KnownModule] = {}  # modules that have buffers, by their ids
         self._without: dict[int, torch.nn.Module] = {}  # those that have none
         self._given = WeakIdKeyDictionary()  # the tensors that buffers were given
 
     def meet(self, roots: Iterable[torch.nn.Module], *, is_earlier: bool = False) -> None:
-        """Remember the tensors of these modules and of those inside of them."""
+        """Remember the buffers of these modules and their submodules."""
         stack, known_before, without = list(roots), self._known, self._without
         while stack:
             module = stack.pop()
@@ -94,7 +94,7 @@ class Buffers:
                 continue
             own = module.__dict__
             if own.get("_buffers") and not isinstance(module, torch.jit.ScriptModule):  # which makes its tensors anew
-                known_before[key] = _Known(module, own["_buffers"].copy(), is_earlier)
+                known_before[key] = _KnownModule(module, own["_buffers"].copy(), is_earlier)
             else:
                 without[key] = module
             if inner := own.get("_modules"):
@@ -118,12 +118,12 @@ class Buffers:
             return None
         return self._assign(found, name, old, new) if self._is_own(found, name, old) else None
 
-    def _found(self, module: torch.nn.Module, *, has_any: bool) -> _Known | None:
-        """The module as this recording found it; None for one that is not known and has no buffers yet."""
+    def _found(self, module: torch.nn.Module, *, has_any: bool) -> _KnownModule | None:
+        """The module as first met by this recording; None if unknown and without buffers so far."""
         if has_any:
             self.meet([module])
         elif self._without.pop(id(module), None) is not None:
-            self._known[id(module)] = _Known(module, {}, is_earlier=True)
+            self._known[id(module)] = _KnownModule(module, {}, is_earlier=True)
         return self._known.get(id(module))
 
     def replace_parameter(self, module: torch.nn.Module, name: str, new: torch.nn.Parameter | None) -> None:
@@ -144,7 +144,7 @@ class Buffers:
         )
 
     def follows(self, owner: Any, name: str) -> bool:
-        """Whether this attribute is a buffer of which each new tensor is an assignment."""
+        """Whether an attribute is a buffer whose rebinding is an assignment."""
         if not isinstance(owner, torch.nn.Module) or name not in vars(owner).get("_buffers", ()):
             return False
         self.meet([owner])
@@ -155,12 +155,12 @@ class Buffers:
     # -- comparison -----------------------------------------------------------------------------------------------
 
     def held(self, root: torch.nn.Module, *, deep: bool) -> Held:
-        """The buffers of a module, and of those inside of it; modules without any are left out."""
+        """The buffers of a module and of its submodules; modules without buffers are left out."""
         modules = root.modules() if deep else (root,)
         return [(module, dict(module._buffers)) for module in modules if module._buffers]
 
     def compare_held(self, held: Held) -> None:
-        """Record what the modules were given since by ``_buffers[...] = ``: of own buffers, and by recorded tensors."""
+        """Record the rebindings by ``_buffers[...] = `` since: of own buffers, to recorded tensors."""
         for module, before in held:
             for name, now in list(module._buffers.items()):
                 if now is not before.get(name) and isinstance(now, Tensor) and now not in self._given:
@@ -172,7 +172,7 @@ class Buffers:
                         self._assign_late(found, name, now)
 
     def compare(self) -> None:
-        """Record what known modules were given by ``_buffers[...] = ``, and refuse new Parameters of theirs."""
+        """Record rebindings by ``_buffers[...] = `` in known modules, and refuse their new Parameters."""
         if self._rec.scopes.module is not None:  # a call of functional_call gives them others for a while
             return
         for found in list(self._known.values()):
@@ -183,7 +183,7 @@ class Buffers:
             if isinstance(tensor, torch.nn.Parameter) and handle._family.variable is not None:
                 self._compare_parameter(tensor)
 
-    def _compare(self, found: _Known, name: str, now: torch.Tensor | None) -> None:
+    def _compare(self, found: _KnownModule, name: str, now: torch.Tensor | None) -> None:
         expected = self._expected(found, name)
         if isinstance(now, Tensor) and expected is None:
             found.restore(name)
@@ -206,18 +206,18 @@ class Buffers:
 
     # -- assignments ----------------------------------------------------------------------------------------------
 
-    def _expected(self, found: _Known, name: str) -> torch.Tensor | None:
-        """The tensor that a buffer holds if nobody has set it by ``_buffers[...] = ``."""
+    def _expected(self, found: _KnownModule, name: str) -> torch.Tensor | None:
+        """The tensor of a buffer unless somebody rebound it by ``_buffers[...] = ``."""
         binding = self._rec.tape.bindings.get((id(found.module), name))
         return found.buffers.get(name) if binding is None else binding.given
 
-    def _is_own(self, found: _Known, name: str, old: torch.Tensor | None, *, earlier: bool = False) -> bool:
-        """Whether a module holds a tensor of its own, and not one that functional_call lends it; ``earlier``: held."""
+    def _is_own(self, found: _KnownModule, name: str, old: torch.Tensor | None, *, earlier: bool = False) -> bool:
+        """Whether a module holds its own tensor, not one lent by functional_call; ``earlier``: or held before."""
         if old is not self._expected(found, name):
             return earlier and (old is found.buffers.get(name) or old in self._given)
         return isinstance(found.buffers.get(name), torch.Tensor) and not isinstance(found.buffers[name], Tensor)
 
-    def _assign_late(self, found: _Known, name: str, now: torch.Tensor | None) -> None:
+    def _assign_late(self, found: _KnownModule, name: str, now: torch.Tensor | None) -> None:
         """An assignment that comparison found: recorded where the new value was computed."""
         table = found.module._buffers
         table[name] = self._expected(found, name)
@@ -228,7 +228,9 @@ class Buffers:
             self._move(value, start)
 
     def _move(self, value: Value, start: int) -> None:
-        """Let the assignment recorded last follow the node of its value, so that whoever reads that runs it."""
+        """Move the last recorded assignment next to its value's node, so that consumers of the value run the
+        assignment.
+        """
         tape = self._rec.tape
         made = tape.new[start:]
         if len(made) != 1 or made[0].op != "tfnb.assign" or made[0].inputs != (value,):
@@ -248,7 +250,7 @@ class Buffers:
         tape.by_id.update((node.id, node) for node in tape.new[at + 1 :])
 
     def _assign(
-        self, found: _Known, name: str, old: torch.Tensor | None, new: torch.Tensor | None
+        self, found: _KnownModule, name: str, old: torch.Tensor | None, new: torch.Tensor | None
     ) -> torch.Tensor | None:  # fmt: skip
         """Record an assignment of a buffer's Variable; returns the recorded tensor that the module is to hold."""
         module, original, rec = found.module, found.buffers[name], self._rec
@@ -277,7 +279,7 @@ class Buffers:
         return binding.given
 
     def _part(self, binding: Binding) -> None:
-        """What the buffer held keeps its value, and is no more what the Variable holds."""
+        """Detach the buffer's old tensor, which keeps its value, from the Variable."""
         rec, var, original = self._rec, binding.variable, binding.original
         before = rec._read_base(var)
         if id(original) not in rec.tape.handles:
@@ -303,7 +305,9 @@ class Buffers:
         return other
 
     def _variable(self, module: torch.nn.Module, name: str, original: torch.Tensor) -> Variable:
-        """The Variable of a buffer. Raises Unsupported where other modules hold the tensor, too: they would part."""
+        """The Variable of a buffer. Raises Unsupported if other modules hold the same tensor, since they would
+        diverge.
+        """
         rec = self._rec
         binding = rec.tape.bindings.get((id(module), name))
         if binding is not None:
@@ -345,8 +349,9 @@ class Buffers:
 
     # -- loops and branches -----------------------------------------------------------------------------------------
 
-    def release(self, before: State, versions: dict[Base, int]) -> dict[Base, Rebound]:
-        """At the end of a loop's or branch's function: its assignments are writes of what the Variables held before.
+    def release(self, before: TapeState, versions: dict[Base, int]) -> dict[Base, Rebound]:
+        """At the end of a loop's or branch's function: turn its rebindings into writes of the Variables' earlier
+        memory.
 
         versions: of what it found when it was called. The caller repeats them behind the loop or branch by `rebind`.
         """
@@ -365,8 +370,8 @@ class Buffers:
         self.put_back(dict(tape.bindings), before)
         return rebound
 
-    def put_back(self, bindings: dict[tuple[int, str], Binding], before: State) -> None:
-        """Modules hold what they did at an earlier state. ``bindings`` were made since; reads are as of then."""
+    def put_back(self, bindings: dict[tuple[int, str], Binding], before: TapeState) -> None:
+        """Restore the modules to an earlier state. ``bindings`` were made since; reads are as of then."""
         tape = self._rec.tape
         for key in {**bindings, **before.bindings}:
             now, earlier = bindings.get(key), before.bindings.get(key)
@@ -383,7 +388,7 @@ class Buffers:
                 self._rec.stand(base, any_of_them.variable)
         tape.bindings = dict(before.bindings)
 
-    def _forget_handle(self, original: torch.Tensor, before: State) -> None:
+    def _forget_handle(self, original: torch.Tensor, before: TapeState) -> None:
         handles = self._rec.tape.handles
         handles.pop(id(original), None)
         if id(original) in before.handles:
@@ -399,7 +404,7 @@ class Buffers:
             self._lose(before, binding)
 
     def set_apart(self, binding: Binding) -> Base:
-        """Before a loop that gives a buffer other tensors: what holds the earlier one cannot be read from here on.
+        """Before a loop that rebinds a buffer: invalidate other holders of the earlier tensor.
 
         Inside, only the first iteration would find it equal to the buffer. Returns the memory of the buffer.
         """
@@ -436,7 +441,7 @@ class Buffers:
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether the program marked it with ``requires_grad_``."""
+    """Whether the program set ``requires_grad_`` on the tensor."""
     with torch._C.DisableTorchFunction():
         return tensor.requires_grad
 

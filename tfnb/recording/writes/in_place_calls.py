@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def record_write(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
-    """Record the twin of ``func``, then rebind what it writes; returns what ``func`` would."""
+    """Record the out-of-place twin of ``func``, then rebind its targets; returns the result of ``func``."""
     named = dict(zip(own.names, args, strict=False)) | kwargs
     other = twin(func)
     if other is None:
@@ -49,7 +49,7 @@ def record_write(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -
 def _write(
     rec: Recording, func: Op, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """One call that writes ``targets``; returns what it computes besides."""
+    """One call that writes ``targets``; returns its other results."""
     given = {**own.defaults, **named}  # the twin may have other defaults, or none
     passed = {name: given[name] for name in facts(other).names if name in given}
     first = next((leaf for leaf in leaves(passed) if isinstance(leaf, torch.Tensor)), None)
@@ -58,7 +58,7 @@ def _write(
     with rec.tagged(STRAIGHT if off and direct else frozenset(), rec.tape.marks.forward):
         results = _called(other, passed)
     if any(isinstance(result, (list, tuple)) for result in results):
-        raise _refused(rec, func, "writes lists of tensors beside others: use calls that return what they compute")
+        raise _refused(rec, func, "writes lists of tensors beside others: use out-of-place calls")
     for target, result in zip(targets, results[: len(targets)], strict=True):
         resized = result.dim() != target.dim() and any(a.is_out for a in func._schema.arguments)
         if resized or not (direct or _broadcasts(result, target)):
@@ -78,7 +78,7 @@ def _called(op: Op, named: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def _write_lists(rec: Recording, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]) -> None:
-    """A foreach call: one entry after another, as torch does it, where an entry is an alias of something else."""
+    """A foreach call: entry by entry, as in torch, if an entry aliases another operand."""
     given = {**own.defaults, **named}
     passed = {name: given[name] for name in facts(other).names if name in given}
     homes = [id(rec.home(leaf)) for leaf in leaves(passed) if isinstance(leaf, torch.Tensor)]
@@ -131,7 +131,7 @@ def _grow(rec: Recording, func: Op, target: torch.Tensor, result: torch.Tensor) 
 
 
 def _broadcasts(result: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether ``result`` has the shape of ``target``, or can be written into all of it."""
+    """Whether ``result`` has the shape of ``target``, or can be broadcast into all of ``target``."""
     if result.dim() != target.dim() and result.numel() != target.numel():
         return False
     return all(
@@ -174,7 +174,7 @@ def refuse_of_another_cell(rec: Recording, target: torch.Tensor, base: Base) -> 
 
 
 def become(rec: Recording, base: Base, entry: Entry) -> None:
-    """A tensor, or the Variable that it is the value of, holds this from here on."""
+    """Set the value of a tensor, or of the Variable it stands for."""
     var = base.variable if base.variable is not None and rec.tape.reads.get(base.variable) is base else None
     if base.written is not None and var is None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
@@ -187,7 +187,7 @@ def become(rec: Recording, base: Base, entry: Entry) -> None:
 
 
 def note_copy(rec: Recording, source: torch.Tensor, result: Any) -> None:
-    """Remember what was copied here and is a view where the sizes of a run allow it: a write would show in both."""
+    """Remember a copy that is a view for some sizes: a write would show in both."""
     if not isinstance(source, Tensor) or not isinstance(result, Tensor):
         return
     base, other = source._family, result._family

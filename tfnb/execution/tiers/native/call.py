@@ -1,4 +1,4 @@
-"""Calls of a package: what they are given is looked at each time, and Python's lock is free while they run.
+"""Calls of a package: operands are checked each time, and Python's lock is released during the call.
 
 A package itself checks nothing: a tensor of another size would be read beyond its end, one with other strides written
 outside of its view, and memory that is given twice changed while it is read. What does not fit is not run.
@@ -18,7 +18,7 @@ from torch._C import _aoti
 
 from tfnb.execution.tiers.interface import Unfit
 from tfnb.execution.tiers.native.direct import Direct, direct_call, watched
-from tfnb.execution.tiers.native.exportable import Given
+from tfnb.execution.tiers.native.exportable import ExtraOperands
 from tfnb.execution.tiers.native.manifest import About
 from tfnb.execution.tiers.native.request import Operand
 from tfnb.execution.tiers.operand_checks import OperandRefused
@@ -52,7 +52,7 @@ _ABI = (
 """What `call.c` takes of torch's C ABI, after the function that runs a package."""
 
 
-class _Kept:
+class _KeptTensors:
     """Tensors that calls take as they are, as handles; gone with the object."""
 
     def __init__(self, storages: Sequence[torch.Tensor], more: Sequence[torch.Tensor], feeds: int, count: int,
@@ -80,7 +80,7 @@ class Package:
     Raises Unfit or OperandRefused, and then wrote nothing. lasts: calls take the same storages, whose handles are kept.
     """
 
-    def __init__(self, folder: Path, about: About, given: Given, *, lasts: bool = True) -> None:
+    def __init__(self, folder: Path, about: About, given: ExtraOperands, *, lasts: bool = True) -> None:
         self.about, self.given, self._lasts = about, given, lasts
         library, caller = ctypes.CDLL(str(folder / "step.so")), ctypes.PyDLL(str(folder / "call.so"))
         abi = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -103,7 +103,7 @@ class Package:
         self._call.argtypes, self._call.restype = (_pointer, _pointer, ctypes.py_object), ctypes.py_object
         self._direct = caller.tfnb_direct
         self._direct.argtypes, self._direct.restype = (ctypes.py_object,), ctypes.py_object
-        self._kept: _Kept | None = None
+        self._kept: _KeptTensors | None = None
 
     def _operand(self, abi: Any, operand: Operand, writes: bool) -> _Operand:
         arrays = [(_int * (len(numbers) + 1))(*numbers) for numbers in (operand.shape, operand.stride)]
@@ -116,7 +116,7 @@ class Package:
     def __call__(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run: int) -> list[torch.Tensor]:
         kept = self._kept
         if kept is None or not all(map(is_, kept.storages, storages)):
-            kept = _Kept([*storages], self.given.constants, len(feeds), len(self.about.operands), self._drop)
+            kept = _KeptTensors([*storages], self.given.constants, len(feeds), len(self.about.operands), self._drop)
             self._kept = kept if self._lasts else None
         taken = [*feeds, *(draw(run, (*feeds, *storages)) for draw in self.given.draws)] if self.given.draws else feeds
         if not kept.is_plain or any([feed.is_neg() or feed.is_conj() for feed in feeds]):
@@ -130,7 +130,7 @@ class Package:
         self, variables: Sequence[Variable], access: Access, written: Sequence[Variable],
         fetched: Sequence[int | None], known: Direct | None,
     ) -> Direct | None:  # fmt: skip
-        """The same step in one call, for the storages of the last call, which are those of the Variables.
+        """The same step in one call, for the storages of the last call, which are the Variables' own.
 
         None where the operands have to be looked at one by one. known: what this gave before.
         """

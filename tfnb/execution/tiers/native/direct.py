@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tfnb.graph import Variable
-from tfnb.graph.held import CHANGES, Watch
+from tfnb.graph.held import CHANGES, TensorWatch
 from tfnb.graph.variable_locks import LOCKS, Access
 
 _WORDS = 24  # of what is behind a tensor, which has more
@@ -36,11 +36,11 @@ class Direct:
 
     call: Callable[..., list[Any] | None]
     kept: Any
-    watches: tuple[Watch, ...]
+    watches: tuple[TensorWatch, ...]
     changes: int
 
-    def is_of(self, kept: Any, watches: Sequence[Watch]) -> bool:
-        """Whether it was made for these."""
+    def is_of(self, kept: Any, watches: Sequence[TensorWatch]) -> bool:
+        """Whether the call was made for these operands and watches."""
         return (
             self.kept is kept
             and self.changes == CHANGES.value
@@ -48,24 +48,24 @@ class Direct:
         )
 
 
-def watched(variables: Iterable[Variable]) -> tuple[Watch, ...] | None:
-    """What tells that Variables still have the storages that they have; None where nothing does."""
+def watched(variables: Iterable[Variable]) -> tuple[TensorWatch, ...] | None:
+    """Conditions under which Variables keep their storages; None if some Variable has none."""
     found = tuple(variable.watched() for variable in variables)
     return None if None in found else found  # type: ignore[return-value]
 
 
 def direct_call(
-    make: Callable[[Any], Any], package: Any, step: int, kept: Any, watches: Sequence[Watch], access: Access,
+    make: Callable[[Any], Any], package: Any, step: int, kept: Any, watches: Sequence[TensorWatch], access: Access,
     written: Iterable[Variable], fetched: tuple[int | None, ...],
 ) -> Callable[..., list[Any] | None] | None:  # fmt: skip
-    """What `Direct.call` is; None where torch's memory is not plain to see.
+    """The function `Direct.call`; None if the layout of torch's objects is not as expected.
 
     make: ``tfnb_direct`` of a package, whose C says what it is given here; the rest lives as long as the call.
     """
     memory = _memory()
     if memory is None:
         return None
-    now = _Memory(*(getattr(memory, name) for name, _ in memory._fields_))
+    now = _DirectMemory(*(getattr(memory, name) for name, _ in memory._fields_))
     now.known = CHANGES.value
     hold = LOCKS.reusable(access)
     lock = LOCKS.holds, hold, hold.token.acquire, hold.token.release, hold.waiters, hold.wake
@@ -79,14 +79,14 @@ def direct_call(
     return make((*pointers, torch.Tensor, watching, lock, fetched, _NAMES, _CONSTANTS, lives))  # type: ignore[no-any-return]
 
 
-class _Memory(ctypes.Structure):
+class _DirectMemory(ctypes.Structure):
     _fields_ = (("tensor", ctypes.c_int64), ("keys", ctypes.c_int64), ("gradient", ctypes.c_int64),
                 ("plain", ctypes.c_uint64), ("wrap", ctypes.c_void_p), ("changes", ctypes.c_void_p),
                 ("known", ctypes.c_int64))  # fmt: skip
 
 
 @cache
-def _memory() -> _Memory | None:
+def _memory() -> _DirectMemory | None:
     """Where torch keeps the facts about a tensor; None where that is not plain to see.
 
     Tried with torch 2.13: a Python object has a pointer to what is behind it, and that has the keys of the dispatcher,
@@ -112,7 +112,9 @@ def _memory() -> _Memory | None:
     after = _words(plain[0].requires_grad_()._cdata, _WORDS)
     gradient = [at for at in range(_WORDS) if before[at] != after[at]]
     where = gradient[0] if len(gradient) == 1 and not before[gradient[0]] else -1
-    return _Memory(tensor[0], key[0], where, keys.pop(), ctypes.cast(wrap, ctypes.c_void_p), ctypes.addressof(CHANGES))
+    return _DirectMemory(
+        tensor[0], key[0], where, keys.pop(), ctypes.cast(wrap, ctypes.c_void_p), ctypes.addressof(CHANGES)
+    )
 
 
 def _keys(x: torch.Tensor) -> int:
@@ -124,6 +126,6 @@ def _words(at: int, count: int) -> list[int]:
 
 
 def _places(memory: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[int]:
-    """Where each piece of memory has the word that is wanted of it."""
+    """Offsets at which each memory block has its expected word."""
     pairs = list(zip(memory, wanted, strict=True))
     return [at for at in range(len(memory[0])) if all(words[at] == word for words, word in pairs)]

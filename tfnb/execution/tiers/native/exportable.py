@@ -1,8 +1,8 @@
-"""A lowered step as a module of plain torch that takes all it needs and writes Variables at its end.
+"""A lowered step as a module of plain torch, with all inputs explicit, that writes Variables at its end.
 
-Its inputs are feeds, storages, then `Given`: constants of the graph, and random draws, which are made before the call
+Its inputs are feeds, storages, then `ExtraOperands`: constants of the graph, and random draws made before the call
 with their own streams. A step *writes* where nothing can fail once the operands are checked; else the module only
-computes, and the commit writes as it does for generated code. What kernels must not take is clamped (`operand_checks`),
+computes, and the commit writes as for generated code. What kernels must not take is clamped (`operand_checks`),
 and every write then keeps the old value.
 """
 
@@ -20,8 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from tfnb.errors import Unimplemented
-from tfnb.execution.lowering.checked_calls import Branch, Drawing
-from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
+from tfnb.execution.lowering.checked_calls import Branch, RandomCall
+from tfnb.execution.lowering.control_flow_code import Cond, Loop, RecursiveCall
 from tfnb.execution.lowering.loop_in_place import writer_of
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.graph_split import sizes
@@ -39,7 +39,7 @@ from tfnb.passes import feed_symbols
 
 aten = torch.ops.aten
 SMALL = 1  # elements; a constant of so many stands in the code
-_DECIDES = (Branch, Call, Cond)
+_DECIDES = (Branch, RecursiveCall, Cond)
 _BY_SHAPE = frozenset({
     aten.bernoulli.p, aten.native_dropout.default, aten.rand_like.default, aten.randint_like.default,
     aten.randint_like.low_dtype, aten.randn_like.default,
@@ -79,7 +79,7 @@ def _unfit(program: Program, node: fx.Node, known: Set[str], formless: Collectio
         return f"{name} has no form in C"
     if not _symbols(program, node) <= known:
         return f"data decide the sizes of {name}"
-    if isinstance(node.target, Drawing) and not _draws_before(node):
+    if isinstance(node.target, RandomCall) and not _draws_before(node):
         return f"{name} draws from values that the step computes"
     return None
 
@@ -114,22 +114,22 @@ def _draws_before(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a step takes beside feeds and storages. draws: calls of the run's number that make the rest."""
+class ExtraOperands:
+    """Additional operands of a step beside feeds and storages. draws: calls by run number that make random operands."""
 
     constants: tuple[torch.Tensor, ...]
     draws: tuple[Callable[[int, Sequence[Any]], torch.Tensor], ...]
 
     @classmethod
-    def of(cls, program: Program, operands: Iterable[Operand]) -> Given:
-        """That of a program, for operands that lie so."""
-        drawing = [node for node in program.module.graph.nodes if isinstance(node.target, Drawing)]
+    def of(cls, program: Program, operands: Iterable[Operand]) -> ExtraOperands:
+        """The additional operands of a program, for operands of these layouts."""
+        drawing = [node for node in program.module.graph.nodes if isinstance(node.target, RandomCall)]
         layouts: Mapping[fx.Node, Any] = _Layouts.of(program, operands) if drawing else {}
         return cls(tuple(_constants(program)), tuple(_draw(program, node, layouts[node]) for node in drawing))
 
 
 def _constants(program: Program) -> Iterator[torch.Tensor]:
-    """The constants that are operands, and then those of loops, as they lie once they were read from a file."""
+    """Constants that are operands, then the constants of loops, contiguous as after reading from a file."""
     yield from (getattr(program.module, name).contiguous() for name in _lifted(program))
     for loop in _loops(program):
         yield from _constants(_body(loop))
@@ -158,7 +158,7 @@ class _Layouts(fx.Interpreter):
     operands: dict[fx.Node, Any]
 
     def run_node(self, n: fx.Node) -> Any:
-        if isinstance(n.target, Drawing):
+        if isinstance(n.target, RandomCall):
             self.operands[n] = self.fetch_args_kwargs_from_env(n)
             args, kwargs = self.operands[n]
             return n.target.op(*args[1:], **kwargs)
@@ -189,7 +189,7 @@ def _zeros(fake: FakeTensor) -> torch.Tensor:
 def exportable(
     program: Program, operands: Sequence[Operand], table: Mapping[Any, Callable[..., Any]], axes: Sequence[Axis] = ()
 ) -> tuple[fx.GraphModule, list[torch.Tensor], About]:
-    """The module, examples of its operands, and what it gives; raises Unimplemented, or what torch raises.
+    """The module, examples of its operands, and its manifest; raises Unimplemented, or an error of torch.
 
     table: decompositions of the compiler. axes: those that vary.
     """
@@ -197,7 +197,7 @@ def exportable(
         raise Unimplemented(why)
     checks = OperandChecks()
     graph, places = pure(program, checks)
-    given = Given.of(program, operands)
+    given = ExtraOperands.of(program, operands)
     step = fx.GraphModule(program.module, graph)
     examples = [operand.empty().zero_() for operand in operands]
     examples += [*given.constants, *(draw(0, examples) for draw in given.draws)]
@@ -228,7 +228,7 @@ def exportable(
 
 
 def _drawn_axes(program: Program, operands: Sequence[Operand], axes: Sequence[Axis], first: int) -> Iterator[Axis]:
-    """The axes of what is drawn that vary, found by drawing for other sizes, too."""
+    """The varying axes of random operands, found by drawing at other sizes."""
     sizes = {symbol: operands[place].shape[axis] for place, axis, symbol in axes}
     if not sizes:
         return
@@ -236,7 +236,7 @@ def _drawn_axes(program: Program, operands: Sequence[Operand], axes: Sequence[Ax
     drawn = []
     for chosen in (sizes, others):
         given = resized(operands, axes, chosen)
-        drawn.append([draw(0, [x.empty().zero_() for x in given]) for draw in Given.of(program, given).draws])
+        drawn.append([draw(0, [x.empty().zero_() for x in given]) for draw in ExtraOperands.of(program, given).draws])
     for place, pair in enumerate(zip(*drawn, strict=True), first):
         for axis, (size, other) in enumerate(zip(*(x.shape for x in pair), strict=True)):
             symbols = [symbol for symbol in sizes if (sizes[symbol], others[symbol]) == (size, other)]
@@ -247,7 +247,7 @@ def _drawn_axes(program: Program, operands: Sequence[Operand], axes: Sequence[Ax
 
 @contextmanager
 def _sized(examples: Sequence[torch.Tensor], axes: Sequence[Axis]) -> Iterator[Sequence[torch.Tensor]]:
-    """The examples with symbols for what varies; raises Unimplemented if tracing them decided about a size."""
+    """The examples with symbolic sizes on varying axes; raises Unimplemented if tracing specialized a size."""
     if not axes:
         yield examples
         return
@@ -265,13 +265,13 @@ def _sized(examples: Sequence[torch.Tensor], axes: Sequence[Axis]) -> Iterator[S
 
 
 def pure(program: Program, checks: OperandChecks) -> tuple[fx.Graph, list[int | None]]:
-    """The program's graph from all operands; for each of its outputs the place among those it computes, or ~operand.
+    """The program's graph over all operands; for each output its index among computed outputs, or ~operand.
 
-    Operands are feeds, storages and what `Given` says; the run's number, which only draws take, counts after storages.
+    Operands are feeds, storages and `ExtraOperands`; the run's number, used by draws only, counts after the storages.
     """
     old, graph = program.module.graph, fx.Graph()
     *inputs, run = old.find_nodes(op="placeholder")
-    draws = [node for node in old.nodes if isinstance(node.target, Drawing)]
+    draws = [node for node in old.nodes if isinstance(node.target, RandomCall)]
     new: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
     given = [graph.placeholder(f"given{place}") for place, _ in enumerate(_constants(program))]
     rest, counts = iter(given), dict[fx.Node, fx.Node]()
@@ -303,7 +303,7 @@ def pure(program: Program, checks: OperandChecks) -> tuple[fx.Graph, list[int | 
 
 
 def _traced(body: Program, checks: OperandChecks) -> Body:
-    """A loop's body, which takes its constants last."""
+    """A loop's body, with its constants as last arguments."""
     body = body.undonated()
     graph, places = pure(body, checks)
     step = fx.GraphModule(body.module, graph)
@@ -316,7 +316,7 @@ def _traced(body: Program, checks: OperandChecks) -> Body:
 
 
 def _target(program: Program, node: fx.Node) -> Any:
-    """What a call does, where it writes into a value of its loop: the same without that."""
+    """The target of a call, out of place if it writes into a carried value."""
     owner = program.node_of.get(node.name)
     writer = None if owner is None or not program.written else writer_of(owner.op)
     if owner is None or writer is None or node.target is not writer[0]:

@@ -1,4 +1,4 @@
-"""What a package says of itself, in a file beside its code."""
+"""The manifest of a package, in a file beside its code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST = 2  # of a size that varies: torch takes 0 and 1 for numbers of their own
 
 @dataclass(frozen=True)
 class About:
-    """What a package is. operands: all of them; written: places of those that it writes; flag: its last output.
+    """Manifest of a package. operands: all; written: indices of those it writes; flag: its last output.
 
     fetched: for each output of the program that the call gives (fetches, and of a step that only computes also what is
     committed) its place among the outputs of the package, or ~place among the operands; None for nothing.
@@ -40,12 +40,12 @@ class About:
         return replace(self, operands=resized(self.operands, self.varying, sizes), varying=())
 
     def save(self, folder: Path) -> None:
-        """Write it into a package."""
+        """Write the manifest into a package."""
         (folder / ABOUT).write_text(json.dumps(asdict(self)))
 
 
 def about(folder: Path) -> About:
-    """That of a package."""
+    """The manifest of a package."""
     found = json.loads((folder / ABOUT).read_text())
     operands = tuple(
         Operand(dtype, tuple(shape), tuple(stride), device) for dtype, shape, stride, device in found["operands"]

@@ -1,4 +1,4 @@
-"""Packages: what AOTInductor made of a request, in a folder. `build` needs torch and a C++ compiler only.
+"""Packages: folders with the code that AOTInductor made of a request. `build` needs torch and a C++ compiler only.
 
 A folder holds ``step.so`` (the step), ``call.so`` (`call.c`, `direct.c`) and ``about.json``. To load one runs its code:
 only folders that this user's tfnb wrote are loaded.
@@ -37,7 +37,7 @@ STEP, CALL = "step.so", "call.so"
 
 
 def build_in(folder: Path) -> dict[str, Any]:
-    """`build` of the request in the folder, and what trying it found out: what the compiler's process calls."""
+    """Run `build` for the request in the folder, then try the package; called by the compiler's process."""
     request = NativeRequest.load(folder / REQUEST)
     request.as_asked()
     try:
@@ -52,14 +52,14 @@ class Formless(Exception):
 
 
 def build(request: NativeRequest, folder: Path) -> None:
-    """Compile a request into a folder that is there; raises Unimplemented, Formless, or what torch raises."""
+    """Compile a request into an existing folder; raises Unimplemented, Formless, or an error of torch."""
     program = request.program().undonated()
     if len(program.feeds) + len(program.variables) != len(request.operands):
         raise Unimplemented("the step was read back as another one")
     missing: set[str] = set()
 
     def prepared(nodes: list[Any]) -> list[Any]:
-        """What is looked at and changed before inductor fuses kernels."""
+        """Check and reorder inductor's nodes before it fuses kernels."""
         missing.update(str(op) for node in nodes if (op := _called(node)) is not None and not _has_form(op))
         if missing:
             raise Formless(missing)
@@ -100,13 +100,13 @@ def build(request: NativeRequest, folder: Path) -> None:
 
 
 def _before_kernels(graph: fx.Graph) -> None:
-    """What is changed in the step's graph before kernels are made of it."""
+    """Rewrite the step's graph before inductor makes kernels."""
     unroll_scans(graph)
     choose_products(graph)
 
 
 def _dynamic(about: About) -> tuple[dict[int, Any] | None, ...] | None:
-    """What varies, as torch takes it: it raises an error where code fixes a size that has a name."""
+    """The varying axes in torch's form; torch raises if code specializes a named size."""
     if not about.varying:
         return None
     names = dict.fromkeys(symbol for _, _, symbol in about.varying)
@@ -118,7 +118,7 @@ def _dynamic(about: About) -> tuple[dict[int, Any] | None, ...] | None:
 
 
 def _called(node: Any) -> torch._ops.OpOverload | None:
-    """The op that a node of inductor's calls as it is."""
+    """The op of an inductor fallback call."""
     op = getattr(node.node, "op_overload", None) if isinstance(node.node, FallbackKernel) else None
     return op if isinstance(op, torch._ops.OpOverload) else None
 

@@ -1,4 +1,4 @@
-"""Which library multiplies matrices: torch's own choice or oneDNN, whichever is quicker here for these very sizes.
+"""The choice of library for matrix products: torch's own or oneDNN, timed at these very sizes.
 
 Torch takes MKL for float32, which uses half of the lanes of processors of another maker: oneDNN takes half of its time
 there (Zen 5, [256, 784] @ [784, 128] on one thread: 240 us, not 500). Of small products MKL is the quicker one. So
@@ -30,7 +30,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_available() -> bool:
-    """Whether torch was built with oneDNN and this processor has what it needs."""
+    """Whether torch has oneDNN with the op used here."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -40,7 +40,7 @@ def _fake(a: Tensor, b: Tensor) -> Tensor:
 
 @op("(Tensor a, Tensor b) -> Tensor", _fake)
 def onednn_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of two matrices in float32 on the CPU; ``b`` may lie in any strides, ``a`` is copied if it is turned.
+    """``a @ b`` of two float32 matrices on the CPU; ``b`` may have any strides, a transposed ``a`` is copied.
 
     >>> onednn_product(torch.ones(2, 3), torch.ones(3, 1)).tolist()
     [[3.0], [3.0]]
@@ -93,7 +93,7 @@ def _is_quicker(first: Layout, second: Layout, threads: int) -> bool:
 
 
 def _seconds(call: Callable[[], Tensor], count: int) -> float:
-    """Of processors: what else runs here shall not decide. Threads that torch does not have are somebody else's."""
+    """Processor seconds, so that other load does not decide. With one torch thread, time of this thread alone."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.process_time
     start = clock()
     for _ in range(count):
@@ -103,7 +103,7 @@ def _seconds(call: Callable[[], Tensor], count: int) -> float:
 
 @register_lowering(_product, type_promotion_kind=None)  # type: ignore[untyped-decorator]
 def _lowered(a: Any, b: Any) -> Any:
-    """As inductor lowers torch's op, which it takes for constant weights only, and of any strides here."""
+    """Inductor's lowering of torch's op, which accepts constant weights only, here for weights of any strides."""
     x = LinearUnary.require_contiguous(LinearUnary.realize_input(a))
     w = LinearUnary.require_stride1(LinearUnary.realize_input(permute(b, [1, 0])))
     layout = FixedLayout(device=x.get_device_or_error(), dtype=x.get_dtype(), size=[x.get_size()[0], w.get_size()[0]])

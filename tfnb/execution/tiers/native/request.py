@@ -1,7 +1,8 @@
-"""What the native tier compiles: a step as JSON and tensors, for operands of these very layouts. Code is no part of it.
+"""Requests of the native tier: a step as JSON and tensors, for operands of given layouts. Contains no code.
 
-The graph is the one that was lowered, after all passes, so the process that compiles runs no pass. It stands for the
-same step under any names: `NativeRequest.key` looks at ops, edges and attributes only.
+The graph is the lowered one, after all passes, so the compiler's process runs no pass. `NativeRequest.key` digests what
+the code depends on: ops, edges, attributes, specs, constants and tags of the nodes, layouts of operands, threads and
+torch's default dtype. Names of nodes and Variables are no part of the key.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Self:
-        """That of a tensor."""
+        """The layout of a tensor."""
         return cls(dtype_name(x.dtype), tuple(x.shape), tuple(x.stride()), str(x.device))
 
     @property
@@ -56,7 +57,7 @@ class Operand(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """One that varies: which operand's, and the symbol that is its size."""
+    """A varying axis: the operand's index, the axis, and the symbol of its size."""
 
     operand: int
     axis: int
@@ -86,7 +87,7 @@ def resized(operands: Sequence[Operand], axes: Iterable[Axis], sizes: Mapping[st
 
 @dataclass(frozen=True)
 class NativeRequest:
-    """One step to compile. operands: its feeds, then the storages of its Variables; threads: those of its loops.
+    """A step to compile. operands: its feeds, then the storages of its Variables; threads: for its loops.
 
     varying: axes of which the code takes any size from 2 on; the operands have an example.
     """
@@ -126,18 +127,18 @@ class NativeRequest:
         return lower_optimized(self.graph, self.graph, fetches, feeds)
 
     def key(self) -> str:
-        """A sha256 of all that the code depends on, but versions and the machine."""
+        """sha256 of everything the code depends on, except versions and the machine (`package_cache.surroundings`)."""
         about = json.dumps([self._about(), [sorted(node.tags) for node in self.graph.nodes]])
         return hashlib.sha256(f"{graph_hash(self.graph.contents)} {about}".encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder that is there."""
+        """Write the request into an existing folder."""
         write_graph("step", self.graph.seed, self.graph.contents, folder / GRAPH)
         (folder / ABOUT).write_text(json.dumps(self._about()))
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read what `save` wrote."""
+        """Read a request written by `save`."""
         _, seed, contents = read_graph(folder / GRAPH, itertools.count().__next__, trusted=True)
         about = json.loads((folder / ABOUT).read_text())
         fetches, feeds = (tuple(tuple(value) for value in about[name]) for name in ("fetches", "feeds"))

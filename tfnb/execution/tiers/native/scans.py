@@ -24,7 +24,7 @@ Body = Callable[..., Sequence[Tensor]]
 
 
 def refusal(program: Program, node: fx.Node) -> str | None:
-    """Why the call of a loop is no scan, as the end of a sentence about it; None where it is one."""
+    """The reason why a loop's call is no scan, as the end of a sentence; None if it is a scan."""
     loop: Any = node.target
     _, _, xs, _, limit, rows = node.args
     if loop.cond is not None or not (_is_known(program, limit) or (loop.reverse and xs)):
@@ -40,7 +40,7 @@ def _is_known(program: Program, limit: Any) -> bool:
 
 
 def is_count(node: fx.Node) -> bool:
-    """Whether it is the number of iterations that a loop took, which a scan gives as a number."""
+    """Whether a node is the iteration count of a loop, which a scan gives as a number."""
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and isinstance(source.target, Loop) and node.args[1] == len(source.args[1])  # type: ignore[arg-type]
 

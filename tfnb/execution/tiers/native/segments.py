@@ -1,4 +1,4 @@
-"""Steps in which generated code runs between packages: one for each straight segment, as `graph_split` cuts them.
+"""Steps with generated code between packages: one package for each straight segment of `graph_split`.
 
 A segment only computes; what the step writes is committed after it, as it is for generated code.
 """
@@ -14,7 +14,7 @@ from torch import fx
 
 from tfnb.execution.compiling.compiled_packages import PackageFolder
 from tfnb.execution.lowering.program import written
-from tfnb.execution.tiers.graph_split import Segment
+from tfnb.execution.tiers.graph_split import StepSegment
 from tfnb.execution.tiers.interface import Forward, Unfit
 from tfnb.execution.tiers.native.call import PackageFailed
 from tfnb.execution.tiers.native.request import Operand
@@ -25,7 +25,7 @@ SEGMENTS = "segments"  # the fact how the operands of each lie; None of one that
 
 
 class SegmentedStep:
-    """Computes a step as ``program.forward`` does. lacks: why it is not one package.
+    """Computes a step like ``program.forward``. lacks: the reason why the step is not one package.
 
     Raises Unfit, OperandRefused or PackageFailed; an error of generated code is a refusal, since the code of the whole
     step raises it with its line.
@@ -47,11 +47,11 @@ class SegmentedStep:
             raise OperandRefused from error
 
 
-def given(code: fx.GraphModule, segments: Sequence[Segment], args: Sequence[Any]) -> list[tuple[Any, ...]]:
+def given(code: fx.GraphModule, segments: Sequence[StepSegment], args: Sequence[Any]) -> list[tuple[Any, ...]]:
     """The arguments of each segment in a run of generated code."""
-    found: dict[Segment, tuple[Any, ...]] = {}
+    found: dict[StepSegment, tuple[Any, ...]] = {}
 
-    def noted(segment: Segment, *args: Any) -> Sequence[Any]:
+    def noted(segment: StepSegment, *args: Any) -> Sequence[Any]:
         found[segment] = args
         return segment.program.forward(*args)
 
@@ -72,7 +72,7 @@ def operands(args: Sequence[Any]) -> tuple[Operand, ...] | None:
 
 
 def fitting(step: Forward, layouts: Sequence[Operand]) -> Callable[..., Sequence[Any]]:
-    """A step of a segment that copies what crosses into it where that lies in another way."""
+    """A segment's step that copies crossing values of other layouts."""
 
     def forward(*args: Any) -> Sequence[Any]:
         try:

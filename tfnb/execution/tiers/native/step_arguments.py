@@ -1,4 +1,4 @@
-"""What a step is given, in two files: the compiler's process tries a package with it."""
+"""Operands of a step in two files, with which the compiler's process tries a package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save_arguments(args: Sequence[Any], folder: Path) -> None:
 
 
 def load_arguments(folder: Path) -> list[Any]:
-    """What `save_arguments` wrote, each tensor as it lay."""
+    """Load the operands of `save_arguments`, with their strides."""
     operands, run = json.loads((folder / ABOUT).read_text())
     found: list[Any] = []
     with (folder / DATA).open("rb") as file:

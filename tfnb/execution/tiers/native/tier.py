@@ -1,4 +1,4 @@
-"""The native tier: asked by the chooser, it lets a step be compiled in another process and loads the package."""
+"""The native tier: compiles steps in another process and loads the packages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tfnb.execution.compiling.compiled_packages import PackageFolder, cached, co
 from tfnb.execution.compiling.compiler_process import NOBODY, OverBudget
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.graph_split import cut
-from tfnb.execution.tiers.interface import Abandoned, Request
+from tfnb.execution.tiers.interface import Abandoned, TierRequest
 from tfnb.execution.tiers.native.call import Package
 from tfnb.execution.tiers.native.direct import Direct
-from tfnb.execution.tiers.native.exportable import Given, obstacles
+from tfnb.execution.tiers.native.exportable import ExtraOperands, obstacles
 from tfnb.execution.tiers.native.manifest import About, about
 from tfnb.execution.tiers.native.request import FORMLESS, NativeRequest, Operand
 from tfnb.execution.tiers.native.segments import SEGMENTS, SegmentedStep, fitting, given, operands
@@ -29,7 +29,7 @@ from tfnb.graph.variable_locks import NOTHING
 ADVICE = "a loop of the graph (tfnb.fold, or for x in a tensor, in a cell) compiles its body once"
 
 
-class Native:
+class NativeTier:
     """The tier: a whole step as one call, or its segments. varies: for feeds of any size from 2 on, not for one."""
 
     name = "compiled"
@@ -37,7 +37,7 @@ class Native:
     def __init__(self, *, varies: bool = False) -> None:
         self.varies = varies
 
-    def made(self, request: Request) -> Step | str:
+    def made(self, request: TierRequest) -> Step | str:
         """The code for operands that lie as these do."""
         program = request.program.undonated()
         unfit = obstacles(program)
@@ -49,7 +49,7 @@ class Native:
                 return f"{', '.join(package.facts[FORMLESS])} has no form in C"
         return self._in_segments(program, request, unfit)
 
-    def _package(self, program: Program, request: Request) -> PackageFolder | str:
+    def _package(self, program: Program, request: TierRequest) -> PackageFolder | str:
         wanted = NativeRequest.of(program, request.args, varies=self.varies)
 
         def write(folder: Path) -> None:
@@ -64,7 +64,7 @@ class Native:
             raise Abandoned(NOBODY)
         return package
 
-    def _in_segments(self, program: Program, request: Request, unfit: Mapping[fx.Node, str]) -> Step | str:
+    def _in_segments(self, program: Program, request: TierRequest, unfit: Mapping[fx.Node, str]) -> Step | str:
         """A step of packages, for operands as they lie where the step runs now."""
         why = next(iter(unfit.values()))
         found = cut(program, unfit.keys())
@@ -88,7 +88,7 @@ class Native:
         package = remembered(key, {"seconds": seconds, SEGMENTS: layouts})
         return SegmentedStep(code, "; ".join(dict.fromkeys(reasons)), package)
 
-    def _part(self, request: Request, program: Program, args: Sequence[Any]) -> Step | str:
+    def _part(self, request: TierRequest, program: Program, args: Sequence[Any]) -> Step | str:
         """The step of a segment; why there is none, though other segments may have one."""
         try:
             found = self.made(replace(request, program=program, args=args))
@@ -99,7 +99,7 @@ class Native:
         return str(found.package.facts["status"])
 
     def recalled(self, program: Program, shapes: Sequence[torch.Size]) -> Step | None:
-        """The code for feeds of these sizes, one element behind the other, if it lies in the cache."""
+        """The cached code for contiguous feeds of these sizes, if any."""
         by_id = program.whole.contents.by_id
         specs = [by_id[value.node].outputs[value.index] for value in program.feeds]
         feeds = [torch.empty(shape, dtype=spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
@@ -128,7 +128,9 @@ class Native:
 
 
 def _lies(variable: Variable) -> torch.Tensor:
-    """A tensor that lies as its value does; on a cluster's task, where it has none, one element behind the other."""
+    """A tensor with the layout of a Variable's value; contiguous on a cluster's task, where the Variable
+    has no value.
+    """
     if variable.initialized:
         return variable.storage
     spec = variable.spec
@@ -152,7 +154,7 @@ def loaded(folder: Path, program: Program) -> NativeStep | VaryingStep:
     def step(about: About) -> NativeStep:
         at = about.operands[: len(program.feeds) + len(program.variables)]
         lasts = all(variable.initialized for variable in program.variables)  # a task is given new ones in each step
-        return NativeStep(Package(folder, about, Given.of(program, at), lasts=lasts), program)
+        return NativeStep(Package(folder, about, ExtraOperands.of(program, at), lasts=lasts), program)
 
     return VaryingStep(found, len(program.feeds), step) if found.varying else step(found)
 
@@ -180,7 +182,7 @@ class NativeStep:
         self._direct: Direct | None = None
 
     def direct(self) -> Callable[..., list[Any] | None] | None:
-        """`Direct.call` of the whole step, after a call of it; None where there is none."""
+        """`Direct.call` of the whole step, after a first call; None if unavailable."""
         if not self._made or (self._written and not self.writes):
             return None
         places = self._places[: self._n_fetches]

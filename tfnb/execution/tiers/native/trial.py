@@ -1,4 +1,4 @@
-"""A package is tried where it was built, on arguments of the step that it is for, beside generated code.
+"""The trial of a package in its building process, on arguments of its step, beside generated code.
 
 So the process that runs steps holds no second copy of them, and a package that ends its process ends the compiler's.
 """
@@ -16,7 +16,7 @@ from tfnb.execution.tiers.native.tier import loaded
 
 
 def tried(request: NativeRequest, folder: Path, arguments: Path) -> dict[str, Any]:
-    """What `compared` found out about the package of a request. arguments: a folder that has some."""
+    """The findings of `compared` for the package of a request. arguments: a folder with operands."""
     program = request.program().undonated()
     step = loaded(folder, program)
     return compared(program, program.forward, step, _samples(request, arguments))

@@ -1,4 +1,4 @@
-"""Scans as loops whose body takes several iterations: a pass of inductor's, after which kernels are made.
+"""Scans as loops with several iterations in the body: a pass of inductor's, before kernels are made.
 
 Rows are read and written where they lie. A call of a loop's body costs as much as some of its kernels, because every
 tensor that it may touch gets a handle; so a small body stands several times in the loop's. A sequence that is turned
@@ -22,7 +22,7 @@ _scans = PatternMatcherPass()
 
 
 def unroll_scans(graph: fx.Graph) -> None:
-    """The pass; scans of sizes that are not known stay what they are."""
+    """Apply the pass; scans of unknown sizes stay unchanged."""
     _scans.apply(graph)
 
 
@@ -40,7 +40,7 @@ def _unrolled(match: Match, body: fx.Node, init: Any, xs: Any, given: Any) -> No
     results = [_is_turned(node, place) for place in range(len(node.meta["val"]))]
     count = int(xs[0].meta["val"].shape[0])
     each = max(1, min(MOST_ITERATIONS, MOST_NODES // len(module.graph.nodes)))
-    loop = _Loop(module, len(init), len(rows), count, each, turned, results[len(init) :])
+    loop = _UnrolledLoop(module, len(init), len(rows), count, each, turned, results[len(init) :])
     made = [value for value in node.meta["val"][len(init) :]]
 
     def function(*operands: Tensor) -> list[Tensor]:
@@ -50,7 +50,7 @@ def _unrolled(match: Match, body: fx.Node, init: Any, xs: Any, given: Any) -> No
 
 
 def _is_turned(scan: fx.Node, place: int) -> bool:
-    """Whether all that take a column take it from its end; they take it as it will lie."""
+    """Whether all consumers flip a column; if so, remove the flips."""
     taken = [node for node in scan.users if node.args[1] == place]
     users = [user for node in taken for user in node.users]
     if not users or not all(user.target in _TURNED and user.args[1] == [0] for user in users):
@@ -61,8 +61,8 @@ def _is_turned(scan: fx.Node, place: int) -> bool:
     return True
 
 
-class _Loop:
-    """``count`` iterations of a body, of which ``each`` stand in that of the loop and the rest before it."""
+class _UnrolledLoop:
+    """``count`` iterations of a body: ``each`` of them in the loop's body, the remainder before the loop."""
 
     def __init__(
         self, body: Callable[..., Sequence[Tensor]], carried: int, rows: int, count: int, each: int,
