@@ -428,7 +428,7 @@ ABSENT = {
         EarlyStopping.on_epoch RunHandle.on_step Saver.begin Saver.on_epoch Saver.opens Snapshots.on_step""",
     "minimize calls them": """
         Ftrl.initial Ftrl.update LBFGS.initial LBFGS.update_all Optimizer.initial Optimizer.update Optimizer.update_all
-        Optimizer.update_rows Rule.initial Rule.names Rule.update Rule.update_rows""",
+        Optimizer.update_rows UpdateRule.initial UpdateRule.names UpdateRule.update UpdateRule.update_rows""",
     "torch's own arguments": "Tensor.dim_order Tensor.is_contiguous Tensor.numpy",
     "other rooms of tfnb call them": """
         Cluster.ahead Cluster.cut Cluster.heads Cluster.in_chunks Cluster.news Cluster.recover Cluster.restoring

@@ -46,7 +46,7 @@ class Moment(NamedTuple):
     values: Mapping[str, torch.Tensor]
     positions: Mapping[str, Any]
     queues: Mapping[str, QueueSnapshot]
-    pinned: checkpoint.Pinned | None = None
+    pinned: checkpoint.ShardWriter | None = None
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ FORMAT, VERSION = "tfnb-variables", 1
 _FEW = 12  # keys of a file that an error tells
 
 
-class Pinned(Protocol):
+class ShardWriter(Protocol):
     """Values of Variables at one moment that parameter servers hold, and write to shards themselves."""
 
     @property
@@ -52,7 +52,7 @@ class Unwritten(NamedTuple):
     variables: Mapping[str, torch.Tensor]
     meta: Mapping[str, Any]
     more: Mapping[str, torch.Tensor]
-    pinned: Pinned | None = None
+    pinned: ShardWriter | None = None
 
     @property
     def nbytes(self) -> int:
