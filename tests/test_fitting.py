@@ -128,6 +128,8 @@ def assert_fetched_scalars_are_watched():
     assert list(tfnb.fit(step, {x: X, y: Y}, steps=2).history[0]) == ["epoch", "step"]
     checked = tfnb.fit([step, loss], {x: X, y: Y}, validation={x: X, y: Y})
     assert list(checked.history[0]) == ["epoch", "step", "loss", "val_loss"]
+    with pytest.raises(ShapeError, match="validation data for x, y has no rows"):
+        tfnb.fit([step, loss], {x: X, y: Y}, validation={x: X[:0], y: Y[:0]})
 
 
 def test_feed_dicts_and_generators_are_data():

@@ -23,7 +23,7 @@ from typing import Any
 from tfnb.cluster.engine.members import Mode
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.recovery import Recovery, RecoveryBudget
-from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, SchedulerLost, TfnbError
+from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, SchedulerLost, ShapeError, TfnbError
 from tfnb.escaping import xml
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
@@ -738,6 +738,10 @@ def _validation(
             f"validation data is iterated after each epoch, and {type(data).__name__} can be only once: pass a list, "
             "a DataLoader or {placeholder: array}"
         )
+
+    arrays = data.values() if isinstance(data, Mapping) else ()
+    if any(tuple(rows.shape[:1]) == (0,) for rows in arrays if hasattr(rows, "shape")):
+        raise ShapeError(f"validation data for {', '.join(map(name_of, data))} has no rows")
 
     def values(run: _Run) -> dict[str, float]:
         metrics = Metrics(names)

@@ -74,7 +74,8 @@ def tasks_of(found: Sequence[NodeRequest], tasks: Sequence[str] = (HERE,), serve
         is_there = request.task is None or request.task in numbers_of(tasks)
         if not request.soft:
             if request.job not in _JOBS or request.replica not in (None, 0) or not is_there:
-                raise InvalidArgument(_said(each, f"there are {there}"), node=node.name)
+                how = ": connect a cluster, or ask with soft=True" if HERE in tasks else ""
+                raise InvalidArgument(_said(each, f"there are {there}{how}"), node=node.name)
             _ensure_kind(each)
         if request.task is not None and is_there:
             chosen.add(request.task)

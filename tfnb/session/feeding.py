@@ -269,7 +269,8 @@ def _fixed(given: torch.Size, row: _Row) -> str:
     axes = [axis for axis, size in enumerate(row.spec.shape) if isinstance(size, int) and size != given[axis]]
     asked = [
         f": axis {axis} varied, and became the constant {row.spec.shape[axis]} at {lines[axis]}\n"
-        "  write that line without the number of rows as a Python number, or record again with a sample of this size"
+        "  write that line without this size as a Python number (a `for` over it in a cell or @tfnb.autograph "
+        "function), or record again with a sample of this size"
         for axis in axes
         if lines[axis]
     ]

@@ -161,7 +161,10 @@ def held(node: Node, value: torch.Tensor) -> None:
             **node.where,
         )
     if raises is None:
-        do = node.attrs.get("because") or "use torch.where, stage the branch, or record again with such a sample"
+        do = (
+            node.attrs.get("because")
+            or "use torch.where, stage the branch (@tfnb.autograph), or record again with such a sample"
+        )
         raise BranchChanged(
             f"the branch at {at} was recorded with {outcome}, and in this run it is {not outcome}: {do}", **node.where
         )
