@@ -1,4 +1,4 @@
-"""Accumulators of gradients: what several workers give becomes one mean, and gradients that are too old are dropped.
+"""Accumulators of gradients: the gradients of several workers become one mean, and stale gradients are dropped.
 
 After the conditional accumulators of TensorFlow. An accumulator is the order of a queue (`tfnb.state.orders`): each put
 adds a gradient, and the one element that can be taken is the mean. Pure torch; the owner calls from one thread at a
@@ -63,7 +63,7 @@ class DenseSum:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The sum as it stands."""
+        """The current sum."""
         return [] if self._sum is None else [self._sum]
 
     @tensors.setter
@@ -157,7 +157,7 @@ def _merged(indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 class Mean(tuple[torch.Tensor, ...]):
-    """The tensors of a mean that was taken, and what it was made of."""
+    """The tensors of a mean that was taken, and the accumulator's state before, so that the mean can be put back."""
 
     made_of: tuple[Sum, int, float, int]  # the sum, gradients, their weight, the step before
 
@@ -214,7 +214,7 @@ class Accumulator(Whole):
         return True
 
     def take(self) -> Element:
-        """The mean, which begins the next step."""
+        """Take the mean and begin the next step with an empty sum."""
         mean = Mean(self._sum.mean(self._weight))
         mean.made_of = (self._sum, self.count, self._weight, self.step)
         self.step, self.count, self._weight, self._sum = self.step + 1, 0, 0.0, self._make()
@@ -230,7 +230,7 @@ class Accumulator(Whole):
         self.step = step if self.step == step + 1 else self.step
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """The sum, and how many gradients it is of."""
+        """The sum, with the number of its gradients, their weight and the step."""
         facts = {"step": self.step, "count": self.count, "dropped": self.dropped, "weight": self._weight}
         return facts, self._sum.tensors
 

@@ -48,7 +48,7 @@ class CheckpointStore(Protocol):
         ...
 
     def drop(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file, if present."""
         ...
 
 
@@ -74,7 +74,7 @@ class LocalStore:
             sweep(folder, names)
 
     def listed(self, folder: str = "") -> dict[str, Signature]:
-        """The files of a folder, by name. A link is none, unless it leads to a file out of ``folder``."""
+        """The files of a folder, by name, with their signatures. Broken links and folders are left out."""
         found: dict[str, Signature] = {}
         if (path := self.path / folder).is_dir():
             for one in path.iterdir():
@@ -99,7 +99,7 @@ class LocalStore:
         yield self.path / name
 
     def drop(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file, if present."""
         (self.path / name).unlink(missing_ok=True)
 
 
@@ -160,7 +160,7 @@ class RemoteStore:
             yield path
 
     def drop(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file, if present."""
         with suppress(FileNotFoundError):
             self._system.rm_file(f"{self._root}/{name}")
 

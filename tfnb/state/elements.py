@@ -93,7 +93,7 @@ class ElementBatch:
 
 
 class Row(Sequence[torch.Tensor]):
-    """An element that is a row of a batch: no tensors are made of it while it only passes through a queue.
+    """An element that is a row of a batch: its tensors are made on access only, not while passing through a queue.
 
     >>> batch = ElementBatch([torch.tensor([1, 2, 3])])
     >>> spans([Row(batch, 0), Row(batch, 1)]), tuple(Row(batch, 2))
@@ -163,7 +163,7 @@ def _span(first: Row, length: int) -> list[torch.Tensor]:
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of several batches. Those of one are no copy, where that keeps no more than twice their memory alive.
+    """Rows of several batches. Rows of one batch are no copy, where a view keeps at most twice their memory alive.
 
     >>> joined([torch.tensor([1, 2]), torch.tensor([3])])
     tensor([1, 2, 3])

@@ -1,4 +1,4 @@
-"""In which order a queue gives its elements, and which of them may be taken: one small class for each kind of queue.
+"""Orders of queues: the sequence of the elements, and how many may be taken. One small class for each kind of queue.
 
 What waits, and who comes next, is the business of `tfnb.state.queue_machine`, which is the same for all of them.
 Pure; the owner calls with its lock held. Semantics S-77 to S-80.
@@ -20,7 +20,7 @@ Element = Sequence[torch.Tensor]
 
 
 class Order(Protocol):
-    """The elements that a queue stores. ``noun``: what they are, for messages."""
+    """The elements that a queue stores. ``noun``: the elements' name in messages."""
 
     noun: str
 
@@ -32,7 +32,7 @@ class Order(Protocol):
         """How many elements may be taken now by who waits for so many, or for one that is made of so many."""
 
     def put(self, element: Element) -> bool:
-        """One element more; False where it is dropped."""
+        """Add an element; False if the order drops the element."""
 
     def take(self) -> Element:
         """The element that comes next."""
@@ -41,13 +41,13 @@ class Order(Protocol):
         """An element that was taken comes next again, behind ``place`` others that came back, too."""
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """All that it holds, as JSON and tensors; `fill` takes it up."""
+        """The complete contents, as JSON and tensors; `fill` restores them."""
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Hold what another one of its class held."""
+        """Restore the `contents` of another order of the same class."""
 
     def begun(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """What is there of elements that are not whole: places in an element, and tensors."""
+        """The parts of incomplete elements: their places in an element, and tensors."""
 
     def takes_late(self, elements: Sequence[Element]) -> bool:
         """Whether these may be put after the queue was closed."""
@@ -56,7 +56,7 @@ class Order(Protocol):
         """How many elements may still come when the queue is closed."""
 
     def cancel(self) -> None:
-        """No element may come any more: the queue was closed, and what was begun is given up."""
+        """Drop incomplete elements: the queue was closed, and their other parts cannot come any more."""
 
 
 class Whole:
@@ -117,12 +117,12 @@ class Arrival(Whole, deque[Element]):
     take = deque.popleft
 
     def put(self, element: Element) -> bool:
-        """It stands behind the others."""
+        """Append the element."""
         self.append(element)
         return True
 
     def put_back(self, element: Element, place: int) -> None:
-        """It stands at ``place`` from the front again."""
+        """Insert the element at ``place``, counted from the front."""
         self.insert(place, element)
 
 
@@ -168,7 +168,7 @@ class ShuffledOrder(Whole):
         return found.pop()
 
     def put_back(self, element: Element, place: int) -> None:
-        """It may be picked again."""
+        """Return the element to the pool, from where elements are picked at random."""
         self._elements.append(element)
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -184,7 +184,7 @@ class ShuffledOrder(Whole):
 
 
 class RankedOrder(Whole):
-    """The element whose first tensor is the smallest number comes next; of equal ones that which came first.
+    """A priority queue: the element whose first tensor is smallest comes next; equal ones in order of arrival.
 
     >>> ranked = RankedOrder()
     >>> for element in [(2, "a"), (1, "b"), (1, "c")]:
@@ -212,7 +212,7 @@ class RankedOrder(Whole):
         return len(self) if closed or len(self) >= required else 0
 
     def put(self, element: Element) -> bool:
-        """Behind those of its rank."""
+        """Insert the element behind all elements of its rank."""
         self._insert(bisect_left, element)
         return True
 
@@ -222,7 +222,7 @@ class RankedOrder(Whole):
         return self._elements.pop()
 
     def put_back(self, element: Element, place: int) -> None:
-        """It stands before those of its rank again."""
+        """Insert the element before all elements of its rank."""
         self._insert(bisect_right, element)
 
     def _insert(self, side: Callable[[list[int], int], int], element: Element) -> None:
@@ -233,7 +233,8 @@ class RankedOrder(Whole):
 
 
 class KeyedOrder:
-    """Elements that come in parts, under a key: whole ones may be taken, in the order in which their keys came first.
+    """Elements that come in parts, under a key. Complete elements may be taken, in the order of their keys' first
+    parts.
 
     What is put: the number of a part, the key, the part. What is taken: a number that grows with each new key, the key,
     all parts. A key may be used again once its element is whole.
@@ -284,11 +285,11 @@ class KeyedOrder:
         return self._whole.pop(0)[1]
 
     def put_back(self, element: Element, place: int) -> None:
-        """It stands at the place of its key again."""
+        """Insert the element at the place of its key."""
         insort(self._whole, (int(element[0]), element), key=lambda found: found[0])
 
     def begun(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """Parts, which stand behind the number and the key."""
+        """The parts of incomplete elements; in an element, parts stand behind the number and the key."""
         return [(2 + place, part) for _, found in self._begun.values() for place, part in found.items()]
 
     def takes_late(self, elements: Sequence[Element]) -> bool:
@@ -296,15 +297,15 @@ class KeyedOrder:
         return all(int(key) in self._begun for _, key, _ in elements)
 
     def coming(self) -> int:
-        """Those that were begun."""
+        """The number of incomplete elements."""
         return len(self._begun)
 
     def cancel(self) -> None:
-        """Those that were begun are dropped."""
+        """Drop incomplete elements."""
         self._begun.clear()
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Those that are whole, and the parts of those that were begun."""
+        """The complete elements, and the parts of the incomplete ones."""
         facts, tensors = packed(self)
         begun = [[key, number, list(parts)] for key, (number, parts) in self._begun.items()]
         parts = [part for _, found in self._begun.values() for part in found.values()]

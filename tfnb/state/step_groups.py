@@ -64,7 +64,7 @@ class StepReport(NamedTuple):
         return (self.part(at, at + 1) for at in range(len(self.epochs)))
 
     def by_epoch(self) -> Iterator[StepReport]:
-        """The same in parts, each of which begins with its latest epoch.
+        """Split the report into parts, each of which begins with its latest epoch.
 
         >>> [part.epochs for part in StepReport((2, 1, 2, 3, 3), (8,) * 5).by_epoch()]
         [(2, 1, 2), (3, 3)]

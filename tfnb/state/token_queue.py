@@ -46,7 +46,7 @@ class TokenQueue(QueueHandle):
         return self._put([steps], {"many": True})  # type: ignore[no-any-return]
 
     def take(self, *, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token's number and its step; waits while there is none. Raises OutOfRange when it is closed and empty."""
+        """A token's number and its step; waits for a token. Raises OutOfRange if the queue is closed and empty."""
         token, step = self._take(None, limited(timeout))
         return token, step
 
