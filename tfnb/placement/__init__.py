@@ -1,4 +1,4 @@
-"""Which task computes what and holds what.
+"""Placement: the task that computes each node, and the server that holds each Variable.
 
 `placement` is what the others decide and the cluster reads: node -> devices, variable -> pieces, edge -> transfer.
 `partition` cuts a pruned step into a part for the compute tasks and one for each server; `shards` says which servers

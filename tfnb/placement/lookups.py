@@ -1,4 +1,4 @@
-"""Which large Variables a task needs rows of only: it asks servers for those, and never has the whole. Pure."""
+"""Large Variables of which a task needs only rows: the task asks servers for the rows, never for the whole. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMBEDDING = "aten.embedding.default"
 
 
 class LookUp(NamedTuple):
-    """``value``: rows of ``variable`` in a graph; ``at``: their numbers, which are known from the feeds alone."""
+    """``value``: rows of ``variable`` in a graph; ``at``: their row numbers, known from the feeds alone."""
 
     value: Value
     at: Value
