@@ -1,4 +1,4 @@
-"""The cluster: tasks and parameter servers on Dask, which is loaded when `connect` is first used.
+"""The cluster: tasks and parameter servers on Dask; `connect` loads Dask on first use.
 
 Each folder imports those before it: `wire` (messages), `server` (parameter servers), `queues` (their other ends),
 `modes` (machines of steps and trainings), `tasks` (what computes), `engine` (carries out what machines say),

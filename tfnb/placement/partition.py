@@ -72,7 +72,7 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Fetches that depend on averaged gradients or updated Variables, as computed by one replica after the update.
+    """Fetches that depend on averaged gradients or updated Variables, as one replica computes them at commit.
 
     ``graph`` reads Variables as they were before the step. Its ``feeds`` are those of the step, of all rows of the
     batch, then the new values of the Variables ``after``, then ``averages``. ``fetches``: None for those that each

@@ -21,7 +21,7 @@ MOST = 32 << 20  # bytes of batches likewise
 
 
 class NumberedSteps:
-    """Steps by their numbers, but those that were ``applied`` before.
+    """Pieces of consecutive step numbers, without the steps ``applied`` before.
 
     >>> from tfnb.state.batch_order import Order
     >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=5, run=int))
@@ -44,7 +44,7 @@ class NumberedSteps:
 
     @property
     def left(self) -> int | None:
-        """Steps that are not taken yet, of the pass if tasks stand still after it."""
+        """Steps not taken yet: of the current pass if tasks stand still after each pass, else of all."""
         return sum(map(len, self._applied.missing(range(self._next, self._end))))
 
     @property
@@ -69,7 +69,7 @@ class NumberedSteps:
 
 
 class Near:
-    """Steps by their numbers, as whole chunks are taken: a task gets those whose rows its worker holds, if there are.
+    """Pieces of step numbers from whole chunks: a task preferably gets steps whose rows its worker holds.
 
     Those that were ``applied`` before are left out. ``homes``: for each task the address of its worker.
 
@@ -105,7 +105,7 @@ class Near:
     def take(
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
-        """The next steps for a task, so many at most; a pass begins when the one before it is taken."""
+        """Up to ``size`` next steps for a task; a pass begins when the one before is used up."""
         if not self.left:
             return range(0)
         while not self._runs:
@@ -123,7 +123,7 @@ class Near:
         return 0 if home in where else 2 if any(other in where for other in self._homes) else 1
 
     def _next_pass(self) -> list[tuple[range, Collection[str]]]:
-        """The steps of a pass by the chunk in which their first row lies."""
+        """The steps of a pass, by the chunk of their first row."""
         order, chunks = self._order, self._chunks
         first, self._passes = self._passes * order.per_pass, self._passes + 1
         runs: list[tuple[range, Collection[str]]] = []
@@ -155,7 +155,7 @@ class DrawnBatches:
 
     @property
     def held_back(self) -> bool:
-        """Whether a batch was drawn that may only be trained on after what was written meanwhile."""
+        """Whether a drawn batch is held back until tasks have seen an intermediate write."""
         return bool(self._back)
 
     def take(
@@ -184,7 +184,7 @@ class DrawnBatches:
 def drawn_from(
     source: Ahead | Iterable[StepFeeds | None], by_chunk: bool, homes: Sequence[str], applied: AppliedSteps = NONE
 ) -> tuple[Ahead | None, NumberedSteps | Near | DrawnBatches]:
-    """What the tasks are sent ahead, and the pieces; ``by_chunk``: the order of the rows may be that of their chunks.
+    """The data to send ahead to tasks, and the pieces; ``by_chunk``: the row order may follow the chunks.
 
     ``homes``: for each task the address of its worker. ``applied``: steps of arrays that are not taken again.
     """

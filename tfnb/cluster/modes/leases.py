@@ -1,4 +1,4 @@
-"""How a training is handed out to tasks that loop by themselves, as a pure machine: asynchronous training.
+"""Asynchronous training as a pure machine: pieces of a training are leased to tasks that loop by themselves.
 
 `Leases` lends each task pieces of training ahead of need, two at a time. A piece is a run of steps under one stream of
 operation numbers; a piece whose task is gone is lent again, from where it was last heard of, under the same numbers, so
@@ -46,7 +46,7 @@ class StreamPiece:
         return len(self.steps)
 
     def rest(self, number: int) -> StreamPiece:
-        """What is not done, as a piece of its own."""
+        """The steps not done, as a piece with another number."""
         lost = () if self.done else self.lost
         return StreamPiece(
             number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost
@@ -57,14 +57,14 @@ class StreamPiece:
 
 
 class Offer(NamedTuple):
-    """Steps to train on, of the size that was wanted. ``task``: who should have them, unless it has no room."""
+    """Steps to train on, as many as wanted. ``task``: the preferred task, unless its lease has no room."""
 
     steps: Sequence[Any]
     task: int | None = None
 
 
 class PieceProgress(NamedTuple):
-    """A task has applied so many steps of a piece; those from ``start`` on are made of so many ``parts`` of tasks."""
+    """A task has applied ``done`` steps of a piece; steps from ``start`` on are made of ``parts`` tasks' contributions."""
 
     task: int
     number: int
@@ -82,7 +82,7 @@ class LoopFailure(NamedTuple):
 
 
 class LoopEnd(NamedTuple):
-    """A task ended its loop as it was told; every step that it began to send is sent."""
+    """A task ended its loop on request; every step begun was sent completely."""
 
     task: int
 
@@ -113,7 +113,7 @@ class Give(NamedTuple):
 
 
 class StopLoop(NamedTuple):
-    """End the loop of a task, and say what it did."""
+    """End the loop of a task, and report its steps."""
 
     task: int
 
@@ -131,7 +131,7 @@ class Continue(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Ask every shard which of these operations it applied; no task works on them any more."""
+    """Ask every shard which of these operations were applied; no task works on them any more."""
 
     operations: tuple[tuple[int, int], ...]
 
@@ -157,7 +157,7 @@ Instruction = Give | StopLoop | Pause | Continue | Count | Standstill | Report |
 
 @dataclass
 class PieceSizes:
-    """How long the next piece is: twice the last one until it takes `SECONDS`, and less towards a known end.
+    """The size of the next piece: twice the last until a piece takes `SECONDS`, and less towards a known end.
 
     >>> sizes = PieceSizes()
     >>> sizes.next(None, 2), sizes.next(None, 2), sizes.next(3, 2)
@@ -405,7 +405,9 @@ class Leases:
         return [*waking, *self._next(now)]
 
     def _return(self, task: int) -> list[StreamPiece]:
-        """What a task had is to be lent again, or found out about; what it gets later is of another stream."""
+        """Take back a task's pieces, to lend them again or, while closing, to count them; later pieces use another
+        stream.
+        """
         rest = [piece.rest(next(self.numbers)) for piece in self.out.pop(task, ())]
         self.streams.pop(task, None)
         if self.state == "closing":
@@ -429,12 +431,12 @@ class Leases:
         return [*(StopLoop(task) for task, pieces in self.out.items() if pieces), *self._closing()]
 
     def _drop(self, task: int) -> None:
-        """What a task had not begun is not done; what an earlier task began of it is to be found out."""
+        """Drop a task's pieces at a stop: steps not begun are dropped, steps begun by an earlier task become doubtful."""
         pieces = self.out.pop(task, ())
         self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
 
     def _closing(self) -> list[Instruction]:
-        """When every loop has ended: which of the doubtful steps were applied."""
+        """Once every loop has ended, ask the shards for the applied ones among the doubtful steps, or end."""
         if any(self.out.values()):
             return []
         if not self.doubtful:
@@ -443,7 +445,9 @@ class Leases:
         return [Count(tuple((piece.stream, piece.first + i) for piece in self.doubtful for i in range(piece.count)))]
 
     def _counted(self, shards: Mapping[tuple[int, int], Collection[int]], now: float) -> list[Instruction]:
-        """A step counts if all shards applied it; one that only some applied is completed, or named."""
+        """Count doubtful steps: applied if applied by all shards; a partly applied step is completed by a task, or
+        named torn.
+        """
         told: list[Instruction] = []
         doubtful, self.doubtful, self.state = self.doubtful, [], "closing"
         for piece in doubtful:

@@ -1,4 +1,4 @@
-"""How a training goes on in step on all tasks, as a pure machine: synchronous training.
+"""Synchronous training as a pure machine: all tasks contribute to each step.
 
 `Rounds` lends every task the same pieces, two ahead of need; each task computes its share of the rows, and the servers
 commit a round when all shares are there. The notebook acts only where something happens: it lets the servers end every
@@ -40,7 +40,9 @@ class Cut(NamedTuple):
 
 
 class RoundQuery(NamedTuple):
-    """Ask the first server which round was written last: a task to which a step owes a part does not tell of it."""
+    """Ask the first server for the latest written round: with backup tasks, a task whose part is pending does not
+    report.
+    """
 
 
 class LatestRound(NamedTuple):
@@ -61,7 +63,7 @@ Instruction = Give | RoundQuery | Cut | Standstill | Report | e.Finish
 
 @dataclass
 class Rounds:
-    """Synchronous training. ``shards``: those that a step writes. ``spare``: how many tasks no step waits for.
+    """Synchronous training. ``shards``: shards written by a step. ``spare``: backup tasks; no step waits for so many.
 
     ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``fixed``: of how many it
     is always made, 0 for all but the spare ones. ``least``: tasks without which there is no step. ``patience``: seconds
@@ -210,7 +212,7 @@ class Rounds:
         return given
 
     def _progress(self, progress: PieceProgress, now: float) -> list[Instruction]:
-        """Steps are reported when every task of which they are made has told of them."""
+        """Report steps for which every contributing task has reported."""
         reported = next((piece.done for piece in self.out if piece.number == progress.number), progress.done)
         for step in range(max(progress.start, reported), progress.done):
             tasks = self.told.setdefault((progress.number, step), {})
@@ -272,7 +274,7 @@ class Rounds:
         return self._stop(None if len(self.tasks) >= self.least or self.patience else self._too_few)
 
     def _stop(self, cause: e.Cause | None) -> list[Instruction]:
-        """A cut; the first cause is the one that counts, and without one training goes on after it."""
+        """Begin a cut; the first cause counts, and without a cause training goes on after the cut."""
         if self.cause is None:
             self.cause = cause
         if self.state == "cutting":
@@ -281,7 +283,7 @@ class Rounds:
         return [Cut(self.next - 1)]
 
     def _cut(self, latest: int, now: float) -> list[Instruction]:
-        """Every step up to round ``latest`` is written, whoever told of it; the others are begun again."""
+        """Every step up to round ``latest`` is written, reported or not; later steps are begun again."""
         told: list[Instruction] = []
         written = self.steps_at(latest)
         rest = []

@@ -1,4 +1,4 @@
-"""What of the notebook lives on a cluster, and what the notebook shows of it.
+"""The notebook's side of values on a cluster: steps, Variables, queues, data, and the status display.
 
 `steps_there` takes steps, `divided_rows` looks whether their rows may be divided, `waiting` is how threads wait for
 them. `variables_there` moves Variables, `holdings` knows which of them are there, `state_dicts` lets ``state_dict()``

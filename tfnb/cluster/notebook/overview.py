@@ -1,4 +1,4 @@
-"""What the parts of a connected cluster say of themselves, as rows and facts of its card.
+"""Statistics of a connected cluster, as rows and facts of its card.
 
 Servers tell bytes and versions, and what they sent and received on each lane; tasks which code they run; Dask's
 scheduler the memory of the workers. Rates are of the time since the reading before.
@@ -25,7 +25,7 @@ LEAST = 0.2  # seconds between two readings of which a rate is made
 
 
 class Overview:
-    """Asks a cluster how it is, and keeps the last answers."""
+    """Polls the members of a cluster for statistics, and keeps the last answers."""
 
     def __init__(self, engine: Engine, client: Client) -> None:
         self._engine, self._client = engine, client

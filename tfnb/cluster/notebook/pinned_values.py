@@ -70,7 +70,7 @@ class PinnedValues:
         return read_from(self.homes[variable.key])
 
     def _labels(self) -> dict[int, dict[str, str]]:
-        """Of each shard, labels by the keys that it holds."""
+        """For each shard: labels by the keys of its pieces."""
         found: dict[int, dict[str, str]] = {shard: {} for shard in self.pins.keys}
         for label, variable in self.variables.items():
             for piece in self._pieces(variable):
@@ -80,7 +80,7 @@ class PinnedValues:
     def _written_here(
         self, store: CheckpointStore, whole: Collection[Shard], unseen: Collection[int]
     ) -> dict[int, dict[str, tuple[Shard, ...]]]:  # fmt: skip
-        """What is on shards whose servers do not see the folder."""
+        """Fetch and write, from this process, values of shards whose servers do not see the folder."""
         if not unseen:
             return {}
         if isinstance(store, LocalStore):
