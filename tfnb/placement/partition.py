@@ -177,7 +177,7 @@ class _Cut:
     # -- compute ----------------------------------------------------------------------------------------------
 
     def parts(self) -> Split:
-        """Compute graph, server graphs, and the late graph that one replica computes after a write. Raises Undivided."""
+        """Compute graph, server graphs, and the late graph that one replica computes at commit. Raises Undivided."""
         late = [self._is_late(value) for value in self.fetches]
         behind = next((node for node in self.checks if self.divides and node.id in self.state.updated), None)
         if behind is not None:
@@ -493,7 +493,7 @@ class _Cut:
     # -- late ---------------------------------------------------------------------------------------------------
 
     def _found_late(self, late: Sequence[Value]) -> _LateSources:
-        """The sources of late fetches. Raises Undivided naming a node that one replica cannot know, or compute again."""
+        """The sources of late fetches. Raises Undivided naming a node that one replica cannot know or repeat."""
         found, finals = _LateSources(), {value: variable for variable, value in self.state.final.items()}
         stack, seen = [(self.state.resolved(value), value) for value in late], set[Value]()
         while stack:

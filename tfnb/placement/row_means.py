@@ -193,7 +193,7 @@ def _operations(step: StepGraph) -> tuple[Value, ...]:
 
 
 def _numbers(step: StepGraph) -> tuple[frozenset[str], tuple[Value, ...], tuple[Value, ...], tuple[Value, ...]]:
-    """Symbols of the row axes, losses, watched fetches, and all values without rows that losses and fetches depend on."""
+    """Symbols of row axes, losses, watched fetches, and all values without rows behind losses and fetches."""
     contents, fed = step.whole.contents, set(step.feeds)
     shapes = [contents.by_id[value.node].outputs[value.index].shape for value in step.feeds]
     divided = {symbol for shape in shapes if shape for symbol in _symbols(shape[0])}

@@ -157,7 +157,7 @@ class CheckpointFolder:
         return written
 
     def _collect(self) -> None:
-        """Delete shards that no manifest names; none if a manifest is unreadable, since any shard may be named there."""
+        """Delete shards that no manifest names; none if a manifest is unreadable, as any shard may be named there."""
         there = self.store.listed()
         known = [self._manifest(name, there[name]) for name in _ordered(there) if name.endswith(".json")]
         if all(isinstance(one, Manifest) for one in known):

@@ -31,7 +31,7 @@ _LINE = {
 
 
 class Level(NamedTuple):
-    """The fill of a queue: elements stored of ``capacity``, elements taken for an incomplete batch, waiting operations."""
+    """The fill of a queue: elements stored of ``capacity``, elements of an incomplete batch, waiting operations."""
 
     size: int
     capacity: float
@@ -162,7 +162,7 @@ UNDER_WAY: dict[StepQueues, None] = {}
 
 
 class _ThreadBlock(threading.local):
-    """The current `whole_steps` block of a thread. No ContextVar: callbacks of an event loop would inherit the block."""
+    """The current `whole_steps` block of a thread. No ContextVar: an event loop's callbacks would inherit the block."""
 
     steps: list[StepQueues] | None = None
 
@@ -457,7 +457,7 @@ class QueueMachine:
         return over
 
     def _place(self, attempt: Attempt) -> None:
-        """Put an attempt into its line, or end the attempt; followers that may stand in the same line are placed next."""
+        """Put an attempt into its line, or end the attempt; followers of the same line are placed next."""
         if attempt.is_over:
             return
         if attempt.step is not None and attempt.step.is_void:

@@ -230,7 +230,7 @@ class Slab:
         self._next = None
 
     def release(self) -> None:
-        """Drop the generations without readers, and measure the slab's memory if more was written since the last time."""
+        """Drop the generations without readers, and measure the slab's memory if more was written meanwhile."""
         if self.is_lazy and self._most > self._measured:
             self._measure()
             self._before = self._most
@@ -265,7 +265,7 @@ class Store:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of generations other than the current ones: generations with readers, and buffers for the next write."""
+        """Bytes of generations other than the current ones: some with readers, some buffers for the next write."""
         return sum(slab.spare_bytes for slab in self._of(self._slabs))
 
     def __contains__(self, key: object) -> bool:

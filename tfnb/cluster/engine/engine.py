@@ -388,7 +388,7 @@ class Engine:
         return [each for each in self._trainings if each.has_ranks and each.placed.written_there & placed.used_there]
 
     def ensure_apart(self, training: Training) -> None:
-        """Raise FailedPrecondition if a training uses Variables that ranks of another training write, or the reverse."""
+        """Raise FailedPrecondition if ranks of one training write Variables that another training uses."""
         for other in self._trainings.keys() - {training}:
             for ranks, user in ((training, other), (other, training)):
                 if ranks.has_ranks and (both := ranks.placed.written_there & user.placed.used_there):
@@ -589,7 +589,7 @@ class Engine:
             raise Cancelled(f"interrupted at step {self.step}", step=self.step)
 
     def free(self, asked: Sequence[int]) -> list[int]:
-        """The live tasks without a computation that is being stopped; of requested tasks all or none, in their order."""
+        """The live tasks with no computation being stopped; of requested tasks all or none, in their order."""
         free = [index for index in self._live() if self.tasks[index] not in self._stopping]
         if not asked:
             return free
@@ -723,7 +723,7 @@ class Engine:
     # -- errors ------------------------------------------------------------------------------------------------------
 
     def error(self, cause: e.Cause, seconds: float | None, waits: Sequence[str] = ()) -> TfnbError:
-        """The exception for a cause; a lost server or scheduler ends the cluster. waits: descriptions of pending waits."""
+        """The exception for a cause; a lost server or scheduler ends the cluster. waits: pending waits, in words."""
         if self.is_closed and self.lost is None:
             cause = e.UserStop()
         if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failure | e.UserStop):

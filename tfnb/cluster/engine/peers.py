@@ -242,7 +242,7 @@ class ClusterPeers:
         return e.TaskLoss(task, self.tasks[task].is_silent)
 
     def _silence(self, member: Member, now: float) -> float:
-        """Seconds since a member's last answer; 0 if that is too long ago to mean anything, since nobody asked lately."""
+        """Seconds since a member's last answer; 0 if so many that nobody can have asked lately."""
         if member.silent_since:
             return now - member.silent_since
         silence = now - self.link.heard.get(member.peer.addr, 0.0)

@@ -387,7 +387,7 @@ class Training:
                 self.engine.later(self._abandoned(e.Finish(cause=self.machine.cause or fault.failure)))
 
     async def _abandoned(self, end: e.Finish) -> None:
-        """Abandon a training that failed while ending: loops finish their current step, and their reports are ignored."""
+        """Abandon a training that failed while ending: loops finish their step, and their reports are ignored."""
         ends = []
         for task, loop in self._loops.items():
             about = {"loop": loop.name, "seen": loop.seen}

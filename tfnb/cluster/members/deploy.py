@@ -414,7 +414,7 @@ def submit(client: Client, name: str, addr: str, owner: str, resources: Mapping[
 async def started(
     client: Client, futures: Mapping[str, Any], addrs: Mapping[str, str], end: float, progress: ConnectProgress
 ) -> None:  # fmt: skip
-    """Wait until every actor stands, each at its address; raises its worker's error, or WorkerGone if the worker left."""
+    """Wait until every actor stands, each at its address; raises its worker's error, or WorkerGone."""
     looked = time.monotonic()
     while True:
         states = {name: future.status for name, future in futures.items()}

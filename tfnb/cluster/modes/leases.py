@@ -64,7 +64,7 @@ class Offer(NamedTuple):
 
 
 class PieceProgress(NamedTuple):
-    """A task has applied ``done`` steps of a piece; steps from ``start`` on are made of ``parts`` tasks' contributions."""
+    """A task has applied ``done`` steps of a piece; steps from ``start`` on have ``parts`` tasks' contributions."""
 
     task: int
     number: int
@@ -431,7 +431,7 @@ class Leases:
         return [*(StopLoop(task) for task, pieces in self.out.items() if pieces), *self._closing()]
 
     def _drop(self, task: int) -> None:
-        """Drop a task's pieces at a stop: steps not begun are dropped, steps begun by an earlier task become doubtful."""
+        """Drop a task's pieces at a stop; only steps that an earlier task may have begun become doubtful."""
         pieces = self.out.pop(task, ())
         self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
 

@@ -109,7 +109,7 @@ class VariablesThere:
         self.send(leading, thorough=False)
 
     def send(self, variables: Iterable[Variable], *, thorough: bool = True) -> None:
-        """Send values written locally by other means than a step; raises FailedPrecondition if that would lose steps."""
+        """Send values written locally outside of steps; raises FailedPrecondition if that would lose steps."""
         written = self.held.written(variables, thorough=thorough)
         for variable in self.held.behind(written):
             raise FailedPrecondition(
