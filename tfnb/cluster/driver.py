@@ -486,7 +486,7 @@ class Cluster:
     def restoring(
         self, values: Mapping[Variable, torch.Tensor], held: Mapping[Queue, QueueSnapshot]
     ) -> Iterator[Callable[[], None]]:
-        """A block with a function that restores Variables and queues, all or none; nothing is changed until its call."""
+        """A block with a function that restores Variables and queues, all or none; nothing changes until its call."""
         self._waiting.ensure_open()
         with self._steps.placing:
             at, own = self._sorted(held)

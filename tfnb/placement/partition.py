@@ -294,9 +294,7 @@ class _Cut:
     def _made_of(
         self, variable: Variable, value: Value, transfers: Iterable[Transfer]
     ) -> tuple[set[Value], set[Value]]:  # fmt: skip
-        """The operands of a Variable's new value on its server: values computed by the server, and values sent by
-        tasks.
-        """
+        """The operands of a Variable's new value on its server: values computed there, and values sent by tasks."""
         shards = {piece.shard for piece in self.homes[variable.key]}
         borders = {t.value for t in transfers if t.shard in shards}
         stack, seen = [value], {value}
@@ -376,9 +374,7 @@ class _Cut:
     def _rows(
         self, shard: int, targets: Mapping[Variable, Value], nodes: Iterable[Node], kinds: Mapping[Value, Kind]
     ) -> dict[Value, Rows]:
-        """The rows, of values sent to a shard, that its pieces need; raises Undivided if an update needs other rows,
-        too.
-        """
+        """The rows, of values sent to a shard, that its pieces need; raises Undivided if an update needs others."""
         pieces = {v: p.rows for v in self.pruned.variables for p in self.homes[v.key] if p.shard == shard}
         held: dict[Value, Rows] = {}  # what is there in part
         sent: dict[Value, Rows | None] = {}
@@ -475,9 +471,7 @@ class _Cut:
 
     @cached_property
     def _reads(self) -> dict[int, int]:
-        """By id of a node: the Variables whose values before the step are operands of the node, directly or not, as
-        bits.
-        """
+        """By id of a node: the Variables whose values before the step the node depends on, as bits."""
         found: dict[int, int] = {}
         for node in self.state.nodes.values():
             above = self._bits[node.attrs["variable"]] if node.op == "tfnb.read" else 0
@@ -591,9 +585,7 @@ def _fed_name(node: Node, value: Value) -> str:
 
 
 def _same(sent: dict[Value, Rows | None], value: Value, rows: Rows | None, name: str) -> None:
-    """Register the rows of a value that a shard needs; raises Undivided if another update needs other rows of the
-    value.
-    """
+    """Register the rows of a value for a shard; raises Undivided if another update needs other rows of the value."""
     if sent.setdefault(value, rows) != rows:
         raise Undivided(f"{name} needs other rows than another update of the same values")
 

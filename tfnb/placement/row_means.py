@@ -124,9 +124,7 @@ class MeansProbe:
         return drawn.expand(shape).contiguous()
 
     def reason(self, step: StepGraph, apart: Collection[Value], of: Collection[Value]) -> Reason | None:
-        """Why one of the numbers ``of`` is no mean over rows; ``apart``: numbers that differ from the mean of the
-        parts.
-        """
+        """Why one of the numbers ``of`` is no mean over rows; ``apart``: numbers unlike the mean of the parts."""
         contents = step.whole.contents
         value = next((number for number in of if number in apart), None)
         if value is None:

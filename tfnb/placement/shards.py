@@ -99,9 +99,7 @@ def pieces(variable: Variable, shards: int) -> int:
 
 
 def _pieces(variable: Variable, held: tuple[Piece, ...], shape: Sequence[int]) -> tuple[Piece, ...]:
-    """Pieces beside the held Variable: rows beside its rows, a scalar beside each piece, anything else beside the
-    first.
-    """
+    """Pieces beside a held Variable: rows beside its rows, a scalar beside each piece, others beside the first."""
     if held[0].rows is None and len(held) == 1:
         return (Piece(held[0].shard, variable.key),)
     if variable.shape == ():

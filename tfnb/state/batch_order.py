@@ -36,9 +36,7 @@ class RowOrder(NamedTuple):
         return -(-self.rows // self.batch_size)
 
     def place(self, step: int) -> tuple[int, int, int]:
-        """The pass of step ``step`` (steps count from 0, passes from 1), and its batch's start and stop in the pass's
-        order.
-        """
+        """The pass of step ``step`` (from 0; passes from 1), and its batch's start and stop in the pass's order."""
         number, batch = divmod(step, self.per_pass)
         start = batch * self.batch_size
         return 1 + number, start, min(start + self.batch_size, self.rows)

@@ -101,9 +101,7 @@ class Attempt:
         return (self.kind == "dequeue" and not self.count) or (self.kind == "enqueue" and not self.elements)
 
     def tell(self) -> None:
-        """Call ``then`` once, and drop the reference: an inbox that holds the attempt would keep its tensors in a
-        cycle.
-        """
+        """Call ``then`` once and drop the reference: an inbox that holds the attempt would make a cycle."""
         then, self.then = self.then, _nobody
         then(self)
 
@@ -151,9 +149,7 @@ class StepQueues:
 
     @property
     def has_put(self) -> bool:
-        """Whether the step has enqueued elements, so that an abort would not return its dequeued ones; needs the
-        queues' locks.
-        """
+        """Whether the step has enqueued elements, so that an abort returns nothing; needs the queues' locks."""
         return any(map(_has_put, self.attempts))
 
 
@@ -426,9 +422,7 @@ class QueueMachine:
         return {**found, "size": len(empty), "facts": facts}, tensors
 
     def _become(self, other: QueueMachine) -> None:
-        """Replace the contents by those of `other`. Taken elements never return; waiting attempts of steps and sources
-        are aborted.
-        """
+        """Replace the contents by those of `other`. Taken elements never return; attempts of steps are aborted."""
         self.elements, self.closed, self.marks = other.elements, other.closed, other.marks
         self._front, self._since = [], self._taken
         self.cause = None  # who fills it may go on
@@ -634,9 +628,7 @@ def _locked(machines: Iterable[QueueMachine]) -> ExitStack:
 
 
 def give_back(done: Sequence[Attempt]) -> None:
-    """Return the elements dequeued by a step that wrote nothing; if the step has enqueued elements, nothing is
-    returned.
-    """
+    """Return the elements dequeued by a step that wrote nothing; none if the step has enqueued elements."""
     if any(map(_has_put, done)):
         return
     for machine in dict.fromkeys(attempt.machine for attempt in done):

@@ -398,9 +398,7 @@ class _DequeueSpecs:
         return Spec(dtype, tuple(sizes), "cpu" if sample is None else str(sample.device)), sample
 
     def _axes(self, place: int, sample: torch.Tensor | None) -> Shape:
-        """The sizes of one component, None for varying ones; raises InvalidArgument if neither shape nor sample is
-        known.
-        """
+        """The sizes of one component, None for varying ones; raises InvalidArgument without shape and sample."""
         shape = self.queue.gives[place][1]
         if sample is not None:
             (check_part if self.count is None else check_batch_part)(self.queue, place, shape, Spec.of(sample))

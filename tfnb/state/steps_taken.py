@@ -105,9 +105,7 @@ class _LatestStep(NamedTuple):
 
 
 class StepsHere:
-    """The steps of a loop in this process. A step counts once its Variables are written, even if the step never
-    returned.
-    """
+    """The steps of a loop in this process. A step counts once its Variables are written, even without a return."""
 
     def __init__(self, begin: int, source: Source | None, runs: RunNumbers) -> None:
         self.source, self._runs = source, runs

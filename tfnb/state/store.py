@@ -144,15 +144,11 @@ class Slab:
             self._measured = self._most = min(self.nbytes, sum(map(lazy_memory.taken, tables)))
 
     def growth(self, rows: int, values: Sequence[torch.Tensor] = ()) -> int:
-        """Upper bound of the bytes that the slab's size in the budget grows by when ``rows`` rows or ``values`` are
-        written.
-        """
+        """Upper bound of the additional budget for a write of ``rows`` rows or ``values``; by default of everything."""
         return _held(self._grown(rows, values), self._bytes) - self.held if self.is_lazy else 0
 
     def _grown(self, rows: int, values: Sequence[torch.Tensor]) -> int:
-        """Upper bound of the bytes that a lazy slab takes after a write of ``rows`` rows or ``values``, without an open
-        write.
-        """
+        """Upper bound of a lazy slab's bytes after a write of ``rows`` rows or ``values`` instead of the open write."""
         most = self._most if self._next is None else self._before
         if values:
             return min(self.nbytes, most + sum(map(_taken, values)))

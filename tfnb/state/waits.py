@@ -243,9 +243,7 @@ def _blocked(
 
 
 def wait_graph(operations: Iterable[QueueOperation], others: Iterable[tuple[QueueHost, str, str]] = ()) -> WaitGraph:
-    """The wait-for graph of operations, queues and producers. others: queue, kind and name of other runners'
-    operations.
-    """
+    """The wait-for graph of operations, queues and producers. others: queue, kind and name of other operations."""
     edges: dict[tuple[str, str], None] = {}
     everyone, others = list(operations), list(others)
     named = {operation.attempt: operation.what for operation in everyone}

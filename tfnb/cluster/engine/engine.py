@@ -178,9 +178,7 @@ class Engine:
             )
 
     async def assign(self, values: Mapping[int, Mapping[str, torch.Tensor]], written: Iterable[str]) -> None:
-        """Write pieces of variables on some shards, with no step in between. ``written``: keys of the written
-        Variables.
-        """
+        """Write pieces of variables on some shards, with no step in between. ``written``: keys of those Variables."""
         async with self.single.turn:
             self.single.wrote(written)
             for shard, mine in values.items():
@@ -326,9 +324,7 @@ class Engine:
         return {member.name: str(answer.meta["code"]) for member, answer in answers if isinstance(answer, Ok)}
 
     async def _who_waits(self, seconds: float) -> tuple[list[Outcome], list[Outcome]]:
-        """The steps that wait for queues, as reported by all tasks, and the waiting attempts, as reported by all
-        shards.
-        """
+        """The steps that wait for queues, reported by all tasks, and the waiting attempts, reported by all shards."""
         live = [member.peer for member in self.tasks if member.is_there]
         end = time.monotonic() + seconds
         calls = (self.link.call(peer, "waits", {}, epoch=self.epoch, deadline=end) for peer in live)
@@ -430,9 +426,7 @@ class Engine:
     # -- tasks that stop ------------------------------------------------------------------------------------------
 
     def stop(self, member: Member, method: str, meta: Callable[[], dict[str, Any]]) -> asyncio.Task[Ok | None]:
-        """Let a task stop its computation; until then the task is not idle. Returns its answer; None if the task is
-        gone.
-        """
+        """Let a task stop its computation; the task is not idle until then. Returns its answer; None if dead."""
         before = self._stopping.get(member)
         stopping = asyncio.create_task(self._stopped(member, method, meta, before))
         self._stopping[member] = stopping
@@ -447,9 +441,7 @@ class Engine:
     async def _stopped(
         self, member: Member, method: str, meta: Callable[[], dict[str, Any]], before: asyncio.Task[Any] | None
     ) -> Ok | None:
-        """Wait until a task has stopped; a task that misses its deadline is restarted, if its process holds no
-        variables.
-        """
+        """Wait until a task has stopped; at the deadline restart the task, if its process holds no variables."""
         answer: Outcome | None = None
         latest = time.monotonic() + LATEST
         while member.alive and not isinstance(answer, Ok):
@@ -540,9 +532,7 @@ class Engine:
         return next(index for index, member in enumerate(self.tasks) if member.name == self.tasks[task].name)
 
     def bury(self, member: Member) -> None:
-        """Tell servers that a task is lost: its pending requests end, and elements on their way to the task are
-        returned.
-        """
+        """Tell servers that a task is lost: its pending requests end, and elements sent to the task are returned."""
         about = {"client": member.info.get("client")}
         asks = [Ask(shard, "gone", about) for shard in range(len(self.shards))]
         self.later(self.peers.settled_on(asks))
@@ -772,9 +762,7 @@ class Engine:
         return self.error(e.ServerLost(shard), None)
 
     def lose_scheduler(self) -> TfnbError:
-        """End the cluster after the loss of the scheduler, which forgets the actors of a client after a missed
-        heartbeat.
-        """
+        """End the cluster after the loss of the scheduler, since a scheduler forgets a silent client's actors."""
         is_closed = self.link.dask.status in ("closing", "closed")
         what = "Dask client was closed" if is_closed else "Dask scheduler was lost"
         return self._lose(SchedulerLost(f"the {what} at step {self.step}"))

@@ -77,9 +77,7 @@ class Member:
             self.alive, self.lost_at, self.silent_since = False, time.monotonic(), 0.0
 
     def successor(self) -> Member:
-        """The same task as a newcomer without registered plans. A task that has computed nothing yet gets more
-        patience.
-        """
+        """The same task as a newcomer without registered plans; more patient if nothing was computed yet."""
         patience = SILENCE if self.seconds else min(GIVEN_UP, 2 * self.patience)
         return Member(self.name, self.peer, self.future, self.info, patience=patience)
 

@@ -285,9 +285,7 @@ class ClusterPeers:
         return False
 
     def _limit(self, member: Member) -> float:
-        """Seconds of silence after which a member is dead; fewer while closing, except for a silent task that delays
-        nothing.
-        """
+        """Seconds of silence after which a member is dead; fewer while closing, but not for a suspect."""
         return min(SILENCE, GIVEN_UP) if self.is_closing and member.alive else GIVEN_UP
 
     def _was_heard(self, member: Member, wait: MemberWait) -> bool:
@@ -295,9 +293,7 @@ class ClusterPeers:
         return self.link.heard.get(member.peer.addr, 0.0) > wait.begin
 
     async def _pinged(self, member: Member, wait: MemberWait) -> Outcome | None:
-        """The outcome of one more ping; None if the member answers another call, or is dead or given up, before the
-        ping ends.
-        """
+        """The outcome of one more ping; None if the member first answers another call, or is dead or given up."""
         self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
         seconds = min(10 * PING, PING * 2**wait.pings)
         wait.pings += 1

@@ -389,9 +389,7 @@ class SingleSteps:
     def _unless_written(
         self, seen: Mapping[str, int], there: list[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event], mine: set[int]
     ) -> list[p.Prepare | p.Commit]:
-        """The shards' instructions; none, but errors for the step, if another step wrote a Variable or queue used by
-        this one.
-        """
+        """The shards' instructions; none, but errors for the step, if another step wrote its Variables or queues."""
         if all(self._written[key] == before for key, before in seen.items()) and self._void.isdisjoint(mine):
             return there
         failure = Failure("Aborted", "another step wrote what this one had read, while it waited: run it again")

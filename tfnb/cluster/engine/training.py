@@ -216,9 +216,7 @@ class Training:
                 self.feed(e.Resume())
 
     def applied_steps(self) -> AppliedSteps:
-        """The steps that the servers have applied, while held: in a synchronous training more than the tasks have
-        reported.
-        """
+        """The steps that the servers have applied, while held; tasks in step may have reported fewer."""
         found, untold = self._applied_steps.copy(), self.steps - self._told
         if isinstance(self.machine, s.Rounds):
             for piece in self.machine.out:
@@ -374,9 +372,7 @@ class Training:
         task.add_done_callback(self._ended)
 
     def _ended(self, work: asyncio.Task[None]) -> None:
-        """Handle the end of background work. An error ends the training through the machine, or directly if already
-        ending.
-        """
+        """Handle the end of background work. An error ends the training, through the machine unless already ending."""
         self._begun.discard(work)
         error = None if work.cancelled() else work.exception()
         if error is not None and self.end is None:
@@ -565,9 +561,7 @@ class Training:
             member.seconds.append(float(answer.meta["seconds"]))
 
     async def _broken(self, task: int, loop: _Listening, answer: Outcome) -> None:
-        """A loop failed or was unreachable: end the loop, and tell the machine why, unless the loop was ended
-        meanwhile.
-        """
+        """A loop failed or was unreachable: end the loop, and tell the machine why, unless ended meanwhile."""
         event = await self.engine.judged(answer, task)
         if self.has_ranks:  # a cut follows, and its values may be the newest
             if self._loops.get(task) is loop:
@@ -599,9 +593,7 @@ class Training:
         self.feed(a.LoopEnd(task) if is_there else self.engine.peers.lost(task))
 
     def _give_up(self, task: int) -> None:
-        """Let servers refuse the loop of a given-up task, so that other loops stop waiting; a living task must begin
-        anew.
-        """
+        """Let servers refuse the loop of a given-up task, so that no other loop waits; a living task begins anew."""
         loop = self._loops.get(task)
         if loop is not None and self._staleness is not None and self.end is None:
             self.engine.later(self.engine.peers.settled_on(self._to_all("depart", loop=loop.name, gone=True)))

@@ -405,9 +405,7 @@ class Leases:
         return [*waking, *self._next(now)]
 
     def _return(self, task: int) -> list[StreamPiece]:
-        """Take back a task's pieces, to lend them again or, while closing, to count them; later pieces use another
-        stream.
-        """
+        """Take back a task's pieces, to lend them again or, while closing, to count them; streams are not reused."""
         rest = [piece.rest(next(self.numbers)) for piece in self.out.pop(task, ())]
         self.streams.pop(task, None)
         if self.state == "closing":
@@ -445,9 +443,7 @@ class Leases:
         return [Count(tuple((piece.stream, piece.first + i) for piece in self.doubtful for i in range(piece.count)))]
 
     def _counted(self, shards: Mapping[tuple[int, int], Collection[int]], now: float) -> list[Instruction]:
-        """Count doubtful steps: applied if applied by all shards; a partly applied step is completed by a task, or
-        named torn.
-        """
+        """Count doubtful steps: applied if on all shards; a partly applied step is completed by a task, or torn."""
         told: list[Instruction] = []
         doubtful, self.doubtful, self.state = self.doubtful, [], "closing"
         for piece in doubtful:

@@ -40,9 +40,7 @@ class Cut(NamedTuple):
 
 
 class RoundQuery(NamedTuple):
-    """Ask the first server for the latest written round: with backup tasks, a task whose part is pending does not
-    report.
-    """
+    """Ask the first server for the latest written round: with backup tasks, a report may be missing for long."""
 
 
 class LatestRound(NamedTuple):

@@ -48,9 +48,7 @@ def read(client: Client, array: torch.Tensor | ChunkedArray) -> torch.Tensor:
 
 
 def head(client: Client, array: torch.Tensor | ChunkedArray, rows: int) -> torch.Tensor:
-    """The first rows of an array, in this process: of chunks only these rows are sent. An array without an axis is
-    whole.
-    """
+    """The first rows of an array, in this process: only these rows of chunks are sent. A scalar is given whole."""
     if isinstance(array, torch.Tensor):
         return array[:rows] if array.dim() else array
     asked: list[Future] = []

@@ -49,9 +49,7 @@ def _version(storage: torch.Tensor) -> int:
 
 
 def _bits(storage: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A copy of the bits, or sums for large storages: equal for equal bits. Reading does not allocate pages of a lazy
-    table.
-    """
+    """The bits, or sums for large storages: equal for equal bits. Allocates no pages of a lazy table."""
     flat = storage.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
     if flat.numel() <= COPIED:
         return (flat.clone(),)

@@ -81,9 +81,7 @@ class QueueHomes:
 
     @contextmanager
     def journaled(self) -> Iterator[None]:
-        """A block of a training, in which journals let contents of queues survive the loss of a server, from the first
-        copy on.
-        """
+        """A block of a training: journals let queues survive the loss of a server, from the first copy on."""
         with self._lock:
             self._trainings += 1
         try:

@@ -336,9 +336,7 @@ class Steps:
     def _looked_at(
         self, step: StepGraph, placed: PlacedStep, tasks: int, source: Ahead | Iterable[StepFeeds | None]
     ) -> tuple[Ahead | Iterable[StepFeeds | None], tuple[str, ...]]:  # fmt: skip
-        """The batches of a training, and the warnings, each given once, of a loss that is no mean over the batches'
-        rows.
-        """
+        """The batches of a training, and the warnings, each given once, of a loss that is no mean over rows."""
         known: set[Any] = step.whole.attached.setdefault("divided", set())
         key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), step.fetches, tasks
         if key in known or tasks < 2 or not placed.writes or placed.tasks:
@@ -393,9 +391,7 @@ class Steps:
         self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], end: float | None,
         see: See | None, applied: AppliedSteps, seen: SeenSteps, *, is_whole: bool,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """Drive every step from the notebook, for programs that a task's loop cannot run. is_whole: no task divides
-        rows.
-        """
+        """Drive every step from the notebook, if tasks' loops cannot. is_whole: no task divides rows."""
         copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
 
         def now() -> AppliedSteps:

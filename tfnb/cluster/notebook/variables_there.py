@@ -137,9 +137,7 @@ class VariablesThere:
         return self.do("pull", None, self.bring_home, kept)
 
     async def bring_home(self, kept: Sequence[Variable] = ()) -> int:
-        """Fetch all values first and assign them at once, so that local storages, except ``kept`` ones, are of one
-        step.
-        """
+        """Fetch all values, then assign them at once: local storages, except ``kept`` ones, are of one step."""
         begin, busy = time.monotonic(), time.process_time()
         variables = [variable for variable in self.held.variables if variable not in kept]
         eras = {} if self._queues is None else await self._queues.eras()
@@ -193,9 +191,7 @@ class VariablesThere:
     async def pinned(
         self, variables: Mapping[str, Variable], queues: Mapping[Queue, tuple[int, str]]
     ) -> tuple[PinnedValues, int, Copies]:
-        """Pin the current values of Variables on the servers, by label; returns pins, step and contents of ``queues``
-        then.
-        """
+        """Pin current values of Variables on the servers, by label; with the step and the contents of ``queues``."""
         homes = dict(self.held.homes)
         pins = await self.engine.pin(*self._asked(variables.values(), queues))
         return PinnedValues(self.engine, variables, homes, pins, self._say_unseen), pins.step, pins.held

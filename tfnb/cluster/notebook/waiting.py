@@ -43,9 +43,7 @@ class EventLoopWaiter:
         return False
 
     def do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run a coroutine in the event loop and wait; an interrupt or a deadline ends the work there, at a step
-        boundary.
-        """
+        """Run a coroutine in the event loop and wait; an interrupt or a deadline ends the work at a step boundary."""
         ensure_no_look(what)
         self.say_notes()
         try:
