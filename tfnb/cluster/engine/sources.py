@@ -23,14 +23,14 @@ MOST = 32 << 20  # bytes of batches likewise
 class NumberedSteps:
     """Pieces of consecutive step numbers, without the steps ``applied`` before.
 
-    >>> from tfnb.state.batch_order import Order
-    >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=5, run=int))
+    >>> from tfnb.state.batch_order import RowOrder
+    >>> pieces = NumberedSteps(Ahead((), RowOrder(8, 2), total=5, run=int))
     >>> pieces.take(3), pieces.take(3), pieces.is_spent
     (range(0, 3), range(3, 5), True)
-    >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=5, run=int, by_pass=True))
+    >>> pieces = NumberedSteps(Ahead((), RowOrder(8, 2), total=5, run=int, by_pass=True))
     >>> pieces.take(3), pieces.take(3), pieces.stands, pieces.take(3), pieces.stands
     (range(0, 3), range(3, 4), True, range(4, 5), False)
-    >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=6, run=int), AppliedSteps(1, {3}))
+    >>> pieces = NumberedSteps(Ahead((), RowOrder(8, 2), total=6, run=int), AppliedSteps(1, {3}))
     >>> pieces.take(3), pieces.take(3), pieces.is_spent
     (range(1, 3), range(4, 6), True)
     """
@@ -73,13 +73,13 @@ class Near:
 
     Those that were ``applied`` before are left out. ``homes``: for each task the address of its worker.
 
-    >>> from tfnb.state.batch_order import Order
+    >>> from tfnb.state.batch_order import RowOrder
     >>> array = ChunkedArray("x", (4, 6), (), torch.float32, homes=(("a",), ("b",)))
-    >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run=int), ["b", "a"])
+    >>> pieces = Near(Ahead((array,), RowOrder(10, 2, shuffle=False, within=0), total=7, run=int), ["b", "a"])
     >>> [pieces.take(2, task=task) for task in (0, 1, 0, 1)], pieces.left
     ([range(2, 4), range(0, 2), range(4, 5), range(5, 7)], 0)
     >>> applied = AppliedSteps(1, {2, 5, 6})
-    >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run=int), ["b"], applied)
+    >>> pieces = Near(Ahead((array,), RowOrder(10, 2, shuffle=False, within=0), total=7, run=int), ["b"], applied)
     >>> [pieces.take(9, task=0) for _ in range(3)], pieces.left
     ([range(3, 5), range(1, 2), range(0, 0)], 0)
     """
