@@ -129,7 +129,7 @@ class Cluster:
         self._farewell = Farewell(self.client, self._client_closes)
 
     def _begin(self, wanted: Requirements, timeout: float) -> None:
-        """Tasks and servers on the workers that are there, under an epoch of their own."""
+        """Start tasks and servers on the present workers, under a new epoch."""
         progress, self._registered = self._where.progress, Registration(self.client)
         given = self.client, self._link, self._registered, wanted, self._adapting, timeout, progress
         handle = self._link.start(start, *given)
@@ -173,7 +173,7 @@ class Cluster:
         return self._variables.pulled_step
 
     def news(self, since: int) -> tuple[int, list[str]]:
-        """Lines that tell who came and who left, after the first ``since`` of them; and how many there were."""
+        """Lines on members that joined or left, after the first ``since`` lines; and the total number of lines."""
         engine = self._engine
         return engine.said, list(engine.lines)[max(0, len(engine.lines) - (engine.said - since)) :]
 

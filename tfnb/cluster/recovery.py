@@ -53,7 +53,7 @@ class Recovery:
 
     @property
     def redone(self) -> int:
-        """Steps that are taken again."""
+        """The number of steps to take again."""
         return max(0, self.step - self.kept)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ def recovery_log() -> tuple[Recovery, ...]:
 
 @dataclass
 class RecoveryBudget:
-    """How often one training may be recovered: ``restarts``, and fewer than `POISON` times in a row over one step."""
+    """The budget of recoveries of one training: ``restarts``, and fewer than `POISON` in a row at one step."""
 
     restarts: Restarts
     _failed: int = -1  # the step at which a server was lost last

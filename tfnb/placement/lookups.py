@@ -26,7 +26,7 @@ class LookUp(NamedTuple):
 def lookups(
     graph: Graph, outputs: Sequence[Value], feeds: Sequence[Value], *, written: Collection[str] = ()
 ) -> tuple[LookUp, ...]:
-    """The look-ups of a graph whose rows can be fed: then ``outputs`` need nothing else of these Variables.
+    """The look-ups of a graph whose rows can be fed, so that ``outputs`` need no other part of the looked-up Variables.
 
     written: keys of the Variables that the step writes.
     """

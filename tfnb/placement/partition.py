@@ -402,7 +402,7 @@ class _Cut:
         return {value: rows for value, rows in sent.items() if rows is not None}
 
     def _kind(self, value: Value, is_gradient: bool) -> Kind:
-        """How the workers' values of a border become one."""
+        """The kind of a border value, by which the workers' values become one."""
         derived = value.node in self.gradient and value not in self.feeds
         spec = self._spec(value)
         if self.graph.contents.by_id[value.node].op == "tfnb.slices.default":
@@ -529,7 +529,7 @@ class _Cut:
         return self.graph.contents.by_id[value.node].name
 
     def _late(self, found: _LateSources, late: Sequence[bool], servers: Sequence[Server]) -> Late:
-        """The graph of late fetches; its averages are feeds of these servers."""
+        """The graph of late fetches; its averages are feeds of the servers' graphs."""
         at: dict[Value, list[tuple[Rows | None, tuple[int, int]]]] = {}
         for each in servers:
             for position, border in enumerate(each.borders):

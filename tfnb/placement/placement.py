@@ -1,4 +1,4 @@
-"""Where everything of a step is: node -> devices, variable -> pieces on shards, edge -> transfer. Data only.
+"""The placement of a step: node -> devices, variable -> pieces on shards, edge -> transfer. Data only.
 
 It is decided once, in `tfnb.placement.partition` and `tfnb.placement.shards`; plans, holdings and driver read it.
 """
@@ -73,7 +73,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one step.
+    """The placement of one step.
 
     ``devices``: of each node's id the names of the places where it runs. ``writes``: shards that the step writes,
     ``changed``: keys of the Variables that it writes. ``tasks``: numbers of those that the graph asks for,

@@ -48,7 +48,7 @@ def asked(nodes: Iterable[Node]) -> tuple[NodeRequest, ...]:
 
 
 def numbers_of(tasks: Sequence[str]) -> list[int]:
-    """The numbers of tasks of these names; this process is task 0.
+    """The numbers of the named tasks; this process is task 0.
 
     >>> numbers_of(["task:0", "task:2"]), numbers_of([HERE])
     ([0, 2], [0])
@@ -125,7 +125,7 @@ def ensure_on_servers(
 
 
 class _Wish(NamedTuple):
-    """A server that a Variable is asked to lie on, and who asks."""
+    """A server requested for a Variable, and a text with the source of the request."""
 
     shard: int
     who: str

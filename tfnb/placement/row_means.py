@@ -269,5 +269,5 @@ def _held(node: Node) -> Node:
 
 
 def _channels(spec: Spec) -> Iterator[int | Dim]:
-    """The size of the axis of channels, where there is one."""
+    """The size of the channel axis, if there is one."""
     yield from spec.shape[1:2] if len(spec.shape) > 1 else spec.shape

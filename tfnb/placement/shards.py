@@ -74,7 +74,7 @@ def pack(
 
 
 def _chosen(group: Sequence[Variable], loads: Sequence[int], is_divisible: bool) -> tuple[Piece, ...]:
-    """Where a new group goes, in the shape of its largest variable: the emptiest shard, or the emptiest ones."""
+    """The pieces of a new group's largest Variable: on the emptiest shard, or divided over the emptiest ones."""
     largest = max(group, key=nbytes)
     count, order = 1, sorted(range(len(loads)), key=loads.__getitem__)
     if is_divisible and all(variable.shape in ((), largest.shape) for variable in group):

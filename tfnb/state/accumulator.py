@@ -32,7 +32,7 @@ class Sum(Protocol):
         """A gradient more; raises InvalidArgument or ShapeError for one that does not fit, and adds nothing."""
 
     def merge(self, other: Any) -> None:
-        """All that another one of its class holds."""
+        """Add all gradients of another sum of the same class."""
 
     def mean(self, weight: float) -> Element:
         """The mean of gradients that weigh so much together."""
@@ -71,7 +71,7 @@ class DenseSum:
         (self._sum,) = tensors or (None,)
 
     def merge(self, other: DenseSum) -> None:
-        """All that another one holds."""
+        """Add all gradients of another sum."""
         if other._sum is not None:
             self.add((other._sum,), 1)
 
@@ -131,7 +131,7 @@ class SparseSum:
         self._indices, self._values, self._weights = tensors or (None, torch.empty(0), torch.empty(0))
 
     def merge(self, other: SparseSum) -> None:
-        """All that another one holds."""
+        """Add all gradients of another sum."""
         if other._indices is not None:
             self._extend(other._indices, other._values, other._weights)
 
@@ -235,7 +235,7 @@ class Accumulator(Whole):
         return facts, self._sum.tensors
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Go on with such a sum."""
+        """Restore the `contents` of another accumulator."""
         self.step, self.count, self.dropped = facts["step"], facts["count"], facts["dropped"]
         self._weight, self._sum.tensors = facts["weight"], list(tensors)
         if bool(self.count) != bool(tensors) or (self.count and not self._weight > 0):

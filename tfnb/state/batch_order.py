@@ -75,7 +75,7 @@ class Rows:
         return tuple(_taken(array, at) if array.dim() else array for array in self.arrays)  # type: ignore[misc]
 
     def at(self, step: int, first: int, last: int) -> torch.Tensor | slice:
-        """Where these rows are in the arrays."""
+        """The indices, in the arrays, of rows ``first`` to ``last`` of a step's batch."""
         number, start, _ = self.order.place(step)
         start, stop = start + first, start + last
         return self._order_of(number)[start:stop] if self.order.shuffle else slice(start, stop)

@@ -33,7 +33,7 @@ class ShardWriter(Protocol):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Of each Variable, by label."""
+        """The spec of each Variable, by label."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class Unwritten(NamedTuple):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Of its Variables, by label."""
+        """The spec of each Variable, by label."""
         here = {label: _shown(tensor) for label, tensor in self.variables.items()}
         return here | ({} if self.pinned is None else dict(self.pinned.specs))
 

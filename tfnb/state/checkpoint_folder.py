@@ -109,7 +109,7 @@ class CheckpointFolder:
         self.store.make(_DRAFTS)
 
     def path_of(self, step: int) -> Path | str:
-        """Where the checkpoint of a step is written."""
+        """The path or URL of the checkpoint of a step."""
         return self.store.path_of(_name(step))
 
     def named(self) -> list[tuple[int, Path | str]]:
@@ -164,7 +164,7 @@ class CheckpointFolder:
             manifests.collect(self.store, [one for one in known if isinstance(one, Manifest)])
 
     def _whole(self) -> set[Shard]:
-        """The shards of all manifests that are as these say."""
+        """The undamaged shards of all manifests."""
         there = self._listed()
         known = [self._manifest(name, there[name]) for name in _ordered(there) if name.endswith(".json")]
         named = dict.fromkeys(shard for one in known if isinstance(one, Manifest) for shard in one.shards)

@@ -48,7 +48,7 @@ def check_part(queue: Queue, place: int, shape: Shape, spec: Spec) -> None:
 
 
 def check_batch_part(queue: Queue, place: int, shape: Shape, spec: Spec) -> None:
-    """Raise ShapeError for a tensor whose rows are no such component."""
+    """Raise ShapeError for a tensor whose rows do not fit a component of the queue."""
     if not spec.shape:
         raise ShapeError(f"component {place} of a batch for queue {queue.name} has rows, and {spec} has none")
     check_part(queue, place, shape, Spec(spec.dtype, spec.shape[1:], spec.device))
@@ -113,7 +113,7 @@ class Row(Sequence[torch.Tensor]):
 
 
 def spans(elements: Sequence[Element]) -> list[tuple[int, int]]:
-    """Where rows start and stop in ``elements`` that follow one another in one batch, if all are in such spans."""
+    """Spans of ``elements`` that are consecutive rows of one batch; empty if some element is no row of a batch."""
     found, batch, place, start = list[tuple[int, int]](), None, 0, 0
     for at, element in enumerate(elements):
         if type(element) is not Row:

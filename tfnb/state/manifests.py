@@ -62,7 +62,7 @@ class Manifest:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """All of them, each once."""
+        """The shards of all values, each once."""
         return tuple(dict.fromkeys(shard for shards in self.layout.values() for shard in shards))
 
     @property
@@ -204,7 +204,7 @@ def write(store: CheckpointStore, name: str, manifest: Manifest) -> None:
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether a file begins as a manifest does: a header of safetensors has another length than these bytes say."""
+    """Whether a file begins as a manifest does; the header of a safetensors file never has such a length."""
     with path.open("rb") as file:
         return file.read(2) == b"{\n"
 

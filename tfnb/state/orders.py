@@ -29,7 +29,9 @@ class Order(Protocol):
     def __iter__(self) -> Iterator[Element]: ...
 
     def spare(self, closed: bool, required: int) -> int:
-        """How many elements may be taken now by who waits for so many, or for one that is made of so many."""
+        """The number of elements that a dequeue may take now, if the dequeue needs at least ``required`` of them
+        stored.
+        """
 
     def put(self, element: Element) -> bool:
         """Add an element; False if the order drops the element."""
@@ -50,10 +52,10 @@ class Order(Protocol):
         """The parts of incomplete elements: their places in an element, and tensors."""
 
     def takes_late(self, elements: Sequence[Element]) -> bool:
-        """Whether these may be put after the queue was closed."""
+        """Whether the elements may be put even after the queue was closed."""
 
     def coming(self) -> int:
-        """How many elements may still come when the queue is closed."""
+        """The number of elements that may still come after the queue is closed."""
 
     def cancel(self) -> None:
         """Drop incomplete elements: the queue was closed, and their other parts cannot come any more."""
@@ -82,7 +84,7 @@ class Whole:
         return packed(self)  # type: ignore[arg-type]
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Put them."""
+        """Put the saved elements."""
         for element in unpacked(facts, tensors):
             self.put(element)  # type: ignore[attr-defined]
 
@@ -111,7 +113,7 @@ class Arrival(Whole, deque[Element]):
     noun = "elements"
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All."""
+        """All elements."""
         return len(self)
 
     take = deque.popleft
@@ -152,7 +154,7 @@ class ShuffledOrder(Whole):
         return iter(self._elements)
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All but the least; all of a closed queue."""
+        """All elements but ``least``, which stay for mixing; all of a closed queue."""
         return len(self) if closed else max(0, len(self) - self.least)
 
     def put(self, element: Element) -> bool:
@@ -177,7 +179,7 @@ class ShuffledOrder(Whole):
         return facts | {"random": self._random.getstate()}, tensors
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Put them; chance goes on from there."""
+        """Put the saved elements, and restore the state of the random generator."""
         super().fill(facts, tensors)
         version, numbers, gauss = facts["random"]
         self._random.setstate((version, tuple(numbers), gauss))
@@ -208,7 +210,7 @@ class RankedOrder(Whole):
         return reversed(self._elements)
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All, once there are enough: one that comes later may be smaller."""
+        """All elements, once there are enough: a later one may have a smaller rank."""
         return len(self) if closed or len(self) >= required else 0
 
     def put(self, element: Element) -> bool:
@@ -261,7 +263,7 @@ class KeyedOrder:
         return (element for _, element in self._whole)
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All that are whole."""
+        """All complete elements."""
         return len(self)
 
     def put(self, element: Element) -> bool:
@@ -312,7 +314,7 @@ class KeyedOrder:
         return facts | {"count": self._count, "begun": begun}, tensors + parts
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Take them up."""
+        """Restore complete elements, and the parts of incomplete ones."""
         self._count = facts["count"]
         for element in unpacked(facts, tensors):
             self.put_back(element, 0)

@@ -49,7 +49,7 @@ class QueueSnapshot:
 
     @property
     def marks(self) -> Mapping[str, int]:
-        """Of the last element of each source, see `tfnb.state.source_puts`."""
+        """The mark of the last element of each source, see `tfnb.state.source_puts`."""
         return dict(self.found["marks"])
 
 

@@ -208,16 +208,16 @@ class QueueHost(Protocol):
         """Up to ``count`` next elements (in storage order where the order is random), without taking them."""
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
-        """Take up an attempt."""
+        """Begin an attempt, behind ``after``."""
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
-        """Take back attempts that are not over."""
+        """Cancel attempts that are not over."""
 
     def give_back(self, attempts: Sequence[Attempt]) -> None:
         """Return the elements taken by these attempts to the front of the queue."""
 
     def put_front(self, elements: Sequence[Element]) -> None:
-        """These come next again, also where the queue is full or closed."""
+        """Put elements in front of the queue, even if the queue is full or closed."""
 
     def look(self) -> None:
         """Time has passed."""
@@ -295,7 +295,7 @@ class QueueMachine:
             return [element for _, element in zip(range(count), self.elements, strict=False)]
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
-        """Take up an attempt."""
+        """Begin an attempt; behind ``after``, unless that is over or stands in the same line."""
         if attempt.kind != "size":
             self.used = time.time()
         with self._lock:
@@ -316,7 +316,7 @@ class QueueMachine:
                 start()
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
-        """Take back attempts that are not over; nobody is told of them. Elements that one took come next again.
+        """Cancel attempts that are not over, without calling ``then``. Elements taken by a cancelled dequeue return.
 
         Those that an enqueue of several has put stay.
         """
@@ -355,7 +355,7 @@ class QueueMachine:
         _tell(over)
 
     def put_front(self, elements: Sequence[Element]) -> None:
-        """These come next again, also where the queue is full or closed."""
+        """Put elements in front of the queue, even if the queue is full or closed."""
         if self.heir is not None:
             self.heir.put_front(elements)
             return
@@ -374,7 +374,7 @@ class QueueMachine:
         _tell(over)
 
     def leave(self, heir: QueueHost | None = None) -> tuple[dict[str, Any], list[torch.Tensor], list[Waiting]]:
-        """All elements go elsewhere: the facts and tensors of them, and who waits.
+        """Give up all elements: returns their facts and tensors, and the waiting attempts.
 
         heir: takes up what is submitted here from now on.
         """
@@ -499,7 +499,7 @@ class QueueMachine:
         return True
 
     def _required(self, take: Attempt) -> int:
-        """How many elements are to be there for a dequeue; one of more than find room takes them as they come."""
+        """The number of stored elements that a dequeue needs before taking any, limited by the capacity."""
         return max(take.required, int(min(take.count - len(take.taken), self.capacity)))
 
     def _comes_late(self, attempt: Attempt) -> bool:

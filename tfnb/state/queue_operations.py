@@ -279,7 +279,7 @@ HOMES: list[Callable[[Queue, QueueMachine | None], QueueHost]] = []
 
 
 def move(queues: Iterable[Queue]) -> None:
-    """Queues that are in use here go to where the last of `HOMES` holds them."""
+    """Move local queues in use to the place given by the last of `HOMES`."""
     for queue in queues:
         with _MAKING:
             if isinstance(queue.machine, QueueMachine):
@@ -380,7 +380,7 @@ class _DequeueSpecs:
         self.rows: Size | None = None  # where only a run knows how many there are; all components have as many
 
     def parts(self, samples: Sequence[torch.Tensor] | None) -> tuple[list[Spec], list[torch.Tensor | None]]:
-        """Of all components."""
+        """Specs and samples of all components."""
         given = [None] * len(self.queue.gives) if samples is None else samples
         pairs = [self._part(place, sample) for place, sample in enumerate(given)]
         return [spec for spec, _ in pairs], [sample for _, sample in pairs]

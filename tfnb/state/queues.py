@@ -126,7 +126,7 @@ class TensorQueue(QueueHandle):
 
 
 def _each(shapes: Any, count: int, is_single: bool) -> list[Any]:
-    """The shape of each of so many dtypes."""
+    """The shape of each of ``count`` dtypes."""
     if is_single or shapes is None:
         return [shapes] * count
     return list(shapes) if isinstance(shapes, (list, tuple)) else [shapes]

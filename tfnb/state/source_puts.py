@@ -54,7 +54,7 @@ class _Hand:
         return source.position, source.read()
 
     def give_up(self, source: Source) -> None:
-        """The source is before the element again, unless somebody sought. With the lock."""
+        """Set the source back before the element, unless the source was sought meanwhile. The caller holds the lock."""
         if self.before is not None and source._root._position is self.after:
             source.seek(self.before)
         self.before = self.after = self.waiting = self.kept = None
@@ -120,7 +120,7 @@ def _has_room(queue: TensorQueue) -> bool:
 
 
 def _ask(hand: _Hand, queue: TensorQueue) -> None:
-    """Take over the element that waits for room in another queue, if one does."""
+    """Take over an element that waits for room in another queue, if there is one."""
     with hand.lock:
         if hand.waiting is None or hand.waiting[0] is queue or hand.asker is not None:
             return

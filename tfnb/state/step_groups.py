@@ -1,4 +1,4 @@
-"""Steps in a row that a training has done: several at a time where tasks of a cluster take them. Imports torch only."""
+"""Consecutive steps that a training has applied, several at a time on a cluster. Imports torch only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_one(values: Sequence[torch.Tensor | None], number: int | None) -> StepGro
 
 
 class StepReport(NamedTuple):
-    """Steps in a row that are done: of each its epoch and its rows, and the watched values.
+    """Consecutive applied steps: the epoch and the number of rows of each step, and the watched values.
 
     values: for each name one tensor, which has one number for each step; none where nobody knows them. numbers: of the
     steps in their training on a cluster.

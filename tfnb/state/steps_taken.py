@@ -31,7 +31,7 @@ class AppliedSteps:
     beyond: set[int] = field(default_factory=set)
 
     def add(self, numbers: Iterable[int]) -> None:
-        """These steps are applied, too."""
+        """Register steps as applied."""
         self.beyond.update(number for number in numbers if number >= self.whole)
         while self.whole in self.beyond:
             self.beyond.remove(self.whole)
@@ -67,7 +67,7 @@ class SeenSteps:
 
 
 class TakenSteps(NamedTuple):
-    """So many steps count. Behind them the source stands there, and the next step draws the random numbers of ``run``.
+    """The number of applied steps, with the position of the source and the run number of the next step.
 
     position: None where the data has none. run: the session's own next one where others took numbers meanwhile.
     is_whole: whether they are the first ones, as of a training without asynchronous tasks.
@@ -162,7 +162,7 @@ class StepsThere:
         self._known, self._first = AppliedSteps(first), first
 
     def begins(self, total: int = 0) -> None:
-        """Tasks begin with the steps that were not taken yet; so many of them are drawn already."""
+        """Tasks begin with the steps not taken yet, of which ``total`` more are drawn."""
         self._first_run = self._runs.next - self._drawn
         self._drawn += total
 

@@ -47,7 +47,7 @@ def memory(nbytes: int) -> torch.Tensor:
 
 
 class WatchedBytes:
-    """Bytes, and whether somebody holds a tensor of them."""
+    """Bytes, and whether a reader holds a tensor of them."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
@@ -59,7 +59,7 @@ class WatchedBytes:
         return self._reader is not None and self._reader() is not None
 
     def read(self) -> torch.Tensor:
-        """The elements; whoever holds on to them, or to a view of them, is noticed."""
+        """The elements; the buffer counts as read while the tensor or a view of the tensor lives."""
         array = self._reader() if self._reader is not None else None
         if array is None:
             array = self.flat.view(torch.uint8).numpy()
@@ -88,7 +88,7 @@ class _Generation(WatchedBytes):
 
 @dataclass(frozen=True, slots=True)
 class _SlabPlace:
-    """Where a value lies in a slab, contiguous: from element ``start`` on."""
+    """The place of a value in a slab, contiguous from element ``start`` on."""
 
     start: int
     nbytes: int
@@ -256,7 +256,7 @@ class Store:
 
     @property
     def bytes(self) -> int:
-        """Of all values."""
+        """Bytes of all values."""
         return sum(slab.held for slab in self._of(self._slabs))
 
     @property
@@ -274,7 +274,7 @@ class Store:
         return len(self._slabs)
 
     def asked(self, values: Mapping[str, torch.Tensor]) -> int:
-        """Bytes that these will count once they are created."""
+        """Bytes in the budget of values to be created."""
         return sum(_held(_taken(value), _size(value)) for value in values.values())
 
     def create(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -325,7 +325,7 @@ class Store:
         return found
 
     def growth(self, keys: Sequence[str], rows: int = 0, values: Mapping[str, torch.Tensor] = NONE) -> int:
-        """Bytes more that these count, at most, when so many rows of each are written, or such values."""
+        """Upper bound of the additional budget for a write of ``rows`` rows of each key, or of ``values``."""
         return sum(slab.growth(rows, [values[key] for key in slab.places if key in values]) for slab in self._of(keys))
 
     def publish(self) -> None:

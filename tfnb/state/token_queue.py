@@ -40,7 +40,7 @@ class TokenQueue(QueueHandle):
         super().__init__(name, math.inf, [(torch.int64, ())], kind="tokens", options=options, **where)
 
     def give(self, step: Any, count: int = 1) -> Operation | None:
-        """So many tokens more, of a step."""
+        """Put ``count`` tokens of a step."""
         many = counted(self, "give", count)
         steps = tensor_of(step, torch.int64, f"queue {self.name}").reshape(1).expand(many)
         return self._put([steps], {"many": True})  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Tokens: a worker that has one may take a step. Each is held under a lease, so that who dies with one delays no more.
+"""Tokens: a worker with a token may take a step. Tokens are leased, so a dead worker delays the others no longer.
 
 The order of a queue, see `tfnb.state.orders`. Pure, but for the clock that it is given. Semantics S-93.
 """
@@ -17,7 +17,7 @@ from tfnb.state.orders import Element, Whole
 
 
 class Lease(NamedTuple):
-    """A token of a step that somebody holds until ``end``."""
+    """A leased token's step, and the end of the lease."""
 
     step: int
     end: float
@@ -103,7 +103,7 @@ class Tokens(Whole):
         return {"free": list(self._free), "held": held, "count": self._count}, []
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Go on from there."""
+        """Restore the saved tokens and leases."""
         now = self._clock()
         self._free.extend(map(int, facts["free"]))
         self._held |= {int(number): Lease(int(step), now + left) for number, step, left in facts["held"]}

@@ -1,4 +1,4 @@
-"""Who waits for whom among the steps and calls of this process that use queues. Semantics S-67.
+"""The wait-for graph of the steps and calls of this process that use queues. Semantics S-67.
 
 A deadlock is declared only where every producer of what is waited for is ours, and waits itself: an operation that a
 running step would still do behind a wait. What nobody here would serve may come from the user's other threads: a wait

@@ -365,7 +365,7 @@ class Engine:
             watcher.cancel()
 
     def attend(self, training: Training) -> None:
-        """Tell a training who is lost, and the time. Raises FailedPrecondition."""
+        """Begin to report losses and ticks of the clock to a training. Raises FailedPrecondition."""
         self.ensure_apart(training)
         self._queues.add(training.queue)
         for task in self.free(training.placed.tasks):  # also those that came since it was planned
@@ -484,7 +484,7 @@ class Engine:
         self._report(e.TaskLoss(self.tasks.index(member)))
 
     def charge(self, member: Member) -> bool:
-        """Take a restart of the budget for a task, once; False where none is left."""
+        """Charge a restart to the budget, once for each member; False if the budget is spent."""
         member.is_charged = member.is_charged or self.restarts.spend(time.monotonic())
         return member.is_charged
 

@@ -132,7 +132,7 @@ class SentData:
 
 
 class Mode(NamedTuple):
-    """How the tasks of a training work together: a row of MODES, and its options as `tfnb.fit` has them.
+    """The mode of a training: a row of MODES, with the options of `tfnb.fit`.
 
     ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
     is meant for. ``elastic``: whether fewer than ``required`` ones go on. ``is_plain``: `allow_plain_collectives`.

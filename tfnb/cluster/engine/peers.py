@@ -1,4 +1,4 @@
-"""Calls to tasks and servers, and who of them is alive: Dask's word first, then pings that nobody answers.
+"""Calls to tasks and servers, and failure detection: first by Dask's word, then by unanswered pings.
 
 A call to shards is one message for each process, and keeps its identity when it is repeated. In the event loop, which
 may be late itself (`Looks`): what it does not hear then proves nothing about a peer.

@@ -93,7 +93,7 @@ class SingleSteps:
         self._rounds.discard(number)
 
     def void(self, rounds: Iterable[int]) -> None:
-        """Queues that these rounds used hold something else by now: their steps raise Aborted."""
+        """Contents of queues were replaced: steps of the rounds that used them raise Aborted."""
         self._void.update(rounds)
         self._void &= self._rounds
 
@@ -166,7 +166,9 @@ class SingleSteps:
     async def _let_ranks_stand(
         self, placed: PlacedStep, turn: AsyncExitStack, deadline: float, seconds: float | None
     ) -> None:
-        """Servers have the values of ranks while these stand: until the turn is over. Raises DeadlineExceeded."""
+        """Hold trainings with ranks until the turn is over, so that servers have current values. Raises
+        DeadlineExceeded.
+        """
         left = None if seconds is None else max(0.0, deadline - time.monotonic())
         try:
             async with asyncio.timeout(left):
@@ -354,12 +356,12 @@ class SingleSteps:
             queue.put_nowait(_shard_event(done(one.number, one.shard), answer))
 
     def _parts(self, placed: PlacedStep, ranges: Mapping[int, Any]) -> dict[str, Any]:
-        """Where the parts of a step are."""
+        """The peer that runs each part of a step."""
         peers = [self._peers.tasks[task].peer for task in ranges]
         return {str(part.task): [*peer] for part, peer in zip(placed.parts, peers, strict=True)}
 
     def _forget_round(self, number: int) -> None:
-        """Let everybody forget a round; nobody waits for the answers."""
+        """Abort a round on all shards and tasks, without waiting for the answers."""
         over = self.over(number)
         asks = [Ask(shard, "abort", over) for shard in range(len(self._peers.shards))]
         self.engine.later(self._peers.tell(asks, time.monotonic() + GRACE))
@@ -368,7 +370,7 @@ class SingleSteps:
                 self.engine.stop(member, "cancel", lambda: over)
 
     async def _ended_round(self, number: int, tasks: Sequence[int]) -> _EndedWait:
-        """Let everybody forget a round that used queues, and wait until they have.
+        """Abort a round that used queues, and wait until all members have.
 
         What it took is in its queues again then, unless it put something: first it is halted on all servers.
         """

@@ -1,4 +1,4 @@
-"""Where the pieces of a training come from: steps that tasks derive from data they hold, or batches drawn here."""
+"""The pieces of a training: step numbers, whose rows tasks derive from data they hold, or batches drawn here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class NumberedSteps:
     def take(
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
-        """The next steps, so many at most."""
+        """Up to ``size`` next steps."""
         end = self._end
         piece = next(iter(self._applied.missing(range(self._next, end))), range(end, end))[:size]
         following = self._applied.missing(range(piece.stop, end))
@@ -161,7 +161,7 @@ class DrawnBatches:
     def take(
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
-        """The next batches, so many at most; less where drawing takes long, or where the iterator wrote Variables."""
+        """Up to ``size`` next batches; fewer if drawing takes long, or if the iterator wrote Variables."""
         found, self._back, self.stands = self._back, [], False
         until, nbytes = time.monotonic() + DRAW, sum(envelope.size(batch.tensors) for batch in found)
         while len(found) < size and (not found or (time.monotonic() < until and nbytes < MOST)):

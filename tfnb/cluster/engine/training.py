@@ -327,7 +327,7 @@ class Training:
         raise AssertionError(instruction)
 
     async def _change(self) -> None:
-        """All that was lent is done: loops of another mode begin."""
+        """Change the mode, once all lent pieces are done: end all loops, and begin loops of the new mode."""
         engine = self.engine
         await asyncio.gather(*(self._left(task, loop) for task, loop in self._loops.items()))
         self._loops.clear()
@@ -396,12 +396,12 @@ class Training:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def _applied_to(self, steps: int) -> None:
-        """The servers have applied so many steps, whoever has told of them."""
+        """Raise the number of applied steps to ``steps``."""
         self.engine.step += max(0, steps - self.steps)
         self.steps = max(self.steps, steps)
 
     def _applied(self, report: a.Report) -> None:
-        """Steps count: their values go to whoever trains."""
+        """Steps are applied: queue their reported values for the caller."""
         self._told += report.stop - report.start
         self._applied_to(self._told)
         at = report.start
@@ -774,7 +774,7 @@ class Training:
         self.feed(a.AppliedCounts(shards))
 
     async def _farewell(self) -> None:
-        """Tasks and servers forget the training."""
+        """Let tasks and servers forget the training."""
         engine, deadline = self.engine, time.monotonic() + p.STOPS_WITHIN
         calls: list[tuple[Member, str, dict[str, Any]]] = []
         lost = [shard for shard, server in enumerate(engine.shards) if not server.alive]

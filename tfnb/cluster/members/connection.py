@@ -33,7 +33,7 @@ class ConnectProgress:
         self._found = self._said = ""
 
     def found(self, kind: str, up: Sequence[str], total: int) -> None:
-        """So many of ``total`` are up."""
+        """Set the progress: the members in ``up``, of ``total``, are up."""
         names = f": {', '.join(up)}" if up else ""
         self.at(f"{len(up)} of {total} {kind} are up{names}")
 
@@ -97,7 +97,7 @@ class Requirements(NamedTuple):
 
 
 class LocalWorkers(NamedTuple):
-    """How the workers of a cluster are that `connect` starts: threads of each, bytes of each, and Dask's dashboard."""
+    """Options of workers that `connect` starts: threads and memory of each, and Dask's dashboard."""
 
     threads: int | None = None  # one
     memory: str | int | None = None  # Dask's own rule: what the machine has, divided by its workers

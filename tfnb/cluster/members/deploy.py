@@ -330,7 +330,7 @@ class _Starter(Nanny):
 
 
 class Roles(NamedTuple):
-    """So many of the workers are compute tasks, so many are servers; how many shards these hold."""
+    """The numbers of compute tasks, of servers, and of the servers' shards."""
 
     tasks: int
     servers: int
@@ -488,7 +488,7 @@ async def start(
     timeout: float,
     progress: ConnectProgress,
 ) -> tuple[list[Member], list[Member], str]:  # fmt: skip
-    """Tasks and servers on the workers of a cluster, and the route to them; all of them in the registry."""
+    """Start tasks and servers on the workers of a cluster, and register all; returns them and the route to them."""
     end = time.monotonic() + timeout
     adapting.hold(wanted.least)
     try:

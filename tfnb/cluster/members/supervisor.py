@@ -111,7 +111,7 @@ class Supervisor:
             self._is_behind = True
 
     async def _publish(self) -> None:
-        """See that the registry has who is there; the cluster ends where that is not for this notebook to say.
+        """Write the present members to the registry; a fenced notebook's cluster ends.
 
         A scheduler that does not answer now is told at the next look.
         """

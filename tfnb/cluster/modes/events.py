@@ -93,7 +93,7 @@ class DataEnd(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Who carries out the instructions cannot go on."""
+    """The driver of the machine cannot carry out its instructions."""
 
     failure: Failure
 

@@ -26,7 +26,7 @@ SMALLEST = 1
 
 @dataclass
 class StreamPiece:
-    """Steps ``first`` and following of a stream. ``done``: of them, as far as the notebook has heard.
+    """Steps ``first`` and following of a stream. ``done``: the number reported as done to the notebook.
 
     ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: tasks that
     died over its next step, one of each attempt.
@@ -42,7 +42,7 @@ class StreamPiece:
 
     @property
     def count(self) -> int:
-        """How many steps."""
+        """The number of steps."""
         return len(self.steps)
 
     def rest(self, number: int) -> StreamPiece:
@@ -171,11 +171,11 @@ class PieceSizes:
     seconds: float = 0.0  # of a step
 
     def took(self, seconds: float, steps: int) -> None:
-        """A piece of so many steps took so long."""
+        """Note the duration of a piece of ``steps`` steps."""
         self.seconds = seconds / steps
 
     def next(self, left: int | None, tasks: int) -> int:
-        """Steps of the next piece, of ``left`` that there are (None: nobody knows)."""
+        """The number of steps of the next piece; ``left``: the steps left to lend (None: unknown)."""
         most = LARGEST if not self.seconds else max(SMALLEST, min(LARGEST, round(SECONDS / self.seconds)))
         if left is not None:
             most = max(SMALLEST, min(most, -(-left // (AHEAD * max(1, tasks)))))
@@ -221,12 +221,12 @@ class Leases:
 
     @property
     def wants(self) -> int:
-        """How many pieces there is room for."""
+        """The number of pieces that there is room for."""
         return len(self.takers)
 
     @property
     def takers(self) -> list[int | None]:
-        """Tasks that pieces are wanted for, one entry for each piece; who has least comes first."""
+        """A task for each piece that there is room for; tasks with the fewest pieces come first."""
         if self.state != "open" or self.is_ended:
             return []
         room = [task for had in range(AHEAD) for task in self.tasks if len(self.out.get(task, ())) <= had]
@@ -239,7 +239,7 @@ class Leases:
 
     @property
     def parts(self) -> int:
-        """How many tasks work on pieces of their own."""
+        """The number of tasks that work on pieces of their own."""
         return len(self.tasks)
 
     def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)

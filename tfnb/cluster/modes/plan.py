@@ -115,7 +115,7 @@ class Run(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Let a shard compute the update of these workers."""
+    """Let a shard compute the update from the contributions of ``workers``."""
 
     number: int
     shard: int
@@ -131,7 +131,7 @@ class Commit(NamedTuple):
 
 
 class AbortStep(NamedTuple):
-    """Let everybody forget this round."""
+    """Abort the round on all members."""
 
     number: int
 

@@ -117,7 +117,7 @@ class Ranks(Rounds):
         return found
 
     def _gathered(self, now: float) -> list[Any]:
-        """In a cut: who saves, when every loop has ended; or the end of the cut."""
+        """In a cut, once every loop has ended: let the most advanced rank save, or end the cut."""
         if self.waits or self.saver is not None:
             return []
         task = max(self.stood, key=lambda task: self.stood[task], default=None)

@@ -101,7 +101,7 @@ class Rounds:
 
     @property
     def wants(self) -> int:
-        """How many pieces there is room for."""
+        """The number of pieces that there is room for."""
         if self.state not in ("open", "cutting") or self.is_ended or self.cause is not None:
             return 0
         return max(0, AHEAD - len(self.out) - len(self.again) - len(self.offered))
@@ -118,7 +118,7 @@ class Rounds:
 
     @property
     def parts(self) -> int:
-        """How many tasks work on pieces of their own."""
+        """The number of tasks that work on pieces of their own: one, since all tasks share each piece."""
         return 1
 
     def part(self, task: int) -> tuple[int, int, int]:
@@ -126,7 +126,7 @@ class Rounds:
         return self.members.index(task), len(self.members), min(self.wanted, len(self.members))
 
     def steps_at(self, latest: int) -> int:
-        """Steps that are written when round ``latest`` of this generation is."""
+        """The number of written steps once round ``latest`` of this generation is written."""
         return self.base + max(0, latest - self.first + 1)
 
     def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
@@ -173,7 +173,7 @@ class Rounds:
         return []
 
     def _begin(self, now: float) -> list[Instruction]:
-        """A generation: the tasks that are there now."""
+        """Begin a generation with the present tasks, or wait for tasks."""
         self.first, self.began = self.next, now
         if len(self.tasks) < self.least and self.patience:
             self.until = self.until if self.state == "waiting" else now + self.patience
@@ -225,7 +225,7 @@ class Rounds:
         return now >= max(since, self.asked) + UNTOLD
 
     def _told_by_server(self, latest: int, now: float) -> list[Instruction]:
-        """Steps up to a round are written, and are reported though not all tasks have told."""
+        """Report steps that the server says are written, even if tasks have not reported them."""
         for piece in self.out:
             written = min(piece.count, latest - piece.first + 1)
             self.known |= {(piece.number, step) for step in range(piece.done, written)}

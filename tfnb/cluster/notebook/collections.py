@@ -34,7 +34,7 @@ def in_chunks(client: Client, data: Mapping[Any, Any], timeout: float | None) ->
 
 
 def read(client: Client, array: torch.Tensor | ChunkedArray) -> torch.Tensor:
-    """All rows of an array, here: for a training that this process has to lead step by step."""
+    """All rows of an array, in this process: for a training driven step by step from here."""
     if isinstance(array, torch.Tensor):
         return array
     if array.nbytes > MOST:

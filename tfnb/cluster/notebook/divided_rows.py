@@ -51,7 +51,7 @@ class Observation:
 
 
 def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds) -> Observation:
-    """`look` at a step over so many microbatches in this process."""
+    """`look` at a step over ``count`` microbatches in this process."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
     seen = look(step, homes, count, [batch], step.fetches)
     return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
@@ -67,7 +67,8 @@ def _of_microbatches(note: str) -> str:
 def look(
     step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], averaged: Collection[Value] | None = None
 ) -> Observation:
-    """Compare on ``batches``, more than one where that is quick. ``tasks``: so many divide the rows of a batch.
+    """Compare gradients on ``batches``, on more than one if quick. ``tasks``: the number of replicas that divide a
+    batch.
 
     averaged: fetches whose values are averaged by rows; by default those that tasks of a cluster average.
     """
@@ -299,7 +300,7 @@ def _by_row(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _GradientSizes:
-    """How large gradients are: ``of_each`` its norm, ``typical`` the root mean square of the largest one.
+    """Norms of gradients: ``of_each`` by name, ``typical`` the root mean square of the largest gradient.
 
     ``rounding``: a share of them that may be nothing else.
     """

@@ -36,7 +36,7 @@ class Overview:
         self._rates: Mapping[str, float] = {}
 
     async def ask(self) -> None:
-        """Take new answers; who does not answer in time is as before."""
+        """Poll all members; a member that does not answer in time keeps its former statistics."""
         with suppress(OSError, TimeoutError, RuntimeError):  # the supervisor says that the scheduler is lost
             self._workers = await asyncio.wait_for(identities(self._client), PATIENCE)
         self._stats, self._codes = await asyncio.gather(self._engine.stats(PATIENCE), self._engine.codes(PATIENCE))

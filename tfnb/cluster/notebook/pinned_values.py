@@ -1,4 +1,4 @@
-"""Values of one moment that stay on the servers, until these have written them to a checkpoint by themselves.
+"""Values pinned on the servers at one step, until the servers have written them to a checkpoint.
 
 What a server cannot write, because it does not see the folder, is fetched, and written here.
 """
@@ -31,7 +31,7 @@ class PinnedValues:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Of each Variable, by label."""
+        """The spec of each Variable, by label."""
         return {label: Spec(one.spec.dtype, tuple(one.shape)) for label, one in self.variables.items()}
 
     @property

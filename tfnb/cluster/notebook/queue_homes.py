@@ -64,7 +64,7 @@ class QueueHomes:
         return list(found.values())
 
     def cause(self, queues: Iterable[Queue]) -> BaseException | None:
-        """The error that ended who filled one of them."""
+        """The error of a failed producer of one of the queues."""
         return next((cause for queue in queues if (cause := machine_of(queue).cause) is not None), None)
 
     def places(self, queues: Iterable[Queue]) -> dict[Queue, tuple[int, str]]:

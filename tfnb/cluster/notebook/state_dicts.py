@@ -69,7 +69,7 @@ class Hooks:
         self._handles = WeakIdKeyDictionary()  # module or optimizer -> the handle of its hook
 
     def add(self, variables: Iterable[Variable]) -> None:
-        """Hook the modules that hold these Variables, at any depth, and the optimizers that lead them."""
+        """Hook the modules that hold the Variables, at any depth, and the optimizers that lead them."""
         variables = list(variables)
         held = (variable.held.tensor() for variable in variables if variable.held is not None)
         wanted = {id(tensor) for tensor in held if tensor is not None}

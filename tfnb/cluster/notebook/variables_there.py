@@ -53,7 +53,7 @@ class VariablesThere:
         self.held.stale.update(variable.key for variable in step.writes)
 
     def homes_of(self, step: StepGraph) -> dict[str, tuple[Piece, ...]]:
-        """Where the variables of a step are, or will be."""
+        """The homes of a step's Variables: present ones, and new ones for Variables not on servers yet."""
         held, groups, count = self.held.homes, together(step.graph), len(self.engine.shards)
         asked = shards_asked(step.graph.nodes, groups, held, count)
         return {**held, **pack(groups, held, self.held.loads(count), step.whole, asked)}
@@ -286,7 +286,7 @@ class RemoteHome:
 
 
 def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[str, torch.Tensor]]:
-    """The values that these have here, in pieces, by shard."""
+    """The local values of Variables, in pieces, by shard."""
     found: dict[int, dict[str, torch.Tensor]] = {}
     for variable in variables:
         value = variable.kept.cpu()
