@@ -425,8 +425,8 @@ class Cluster:
         return self._variables.pull()
 
     def show(self, tensors: Collection[int]) -> bool:
-        """Refresh the local storages before a ``state_dict()`` with these tensors (by id); returns whether a warning
-        was given.
+        """Refresh the local storages before a ``state_dict()`` of these tensors (by id); returns whether with a
+        warning.
 
         With a server lost, and in the event loop, which cannot wait for itself, they show the last pulled values.
         """

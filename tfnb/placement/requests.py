@@ -134,8 +134,7 @@ class _Wish(NamedTuple):
 def shards_asked(
     nodes: Iterable[Node], groups: Iterable[Sequence[Variable]], held: Homes, servers: int
 ) -> dict[Variable, int]:
-    """The requested shard of each Variable, by the request where it was made or by nodes that read or write the
-    Variable.
+    """The requested shard of each Variable, by a request at its making, or by nodes that read or write the Variable.
 
     groups: Variables that lie together; held: where they lie already. Raises InvalidArgument for requests that
     contradict each other or ``held``, naming both lines, or that ask for a server that is not there.

@@ -29,9 +29,7 @@ class Order(Protocol):
     def __iter__(self) -> Iterator[Element]: ...
 
     def spare(self, closed: bool, required: int) -> int:
-        """The number of elements that a dequeue may take now, if the dequeue needs at least ``required`` of them
-        stored.
-        """
+        """The number of elements ready for a dequeue that needs at least ``required`` of them stored."""
 
     def put(self, element: Element) -> bool:
         """Add an element; False if the order drops the element."""

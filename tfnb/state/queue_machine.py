@@ -51,7 +51,7 @@ class Level(NamedTuple):
 
 
 class Attempt:
-    """One operation on a queue. ``then(attempt)`` is called once, when it ended well or has an ``error``.
+    """One operation on a queue. ``then(attempt)`` is called once, at its end, perhaps with an ``error``.
 
     elements: are put one by one, ``enqueued`` so far, of which the order ``kept`` so many. count: elements that are
     ``taken``, as they come; ``up_to``: fewer where the queue is closed; required: what each is to be made of. question:

@@ -166,9 +166,7 @@ class SingleSteps:
     async def _let_ranks_stand(
         self, placed: PlacedStep, turn: AsyncExitStack, deadline: float, seconds: float | None
     ) -> None:
-        """Hold trainings with ranks until the turn is over, so that servers have current values. Raises
-        DeadlineExceeded.
-        """
+        """Hold trainings of ranks until the turn is over, so that servers are current. Raises DeadlineExceeded."""
         left = None if seconds is None else max(0.0, deadline - time.monotonic())
         try:
             async with asyncio.timeout(left):
@@ -372,7 +370,7 @@ class SingleSteps:
     async def _ended_round(self, number: int, tasks: Sequence[int]) -> _EndedWait:
         """Abort a round that used queues, and wait until all members have.
 
-        What it took is in its queues again then, unless it put something: first it is halted on all servers.
+        All servers halt the round first; if it enqueued nothing, its dequeued elements return to the queues.
         """
         over = self.over(number)
         members = [self._peers.tasks[task] for task in tasks]

@@ -58,9 +58,7 @@ class Registration:
         return self._is_scaled
 
     async def publish(self, members: Callable[[], Iterable[Member]]) -> None:
-        """Write the cluster's tasks to the registry, one write at a time. Raises Fenced if the entry is gone, or not
-        ours.
-        """
+        """Write the cluster's tasks to the registry. Raises Fenced if the entry is gone, or not ours."""
         if self.without:
             return
         async with self._writing:
