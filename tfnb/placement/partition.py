@@ -1,23 +1,23 @@
 """Cut a step into a compute graph and one server graph for each shard with writes. Pure; imports graph and passes.
 
-Here it is decided where nodes are done, `tfnb.passes.flow.cut` follows what is wanted at each place. Every node has its
-home at the task; servers do anew what stands in `_Cut._also`.
+This module assigns nodes to places; `tfnb.passes.flow.cut` then finds the nodes and edges that each place needs. Every
+node has its home at the task; servers repeat the nodes of `_Cut._also`.
 
-The compute graph holds everything but the writes and what depends on an optimizer update; it reads variables of any
-shard and gives border values. A server graph holds the update nodes and assigns of its shard, and what only they need
-from variables that live there (optimizer slots, a step counter, a learning rate).
+The compute graph holds all nodes but the writes and the nodes that depend on an optimizer update; it reads variables of
+any shard and gives border values. A server graph holds the update nodes and assigns of its shard, with operands that
+only they need from variables on that server (optimizer slots, a step counter, a learning rate).
 
 Between data-parallel workers, border values of kind ``grad`` are averaged. A row-sparse gradient (the two outputs of a
-``tfnb.slices``) goes to the server as such, and the workers' entries are put behind each other: values of kind ``rows``
-weighted as an average is, and ``entries``, such as their row numbers, as they are. The border of a gradient lies where
-the recorded derivative ends (tag ``gradient``): what the user computes from gradients, such as clipping, runs on the
-server, on the average, as it would on one machine. Other values are the first worker's. Element-wise updates of a
+``tfnb.slices``) is sent sparse, and the workers' entries are concatenated: values of kind ``rows`` weighted as for an
+average, and ``entries``, such as row numbers, unchanged. The border of a gradient lies where the recorded derivative
+ends (tag ``gradient``): computations on gradients, such as clipping, run on the server, on the average, as they would
+on one machine. Other values are the first worker's. Element-wise updates of a
 Variable that lies whole on one server run on that server, too, so that concurrent tasks do not overwrite each other.
 
-A fetch that depends on the update, or on averaged gradients, is computed anew where one task has all rows: an update is
-an op like others, so the task that has its operands does it as well as the server. Where replicas divide the rows, none
-has the average: the first replica computes such fetches when a step is written, see `Late`. What replicas cannot divide
-exactly, one task computes from all rows, and what a server cannot update in part it is sent (`Split.undivided`).
+A fetch that depends on the update, or on averaged gradients, is computed on the task as well if one task has all rows:
+the task has the operands of the update. Where replicas divide the rows, no replica has the average: the first replica
+computes such fetches when the step is committed, see `Late`. A step that replicas cannot divide exactly is computed by
+one task from all rows; a new value that a server cannot compute from its pieces is sent whole (`Split.undivided`).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def joined(pieces: tuple[Piece, ...], values: Mapping[str, torch.Tensor]) -> tor
 class Transfer(NamedTuple):
     """A value sent to a server at the end of a step. ``rows``: the rows of the server's piece; None: the whole value.
 
-    ``kind`` says how the values of several tasks become one. ``variable``: the name of the one that it changes first.
+    ``kind``: the merge of the values of several tasks. ``variable``: the name of the first Variable that changes by it.
     """
 
     value: Value
@@ -75,9 +75,9 @@ class Transfer(NamedTuple):
 class Placement:
     """The placement of one step.
 
-    ``devices``: of each node's id the names of the places where it runs. ``writes``: shards that the step writes,
-    ``changed``: keys of the Variables that it writes. ``tasks``: numbers of those that the graph asks for,
-    none where any will do. ``apart``: names of Variables whose new value depends on the feeds, but on no gradient;
+    ``devices``: by a node's id, the names of the places where the node runs. ``writes``: shards that the step writes,
+    ``changed``: keys of the Variables that the step writes. ``tasks``: numbers of the tasks that the graph asks for,
+    empty if any will do. ``apart``: names of Variables whose new value depends on the feeds, but on no gradient;
     ``raced``: names of Variables whose new value a task computes from a possibly outdated read.
     """
 

@@ -1,8 +1,8 @@
 """The machine of every queue: attempts stand in two lines, and only the head of each may proceed.
 
-Semantics S-68 to S-78, S-83. In which order elements come is the business of `tfnb.state.orders`. Nobody waits in here:
-an attempt that cannot proceed stays in its line, and tells when it ended. Every call may come from any thread; what
-ends is told without the lock being held.
+Semantics S-68 to S-78, S-83. `tfnb.state.orders` has the order of the elements. No call blocks: an attempt that cannot
+proceed stays in its line, and calls its ``then`` at the end. Every method may be called from any thread; ``then`` is
+called without the lock being held.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Level(NamedTuple):
 class Attempt:
     """One operation on a queue. ``then(attempt)`` is called once, at its end, perhaps with an ``error``.
 
-    elements: are put one by one, ``enqueued`` so far, of which the order ``kept`` so many. count: elements that are
-    ``taken``, as they come; ``up_to``: fewer where the queue is closed; required: what each is to be made of. question:
-    what the order is asked or told, in no line, and its ``answer``. It stands in its line when ``after``, the program's
-    operation before it, ended, or stands in the same line. ``call``: the attributes and tensors that it was made of,
-    and ``outputs`` what it gave, where the queue is elsewhere. lends: what it takes may come back until it is `kept`.
-    step: of what it is a part. mark: of the element of a source.
+    elements: to enqueue, one by one; ``enqueued``: how many so far; ``kept``: how many the order kept. count: elements
+    to dequeue, ``taken`` one by one; ``up_to``: a closed queue may give fewer; required: gradients of a mean. question:
+    asks or tells the order something, in no line; ``answer``: the order's answer. An attempt enters its line when
+    ``after``, the program's operation before, has ended or stands in the same line. ``call``, ``outputs``: attributes
+    and tensors of an operation on a queue of another process, and its results. lends: taken elements may return until
+    `keep` is called. step: the step's `StepQueues`. mark: of an element of a source.
     """
 
     __slots__ = (
