@@ -11,8 +11,8 @@ Between data-parallel workers, border values of kind ``grad`` are averaged. A ro
 ``tfnb.slices``) is sent sparse, and the workers' entries are concatenated: values of kind ``rows`` weighted as for an
 average, and ``entries``, such as row numbers, unchanged. The border of a gradient lies where the recorded derivative
 ends (tag ``gradient``): computations on gradients, such as clipping, run on the server, on the average, as they would
-on one machine. Other values are the first worker's. Element-wise updates of a
-Variable that lies whole on one server run on that server, too, so that concurrent tasks do not overwrite each other.
+on one machine. Other values are the first worker's. Element-wise updates of a Variable that lies whole on one server
+run on that server, too, so that concurrent tasks do not overwrite each other.
 
 A fetch that depends on the update, or on averaged gradients, is computed on the task as well if one task has all rows:
 the task has the operands of the update. Where replicas divide the rows, no replica has the average: the first replica
