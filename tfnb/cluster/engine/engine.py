@@ -532,7 +532,7 @@ class Engine:
         return next(index for index, member in enumerate(self.tasks) if member.name == self.tasks[task].name)
 
     def bury(self, member: Member) -> None:
-        """Tell servers that a task is lost: its pending requests end, and elements sent to the task are returned."""
+        """Tell servers that a task is lost: its waiting requests end, and answers pinned for the task are dropped."""
         about = {"client": member.info.get("client")}
         asks = [Ask(shard, "gone", about) for shard in range(len(self.shards))]
         self.later(self.peers.settled_on(asks))

@@ -155,7 +155,7 @@ class DrawnBatches:
 
     @property
     def held_back(self) -> bool:
-        """Whether a drawn batch is held back until tasks have seen an intermediate write."""
+        """Whether a batch is held back until the Variables written while drawing the batch are sent to the servers."""
         return bool(self._back)
 
     def take(
