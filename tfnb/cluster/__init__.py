@@ -1,9 +1,9 @@
-"""The cluster: tasks and parameter servers on Dask, which is loaded when `connect` is first used.
+"""The cluster: tasks and parameter servers on Dask; `connect` loads Dask on first use.
 
-Each folder imports those before it: `wire` (messages), `server` (parameter servers), `queues` (their other ends),
-`modes` (machines of steps and trainings), `tasks` (what computes), `engine` (carries out what machines say),
-`members` (who takes part), `notebook` (what lives there of it), `recovery` (going on after a server was lost). `driver`
-is the face, and `connected` knows which one is connected.
+Each folder imports only folders before it: `wire` (messages), `server` (parameter servers), `queues` (proxies of queues
+on servers), `modes` (machines of steps and trainings), `tasks` (compute tasks), `engine` (drives the machines),
+`members` (membership), `notebook` (the notebook's values and display), `recovery` (after a server was lost). `driver`
+is the blocking interface, and `connected` has the connected cluster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which cluster is connected in this process. Imports nothing heavy: the session asks here at every run."""
+"""The connected cluster of this process. Imports nothing heavy: the session asks here at every run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def connect(cluster: Any) -> None:
 
 
 def disconnect(cluster: Any) -> None:
-    """Forget ``cluster``; harmless if it was not connected."""
+    """Forget ``cluster``; harmless if not connected."""
     if cluster in _current:
         _current.remove(cluster)

@@ -109,7 +109,7 @@ def connect(
 
 
 class Cluster:
-    """A connected cluster; a context manager that closes it.
+    """A connected cluster; a context manager that closes the connection at its end.
 
     >>> with connect(2) as cluster:  # doctest: +SKIP
     ...     tfnb.run(train, feeds)
@@ -129,7 +129,7 @@ class Cluster:
         self._farewell = Farewell(self.client, self._client_closes)
 
     def _begin(self, wanted: Requirements, timeout: float) -> None:
-        """Tasks and servers on the workers that are there, under an epoch of their own."""
+        """Start tasks and servers on the present workers, under a new epoch."""
         progress, self._registered = self._where.progress, Registration(self.client)
         given = self.client, self._link, self._registered, wanted, self._adapting, timeout, progress
         handle = self._link.start(start, *given)
@@ -164,7 +164,7 @@ class Cluster:
 
     @property
     def step(self) -> int:
-        """Steps (asynchronous: batches) applied since it was connected; of a lost one, those that were pulled."""
+        """Steps (asynchronous: batches) applied since connecting; for a lost cluster, as of the last pull."""
         return self._engine.step if self._engine.lost is None else self.pulled_step
 
     @property
@@ -173,7 +173,7 @@ class Cluster:
         return self._variables.pulled_step
 
     def news(self, since: int) -> tuple[int, list[str]]:
-        """Lines that tell who came and who left, after the first ``since`` of them; and how many there were."""
+        """Lines on members that joined or left, after the first ``since`` lines; and the total number of lines."""
         engine = self._engine
         return engine.said, list(engine.lines)[max(0, len(engine.lines) - (engine.said - since)) :]
 
@@ -217,7 +217,8 @@ class Cluster:
         return Status(f"Dask cluster, {state}", facts, self._overview.rows(), notes)
 
     def follow(self, tell: Callable[[Status], object]) -> None:
-        """Call ``tell`` with the status twice a second, in a thread of its own, and at last when it is closed or lost.
+        """Call ``tell`` with the status twice a second in another thread, and a last time when the cluster is closed or
+        lost.
 
         `%tfcluster --live` shows a card so.
 
@@ -257,7 +258,7 @@ class Cluster:
     # -- running ----------------------------------------------------------------------------------------------
 
     def run(self, step: StepGraph, tensors: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor | None]:
-        """One step, on one task or on those that its nodes ask for, with its fetched values: `Steps.run`."""
+        """Run one step, on one task or on the tasks requested by its nodes; returns the fetched values: `Steps.run`."""
         return self._steps.run(step, tensors, **options)
 
     def train(
@@ -320,7 +321,7 @@ class Cluster:
     def recover(
         self, error: ParameterServerLost, budget: RecoveryBudget, kept: int, end: float | None = None
     ) -> Recovery:  # fmt: skip
-        """Start tasks and servers anew where a server was lost; the values are then those of the last pull.
+        """Start tasks and servers again after the loss of a server; the values are then those of the last pull.
 
         kept: steps of the training that these have seen. Where a server was lost with a queue of which nobody knows
         what it held, ``error`` is raised.
@@ -372,7 +373,7 @@ class Cluster:
             member.future.release()
 
     def _begin_again(self, seconds: float) -> None:
-        """Tasks and servers on as many workers as there were, or on those that are there after a while."""
+        """Start tasks and servers on as many workers as before or, if some do not come back, on the workers left."""
         before, step, wanted, end = self._engine, self.pulled_step, self._where.wanted, time.monotonic() + seconds
         members = (*before.servers, *before.places.values())
         is_replaced = any(member.info.get("nanny") for member in members)
@@ -392,7 +393,7 @@ class Cluster:
             self._link.post(self._begin_telling)
 
     def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[StepFeeds | None]:
-        """What `train` takes, made of arrays: `Steps.ahead`."""
+        """The input of `train`, made from arrays: `Steps.ahead`."""
         return self._steps.ahead(step, data, begin)
 
     def heads(self, data: Arrays) -> list[torch.Tensor]:
@@ -424,7 +425,8 @@ class Cluster:
         return self._variables.pull()
 
     def show(self, tensors: Collection[int]) -> bool:
-        """Refresh the local storages before a ``state_dict()`` with these tensors (by id); whether it warned.
+        """Refresh the local storages before a ``state_dict()`` of these tensors (by id); returns whether with a
+        warning.
 
         With a server lost, and in the event loop, which cannot wait for itself, they show the last pulled values.
         """
@@ -452,7 +454,7 @@ class Cluster:
     def cut(
         self, variables: Mapping[str, Variable], queues: Iterable[Queue], *, pins: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[Queue, QueueSnapshot], int, PinnedValues | None]:
-        """Copies of values by label, also in mid-training all of one step, what queues hold then, and that step.
+        """Copies of values by label and of queue contents, all at one step even in mid-training, and the step.
 
         A Variable that no step here has used yet has its value in this process. pins: values of the others stay on the
         servers, as pinned values, which these can write to a checkpoint.
@@ -474,7 +476,7 @@ class Cluster:
         return here, held, step, pinned
 
     def _sorted(self, queues: Iterable[Queue]) -> tuple[dict[Queue, tuple[int, str]], dict[str, Queue]]:
-        """Shard and key of queues on servers, and by label those that stayed here: their servers refused them."""
+        """Shard and key of queues on servers, and by label the local queues, refused by their servers."""
         if machines := {queue: machine_of(queue) for queue in queues}:
             self._do("waiting for queues", None, self._queues.there)
         here = [queue for queue in machines if isinstance(queue.machine, QueueMachine)]
@@ -484,7 +486,7 @@ class Cluster:
     def restoring(
         self, values: Mapping[Variable, torch.Tensor], held: Mapping[Queue, QueueSnapshot]
     ) -> Iterator[Callable[[], None]]:
-        """A block in which a call lets Variables and queues be this, all or none; until then nothing is changed."""
+        """A block with a function that restores Variables and queues, all or none; nothing changes until its call."""
         self._waiting.ensure_open()
         with self._steps.placing:
             at, own = self._sorted(held)
@@ -511,7 +513,7 @@ class Cluster:
         connected.disconnect(self)
 
     def close(self, timeout: float = 30.0) -> None:
-        """Bring the values home and close what `connect` opened; harmless if repeated.
+        """Bring the values home and close everything opened by `connect`; harmless if repeated.
 
         With a server, the scheduler or the client lost the last pulled values stay, and a warning says of which step
         they are. A client that the user closes first brings the values home by itself.
@@ -531,7 +533,7 @@ class Cluster:
             self._where.close()
 
     async def _client_closes(self) -> None:
-        """The user closes the Dask client first: what `close` does, while its connections stand. In the event loop."""
+        """Close the cluster when the user closes the Dask client first, while connections stand. In the event loop."""
         if self._engine.lost is None:
             self._engine.begin_closing()
             with suppress(TfnbError, TimeoutError, OSError):
@@ -543,7 +545,7 @@ class Cluster:
             self._engine.lose_scheduler()
 
     def _end(self) -> None:
-        """Nothing is asked any more, whoever closed what."""
+        """End everything local, without calls to members, after any kind of close."""
         if self._engine.is_closed:
             return
         self._waiting.say_notes()

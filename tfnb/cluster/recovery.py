@@ -1,4 +1,4 @@
-"""Going on after a parameter server was lost: what happened, in one block, and the batches that are taken again.
+"""Recovery after the loss of a parameter server: the report of a recovery, and the batches to replay.
 
 The servers' values are copied to the notebook while a training goes on (`VariablesThere.refresh`), with the steps that
 they have seen. When a server is lost, tasks and servers are started anew on the workers that are there, under a new
@@ -27,7 +27,7 @@ _log: deque[Recovery] = deque(maxlen=MOST)
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One recovery: what was lost, where training went on from, and what it cost.
+    """One recovery: the loss, the step where training resumed, and the cost.
 
     ``at``: when, in seconds since the epoch. ``lost``: the error in a line. ``step``: steps that were applied, of the
     training, as far as the notebook knew; ``kept``: those that the copy had seen; ``gone``: steps of `tfnb.run` that
@@ -53,7 +53,7 @@ class Recovery:
 
     @property
     def redone(self) -> int:
-        """Steps that are taken again."""
+        """The number of steps to take again."""
         return max(0, self.step - self.kept)
 
     def __str__(self) -> str:
@@ -98,14 +98,14 @@ def recovery_log() -> tuple[Recovery, ...]:
 
 @dataclass
 class RecoveryBudget:
-    """How often one training may be recovered: ``restarts``, and fewer than `POISON` times in a row over one step."""
+    """The budget of recoveries of one training: ``restarts``, and fewer than `POISON` in a row at one step."""
 
     restarts: Restarts
     _failed: int = -1  # the step at which a server was lost last
     _times: int = 0
 
     def spend(self, error: TfnbError, step: int) -> None:
-        """Take one; raise ``error``, which learns the reason, where there is none."""
+        """Take one restart; without any left, raise ``error`` with the reason added."""
         if not self.restarts.most:
             raise error
         self._failed, self._times = step, self._times + 1 if step == self._failed else 1
@@ -118,14 +118,14 @@ class RecoveryBudget:
 
 
 def logged(recovery: Recovery) -> Recovery:
-    """Put a recovery into the log, and return it."""
+    """Log a recovery, and return the recovery."""
     _log.append(recovery)
     return recovery
 
 
 @dataclass
 class BatchReplay:
-    """The batches of a training, of which those are kept that a copy of the values has not seen.
+    """The batches of a training, kept until a copy of the values has seen them.
 
     Arrays need not be kept: their steps are taken by their numbers. A None, at which tasks stand still, is kept until
     they have.

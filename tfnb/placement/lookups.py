@@ -1,4 +1,4 @@
-"""Which large Variables a task needs rows of only: it asks servers for those, and never has the whole. Pure."""
+"""Large Variables of which a task needs only rows: the task asks servers for the rows, never for the whole. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMBEDDING = "aten.embedding.default"
 
 
 class LookUp(NamedTuple):
-    """``value``: rows of ``variable`` in a graph; ``at``: their numbers, which are known from the feeds alone."""
+    """``value``: rows of ``variable`` in a graph; ``at``: their row numbers, known from the feeds alone."""
 
     value: Value
     at: Value
@@ -26,7 +26,7 @@ class LookUp(NamedTuple):
 def lookups(
     graph: Graph, outputs: Sequence[Value], feeds: Sequence[Value], *, written: Collection[str] = ()
 ) -> tuple[LookUp, ...]:
-    """The look-ups of a graph whose rows can be fed: then ``outputs`` need nothing else of these Variables.
+    """The look-ups of a graph whose rows can be fed, so that ``outputs`` need no other part of the looked-up Variables.
 
     written: keys of the Variables that the step writes.
     """

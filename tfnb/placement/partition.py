@@ -1,24 +1,23 @@
-"""Cut a step into a compute graph and one server graph for each shard that it writes. Pure; imports graph and passes.
+"""Cut a step into a compute graph and one server graph for each shard with writes. Pure; imports graph and passes.
 
-Here it is decided where nodes are done, `tfnb.passes.flow.cut` follows what is wanted at each place. Every node has its
-home at the task; servers do anew what stands in `_Cut._also`.
+This module assigns nodes to places; `tfnb.passes.flow.cut` then finds the nodes and edges that each place needs. Every
+node has its home at the task; servers repeat the nodes of `_Cut._also`.
 
-The compute graph holds everything but the writes and what depends on an optimizer update; it reads variables of any
-shard and gives border values. A server graph holds the update nodes and assigns of its shard, and what only they need
-from variables that live there (optimizer slots, a step counter, a learning rate).
+The compute graph holds all nodes but the writes and the nodes that depend on an optimizer update; it reads variables of
+any shard and gives border values. A server graph holds the update nodes and assigns of its shard, with operands that
+only they need from variables on that server (optimizer slots, a step counter, a learning rate).
 
 Between data-parallel workers, border values of kind ``grad`` are averaged. A row-sparse gradient (the two outputs of a
-``tfnb.slices``) goes to the server as such, and the workers' entries are put behind each other: values of kind ``rows``
-weighted as an average is, and ``entries``, such as their row numbers, as they are. The border of a gradient lies where
-the recorded derivative ends (tag ``gradient``): what the user computes from gradients, such as clipping, runs on the
-server, on the average, as it would on one machine. Other values are the first worker's. What adds to a
-Variable that lies whole on a server, or changes it number by number in another way, runs there, too: of no task is that
-part lost, whichever comes first.
+``tfnb.slices``) is sent sparse, and the workers' entries are concatenated: values of kind ``rows`` weighted as for an
+average, and ``entries``, such as row numbers, unchanged. The border of a gradient lies where the recorded derivative
+ends (tag ``gradient``): computations on gradients, such as clipping, run on the server, on the average, as they would
+on one machine. Other values are the first worker's. Element-wise updates of a Variable that lies whole on one server
+run on that server, too, so that concurrent tasks do not overwrite each other.
 
-A fetch that depends on the update, or on averaged gradients, is computed anew where one task has all rows: an update is
-an op like others, so the task that has its operands does it as well as the server. Where replicas divide the rows, none
-has the average: the first replica computes such fetches when a step is written, see `Late`. What replicas cannot divide
-exactly, one task computes from all rows, and what a server cannot update in part it is sent (`Split.undivided`).
+A fetch that depends on the update, or on averaged gradients, is computed on the task as well if one task has all rows:
+the task has the operands of the update. Where replicas divide the rows, no replica has the average: the first replica
+computes such fetches when the step is committed, see `Late`. A step that replicas cannot divide exactly is computed by
+one task from all rows; a new value that a server cannot compute from its pieces is sent whole (`Split.undivided`).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Undivided(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What one shard does at commit: ``graph``, run for ``target`` with one feed for each value that is sent to it.
+    """The work of one shard at commit: ``graph``, run for ``target`` with one feed for each value sent to the server.
 
     Of a Variable in pieces the graph is that of the whole; it works on the shard's rows as well.
     """
@@ -66,14 +65,14 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """A gradient averaged over the replicas: ``feeds``, by shard and position, of servers; rows of it in order."""
+    """A gradient averaged over the replicas: ``feeds`` of servers, by shard and position; pieces of rows in order."""
 
     feeds: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Fetches that depend on averaged gradients, or on what updates made of them, as one replica computes them.
+    """Fetches that depend on averaged gradients or updated Variables, as one replica computes them at commit.
 
     ``graph`` reads Variables as they were before the step. Its ``feeds`` are those of the step, of all rows of the
     batch, then the new values of the Variables ``after``, then ``averages``. ``fetches``: None for those that each
@@ -127,7 +126,7 @@ def split(step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ..
 
 @dataclass
 class _LateSources:
-    """What late fetches are computed from: new values of Variables, averaged gradients, and nodes that are done again.
+    """The sources of late fetches: new values of Variables, averaged gradients, and nodes to compute again.
 
     has_rows: whether any of it depends on the rows that were fed.
     """
@@ -161,11 +160,11 @@ class _Cut:
 
     @cached_property
     def checks(self) -> list[Node]:
-        """Nodes that are done for what they do."""
+        """Nodes with side effects that must run: guards and queue operations."""
         return [node for node in self.state.nodes.values() if node.op == "tfnb.guard" or uses_queues(node)]
 
     def _is_behind(self, node: Node) -> bool:
-        """Whether a node depends on an update, or on gradients that are averaged before it takes them."""
+        """Whether a node depends on an update, or on gradients after their average."""
         return node.id in self.state.updated or (node.id in self.gradient and "gradient" not in node.tags)
 
     def _is_late(self, value: Value) -> bool:
@@ -178,7 +177,7 @@ class _Cut:
     # -- compute ----------------------------------------------------------------------------------------------
 
     def parts(self) -> Split:
-        """Compute graph, server graphs, and what one replica computes when a step is written. Raises Undivided."""
+        """Compute graph, server graphs, and the late graph that one replica computes at commit. Raises Undivided."""
         late = [self._is_late(value) for value in self.fetches]
         behind = next((node for node in self.checks if self.divides and node.id in self.state.updated), None)
         if behind is not None:
@@ -205,7 +204,7 @@ class _Cut:
         )
 
     def assigned(self) -> Split:
-        """One task computes everything, new values too, which servers take as they are."""
+        """One task computes everything, including new values; servers assign them unchanged."""
         fed = _Feeds(self.graph, self.feeds)
         fetches = [self.state.resolved(v) if self._gives(v) else None for v in self.fetches]
         servers = [self._assigning(shard, mine) for shard, mine in self._targets.items()]
@@ -295,7 +294,7 @@ class _Cut:
     def _made_of(
         self, variable: Variable, value: Value, transfers: Iterable[Transfer]
     ) -> tuple[set[Value], set[Value]]:  # fmt: skip
-        """What the server of a Variable makes its new value of: values that are there, and those that tasks send."""
+        """The operands of a Variable's new value on its server: values computed there, and values sent by tasks."""
         shards = {piece.shard for piece in self.homes[variable.key]}
         borders = {t.value for t in transfers if t.shard in shards}
         stack, seen = [value], {value}
@@ -308,7 +307,7 @@ class _Cut:
         return seen - borders, seen & borders
 
     def _raced(self, transfers: Iterable[Transfer]) -> Iterator[str]:
-        """Variables, no statistics of batch norm, whose new value a task makes of the one that it read.
+        """Variables, other than batch-norm statistics, whose new value a task computes from a possibly outdated read.
 
         Where the server adds what a task made of it to the value now, nothing is lost: so it is with gradients.
         """
@@ -324,7 +323,7 @@ class _Cut:
                 yield variable.name
 
     def _placed(self, cut: Partition, servers: Iterable[Server]) -> Placement:
-        """Where all of it is."""
+        """The placement of the whole step: devices of nodes, homes of Variables, transfers."""
         devices: dict[int, tuple[str, ...]] = {}
         for place in sorted(cut.done):
             for node in cut.nodes(place):
@@ -336,7 +335,7 @@ class _Cut:
         )  # fmt: skip
 
     def _server(self, cut: Partition, shard: int, targets: Mapping[Variable, Value]) -> Server:
-        """The graph that computes and assigns the new values of one shard, of what tasks send. Raises Undivided."""
+        """The graph that computes and assigns the new values of one shard from the tasks' values. Raises Undivided."""
         place = server(shard)
         mine, edges = cut.nodes(place), [edge for edge in cut.edges if edge.to == place]
         sized = next((node for edge in edges if edge.kind == Amount.SIZE for node in mine if node.symbols), None)
@@ -375,7 +374,7 @@ class _Cut:
     def _rows(
         self, shard: int, targets: Mapping[Variable, Value], nodes: Iterable[Node], kinds: Mapping[Value, Kind]
     ) -> dict[Value, Rows]:
-        """Which rows of the values that are sent to a shard its pieces need; raises Undivided where that is not all."""
+        """The rows, of values sent to a shard, that its pieces need; raises Undivided if an update needs others."""
         pieces = {v: p.rows for v in self.pruned.variables for p in self.homes[v.key] if p.shard == shard}
         held: dict[Value, Rows] = {}  # what is there in part
         sent: dict[Value, Rows | None] = {}
@@ -403,7 +402,7 @@ class _Cut:
         return {value: rows for value, rows in sent.items() if rows is not None}
 
     def _kind(self, value: Value, is_gradient: bool) -> Kind:
-        """How the workers' values of a border become one."""
+        """The kind of a border value, by which the workers' values become one."""
         derived = value.node in self.gradient and value not in self.feeds
         spec = self._spec(value)
         if self.graph.contents.by_id[value.node].op == "tfnb.slices.default":
@@ -413,7 +412,7 @@ class _Cut:
         return "grad" if (is_gradient or derived) and spec.dtype.is_floating_point else "value"
 
     def _also(self) -> dict[int, frozenset[Place]]:
-        """The servers that do a node of the task anew if their writes need it, by its id.
+        """The servers that repeat a node of the task if their writes need its value, by the node's id.
 
         All do what is behind the border of the gradients; one does what depends on nothing but constants and Variables
         that it holds, or goes on to the next value of one that it holds whole. None does checks.
@@ -472,7 +471,7 @@ class _Cut:
 
     @cached_property
     def _reads(self) -> dict[int, int]:
-        """By id of a node: the Variables whose values before the step it is computed from, as bits."""
+        """By id of a node: the Variables whose values before the step the node depends on, as bits."""
         found: dict[int, int] = {}
         for node in self.state.nodes.values():
             above = self._bits[node.attrs["variable"]] if node.op == "tfnb.read" else 0
@@ -488,7 +487,7 @@ class _Cut:
     # -- late ---------------------------------------------------------------------------------------------------
 
     def _found_late(self, late: Sequence[Value]) -> _LateSources:
-        """What leads to late fetches. Raises Undivided naming what one replica cannot know, or do again."""
+        """The sources of late fetches. Raises Undivided naming a node that one replica cannot know or repeat."""
         found, finals = _LateSources(), {value: variable for variable, value in self.state.final.items()}
         stack, seen = [(self.state.resolved(value), value) for value in late], set[Value]()
         while stack:
@@ -514,7 +513,7 @@ class _Cut:
         return found
 
     def _ensure_averaged(self, value: Value, end: Value) -> None:
-        """Raise Undivided for a gradient of which servers make no average, and that a late fetch depends on."""
+        """Raise Undivided for a gradient that a late fetch depends on and that servers do not average."""
         spec, node = self._spec(value), self.state.nodes[value.node]
         why = ""
         if not self._targets:
@@ -530,7 +529,7 @@ class _Cut:
         return self.graph.contents.by_id[value.node].name
 
     def _late(self, found: _LateSources, late: Sequence[bool], servers: Sequence[Server]) -> Late:
-        """The graph of late fetches; its averages are feeds of these servers."""
+        """The graph of late fetches; its averages are feeds of the servers' graphs."""
         at: dict[Value, list[tuple[Rows | None, tuple[int, int]]]] = {}
         for each in servers:
             for position, border in enumerate(each.borders):
@@ -581,12 +580,12 @@ class _Feeds:
 
 
 def _fed_name(node: Node, value: Value) -> str:
-    """A placeholder keeps its name, which errors tell; beside a feed of another node that may be in the graph, too."""
+    """The name of a feed: a placeholder keeps its name, for errors; other nodes get ``name.index``, free of clashes."""
     return node.name if node.op == "tfnb.placeholder" else f"{node.name}.{value.index}"
 
 
 def _same(sent: dict[Value, Rows | None], value: Value, rows: Rows | None, name: str) -> None:
-    """Rows of a value are sent to a shard once; raises Undivided where it would need others, too."""
+    """Register the rows of a value for a shard; raises Undivided if another update needs other rows of the value."""
     if sent.setdefault(value, rows) != rows:
         raise Undivided(f"{name} needs other rows than another update of the same values")
 
@@ -629,7 +628,7 @@ def _sized(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _not_again(node: Node) -> str:
-    """Why a node that replicas did cannot be done again by one of them; empty if it can."""
+    """The reason why a replica cannot compute a node a second time; empty if repeatable."""
     if any(uses_queues(each) for each in (node, *nested(node))):
         return "uses a queue"
     if any(each.stream is not None for each in (node, *nested(node))):
@@ -638,7 +637,7 @@ def _not_again(node: Node) -> str:
 
 
 def _is_buffer(variable: Variable) -> bool:
-    """Whether it is a module's running statistics, which any task's rows may move."""
+    """Whether a Variable is a module's buffer: running statistics, moved by the rows of any task."""
     return variable.held is not None and variable.held.is_buffer()
 
 
@@ -648,7 +647,7 @@ def _first_symbols(shape: Sequence[int | Dim]) -> tuple[str, ...]:
 
 
 def _is_of_norm(variable: Variable) -> bool:
-    """Whether it is a running statistic of batch norm, which any task's rows may move: that is said of the op."""
+    """Whether a Variable is a running statistic of batch norm, moved by the rows of any task."""
     return variable.held is not None and variable.held.is_of_batch_norm()
 
 

@@ -1,4 +1,4 @@
-"""Where everything of a step is: node -> devices, variable -> pieces on shards, edge -> transfer. Data only.
+"""The placement of a step: node -> devices, variable -> pieces on shards, edge -> transfer. Data only.
 
 It is decided once, in `tfnb.placement.partition` and `tfnb.placement.shards`; plans, holdings and driver read it.
 """
@@ -28,7 +28,7 @@ def server(shard: int) -> Place:
 
 
 class Piece(NamedTuple):
-    """A Variable, or rows ``start`` to ``stop`` of it, on a shard, which holds it under ``key``."""
+    """A Variable, or its rows ``start`` to ``stop``, on a shard, stored there under ``key``."""
 
     shard: int
     key: str
@@ -59,9 +59,9 @@ def joined(pieces: tuple[Piece, ...], values: Mapping[str, torch.Tensor]) -> tor
 
 
 class Transfer(NamedTuple):
-    """A value that goes to a server at the end of a step. ``rows``: of it, those of the server's piece; None: all.
+    """A value sent to a server at the end of a step. ``rows``: the rows of the server's piece; None: the whole value.
 
-    ``kind`` says how the values of several tasks become one. ``variable``: the name of the one that it changes first.
+    ``kind``: the merge of the values of several tasks. ``variable``: the name of the first Variable that changes by it.
     """
 
     value: Value
@@ -73,12 +73,12 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one step.
+    """The placement of one step.
 
-    ``devices``: of each node's id the names of the places where it runs. ``writes``: shards that the step writes,
-    ``changed``: keys of the Variables that it writes. ``tasks``: numbers of those that the graph asks for,
-    none where any will do. ``apart``: names of Variables that it writes by what is fed, along no gradient;
-    ``raced``: of those that a task computes from the value that it read, which another may have changed since.
+    ``devices``: by a node's id, the names of the places where the node runs. ``writes``: shards that the step writes,
+    ``changed``: keys of the Variables that the step writes. ``tasks``: numbers of the tasks that the graph asks for,
+    empty if any will do. ``apart``: names of Variables whose new value depends on the feeds, but on no gradient;
+    ``raced``: names of Variables whose new value a task computes from a possibly outdated read.
     """
 
     devices: Mapping[int, tuple[str, ...]]

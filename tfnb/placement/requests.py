@@ -1,4 +1,4 @@
-"""Whether the places there are meet what nodes ask for (``tfnb.device``), and which tasks a step runs on.
+"""Whether the available places meet the requests of nodes (``tfnb.device``), and the tasks that a step runs on.
 
 A server holds Variables and computes their updates. A request for one of a node that reads or writes a Variable says
 where that lies; one of another node is met where the step's cut has it done there (`tfnb.placement.partition`).
@@ -48,7 +48,7 @@ def asked(nodes: Iterable[Node]) -> tuple[NodeRequest, ...]:
 
 
 def numbers_of(tasks: Sequence[str]) -> list[int]:
-    """The numbers of tasks of these names; this process is task 0.
+    """The numbers of the named tasks; this process is task 0.
 
     >>> numbers_of(["task:0", "task:2"]), numbers_of([HERE])
     ([0, 2], [0])
@@ -126,7 +126,7 @@ def ensure_on_servers(
 
 
 class _Wish(NamedTuple):
-    """A server that a Variable is asked to lie on, and who asks."""
+    """A server requested for a Variable, and a text with the source of the request."""
 
     shard: int
     who: str
@@ -135,7 +135,7 @@ class _Wish(NamedTuple):
 def shards_asked(
     nodes: Iterable[Node], groups: Iterable[Sequence[Variable]], held: Homes, servers: int
 ) -> dict[Variable, int]:
-    """The shard that each Variable is to lie on, as asked where it was made, or by nodes that read or write it.
+    """The requested shard of each Variable, by a request at its making, or by nodes that read or write the Variable.
 
     groups: Variables that lie together; held: where they lie already. Raises InvalidArgument for requests that
     contradict each other or ``held``, naming both lines, or that ask for a server that is not there.

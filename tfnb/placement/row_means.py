@@ -1,4 +1,4 @@
-"""Whether averaging by rows gives the gradients of a whole batch: what is computed to see it, and the node if not.
+"""Whether averaging by rows gives the gradients of a whole batch: a probe to compute, and the offending node if not.
 
 Gradients of parts, averaged by rows, are those of all rows where the loss is a mean over rows. A `MeansProbe` computes
 them from all rows and from parts alike: dropout passes everything on, batch norm takes its running statistics, and what
@@ -79,7 +79,7 @@ class Reason:
 
     @property
     def cure(self) -> str:
-        """What to write instead; empty where nothing is equal."""
+        """The code to write instead; empty if there is no equivalent."""
         return SAID[self.kind][1]
 
 
@@ -106,7 +106,7 @@ class MeansProbe:
     why_not: str = ""
 
     def alike(self, value: Value, drawn: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-        """What is fed for a drawn value where the feeds have these ``sizes``: every row has the numbers of the first.
+        """The feed for a drawn value when the feeds have these ``sizes``: every row gets the numbers of the first row.
 
         Places among the rows are those of each row itself, so that they are there in every part.
         """
@@ -124,7 +124,7 @@ class MeansProbe:
         return drawn.expand(shape).contiguous()
 
     def reason(self, step: StepGraph, apart: Collection[Value], of: Collection[Value]) -> Reason | None:
-        """Why one of some numbers is no mean over rows; ``apart``: those that are not the mean of the parts."""
+        """Why one of the numbers ``of`` is no mean over rows; ``apart``: numbers unlike the mean of the parts."""
         contents = step.whole.contents
         value = next((number for number in of if number in apart), None)
         if value is None:
@@ -154,7 +154,7 @@ class MeansProbe:
 
 
 def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
-    """What is to be computed to compare the gradients of a step; None where tasks average none."""
+    """The probe that compares the gradients of a step; None if tasks average no gradients."""
     updates = StepGraph(step.whole, step.graph, _operations(step), step.feeds)
     for each in (step, updates):  # what is fetched may be of averaged gradients
         rows, losses, watched, numbers = _numbers(each)
@@ -185,13 +185,13 @@ def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
 
 
 def _operations(step: StepGraph) -> tuple[Value, ...]:
-    """The fetches that have no value, and those that are written."""
+    """The fetches without a value, and the assigns."""
     nodes = step.whole.contents.by_id
     return tuple(v for v in step.fetches if not nodes[v.node].outputs or nodes[v.node].op == "tfnb.assign")
 
 
 def _numbers(step: StepGraph) -> tuple[frozenset[str], tuple[Value, ...], tuple[Value, ...], tuple[Value, ...]]:
-    """Symbols of axes that rows lie on, losses, what is fetched, and what all that is made of without rows."""
+    """Symbols of row axes, losses, watched fetches, and all values without rows behind losses and fetches."""
     contents, fed = step.whole.contents, set(step.feeds)
     shapes = [contents.by_id[value.node].outputs[value.index].shape for value in step.feeds]
     divided = {symbol for shape in shapes if shape for symbol in _symbols(shape[0])}
@@ -250,14 +250,14 @@ def _is_picked(contents: Contents, node: Node) -> bool:
 
 
 def _mixes(node: Node) -> bool:
-    """Whether a batch norm takes the statistics of its rows; those of an instance norm are of one row each."""
+    """Whether a batch norm uses the statistics of its batch; an instance norm uses statistics of single rows."""
     if node.op not in _NORMS or node.attrs.get("training") is False:
         return False
     return all(isinstance(size, int) for size in node.outputs[1].shape)
 
 
 def _held(node: Node) -> Node:
-    """The node, which draws nothing where it drops out, and takes running statistics where it normalizes a batch."""
+    """The node with dropout switched off, and with batch norm on running statistics."""
     if node.op == _DROPOUT:
         return replace(node, attrs={**node.attrs, "train": False}, stream=None)
     if _mixes(node) and node.attrs.get("running_mean") is not None:
@@ -269,5 +269,5 @@ def _held(node: Node) -> Node:
 
 
 def _channels(spec: Spec) -> Iterator[int | Dim]:
-    """The size of the axis of channels, where there is one."""
+    """The size of the channel axis, if there is one."""
     yield from spec.shape[1:2] if len(spec.shape) > 1 else spec.shape

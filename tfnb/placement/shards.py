@@ -1,4 +1,4 @@
-"""Which server holds which variable: pure functions over graphs and sizes.
+"""The assignment of Variables to servers: pure functions over graphs and sizes.
 
 Variables that one update writes together (a weight and its optimizer slots, an average of it) stay on one shard;
 groups go to the emptiest shard in order of creation. Large ones are divided by rows over several.
@@ -74,7 +74,7 @@ def pack(
 
 
 def _chosen(group: Sequence[Variable], loads: Sequence[int], is_divisible: bool) -> tuple[Piece, ...]:
-    """Where a new group goes, in the shape of its largest variable: the emptiest shard, or the emptiest ones."""
+    """The pieces of a new group's largest Variable: on the emptiest shard, or divided over the emptiest ones."""
     largest = max(group, key=nbytes)
     count, order = 1, sorted(range(len(loads)), key=loads.__getitem__)
     if is_divisible and all(variable.shape in ((), largest.shape) for variable in group):
@@ -99,7 +99,7 @@ def pieces(variable: Variable, shards: int) -> int:
 
 
 def _pieces(variable: Variable, held: tuple[Piece, ...], shape: Sequence[int]) -> tuple[Piece, ...]:
-    """Beside what is held: rows for rows, a number beside each piece of rows, anything else beside the first."""
+    """Pieces beside a held Variable: rows beside its rows, a scalar beside each piece, others beside the first."""
     if held[0].rows is None and len(held) == 1:
         return (Piece(held[0].shard, variable.key),)
     if variable.shape == ():
@@ -110,7 +110,7 @@ def _pieces(variable: Variable, held: tuple[Piece, ...], shape: Sequence[int]) -
 
 
 def by_rows(graph: Graph) -> set[Variable]:
-    """Variables of which every update in a graph goes row by row, from a gradient as it was derived."""
+    """Variables whose every update in a graph is row-wise, from gradients as derived."""
     derived: set[int] = set()
     processed: set[int] = set()  # computed from gradients, which the servers do
     undivided: set[Variable] = set()

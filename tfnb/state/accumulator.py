@@ -1,4 +1,4 @@
-"""Accumulators of gradients: what several workers give becomes one mean, and gradients that are too old are dropped.
+"""Accumulators of gradients: the gradients of several workers become one mean, and stale gradients are dropped.
 
 After the conditional accumulators of TensorFlow. An accumulator is the order of a queue (`tfnb.state.orders`): each put
 adds a gradient, and the one element that can be taken is the mean. Pure torch; the owner calls from one thread at a
@@ -32,7 +32,7 @@ class Sum(Protocol):
         """A gradient more; raises InvalidArgument or ShapeError for one that does not fit, and adds nothing."""
 
     def merge(self, other: Any) -> None:
-        """All that another one of its class holds."""
+        """Add all gradients of another sum of the same class."""
 
     def mean(self, weight: float) -> Element:
         """The mean of gradients that weigh so much together."""
@@ -63,7 +63,7 @@ class DenseSum:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The sum as it stands."""
+        """The current sum."""
         return [] if self._sum is None else [self._sum]
 
     @tensors.setter
@@ -71,7 +71,7 @@ class DenseSum:
         (self._sum,) = tensors or (None,)
 
     def merge(self, other: DenseSum) -> None:
-        """All that another one holds."""
+        """Add all gradients of another sum."""
         if other._sum is not None:
             self.add((other._sum,), 1)
 
@@ -131,7 +131,7 @@ class SparseSum:
         self._indices, self._values, self._weights = tensors or (None, torch.empty(0), torch.empty(0))
 
     def merge(self, other: SparseSum) -> None:
-        """All that another one holds."""
+        """Add all gradients of another sum."""
         if other._indices is not None:
             self._extend(other._indices, other._values, other._weights)
 
@@ -157,7 +157,7 @@ def _merged(indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 class Mean(tuple[torch.Tensor, ...]):
-    """The tensors of a mean that was taken, and what it was made of."""
+    """The tensors of a mean that was taken, and the accumulator's state before, so that the mean can be put back."""
 
     made_of: tuple[Sum, int, float, int]  # the sum, gradients, their weight, the step before
 
@@ -214,7 +214,7 @@ class Accumulator(Whole):
         return True
 
     def take(self) -> Element:
-        """The mean, which begins the next step."""
+        """Take the mean and begin the next step with an empty sum."""
         mean = Mean(self._sum.mean(self._weight))
         mean.made_of = (self._sum, self.count, self._weight, self.step)
         self.step, self.count, self._weight, self._sum = self.step + 1, 0, 0.0, self._make()
@@ -230,12 +230,12 @@ class Accumulator(Whole):
         self.step = step if self.step == step + 1 else self.step
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """The sum, and how many gradients it is of."""
+        """The sum, with the number of its gradients, their weight and the step."""
         facts = {"step": self.step, "count": self.count, "dropped": self.dropped, "weight": self._weight}
         return facts, self._sum.tensors
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Go on with such a sum."""
+        """Restore the `contents` of another accumulator."""
         self.step, self.count, self.dropped = facts["step"], facts["count"], facts["dropped"]
         self._weight, self._sum.tensors = facts["weight"], list(tensors)
         if bool(self.count) != bool(tensors) or (self.count and not self._weight > 0):

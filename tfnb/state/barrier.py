@@ -65,9 +65,9 @@ class Barrier(QueueHandle):
         return numbers, keys, tuple(values)
 
     def ready_size(self) -> Any:
-        """How many tuples are whole."""
+        """The number of complete tuples."""
         return self.size()
 
     def incomplete_size(self) -> Any:
-        """How many keys have some of their parts."""
+        """The number of keys with some, but not all, of their parts."""
         return self._counted_by({"begun": True})

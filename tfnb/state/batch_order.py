@@ -1,4 +1,4 @@
-"""Which rows of arrays each step trains on: a function of the seed alone, so every machine knows them by itself.
+"""The rows of each step's batch: a function of the seed alone, so every machine knows the batches by itself.
 
 Imports chunks.
 """
@@ -36,7 +36,7 @@ class RowOrder(NamedTuple):
         return -(-self.rows // self.batch_size)
 
     def place(self, step: int) -> tuple[int, int, int]:
-        """Of step ``step`` (from 0): its pass (from 1), and where its batch starts and stops in the order of it."""
+        """The pass of step ``step`` (from 0; passes from 1), and its batch's start and stop in the pass's order."""
         number, batch = divmod(step, self.per_pass)
         start = batch * self.batch_size
         return 1 + number, start, min(start + self.batch_size, self.rows)
@@ -75,13 +75,13 @@ class Rows:
         return tuple(_taken(array, at) if array.dim() else array for array in self.arrays)  # type: ignore[misc]
 
     def at(self, step: int, first: int, last: int) -> torch.Tensor | slice:
-        """Where these rows are in the arrays."""
+        """The indices, in the arrays, of rows ``first`` to ``last`` of a step's batch."""
         number, start, _ = self.order.place(step)
         start, stop = start + first, start + last
         return self._order_of(number)[start:stop] if self.order.shuffle else slice(start, stop)
 
     def _order_of(self, number: int) -> torch.Tensor:
-        """The order of pass ``number``; that of a pass follows from the one before it, but for chunks."""
+        """The row order of pass ``number``; without chunks, each pass's permutation follows from the one before."""
         if self.order.within is not None:
             if number != self._pass:
                 self._pass, self._permutation = number, self._within_chunks(number, self.order.within)
@@ -103,7 +103,7 @@ class Rows:
 
 
 def chunk_order(order: RowOrder, groups: Sequence[int], number: int, generator: torch.Generator) -> list[int]:
-    """The order in which pass ``number`` takes whole chunks; ``generator`` then gives that of their rows.
+    """The order in which pass ``number`` takes whole chunks; ``generator`` is left to draw the order of their rows.
 
     Shuffled chunks of one group stand together: a batch at the end of a chunk goes on with one of the same worker.
 

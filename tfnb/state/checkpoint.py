@@ -33,7 +33,7 @@ class ShardWriter(Protocol):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Of each Variable, by label."""
+        """The spec of each Variable, by label."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class Unwritten(NamedTuple):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Of its Variables, by label."""
+        """The spec of each Variable, by label."""
         here = {label: _shown(tensor) for label, tensor in self.variables.items()}
         return here | ({} if self.pinned is None else dict(self.pinned.specs))
 
@@ -74,7 +74,7 @@ class Unwritten(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was written: the file, and what it holds. Stands for the file's path where one is asked for."""
+    """A written checkpoint: its file, specs of its tensors and metadata. Accepted wherever a path is."""
 
     file: Path | str  # a URL, where it is in no local folder
     bytes: int  # of the file, or of all shards that a manifest names
@@ -86,7 +86,7 @@ class Checkpoint:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """What both forms say."""
+        """Rows of (name, text) that both the plain text and the HTML form show."""
         found = [(name, str(self.meta[name])) for name in ("graph", "graph_hash") if name in self.meta]
         for name, key in (("training", "steps"), ("streams", "runs")):
             found += [(key, str(self.meta[name][key]))] if name in self.meta else []
@@ -118,7 +118,7 @@ def save(
 def save_shards(
     store: CheckpointStore, name: str, unwritten: Unwritten, meta: Mapping[str, Any], whole: Collection[Shard] = ()
 ) -> tuple[Checkpoint, Manifest]:
-    """Write shards, but for those that are there ``whole``, and then the manifest that names them.
+    """Write all shards except the undamaged ones in ``whole``, and then the manifest that names them.
 
     Servers write what they pinned. Raises CheckpointWriteError, with every checkpoint that was there unchanged.
     """
@@ -196,7 +196,7 @@ def match(
     have: Mapping[str, torch.Tensor], want: Mapping[str, Spec], *, strict: bool = True,
     mapping: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """What to assign: label -> tensor. ``have`` is a file's tensors, ``want`` the variables of the graph.
+    """Choose the value of each Variable: label -> tensor. ``have`` is a file's tensors, ``want`` the graph's variables.
 
     strict: a wanted label that the file lacks is NotFound, with the nearest keys. mapping: label -> key in the file.
     Another shape or dtype is CheckpointIncompatible, with both. Keys that nobody wants are ignored; an error lists
@@ -232,6 +232,6 @@ def _shown(tensor: torch.Tensor) -> Spec:
 
 
 def near(key: str, among: Mapping[str, Any]) -> str:
-    """What of ``among`` is named like ``key``, for messages."""
+    """The names of ``among`` that are similar to ``key``, for messages."""
     near = difflib.get_close_matches(key, among, 3)
     return f" (near: {', '.join(near)})" if near else ""

@@ -1,4 +1,4 @@
-"""A folder of checkpoints ``ckpt-<step>.json``: which of them are whole, and which are kept.
+"""A folder of checkpoints ``ckpt-<step>.json``: which of them are whole, and the retention policy.
 
 Each is a manifest of shards (`tfnb.state.manifests`), which checkpoints share as far as nothing changed; a file of
 `Session.save` that is named ``ckpt-<step>.safetensors`` is a checkpoint, too. The folder may be an fsspec URL.
@@ -32,7 +32,7 @@ _ABOUT = "saver"  # the key of a checkpoint's meta that says what `kept` has to 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """One checkpoint of a folder: its step, when it was taken (seconds since the epoch), and the values then."""
+    """One checkpoint of a folder: its step, the time of its snapshot (seconds since the epoch), and its values."""
 
     step: int
     path: Path | str
@@ -52,7 +52,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints are kept: the newest ``keep``, one for each ``every`` seconds, and the best by a value.
+    """The retention policy: keep the newest ``keep``, one for each ``every`` seconds, and the best by a value.
 
     sign: 1 where less is better, -1 where more is.
     """
@@ -68,7 +68,7 @@ class Retention:
         return found[min(rated)[1]] if rated else None
 
     def kept(self, found: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
-        """Those of ``found``, which stand in the order of their steps, that are kept.
+        """The checkpoints of ``found`` (sorted by step) that the policy keeps.
 
         >>> losses = {step: {"loss": abs(step - 3)} for step in range(1, 9)}
         >>> found = [CheckpointRecord(step, Path(f"{step}"), 600.0 * step, loss) for step, loss in losses.items()]
@@ -87,7 +87,8 @@ class Retention:
 
 
 class CheckpointFolder:
-    """The checkpoints of a folder, each file of which is read whole once: then its size and time stand for its bytes.
+    """The checkpoints of a folder. Each file is verified once; afterwards its signature (size, time) stands for its
+    bytes.
 
     It is of one training at a time: what no manifest names is deleted after the next one was written.
     """
@@ -104,11 +105,11 @@ class CheckpointFolder:
         return self.store.path if isinstance(self.store, LocalStore) else str(self.store)
 
     def make(self) -> None:
-        """Let there be the folder, without what killed processes left in it; raises OSError."""
+        """Create the folder and delete drafts of killed processes; raises OSError."""
         self.store.make(_DRAFTS)
 
     def path_of(self, step: int) -> Path | str:
-        """Where the checkpoint of a step is written."""
+        """The path or URL of the checkpoint of a step."""
         return self.store.path_of(_name(step))
 
     def named(self) -> list[tuple[int, Path | str]]:
@@ -116,18 +117,18 @@ class CheckpointFolder:
         return [(_step(name), self.store.path_of(name)) for name in _ordered(self.store.listed())]
 
     def checkpoints(self) -> list[CheckpointRecord]:
-        """Those that are whole, in the order of their steps."""
+        """The whole checkpoints, in the order of their steps."""
         metas = self._metas()
         return [self._kept(name, meta) for name, meta in metas.items() if not isinstance(meta, str)]
 
     def others(self) -> dict[str, str]:
-        """Files with such names that are no checkpoints, and what is wrong with them."""
+        """Files named like checkpoints that are damaged or foreign, with the reasons."""
         return {name: meta for name, meta in self._metas().items() if isinstance(meta, str)}
 
     def write(
         self, step: int, unwritten: checkpoint.Unwritten, values: Mapping[str, float], retention: Retention
     ) -> checkpoint.Checkpoint:
-        """Write a checkpoint, then delete those that are not kept any more. Raises CheckpointWriteError."""
+        """Write a checkpoint, then delete the checkpoints that the policy drops. Raises CheckpointWriteError."""
         name, about = _name(step), {"taken": time.time(), "values": dict(values)}
         whole = self._whole()  # a damaged one is written again
         try:
@@ -156,14 +157,14 @@ class CheckpointFolder:
         return written
 
     def _collect(self) -> None:
-        """Delete shards that no manifest names; none, where one cannot be read: it may name any of them."""
+        """Delete shards that no manifest names; none if a manifest is unreadable, as any shard may be named there."""
         there = self.store.listed()
         known = [self._manifest(name, there[name]) for name in _ordered(there) if name.endswith(".json")]
         if all(isinstance(one, Manifest) for one in known):
             manifests.collect(self.store, [one for one in known if isinstance(one, Manifest)])
 
     def _whole(self) -> set[Shard]:
-        """The shards of all manifests that are as these say."""
+        """The undamaged shards of all manifests."""
         there = self._listed()
         known = [self._manifest(name, there[name]) for name in _ordered(there) if name.endswith(".json")]
         named = dict.fromkeys(shard for one in known if isinstance(one, Manifest) for shard in one.shards)
@@ -174,7 +175,7 @@ class CheckpointFolder:
         return {**self.store.listed(), **self.store.listed(manifests.FOLDER)}
 
     def _metas(self) -> dict[str, Mapping[str, Any] | str]:
-        """What files say of themselves, or what is wrong with them, by name in the order of their steps."""
+        """The metadata of each file, or the reason why there is none, by name in the order of steps."""
         there = self._listed()
         return {name: self._meta(name, there) for name in _ordered(there)}
 
@@ -193,7 +194,7 @@ class CheckpointFolder:
         return CheckpointRecord(_step(name), path, taken, numbers)
 
     def _meta(self, name: str, there: Mapping[str, Signature]) -> Mapping[str, Any] | str:
-        """What a file says of itself, or what is wrong with it or with a shard of it."""
+        """The metadata of a file, or the reason why the file or one of its shards is unusable."""
         path = self.store.path_of(name)
         if not name.endswith(".json"):
             if not isinstance(path, Path):
@@ -211,7 +212,7 @@ class CheckpointFolder:
         return _once(self._manifests, (name, signature), lambda: manifests.read(self.store, name))
 
     def _fault(self, shard: Shard, there: Mapping[str, Signature]) -> str:
-        """What is wrong with a shard; empty for a whole one."""
+        """The reason why a shard is unusable; empty for a whole one."""
         if shard.name not in there:
             return f"{self.store.path_of(shard.name)} is missing"
 
@@ -223,7 +224,7 @@ class CheckpointFolder:
 
 
 def _once(known: dict[tuple[str, Signature], T | str], key: tuple[str, Signature], read: Callable[[], T]) -> T | str:
-    """What ``read`` returns, or what is wrong; known from then on, unless the system could not read it now."""
+    """The result of ``read``, or the reason of its failure; cached, except for system errors that may pass."""
     if (found := known.get(key)) is not None:
         return found
     try:

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a folder of this machine, or one of any file system that fsspec knows.
+"""Stores of checkpoints: a local folder, or a folder of any file system that fsspec knows.
 
 A file is put there as a whole under its name: in a local folder it is synced and moved there, in another store it is
 uploaded once all of it is known. What is written last, a manifest, says that the files before it are there.
@@ -28,11 +28,11 @@ class CheckpointStore(Protocol):
     """Files by name; a name has at most one folder, ``shards/...``."""
 
     def path_of(self, name: str) -> Path | str:
-        """Where others find a file."""
+        """The path or URL of a file."""
         ...
 
     def make(self, names: re.Pattern[str]) -> None:
-        """Let there be the folder, without drafts of files with such names that killed processes left."""
+        """Create the folder, and delete drafts of files with matching names, left by killed processes."""
         ...
 
     def listed(self, folder: str = "") -> Mapping[str, Signature]:
@@ -48,7 +48,7 @@ class CheckpointStore(Protocol):
         ...
 
     def drop(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file, if present."""
         ...
 
 
@@ -62,11 +62,11 @@ class LocalStore:
         return str(self.path)
 
     def path_of(self, name: str) -> Path:
-        """Where others find a file."""
+        """The path of a file."""
         return self.path / name
 
     def make(self, names: re.Pattern[str]) -> None:
-        """Let there be the folder, without drafts of files with such names that killed processes left."""
+        """Create the folder, and delete drafts of files with matching names, left by killed processes."""
         if self.path.exists() and not self.path.is_dir():
             raise InvalidArgument(f"{self.path} is a file; checkpoints are kept in a folder")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class LocalStore:
             sweep(folder, names)
 
     def listed(self, folder: str = "") -> dict[str, Signature]:
-        """The files of a folder, by name. A link is none, unless it leads to a file out of ``folder``."""
+        """The files of a folder, by name, with their signatures. Broken links and folders are left out."""
         found: dict[str, Signature] = {}
         if (path := self.path / folder).is_dir():
             for one in path.iterdir():
@@ -99,7 +99,7 @@ class LocalStore:
         yield self.path / name
 
     def drop(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file, if present."""
         (self.path / name).unlink(missing_ok=True)
 
 
@@ -117,11 +117,11 @@ class RemoteStore:
         return self.url
 
     def path_of(self, name: str) -> str:
-        """Where others find a file."""
+        """The URL of a file."""
         return f"{self.url}/{name}"
 
     def make(self, names: re.Pattern[str]) -> None:
-        """Let there be the folder."""
+        """Create the folder."""
         self._system.makedirs(self._root, exist_ok=True)
 
     def listed(self, folder: str = "") -> dict[str, Signature]:
@@ -160,7 +160,7 @@ class RemoteStore:
             yield path
 
     def drop(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file, if present."""
         with suppress(FileNotFoundError):
             self._system.rm_file(f"{self._root}/{name}")
 

@@ -1,4 +1,4 @@
-"""Arrays whose rows lie in chunks that are elsewhere: what is known of them, and rows of the chunks that are here.
+"""Arrays whose rows lie in chunks on other machines: a description of all chunks, and rows of the local chunks.
 
 `ChunkedArray` is all that a notebook has; `Chunks` stands for the array where some chunks are. Imports torch and numpy.
 """
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ChunkedArray:
-    """What is known of an array in chunks along axis 0, without its values.
+    """The description of an array in chunks along axis 0, without its values.
 
     ``lengths``: rows of each chunk; ``tail``: the shape of a row; ``keys``: names of the chunks, for whoever reads
     them; ``homes``: where each one lies; ``held``: what keeps them there.
@@ -38,12 +38,12 @@ class ChunkedArray:
         return sum(self.lengths)
 
     def dim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return 1 + len(self.tail)
 
     @property
     def groups(self) -> list[int]:
-        """For each chunk a number that those of one worker share."""
+        """For each chunk the number of its worker: chunks of one worker have the same number."""
         first = [min(home, default="") for home in self.homes] or [""] * len(self.lengths)
         numbers = {home: number for number, home in enumerate(sorted(set(first)))}
         return [numbers[home] for home in first]
@@ -54,12 +54,12 @@ class ChunkedArray:
         return len(self) * torch.Size(self.tail).numel() * self.dtype.itemsize
 
     def stand_in(self) -> torch.Tensor:
-        """Zeros of the same shape and dtype that take no memory: for checks of what fits."""
+        """Zeros of the same shape and dtype that take no memory, for checks of shapes."""
         return torch.zeros((), dtype=self.dtype).expand(len(self), *self.tail)
 
 
 class Chunks:
-    """An array in chunks of which some are ``here``: rows of those can be taken as from a tensor.
+    """An array in chunks of which some are ``here``: rows of the local chunks can be taken as from a tensor.
 
     >>> array = Chunks((2, 3), (), torch.int64)
     >>> array.numbers(torch.tensor([4, 2])), array.numbers(slice(1, 3))
@@ -81,7 +81,7 @@ class Chunks:
         self._ends = torch.tensor(self._starts[1:])
 
     def dim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return 1 + len(self.tail)
 
     def nbytes(self, number: int) -> int:
@@ -93,7 +93,7 @@ class Chunks:
         return self._starts[number], self._starts[number + 1]
 
     def numbers(self, at: torch.Tensor | slice) -> list[int]:
-        """The chunks in which rows lie, in order."""
+        """The chunks that hold the given rows, in order."""
         if isinstance(at, slice):
             return [n for n in range(len(self.lengths)) if max(at.start, self._starts[n]) < min(at.stop, self._ends[n])]
         return torch.searchsorted(self._ends, at, right=True).unique().tolist()
@@ -121,7 +121,7 @@ class Chunks:
 
 
 def like(array: torch.Tensor | ChunkedArray) -> torch.Tensor:
-    """The array itself, or what stands in for it."""
+    """The array itself, or a stand-in of the same shape and dtype."""
     return array.stand_in() if isinstance(array, ChunkedArray) else array
 
 
@@ -129,12 +129,12 @@ def like(array: torch.Tensor | ChunkedArray) -> torch.Tensor:
 
 
 def is_collection(value: Any) -> bool:
-    """Whether it is an array, bag, dataframe or the like of Dask."""
+    """Whether a value is a Dask collection: an array, bag, dataframe or the like."""
     return callable(getattr(type(value), "__dask_graph__", None))
 
 
 def is_partitioned(value: Any) -> bool:
-    """Whether it is such a collection whose partitions can be computed one by one."""
+    """Whether a value is a Dask collection whose partitions can be computed one by one."""
     return is_collection(value) and callable(getattr(value, "to_delayed", None))
 
 
@@ -154,12 +154,12 @@ class Partitions:
 
 
 def without_frames(collection: Any) -> Any:
-    """A dataframe, or columns of one, as an array; any other collection as it is."""
+    """A dataframe, or some of its columns, as a Dask array; any other collection unchanged."""
     return collection.to_dask_array() if callable(getattr(type(collection), "to_dask_array", None)) else collection
 
 
 def as_tensor(array: Any) -> torch.Tensor:
-    """An array of NumPy or pandas, or what torch takes, as a tensor; shares the memory where torch can.
+    """A NumPy or pandas array, or anything that `torch.as_tensor` accepts, as a tensor; shares memory where torch can.
 
     Raises what torch raises for it: TypeError, ValueError or RuntimeError.
 
@@ -175,7 +175,7 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 
 def as_rows(computed: Any) -> Any:
-    """What a part of a Dask collection computed to, as an array: of a bag the items are the rows.
+    """A computed partition of a Dask collection as an array; the items of a bag are the rows.
 
     >>> as_rows([torch.ones(2), torch.zeros(2)]).shape
     (2, 2)

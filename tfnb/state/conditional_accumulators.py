@@ -23,14 +23,14 @@ from tfnb.state.queue_operations import QueueHandle, limited
 
 
 class _Conditional(QueueHandle):
-    """What accumulators of all kinds do."""
+    """The methods that accumulators of all kinds share."""
 
     def count(self) -> Any:
-        """How many gradients it holds."""
+        """The number of gradients in the current sum."""
         return self.size()
 
     def set_global_step(self, step: Any) -> Any:
-        """Gradients of steps before this one are dropped from here on; those that it holds stay.
+        """Set the step: from now on gradients of earlier steps are dropped; gradients already in the sum stay.
 
         Warns where it goes back to an earlier step.
         """
@@ -59,7 +59,7 @@ def _ensure_flows(name: str, dtype: torch.dtype) -> None:
 
 
 class ConditionalAccumulator(_Conditional):
-    """The mean of gradients that several workers give. Those that were computed at an earlier step are dropped.
+    """The mean of gradients of several workers. Stale gradients, computed at an earlier step, are dropped.
 
     shape: of each gradient; None in it is an axis that may differ from one mean to the next, and None allows any shape.
     Its step begins at 0, and grows by 1 with each mean.
@@ -88,7 +88,7 @@ class ConditionalAccumulator(_Conditional):
         return self._put([grad, local_step], {})
 
     def take_grad(self, n: int, sample: Any = None, *, timeout: float | None = None) -> Any:
-        """The mean of all gradients, once there are n or more; waits for them. It begins the next step.
+        """The mean of all gradients, once there are n or more; waits for them. Taking the mean begins the next step.
 
         sample: like a gradient; while recording its values are used. Without it those of the mean of now, or none.
         Raises DeadlineExceeded, InvalidArgument where the shape was not given and there is no sample.
@@ -139,7 +139,7 @@ class SparseConditionalAccumulator(_Conditional):
         return self._put([grad.indices, grad.values, local_step], {})
 
     def take_grad(self, n: int, sample: IndexedSlices | None = None, *, timeout: float | None = None) -> IndexedSlices:
-        """The mean of all gradients, once there are n or more; waits for them. It begins the next step.
+        """The mean of all gradients, once there are n or more; waits for them. Taking the mean begins the next step.
 
         Each row is there once. sample: while recording its values are used. Raises DeadlineExceeded.
         """

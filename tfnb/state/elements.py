@@ -48,7 +48,7 @@ def check_part(queue: Queue, place: int, shape: Shape, spec: Spec) -> None:
 
 
 def check_batch_part(queue: Queue, place: int, shape: Shape, spec: Spec) -> None:
-    """Raise ShapeError for a tensor whose rows are no such component."""
+    """Raise ShapeError for a tensor whose rows do not fit a component of the queue."""
     if not spec.shape:
         raise ShapeError(f"component {place} of a batch for queue {queue.name} has rows, and {spec} has none")
     check_part(queue, place, shape, Spec(spec.dtype, spec.shape[1:], spec.device))
@@ -93,7 +93,7 @@ class ElementBatch:
 
 
 class Row(Sequence[torch.Tensor]):
-    """An element that is a row of a batch: no tensors are made of it while it only passes through a queue.
+    """An element that is a row of a batch: its tensors are made on access only, not while passing through a queue.
 
     >>> batch = ElementBatch([torch.tensor([1, 2, 3])])
     >>> spans([Row(batch, 0), Row(batch, 1)]), tuple(Row(batch, 2))
@@ -113,7 +113,7 @@ class Row(Sequence[torch.Tensor]):
 
 
 def spans(elements: Sequence[Element]) -> list[tuple[int, int]]:
-    """Where rows start and stop in ``elements`` that follow one another in one batch, if all are in such spans."""
+    """Spans of ``elements`` that are consecutive rows of one batch; empty if some element is no row of a batch."""
     found, batch, place, start = list[tuple[int, int]](), None, 0, 0
     for at, element in enumerate(elements):
         if type(element) is not Row:
@@ -163,7 +163,7 @@ def _span(first: Row, length: int) -> list[torch.Tensor]:
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of several batches. Those of one are no copy, where that keeps no more than twice their memory alive.
+    """Rows of several batches. Rows of one batch are no copy, where a view keeps at most twice their memory alive.
 
     >>> joined([torch.tensor([1, 2]), torch.tensor([3])])
     tensor([1, 2, 3])

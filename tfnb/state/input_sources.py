@@ -76,7 +76,7 @@ class Source:
         self._root._start(dict(position))
 
     def ensure_position(self, position: Position) -> None:
-        """Raise InvalidArgument for what is no position of a source like this one."""
+        """Raise InvalidArgument for a value that is no position of a source like this one."""
         keys = self._root._position.keys()
         if not isinstance(position, dict) or position.keys() != keys:
             raise InvalidArgument(f"source {self.name}: a position has {', '.join(keys)}; this is {position!r}")
@@ -84,7 +84,7 @@ class Source:
             raise InvalidArgument(f"source {self.name}: a position has numbers of at least 0; this is {position!r}")
 
     def back_to(self, position: Position) -> None:
-        """Go on from a position; nothing happens where it stands there."""
+        """Go on from a position; does nothing if the source stands there already."""
         if self._root._is_spent or self.position != position:
             self.seek(position)
 
@@ -132,7 +132,7 @@ class Source:
         return self._with(lambda each: map(function, each))
 
     def batch(self, size: int) -> Source:
-        """The same source, with each ``size`` elements put together as a DataLoader does it; the last may be short.
+        """The same source, with ``size`` elements at a time collated as by a DataLoader; the last batch may be short.
 
         >>> [b.tolist() for b in Source([1.0, 2.0, 3.0]).batch(2)]
         [[1.0, 2.0], [3.0]]
@@ -186,7 +186,7 @@ class Source:
 
 
 class _FileReader(Source):
-    """Records of files, one file after the other; a position is a file and a byte in it."""
+    """Records of files, one file after the other; a position is a file and a byte offset."""
 
     def __init__(self, urls: str | Sequence[str], *, name: str, compression: str | None, options: Any) -> None:
         self.name, self._parts, self._root = name, (), self
@@ -214,7 +214,7 @@ class _FileReader(Source):
 
     @contextmanager
     def _opened(self, entry: Any) -> Iterator[BinaryIO]:
-        """A file, and errors that name it."""
+        """Open a file; errors name the file."""
         try:
             with entry as file:
                 yield file
@@ -228,7 +228,7 @@ class _FileReader(Source):
             raise DataLoss(f"{self.name}: {entry.full_name} is no whole {entry.compression} file: {error}") from error
 
     def _records(self, file: BinaryIO, url: str) -> Iterator[Any]:
-        """Records from where the file stands; it then stands behind the one that was given."""
+        """Records from the current offset of the file; afterwards the offset is behind the record that was yielded."""
         raise NotImplementedError
 
 

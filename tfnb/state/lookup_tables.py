@@ -45,7 +45,7 @@ def _key(string: str) -> int:
 
 
 class _Table:
-    """What tables have in common; ``lookup`` and ``size`` are recorded in a recording, and immediate outside."""
+    """The base of all tables; ``lookup`` and ``size`` are recorded in a recording, and immediate outside."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, default: Any, buckets: int, name: str) -> None:
         self.name, self.num_oov_buckets = name, buckets
@@ -69,7 +69,7 @@ class _Table:
         return torch.where(wide, values[at], self._default)
 
     def size(self) -> torch.Tensor:
-        """How many keys it has, an int64 number."""
+        """The number of keys, an int64 scalar."""
         return (self._keys.read() != EMPTY).sum()
 
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ class _Table:
 
 
 class HashTable(_Table):
-    """A table that stays as it is made: keys (int64 or strings) to values.
+    """A constant table: keys (int64 or strings) to values.
 
     values: one row for each key. default: the value of other keys. num_oov_buckets: instead of it, other keys go to so
     many numbers behind the table's, by their key. Raises FailedPrecondition for a key that has two values.
@@ -134,7 +134,7 @@ class HashTable(_Table):
     def from_file(
         cls, url: str, *, default: int = -1, num_oov_buckets: int = 0, name: str = "vocabulary"
     ) -> HashTable:  # fmt: skip
-        r"""A vocabulary file: one word a line, and its value is the number of the line, from 0. url: as fsspec has it.
+        r"""A vocabulary file with one word a line; a word's value is its line number, from 0. url: as for fsspec.
 
         >>> import fsspec
         >>> with fsspec.open("memory://doc/vocabulary.txt", "w") as file:
@@ -165,7 +165,8 @@ class MutableHashTable(_Table):
         super().__init__(keys, like.expand(capacity, *like.shape).clone(), default, 0, name)
 
     def insert(self, keys: Any, values: Any) -> Any:
-        """Put values under keys; of equal keys the last counts. In a recording it gives what to fetch.
+        """Insert or replace values; of equal keys the last one wins. In a recording the result is an operation to
+        fetch.
 
         Raises ResourceExhausted, with nothing changed, where the table has no room; ShapeError where there is not one
         value for each key; InvalidArgument for the largest int64, which marks an empty place.
@@ -173,11 +174,11 @@ class MutableHashTable(_Table):
         return self._become(torch.ops.tfnb.table_insert, self._taken(keys), self._rows(values))
 
     def remove(self, keys: Any) -> Any:
-        """Take keys out; those that it lacks do nothing."""
+        """Remove keys; absent keys are ignored."""
         return self._become(torch.ops.tfnb.table_remove, self._taken(keys).flatten())
 
     def load(self, keys: Any, values: Sequence[Any] | torch.Tensor) -> Any:
-        """Have these keys and no others, such as those of `export`. Raises what `insert` does."""
+        """Replace all contents by these keys and values, such as those of `export`. Raises as `insert` does."""
         empty = torch.full_like(self._keys.read(), EMPTY)
         return self._become(torch.ops.tfnb.table_insert, self._taken(keys), self._rows(values), known=empty)
 

@@ -1,4 +1,4 @@
-"""Checkpoints in several files: a manifest ``ckpt-<step>.json``, and the shards that it names by their digests.
+"""Checkpoints in several files: a manifest ``ckpt-<step>.json``, and its shards, named by their digests.
 
 Shards lie in the folder ``shards``, plain tensor files named by the sha256 digest of what they hold. So what did not
 change since the checkpoint before is written once, whoever writes it, and no manifest can name a file elsewhere. A
@@ -38,7 +38,7 @@ _ABOUT = {"format": "tfnb-shard", "version": 1}
 
 
 class Shard(NamedTuple):
-    """A tensor file of a checkpoint: the digest of what it holds, and its bytes."""
+    """A tensor file of a checkpoint: the digest of its contents, and its size in bytes."""
 
     sha256: str
     bytes: int
@@ -55,14 +55,14 @@ Layout = Mapping[str, tuple[Shard, ...]]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. ``meta``: steps, positions of data, random streams, the hash of the graph and others."""
+    """The contents of a checkpoint. ``meta``: steps, data positions, random streams, the graph's hash and others."""
 
     meta: Mapping[str, Any]
     layout: Layout
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """All of them, each once."""
+        """The shards of all values, each once."""
         return tuple(dict.fromkeys(shard for shards in self.layout.values() for shard in shards))
 
     @property
@@ -137,7 +137,7 @@ def _shards_at(label: str, numbers: Any, shards: list[Shard]) -> tuple[Shard, ..
 def write_shards(
     store: CheckpointStore, tensors: Mapping[str, torch.Tensor], whole: Collection[Shard] = ()
 ) -> dict[str, tuple[Shard, ...]]:
-    """Write tensors to shards, but for those that are there ``whole``; raises CheckpointWriteError."""
+    """Write tensors to shards, skipping undamaged shards in ``whole``; raises CheckpointWriteError."""
     found = dict[str, list[Shard]]()
     for group in _groups(tensors):
         draft = drafted(store, group, _ABOUT)
@@ -174,7 +174,7 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Ten
 
 @contextmanager
 def probed(store: CheckpointStore) -> Iterator[str]:
-    """A block with the name of a file by which another process sees that the store is the same one for it."""
+    """A block with the name of a probe file, by which another process checks that both see the same store."""
     name = f"{FOLDER}/probe-{secrets.token_hex(16)}"
     store.put(name, lambda draft: draft.write_text(name))
     try:
@@ -204,7 +204,7 @@ def write(store: CheckpointStore, name: str, manifest: Manifest) -> None:
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether a file begins as a manifest does: a header of safetensors has another length than these bytes say."""
+    """Whether a file begins as a manifest does; the header of a safetensors file never has such a length."""
     with path.open("rb") as file:
         return file.read(2) == b"{\n"
 

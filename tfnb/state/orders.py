@@ -1,4 +1,4 @@
-"""In which order a queue gives its elements, and which of them may be taken: one small class for each kind of queue.
+"""Orders of queues: the sequence of the elements, and how many may be taken. One small class for each kind of queue.
 
 What waits, and who comes next, is the business of `tfnb.state.queue_machine`, which is the same for all of them.
 Pure; the owner calls with its lock held. Semantics S-77 to S-80.
@@ -20,7 +20,7 @@ Element = Sequence[torch.Tensor]
 
 
 class Order(Protocol):
-    """The elements that a queue stores. ``noun``: what they are, for messages."""
+    """The elements that a queue stores. ``noun``: the elements' name in messages."""
 
     noun: str
 
@@ -29,10 +29,10 @@ class Order(Protocol):
     def __iter__(self) -> Iterator[Element]: ...
 
     def spare(self, closed: bool, required: int) -> int:
-        """How many elements may be taken now by who waits for so many, or for one that is made of so many."""
+        """The number of elements ready for a dequeue that needs at least ``required`` of them stored."""
 
     def put(self, element: Element) -> bool:
-        """One element more; False where it is dropped."""
+        """Add an element; False if the order drops the element."""
 
     def take(self) -> Element:
         """The element that comes next."""
@@ -41,22 +41,22 @@ class Order(Protocol):
         """An element that was taken comes next again, behind ``place`` others that came back, too."""
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """All that it holds, as JSON and tensors; `fill` takes it up."""
+        """The complete contents, as JSON and tensors; `fill` restores them."""
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Hold what another one of its class held."""
+        """Restore the `contents` of another order of the same class."""
 
     def begun(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """What is there of elements that are not whole: places in an element, and tensors."""
+        """The parts of incomplete elements: their places in an element, and tensors."""
 
     def takes_late(self, elements: Sequence[Element]) -> bool:
-        """Whether these may be put after the queue was closed."""
+        """Whether the elements may be put even after the queue was closed."""
 
     def coming(self) -> int:
-        """How many elements may still come when the queue is closed."""
+        """The number of elements that may still come after the queue is closed."""
 
     def cancel(self) -> None:
-        """No element may come any more: the queue was closed, and what was begun is given up."""
+        """Drop incomplete elements: the queue was closed, and their other parts cannot come any more."""
 
 
 class Whole:
@@ -82,7 +82,7 @@ class Whole:
         return packed(self)  # type: ignore[arg-type]
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Put them."""
+        """Put the saved elements."""
         for element in unpacked(facts, tensors):
             self.put(element)  # type: ignore[attr-defined]
 
@@ -111,18 +111,18 @@ class Arrival(Whole, deque[Element]):
     noun = "elements"
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All."""
+        """All elements."""
         return len(self)
 
     take = deque.popleft
 
     def put(self, element: Element) -> bool:
-        """It stands behind the others."""
+        """Append the element."""
         self.append(element)
         return True
 
     def put_back(self, element: Element, place: int) -> None:
-        """It stands at ``place`` from the front again."""
+        """Insert the element at ``place``, counted from the front."""
         self.insert(place, element)
 
 
@@ -152,7 +152,7 @@ class ShuffledOrder(Whole):
         return iter(self._elements)
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All but the least; all of a closed queue."""
+        """All elements but ``least``, which stay for mixing; all of a closed queue."""
         return len(self) if closed else max(0, len(self) - self.least)
 
     def put(self, element: Element) -> bool:
@@ -168,7 +168,7 @@ class ShuffledOrder(Whole):
         return found.pop()
 
     def put_back(self, element: Element, place: int) -> None:
-        """It may be picked again."""
+        """Return the element to the pool, from where elements are picked at random."""
         self._elements.append(element)
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -177,14 +177,14 @@ class ShuffledOrder(Whole):
         return facts | {"random": self._random.getstate()}, tensors
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Put them; chance goes on from there."""
+        """Put the saved elements, and restore the state of the random generator."""
         super().fill(facts, tensors)
         version, numbers, gauss = facts["random"]
         self._random.setstate((version, tuple(numbers), gauss))
 
 
 class RankedOrder(Whole):
-    """The element whose first tensor is the smallest number comes next; of equal ones that which came first.
+    """A priority queue: the element whose first tensor is smallest comes next; equal ones in order of arrival.
 
     >>> ranked = RankedOrder()
     >>> for element in [(2, "a"), (1, "b"), (1, "c")]:
@@ -208,11 +208,11 @@ class RankedOrder(Whole):
         return reversed(self._elements)
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All, once there are enough: one that comes later may be smaller."""
+        """All elements, once there are enough: a later one may have a smaller rank."""
         return len(self) if closed or len(self) >= required else 0
 
     def put(self, element: Element) -> bool:
-        """Behind those of its rank."""
+        """Insert the element behind all elements of its rank."""
         self._insert(bisect_left, element)
         return True
 
@@ -222,7 +222,7 @@ class RankedOrder(Whole):
         return self._elements.pop()
 
     def put_back(self, element: Element, place: int) -> None:
-        """It stands before those of its rank again."""
+        """Insert the element before all elements of its rank."""
         self._insert(bisect_right, element)
 
     def _insert(self, side: Callable[[list[int], int], int], element: Element) -> None:
@@ -233,7 +233,8 @@ class RankedOrder(Whole):
 
 
 class KeyedOrder:
-    """Elements that come in parts, under a key: whole ones may be taken, in the order in which their keys came first.
+    """Elements that come in parts, under a key. Complete elements may be taken, in the order of their keys' first
+    parts.
 
     What is put: the number of a part, the key, the part. What is taken: a number that grows with each new key, the key,
     all parts. A key may be used again once its element is whole.
@@ -260,7 +261,7 @@ class KeyedOrder:
         return (element for _, element in self._whole)
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All that are whole."""
+        """All complete elements."""
         return len(self)
 
     def put(self, element: Element) -> bool:
@@ -284,11 +285,11 @@ class KeyedOrder:
         return self._whole.pop(0)[1]
 
     def put_back(self, element: Element, place: int) -> None:
-        """It stands at the place of its key again."""
+        """Insert the element at the place of its key."""
         insort(self._whole, (int(element[0]), element), key=lambda found: found[0])
 
     def begun(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """Parts, which stand behind the number and the key."""
+        """The parts of incomplete elements; in an element, parts stand behind the number and the key."""
         return [(2 + place, part) for _, found in self._begun.values() for place, part in found.items()]
 
     def takes_late(self, elements: Sequence[Element]) -> bool:
@@ -296,22 +297,22 @@ class KeyedOrder:
         return all(int(key) in self._begun for _, key, _ in elements)
 
     def coming(self) -> int:
-        """Those that were begun."""
+        """The number of incomplete elements."""
         return len(self._begun)
 
     def cancel(self) -> None:
-        """Those that were begun are dropped."""
+        """Drop incomplete elements."""
         self._begun.clear()
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Those that are whole, and the parts of those that were begun."""
+        """The complete elements, and the parts of the incomplete ones."""
         facts, tensors = packed(self)
         begun = [[key, number, list(parts)] for key, (number, parts) in self._begun.items()]
         parts = [part for _, found in self._begun.values() for part in found.values()]
         return facts | {"count": self._count, "begun": begun}, tensors + parts
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Take them up."""
+        """Restore complete elements, and the parts of incomplete ones."""
         self._count = facts["count"]
         for element in unpacked(facts, tensors):
             self.put_back(element, 0)

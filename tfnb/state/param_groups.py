@@ -147,7 +147,7 @@ def load_state(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
 
 
 def at_work(optimizer: Optimizer) -> list[LRScheduler]:
-    """The schedulers of an optimizer that are alive, but for those that another one steps."""
+    """The live schedulers of an optimizer, except schedulers that another scheduler steps."""
     found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
     mine = [one for one in found if getattr(one, "optimizer", None) is optimizer]
     inner = {id(part) for one in mine for part in getattr(one, "_schedulers", ())}
@@ -155,7 +155,7 @@ def at_work(optimizer: Optimizer) -> list[LRScheduler]:
 
 
 def _written(value: Any, where: str) -> Any:
-    """A value as JSON; what JSON does not tell apart is an object with one key, the name of the type."""
+    """A value as JSON; a type that JSON lacks becomes an object whose one key is the type's name."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, torch.Tensor):

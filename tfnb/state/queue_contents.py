@@ -1,4 +1,4 @@
-"""What queues hold, as facts and tensors for a file, and queues that hold it again.
+"""Contents of queues, as facts and tensors for a file, and back.
 
 What is held is of one moment, as if all steps under way were stopped then: what they took is in its queue, unless they
 put elements, too. Pure, but for the machines of the queues that it asks.
@@ -33,7 +33,7 @@ _MARK = "@"  # begins the keys of queues
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """What a queue holds: ``found`` as JSON, and tensors."""
+    """The contents of a queue at one moment: ``found`` as JSON, and tensors."""
 
     found: Mapping[str, Any]
     tensors: Sequence[torch.Tensor]
@@ -49,12 +49,12 @@ class QueueSnapshot:
 
     @property
     def marks(self) -> Mapping[str, int]:
-        """Of the last element of each source, see `tfnb.state.source_puts`."""
+        """The mark of the last element of each source, see `tfnb.state.source_puts`."""
         return dict(self.found["marks"])
 
 
 class SavedQueue(NamedTuple):
-    """What a file has of one queue: facts, and tensors by their keys."""
+    """A file's record of one queue: facts, and tensors by their keys."""
 
     facts: Mapping[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ def labelled(queues: Iterable[Queue]) -> dict[str, Queue]:
 
 
 def held_by(queues: Mapping[str, Queue]) -> dict[str, QueueSnapshot]:
-    """What queues of this process hold, at one moment; those of other processes are left out."""
+    """Snapshots of the queues of this process, all at one moment; queues of other processes are left out."""
     machines = {
         label: machine for label, queue in queues.items() if isinstance(machine := machine_of(queue), QueueMachine)
     }
@@ -83,7 +83,7 @@ def held_by(queues: Mapping[str, Queue]) -> dict[str, QueueSnapshot]:
 
 
 def in_front(queue: Queue, held: QueueSnapshot, elements: Sequence[Element]) -> QueueSnapshot:
-    """What a queue would hold if these came next."""
+    """A snapshot with further elements put in front of the queue."""
     machine = _filled(queue, held)
     machine.put_front(elements)
     (found,) = copied({machine: ordered(queue)})
@@ -91,7 +91,7 @@ def in_front(queue: Queue, held: QueueSnapshot, elements: Sequence[Element]) -> 
 
 
 def ready_to_hold(queues: Mapping[str, Queue], held: Mapping[str, QueueSnapshot]) -> Callable[[], None]:
-    """What lets queues of this process hold this instead of what they hold now, all at one moment, and cannot fail."""
+    """Returns a function that replaces the contents of all queues at one moment, and cannot fail."""
     pairs = [(machine_of(queues[label]), _filled(queues[label], one)) for label, one in held.items()]
     return partial(become, {machine: other for machine, other in pairs if isinstance(machine, QueueMachine)})
 
@@ -99,7 +99,7 @@ def ready_to_hold(queues: Mapping[str, Queue], held: Mapping[str, QueueSnapshot]
 def written(
     queues: Mapping[str, Queue], held: Mapping[str, QueueSnapshot]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Facts and tensors for a file. Whatever grows with the elements is a tensor: a file's header has a limit."""
+    """Facts and tensors for a file. Data that grows with the elements is a tensor: a file's header has a limit."""
     facts, tensors = dict[str, Any](), dict[str, torch.Tensor]()
     for label, one in held.items():
         found = {**one.found, "marks": {}}
@@ -116,7 +116,7 @@ def written(
 def split(
     tensors: Mapping[str, T], labels: Iterable[str]
 ) -> tuple[dict[str, T], dict[str, T]]:  # fmt: skip
-    """The tensors of a file: those of Variables, and those of its queues, which have these labels."""
+    """The tensors of a file: tensors of Variables, and tensors of the queues with these labels."""
     marks = tuple(f"{_MARK}{label}/" for label in labels)
     queued = {key: tensor for key, tensor in tensors.items() if key.startswith(marks)}
     return {key: tensor for key, tensor in tensors.items() if key not in queued}, queued
@@ -129,7 +129,7 @@ def match(
     *,
     needed: Container[Queue],
 ) -> dict[str, QueueSnapshot]:
-    """What each queue is to hold, as a file says that has this of queues; nothing is changed.
+    """The snapshot that each queue is to restore, by a file's facts and tensors; nothing is changed.
 
     Raises NotFound for a needed queue that the file lacks, CheckpointIncompatible for a queue of another kind, and
     CheckpointCorrupt for contents that are none.
@@ -162,7 +162,7 @@ _DAMAGES = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 
 def _read(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], begin: str) -> QueueSnapshot:
-    """What a file says that a queue is to hold, of tensors whose keys begin so; raises one of `_DAMAGES`."""
+    """Decode the snapshot of one queue from tensors whose keys begin with ``begin``; raises one of `_DAMAGES`."""
     told = strict_json.read(tensors[begin + "facts"].numpy().tobytes().decode(), finite=False)
     groups = [tensors[f"{begin}{number}"] for number in range(about["groups"])]
     found = {**about["found"], "facts": told["facts"]}
@@ -189,7 +189,7 @@ def _ensure_fits(queue: Queue, held: QueueSnapshot) -> None:
 def others(
     facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], queues: Mapping[str, Queue]
 ) -> dict[str, SavedQueue]:
-    """What a file that has this of queues has of others than these, by label."""
+    """The file's records of queues that are not among ``queues``, by label."""
     found = {label: SavedQueue(about, {}) for label, about in facts.items() if label not in queues}
     for key, tensor in tensors.items():
         if (label := key.removeprefix(_MARK).rpartition("/")[0]) in found:
@@ -204,7 +204,7 @@ def _filled(queue: Queue, held: QueueSnapshot) -> QueueMachine:
 
 
 def _described(queue: Queue) -> dict[str, Any]:
-    """What decides whether a queue can hold what another one held, as JSON."""
+    """The kind, components and options, as JSON: equal for queues that can restore each other's contents."""
     shapes = [[dtype_name(kind), None if shape is None else list(shape)] for kind, shape in queue.components]
     options = {name: queue.options[name] for name in ("parts", "rows", "per_row") if name in queue.options}
     return {"kind": queue.kind, "components": shapes, "options": options}
@@ -217,7 +217,7 @@ def _words(about: Mapping[str, Any]) -> str:
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any], torch.Tensor]:
-    """Tensors as one of each dtype: all numbers of those of one shape, then those of the next.
+    """Concatenate tensors into one per dtype, grouped by shape.
 
     Also the number of that dtype, the shape and the count of these, and for each tensor which of them it is one of.
 

@@ -1,4 +1,4 @@
-"""Elements of a queue as the data of a training: those that no step counts of go back to where they were.
+"""Elements of a queue as the data of a training: elements drawn for steps that do not count return to the queue.
 
 A training draws ahead, by many elements for the tasks of a cluster. `back_to` puts back what was drawn behind a
 position, and a file has it in the queue.
@@ -45,7 +45,7 @@ class QueueElements(Source):
             yield self.queue._one(parts)
 
     def _next(self) -> Sequence[torch.Tensor]:
-        """Wait for the next element, which is drawn as soon as the queue gives it."""
+        """Wait for the next element; the element counts as drawn as soon as the queue dequeues it."""
         while True:
             with self._lock:
                 self._is_taken_back = False
@@ -62,7 +62,7 @@ class QueueElements(Source):
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """A block in which no element is drawn, and none is on its way: what waits for one waits anew behind it."""
+        """A block in which no element is drawn: a dequeue that still waits is withdrawn, and begins anew afterwards."""
         with self._lock:
             if self._drawn:
                 _, attempt, runner = self._drawn[-1]
@@ -80,13 +80,13 @@ class QueueElements(Source):
         return [outcome(self.queue, one, {}) for one in ended if one.taken or one.outputs]
 
     def counted(self, position: Position) -> None:
-        """Steps count up to this position: what is before it does not come back."""
+        """Steps up to this position are applied: elements drawn before the position are never returned."""
         with self._lock:
             while self._drawn and self._drawn[0][0] <= (position["epoch"], position["count"]):
                 self._drawn.popleft()
 
     def back_to(self, position: Position) -> None:
-        """What was drawn behind a position is in the queue again, in front."""
+        """Put elements drawn behind a position back in front of the queue."""
         with self._lock:
             if back := self.after(position):
                 machine_of(self.queue).put_front(back)

@@ -1,8 +1,8 @@
 """The machine of every queue: attempts stand in two lines, and only the head of each may proceed.
 
-Semantics S-68 to S-78, S-83. In which order elements come is the business of `tfnb.state.orders`. Nobody waits in here:
-an attempt that cannot proceed stays in its line, and tells when it ended. Every call may come from any thread; what
-ends is told without the lock being held.
+Semantics S-68 to S-78, S-83. `tfnb.state.orders` has the order of the elements. No call blocks: an attempt that cannot
+proceed stays in its line, and calls its ``then`` at the end. Every method may be called from any thread; ``then`` is
+called without the lock being held.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LINE = {
 
 
 class Level(NamedTuple):
-    """How full a queue is: elements stored of ``capacity``, those taken for a batch that is not complete, who waits."""
+    """The fill of a queue: elements stored of ``capacity``, elements of an incomplete batch, waiting operations."""
 
     size: int
     capacity: float
@@ -51,14 +51,14 @@ class Level(NamedTuple):
 
 
 class Attempt:
-    """One operation on a queue. ``then(attempt)`` is called once, when it ended well or has an ``error``.
+    """One operation on a queue. ``then(attempt)`` is called once, at its end, perhaps with an ``error``.
 
-    elements: are put one by one, ``enqueued`` so far, of which the order ``kept`` so many. count: elements that are
-    ``taken``, as they come; ``up_to``: fewer where the queue is closed; required: what each is to be made of. question:
-    what the order is asked or told, in no line, and its ``answer``. It stands in its line when ``after``, the program's
-    operation before it, ended, or stands in the same line. ``call``: the attributes and tensors that it was made of,
-    and ``outputs`` what it gave, where the queue is elsewhere. lends: what it takes may come back until it is `kept`.
-    step: of what it is a part. mark: of the element of a source.
+    elements: to enqueue, one by one; ``enqueued``: how many so far; ``kept``: how many the order kept. count: elements
+    to dequeue, ``taken`` one by one; ``up_to``: a closed queue may give fewer; required: gradients of a mean. question:
+    asks or tells the order something, in no line; ``answer``: the order's answer. An attempt enters its line when
+    ``after``, the program's operation before, has ended or stands in the same line. ``call``, ``outputs``: attributes
+    and tensors of an operation on a queue of another process, and its results. lends: taken elements may return until
+    `keep` is called. step: the step's `StepQueues`. mark: of an element of a source.
     """
 
     __slots__ = (
@@ -92,22 +92,22 @@ class Attempt:
 
     @property
     def line(self) -> str:
-        """Which line it stands in."""
+        """The line of the attempt: enqueue, dequeue, or empty for questions."""
         return _LINE[self.kind]
 
     @property
     def asks_nothing(self) -> bool:
-        """Whether it puts or takes no element, and so waits for nobody."""
+        """Whether the attempt enqueues or dequeues zero elements, and so waits for nobody."""
         return (self.kind == "dequeue" and not self.count) or (self.kind == "enqueue" and not self.elements)
 
     def tell(self) -> None:
-        """It is over. It forgets whom it tells: with an inbox that holds it its tensors would live in a cycle."""
+        """Call ``then`` once and drop the reference: an inbox that holds the attempt would make a cycle."""
         then, self.then = self.then, _nobody
         then(self)
 
     @property
     def act(self) -> str:
-        """What it does to which queue, in words."""
+        """The operation and its queue, in words."""
         many = "" if self.kind != "dequeue" or self.count == 1 else f" of {self.count}"
         return f"{self.kind}{many} on queue {self.machine.name}"
 
@@ -116,7 +116,7 @@ Mark = tuple[str, int]  # who takes elements of a source to queues, and how many
 
 
 class StepQueues:
-    """What one step does to queues, from its first attempt on until it is over."""
+    """The queue operations of one step, from its first attempt until the step is over."""
 
     def __init__(self, number: int | None = None) -> None:
         self.number = number  # of the round, on a server
@@ -131,25 +131,25 @@ class StepQueues:
         self.attempts.append(attempt)
 
     def ensure_valid(self) -> None:
-        """Raise Aborted where a queue that it used holds something else by now."""
+        """Raise Aborted if the contents of a queue used by the step were replaced meanwhile."""
         if self.is_void:
             raise Aborted(f"nothing was written: {_RESTORED}")
 
     def end(self) -> None:
-        """What it took is taken."""
+        """Commit: dequeued elements are gone for good."""
         UNDER_WAY.pop(self, None)
         for attempt in self.attempts:
             attempt.step = None  # no cycle holds elements
 
     def give_back(self) -> None:
-        """It wrote nothing, and is over: see `give_back`."""
+        """Abort the step, which wrote nothing: dequeued elements return, unless the step has enqueued some."""
         if not self.has_put:
             give_back([attempt for attempt in self.attempts if attempt.error is None])
         self.end()
 
     @property
     def has_put(self) -> bool:
-        """Whether what it took stays taken where it is stopped now; with the locks of its queues."""
+        """Whether the step has enqueued elements, so that an abort returns nothing; needs the queues' locks."""
         return any(map(_has_put, self.attempts))
 
 
@@ -158,7 +158,7 @@ UNDER_WAY: dict[StepQueues, None] = {}
 
 
 class _ThreadBlock(threading.local):
-    """Of the block that a thread is in. No ContextVar: what an event loop is asked for would keep it."""
+    """The current `whole_steps` block of a thread. No ContextVar: an event loop's callbacks would inherit the block."""
 
     steps: list[StepQueues] | None = None
 
@@ -168,7 +168,7 @@ _begun = _ThreadBlock()
 
 @contextmanager
 def whole_steps() -> Iterator[None]:
-    """A block of one step: what it did to queues counts at its end. Where it raises, what it took comes back."""
+    """A block of one step: queue operations are committed at its end; an exception returns the dequeued elements."""
     begun: list[StepQueues] = []
     above, _begun.steps = _begun.steps, begun
     try:
@@ -186,7 +186,7 @@ def whole_steps() -> Iterator[None]:
 
 
 class QueueHost(Protocol):
-    """What an attempt is made on: a queue here, or one elsewhere that is reached by messages."""
+    """The target of attempts: a local queue, or the proxy of a queue in another process, reached by messages."""
 
     name: str
     capacity: float
@@ -198,26 +198,26 @@ class QueueHost(Protocol):
 
     @property
     def level(self) -> Level:
-        """How full it is and who waits."""
+        """The fill, and the waiting operations."""
 
     @property
     def nbytes(self) -> int:
         """Bytes held here."""
 
     def first(self, count: int = 1) -> list[Element]:
-        """Up to so many elements, those that come next where chance has no part; they stay."""
+        """Up to ``count`` next elements (in storage order where the order is random), without taking them."""
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
-        """Take up an attempt."""
+        """Begin an attempt, behind ``after``."""
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
-        """Take back attempts that are not over."""
+        """Cancel attempts that are not over."""
 
     def give_back(self, attempts: Sequence[Attempt]) -> None:
-        """What these took comes next again."""
+        """Return the elements taken by these attempts to the front of the queue."""
 
     def put_front(self, elements: Sequence[Element]) -> None:
-        """These come next again, also where the queue is full or closed."""
+        """Put elements in front of the queue, even if the queue is full or closed."""
 
     def look(self) -> None:
         """Time has passed."""
@@ -230,7 +230,7 @@ Waiting = tuple[Attempt, Attempt | None]  # an attempt that waits, and the one b
 
 
 class QueueMachine:
-    """A queue of at most ``capacity`` elements, which stand in ``order``.
+    """A queue of at most ``capacity`` elements, stored in an `Order`.
 
     >>> queue, done = QueueMachine("q", 1), []
     >>> for word in "ab":
@@ -273,7 +273,7 @@ class QueueMachine:
 
     @property
     def level(self) -> Level:
-        """How full it is and who waits."""
+        """The fill, and the waiting operations."""
         if self.heir is not None:
             return self.heir.level
         with self._lock:
@@ -286,16 +286,16 @@ class QueueMachine:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements that it holds."""
+        """Bytes of the stored elements."""
         return sum(part.numel() * part.element_size() for element in self.first(self.size) for part in element)
 
     def first(self, count: int = 1) -> list[Element]:
-        """Up to so many elements, those that come next where chance has no part; they stay."""
+        """Up to ``count`` next elements (in storage order where the order is random), without taking them."""
         with self._lock:
             return [element for _, element in zip(range(count), self.elements, strict=False)]
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
-        """Take up an attempt."""
+        """Begin an attempt; behind ``after``, unless that is over or stands in the same line."""
         if attempt.kind != "size":
             self.used = time.time()
         with self._lock:
@@ -316,7 +316,7 @@ class QueueMachine:
                 start()
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
-        """Take back attempts that are not over; nobody is told of them. Elements that one took come next again.
+        """Cancel attempts that are not over, without calling ``then``. Elements taken by a cancelled dequeue return.
 
         Those that an enqueue of several has put stay.
         """
@@ -347,7 +347,7 @@ class QueueMachine:
         _tell(over)
 
     def give_back(self, attempts: Sequence[Attempt]) -> None:
-        """What these took comes next again, in the order of the queue, also where the queue is full by now."""
+        """Return the elements taken by these attempts, in the order of the queue, even beyond its capacity."""
         with self._lock:
             self._restore(attempts)
             self.lent.difference_update(attempts)
@@ -355,7 +355,7 @@ class QueueMachine:
         _tell(over)
 
     def put_front(self, elements: Sequence[Element]) -> None:
-        """These come next again, also where the queue is full or closed."""
+        """Put elements in front of the queue, even if the queue is full or closed."""
         if self.heir is not None:
             self.heir.put_front(elements)
             return
@@ -367,14 +367,14 @@ class QueueMachine:
         _tell(over)
 
     def keep(self, attempts: Iterable[Attempt]) -> None:
-        """What these took does not come back."""
+        """Commit lent attempts: the elements taken by these attempts are never returned."""
         with self._lock:
             self.lent.difference_update(attempts)
             over = self._settled()
         _tell(over)
 
     def leave(self, heir: QueueHost | None = None) -> tuple[dict[str, Any], list[torch.Tensor], list[Waiting]]:
-        """All elements go elsewhere: the facts and tensors of them, and who waits.
+        """Give up all elements: returns their facts and tensors, and the waiting attempts.
 
         heir: takes up what is submitted here from now on.
         """
@@ -392,7 +392,7 @@ class QueueMachine:
             return *self._contents(), waiting
 
     def fill(self, found: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Hold what another one held, as `leave` gave it. It holds nothing before."""
+        """Restore the contents of another queue, as `leave` gave them. The queue must be empty."""
         with self._lock:
             self.closed, self.marks = bool(found["closed"]), dict(found["marks"])
             self.elements.fill(found["facts"], tensors)
@@ -406,7 +406,8 @@ class QueueMachine:
     def _copied(
         self, steps: Iterable[StepQueues], empty: Order, back: Iterable[Attempt] = ()
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:  # fmt: skip
-        """What it would hold if these steps, all that waits, and ``back`` gave back what they took: facts, tensors.
+        """The contents as if these steps, all waiting dequeues, and ``back`` had returned their elements: facts,
+        tensors.
 
         empty: an order as its own.
         """
@@ -421,7 +422,7 @@ class QueueMachine:
         return {**found, "size": len(empty), "facts": facts}, tensors
 
     def _become(self, other: QueueMachine) -> None:
-        """Hold what another one holds. What was taken never comes back; steps, and what was begun here, are void."""
+        """Replace the contents by those of `other`. Taken elements never return; attempts of steps are aborted."""
         self.elements, self.closed, self.marks = other.elements, other.closed, other.marks
         self._front, self._since = [], self._taken
         self.cause = None  # who fills it may go on
@@ -450,7 +451,7 @@ class QueueMachine:
         return over
 
     def _place(self, attempt: Attempt) -> None:
-        """Put an attempt into its line, or end it; those that may stand behind it follow."""
+        """Put an attempt into its line, or end the attempt; followers of the same line are placed next."""
         if attempt.is_over:
             return
         if attempt.step is not None and attempt.step.is_void:
@@ -498,7 +499,7 @@ class QueueMachine:
         return True
 
     def _required(self, take: Attempt) -> int:
-        """How many elements are to be there for a dequeue; one of more than find room takes them as they come."""
+        """The number of stored elements that a dequeue needs before taking any, limited by the capacity."""
         return max(take.required, int(min(take.count - len(take.taken), self.capacity)))
 
     def _comes_late(self, attempt: Attempt) -> bool:
@@ -506,13 +507,13 @@ class QueueMachine:
         return attempt.kind == "enqueue" and self.elements.takes_late(attempt.elements)
 
     def _gets_no_more(self, attempt: Attempt) -> bool:
-        """Whether a dequeue on a closed queue, which took all that there was, waits in vain."""
+        """Whether a dequeue on a closed queue that has taken the last elements would wait in vain."""
         if self.lent:
             return False
         return attempt.up_to or len(attempt.taken) + self.elements.coming() < attempt.count
 
     def _take(self, attempt: Attempt, spare: int) -> None:
-        """A dequeue takes what it may of ``spare`` elements, and is over when it has all."""
+        """Let a dequeue take up to ``spare`` elements; the dequeue ends when all of its elements are taken."""
         count, take = min(spare, attempt.count - len(attempt.taken)), self.elements.take
         attempt.taken += [take() for _ in range(count)]
         back, self._front = self._front[:count], self._front[count:]
@@ -522,14 +523,14 @@ class QueueMachine:
             self._end(attempt)
 
     def _restore(self, attempts: Iterable[Attempt]) -> None:
-        """What attempts took stands where it stood before those that were taken after it."""
+        """Return the elements taken by attempts to their places, before elements that were taken later."""
         some = [attempt for attempt in attempts if attempt.taken]  # most that are cancelled took nothing
         self._come_back(*_taken(some))
         for attempt in some:
             attempt.numbers, attempt.taken = [], []
 
     def _come_back(self, numbers: Sequence[float], elements: Sequence[Element]) -> None:
-        """The last one first: each stands before those that were taken after it, also among equal ones."""
+        """Return elements, the last taken first: each goes before elements taken later, also among equal ranks."""
         for number, element in sorted(zip(numbers, elements, strict=True), key=itemgetter(0), reverse=True):
             if number > self._since:
                 place = bisect_left(self._front, number)
@@ -537,7 +538,7 @@ class QueueMachine:
                 self.elements.put_back(element, place)
 
     def _put(self, attempt: Attempt) -> None:
-        """An enqueue puts what there is room for, and is over when it put all."""
+        """Let an enqueue put elements while there is room; the enqueue ends when all are put."""
         held, elements = self.elements, attempt.elements
         try:
             while attempt.enqueued < len(elements) and len(held) < self.capacity:
@@ -597,7 +598,7 @@ def copied(
     machines: Mapping[QueueMachine, Order], moves: Callable[[StepQueues], bool] = lambda step: step.has_put,
     back: Collection[Attempt] = (),
 ) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:  # fmt: skip
-    """Facts and tensors of what these hold at one moment, if all steps under way were stopped then.
+    """Facts and tensors of several queues at one moment, as if all steps under way were aborted then.
 
     Of each an empty order as its own. moves: whether what a step took stays taken. back: attempts that would give back
     what they took.
@@ -608,7 +609,7 @@ def copied(
 
 
 def become(machines: Mapping[QueueMachine, QueueMachine]) -> None:
-    """Each holds what the other one holds, all at one moment. Steps that used one of them raise Aborted."""
+    """Replace the contents of each queue by another's, all at one moment. Steps that used one of them raise Aborted."""
     with _locked(machines):
         for step in [*UNDER_WAY]:
             step.is_void |= any(attempt.machine in machines for attempt in step.attempts)
@@ -627,7 +628,7 @@ def _locked(machines: Iterable[QueueMachine]) -> ExitStack:
 
 
 def give_back(done: Sequence[Attempt]) -> None:
-    """Undo what a step that wrote nothing took. A step that put elements moved them: those stay where they are now."""
+    """Return the elements dequeued by a step that wrote nothing; none if the step has enqueued elements."""
     if any(map(_has_put, done)):
         return
     for machine in dict.fromkeys(attempt.machine for attempt in done):

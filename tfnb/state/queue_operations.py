@@ -38,7 +38,7 @@ Shape = tuple[int | None, ...]
 
 
 class QueueHandle(Queue):
-    """A queue of whatever kind, and what records or does its operations."""
+    """The base of all queues: records its operations in a recording, and performs them at once outside."""
 
     def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Any:
         found = resources.shared(container, shared_name)
@@ -65,22 +65,22 @@ class QueueHandle(Queue):
 
     @property
     def definition(self) -> str:
-        """What it is, in words."""
+        """The queue's class, components and options, in words."""
         return _defined(type(self), self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements that it holds."""
+        """Bytes of the stored elements; 0 before the first use."""
         return 0 if self.machine is None else int(self.machine.nbytes)
 
     @property
     def used(self) -> float | None:
-        """When it was last used."""
+        """The time of the last use; None before the first."""
         return None if self.machine is None else self.machine.used  # type: ignore[no-any-return]
 
     @property
     def level(self) -> Level:
-        """How full it is and who waits, now; of a queue on a server, as that said last. It waits for nobody.
+        """The current fill, and the waiting operations; for a queue on a server, as last reported. Never waits.
 
         >>> import torch, tfnb
         >>> queue = tfnb.FIFOQueue(5, torch.float32, ())
@@ -90,7 +90,7 @@ class QueueHandle(Queue):
         return Level(0, self.capacity) if self.machine is None else self.machine.level  # type: ignore[no-any-return]
 
     def drop(self, why: str) -> None:
-        """It is no more: what waits for it ends with StepAborted, and nothing begins to."""
+        """Destroy the queue: waiting operations end with StepAborted, and no operation can begin."""
         with _MAKING:
             self.gone = why
         if self.machine is not None:
@@ -99,7 +99,7 @@ class QueueHandle(Queue):
     # -- in a recording or at once ----------------------------------------------------------------------------
 
     def _put(self, parts: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
-        """Put an element, or many; whether it was kept, where its kind tells."""
+        """Enqueue one element, or many; returns whether the queue kept the element, for kinds that report so."""
         components = self.puts(attrs.get("part"))
         kinds = [kind for kind, _ in components]
         self._ensure_count(parts, len(kinds))
@@ -122,7 +122,7 @@ class QueueHandle(Queue):
             raise InvalidArgument(f"queue {self.name} takes {count} tensors, and was given {len(parts)}")
 
     def _told(self, recorded: Sequence[Tensor]) -> Sequence[tuple[Spec, torch.Tensor | None]]:
-        """Spec and sample of what a recorded put tells."""
+        """Specs and samples of the outputs of a recorded enqueue."""
         return ()
 
     def _take(self, sample: Any, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
@@ -134,11 +134,11 @@ class QueueHandle(Queue):
         return effect(recorder, ops.DEQUEUE, self, attrs=attrs, outputs=outputs, samples=values)  # type: ignore[return-value]
 
     def size(self) -> Any:
-        """How many elements it holds."""
+        """The number of stored elements."""
         return self._counted_by({})
 
     def _counted_by(self, attrs: Mapping[str, Any]) -> Any:
-        """A number of elements, as ``attrs`` say which."""
+        """The count that ``attrs`` select: whole elements, incomplete ones, or the step of an accumulator."""
         recorder = current.recording()
         with _disable_current_modes():
             (held,) = self._act("size", attrs)
@@ -147,7 +147,7 @@ class QueueHandle(Queue):
         return self._recorded_with(recorder, ops.SIZE, (), attrs, [(Spec(torch.int64, ()), held)])[0]
 
     def close(self, *, cancel_pending_enqueues: bool = False, timeout: float | None = None) -> Operation | None:
-        """No more elements: those that are there can be taken. Waits for the enqueues before it, or cancels them.
+        """Refuse further enqueues; stored elements can still be taken. Waits for earlier enqueues, or cancels them.
 
         Raises QueueClosed if it is closed, unless it cancels.
         """
@@ -162,20 +162,20 @@ class QueueHandle(Queue):
         self, recorder: Recorder, op: str, given: Sequence[Tensor], attrs: Mapping[str, Any],
         told: Sequence[tuple[Spec, torch.Tensor | None]] = (),
     ) -> Any:  # fmt: skip
-        """A node that is given recorded tensors: what it tells, or an Operation."""
+        """Record a node with recorded tensors as operands; returns its outputs, or an Operation if there are none."""
         attrs = {**attrs, **({"element": tuple(map(Ref, range(len(given))))} if given else {})}
         inputs = [recorder._entry(tensor).value for tensor in given]
         outputs, samples = [spec for spec, _ in told], [sample for _, sample in told]
         return effect(recorder, op, self, inputs=inputs, attrs=attrs, outputs=outputs, samples=samples)
 
     def _parts(self, given: Any) -> list[Any]:
-        """The tensors of what is put, or of the sample of what is taken."""
+        """The component tensors of an element to enqueue, or of the sample of a dequeue."""
         return list(given) if isinstance(given, (list, tuple)) else [given]
 
     def _act(
         self, kind: Kind, attrs: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()
     ) -> Sequence[torch.Tensor]:
-        """Do it now."""
+        """Perform an operation at once, and wait for its end."""
         return self._wait(*self._begin(kind, attrs, tensors), attrs)
 
     def _begin(
@@ -187,7 +187,7 @@ class QueueHandle(Queue):
         return attempt, runner
 
     def _wait(self, attempt: Attempt, runner: Runner, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """Until an attempt that was begun is over: what it gives."""
+        """Wait for the end of an attempt; returns its outputs."""
         timeout = attrs.get("timeout")
         try:
             if not attempt.is_over:
@@ -205,7 +205,7 @@ class QueueHandle(Queue):
         return outcome(self, attempt, attrs)
 
     def _plain(self, part: Any, dtype: torch.dtype) -> torch.Tensor:
-        """The queue's own tensor of what was given."""
+        """A private copy of a component, as a plain tensor of the queue's dtype."""
         if isinstance(part, Variable):
             found = part.value()
         else:
@@ -246,7 +246,7 @@ def _defined(kind: type[Queue], queue: Queue) -> str:
 
 
 def machine_of(queue: Queue) -> QueueHost:
-    """What a queue holds; raises NotFound where its container was reset."""
+    """The machine of a queue, made on first use; raises NotFound if the queue's container was reset."""
     if getattr(queue, "gone", ""):
         raise NotFound(f"queue {queue.name} is no more: {queue.gone}; make it again")  # type: ignore[attr-defined]
     if queue.machine is None:
@@ -279,7 +279,7 @@ HOMES: list[Callable[[Queue, QueueMachine | None], QueueHost]] = []
 
 
 def move(queues: Iterable[Queue]) -> None:
-    """Queues that are in use here go to where the last of `HOMES` holds them."""
+    """Move local queues in use to the place given by the last of `HOMES`."""
     for queue in queues:
         with _MAKING:
             if isinstance(queue.machine, QueueMachine):
@@ -311,7 +311,7 @@ TOLD: Mapping[str, Callable[..., int]] = {
 
 
 def _question(attrs: Mapping[str, Any]) -> Callable[[Any], int]:
-    """What a node that asks for a number asks the order of the queue."""
+    """The question to the order of the queue that a recorded count node stands for."""
     if attrs.get("begun"):
         return lambda order: int(order.coming())
     return (lambda order: int(order.step)) if attrs.get("step") else len
@@ -331,7 +331,7 @@ def outcome(queue: Queue, attempt: Attempt, attrs: Mapping[str, Any]) -> tuple[t
 
 
 def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded | None:
-    """The error of an operation that did not end in time; it is taken back. None where it ended in the last moment."""
+    """Withdraw an operation at its deadline and return its error; None if the operation ended at the last moment."""
     text = f"{attempt.act} did not end within {timeout} s: {attempt.machine.level}"
     attempt.machine.withdraw([attempt])
     if attempt.error is None:
@@ -342,14 +342,14 @@ def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded | None:
 
 
 def counted(queue: Queue, what: str, n: Any) -> int:
-    """A number of elements; raises InvalidArgument for what is none."""
+    """Check a number of elements; raises InvalidArgument unless an int of at least 0."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
         raise InvalidArgument(f"{what} of queue {queue.name} takes a number of elements, at least 0, not {n!r}")
     return n
 
 
 def limited(timeout: float | None) -> dict[str, Any]:
-    """The attribute of an operation that waits so long at most; raises InvalidArgument for what is no time."""
+    """The ``timeout`` attribute of an operation, none without a timeout; raises InvalidArgument for an invalid time."""
     if timeout is None:
         return {}
     check_timeout(timeout)
@@ -363,7 +363,7 @@ def _same_kind(queue: Queue, tensor: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 def _doubled(sample: torch.Tensor, axis: int) -> torch.Tensor:
-    """A sample of two rows along an axis, made of one or none; nothing of it is recorded."""
+    """A sample with two rows along an axis, expanded from one row or zeros; not recorded."""
     rows = [*sample.shape]
     rows[axis] = 2
     with _disable_current_modes():
@@ -371,7 +371,7 @@ def _doubled(sample: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 class _DequeueSpecs:
-    """Specs and samples of what a recorded dequeue gives."""
+    """Specs and samples of the outputs of a recorded dequeue."""
 
     def __init__(self, recorder: Recorder, queue: Queue, attrs: Mapping[str, Any]) -> None:
         self.recorder, self.queue = recorder, queue
@@ -380,7 +380,7 @@ class _DequeueSpecs:
         self.rows: Size | None = None  # where only a run knows how many there are; all components have as many
 
     def parts(self, samples: Sequence[torch.Tensor] | None) -> tuple[list[Spec], list[torch.Tensor | None]]:
-        """Of all components."""
+        """Specs and samples of all components."""
         given = [None] * len(self.queue.gives) if samples is None else samples
         pairs = [self._part(place, sample) for place, sample in enumerate(given)]
         return [spec for spec, _ in pairs], [sample for _, sample in pairs]
@@ -398,7 +398,7 @@ class _DequeueSpecs:
         return Spec(dtype, tuple(sizes), "cpu" if sample is None else str(sample.device)), sample
 
     def _axes(self, place: int, sample: torch.Tensor | None) -> Shape:
-        """The sizes of one component, None for those that vary; raises InvalidArgument where nothing tells them."""
+        """The sizes of one component, None for varying ones; raises InvalidArgument without shape and sample."""
         shape = self.queue.gives[place][1]
         if sample is not None:
             (check_part if self.count is None else check_batch_part)(self.queue, place, shape, Spec.of(sample))

@@ -18,7 +18,7 @@ from tfnb.state.waits import Runner
 
 
 class TensorQueue(QueueHandle):
-    """A queue of tensors, of whatever kind: what all kinds do.
+    """The base of the queues of tensors, with the operations that all kinds share.
 
     In a recording its methods are recorded, and act in the order in which they were written when a run needs them; what
     has to wait holds no thread. Outside they act at once. ``timeout``: seconds that an operation may wait.
@@ -79,7 +79,7 @@ class TensorQueue(QueueHandle):
         return self._one(self._take(sample, attrs))
 
     def dequeue_up_to(self, n: int, sample: Any = None, *, timeout: float | None = None) -> Any:
-        """`dequeue_many`, which on a closed queue takes the elements that are left, where these are fewer than n.
+        """`dequeue_many`, but a closed queue with fewer than n elements gives the rest.
 
         Raises OutOfRange when the queue is closed and empty.
         """
@@ -107,7 +107,7 @@ class TensorQueue(QueueHandle):
                 return
 
     def _begin_put(self, element: Any, mark: Mark) -> tuple[Attempt, Runner]:
-        """`enqueue` of an element of a source, at once; `_wait` for it."""
+        """Begin to `enqueue` an element of a source outside of a recording; `_wait` ends the operation."""
         parts = self._parts(element)
         kinds = [kind for kind, _ in self.components]
         self._ensure_count(parts, len(kinds))
@@ -120,13 +120,13 @@ class TensorQueue(QueueHandle):
         return parts[0] if self.is_single else tuple(parts)
 
     def _counted(self, what: str, n: Any) -> int:
-        """A number of elements; raises InvalidArgument for what is none, and where batches have no shape."""
+        """Check a number of elements; raises InvalidArgument if invalid, or if batches have no shape."""
         ensure_batches(self, what, takes=True)
         return counted(self, what, n)
 
 
 def _each(shapes: Any, count: int, is_single: bool) -> list[Any]:
-    """The shape of each of so many dtypes."""
+    """The shape of each of ``count`` dtypes."""
     if is_single or shapes is None:
         return [shapes] * count
     return list(shapes) if isinstance(shapes, (list, tuple)) else [shapes]

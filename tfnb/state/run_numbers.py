@@ -24,7 +24,7 @@ class RunNumbers:
         self._lock = Lock()
 
     def take(self, count: int = 1) -> int:
-        """The first of so many numbers, which nobody else gets."""
+        """Reserve ``count`` run numbers for the caller; returns the first."""
         with self._lock:
             first = self.next
             self.next = first + count
@@ -32,7 +32,8 @@ class RunNumbers:
 
 
 def runs_of(runs: RunNumbers, total: int, per_pass: int, begin: int = 0) -> Callable[[int], int]:
-    """Which run each of ``total`` steps is. The numbers of a pass are taken when one of its steps is asked for.
+    """The run number of each of ``total`` steps. The numbers of a pass are reserved at the first request for one of
+    them.
 
     Those of the first one are taken at once. begin: steps that were taken before, whose numbers are given.
 

@@ -1,4 +1,4 @@
-"""Shared memory of one host: segments that one process makes and others map. No other module touches it.
+"""Shared memory of one host: segments made by one process and mapped by others. No other module maps shared memory.
 
 A segment is a file in memory that has no name: when the last process that has it ends, killed or not, nothing is left.
 Another process of the same user opens it among its maker's open files, and a random token in the first bytes proves
@@ -42,7 +42,7 @@ _NAME = "tfnb"
 
 
 class _Memory:
-    """A segment as one process has it: its ``name``, the bytes behind its header, and its word."""
+    """A process's mapping of a segment: its ``name``, the bytes behind its header, and its word."""
 
     def __init__(self, name: str, memory: mmap.mmap) -> None:
         self.name = name
@@ -133,7 +133,7 @@ class Maps:
 
 
 def located(tensor: torch.Tensor) -> tuple[Segment, int] | None:
-    """The segment of this process in which a contiguous tensor lies, and where.
+    """The segment of this process that holds a contiguous tensor, and the byte offset there.
 
     >>> one = Segment(100)
     >>> located(one.flat[64:])[1], located(torch.zeros(4))

@@ -1,4 +1,4 @@
-"""Elements of sources on their way into queues: a position that is saved is behind those that are there.
+"""Elements of sources on their way into queues: a saved position is behind the elements that have arrived.
 
 Who puts an element reads it first, and may have to wait for room. Until it is in its queue the position that counts is
 the one before it. Where several queues share a source, one that has room gets the element that waits for another one.
@@ -26,7 +26,7 @@ from tfnb.state.waits import POLL, Runner
 
 @dataclass(eq=False, slots=True)
 class _Hand:
-    """Takes elements of one source to queues, one at a time. count: of those that it took up.
+    """Moves the elements of one source into queues, one at a time. count: elements begun so far.
 
     turn: while an element is on its way; lock: while that begins or ends. before: the position before that element;
     after: where it left the source, the very dict: another one is there as soon as somebody seeks. waiting: where it
@@ -45,7 +45,7 @@ class _Hand:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next_of(self, source: Source) -> tuple[Position, Any]:
-        """The element that comes next, and the position before it. With the lock."""
+        """The next element, and the position before the element. The caller holds the lock."""
         kept, self.kept = self.kept, None
         if kept is not None and self.before is not None and source._root._position is self.after:
             if kept[0] is source:
@@ -54,7 +54,7 @@ class _Hand:
         return source.position, source.read()
 
     def give_up(self, source: Source) -> None:
-        """The source is before the element again, unless somebody sought. With the lock."""
+        """Set the source back before the element, unless the source was sought meanwhile. The caller holds the lock."""
         if self.before is not None and source._root._position is self.after:
             source.seek(self.before)
         self.before = self.after = self.waiting = self.kept = None
@@ -72,7 +72,8 @@ def _hand(source: Source) -> _Hand:
 
 @contextmanager
 def _turn(hand: _Hand, queue: TensorQueue, source: Source) -> Iterator[None]:
-    """Until no other element of the source is on its way, to whichever queue; not for a queue that is closed.
+    """Wait until no other element of the source is on its way to any queue; raises QueueClosed if the queue closes
+    meanwhile.
 
     One that waits for room elsewhere is taken over where this queue has some.
     """
@@ -99,7 +100,7 @@ def _turn(hand: _Hand, queue: TensorQueue, source: Source) -> Iterator[None]:
 
 
 def _is_mine(hand: _Hand, queue: TensorQueue) -> bool:
-    """Take the turn, unless it is, or is promised, another one's; waits a while."""
+    """Try to take the turn, unless promised to another queue; waits a while."""
     seconds = _SHORT if isinstance(machine_of(queue), QueueMachine) else POLL
     if hand.asker not in (None, queue):
         time.sleep(seconds)
@@ -119,7 +120,7 @@ def _has_room(queue: TensorQueue) -> bool:
 
 
 def _ask(hand: _Hand, queue: TensorQueue) -> None:
-    """Take over the element that waits for room in another queue, if one does."""
+    """Take over an element that waits for room in another queue, if there is one."""
     with hand.lock:
         if hand.waiting is None or hand.waiting[0] is queue or hand.asker is not None:
             return
@@ -130,7 +131,7 @@ def _ask(hand: _Hand, queue: TensorQueue) -> None:
 
 
 def put_next(queue: TensorQueue, source: Source) -> None:
-    """Put the next element of a source; where it is not put the source is before it again.
+    """Enqueue the next element of a source; on failure the source stands before the element again.
 
     Raises OutOfRange at the end of the source, and what an enqueue raises.
     """
@@ -140,7 +141,7 @@ def put_next(queue: TensorQueue, source: Source) -> None:
 
 
 def _is_put(hand: _Hand, queue: TensorQueue, source: Source) -> bool:
-    """Put the next element; False where another queue asked for it meanwhile."""
+    """Try to enqueue the next element; False if another queue took the element over meanwhile."""
     with _turn(hand, queue, source):
         with hand.lock:
             before, element = hand.next_of(source)
@@ -169,7 +170,7 @@ def _is_put(hand: _Hand, queue: TensorQueue, source: Source) -> bool:
 
 @contextmanager
 def standing(sources: Iterable[Source]) -> Iterator[None]:
-    """A block in which no further element of these is read on its way to a queue.
+    """A block in which no further element of the sources is read on its way to a queue.
 
     Raises DeadlineExceeded where somebody reads one for too long.
     """
@@ -183,7 +184,7 @@ def standing(sources: Iterable[Source]) -> Iterator[None]:
 
 
 def position_behind(source: Source, marks: Iterable[Mapping[str, int]]) -> Position:
-    """The position of a source that stands behind what is in queues with these marks."""
+    """The position of a source behind the elements that have arrived, judged by the marks of its queues."""
     hand = _hand(source)
     is_sought = source._root._position is not hand.after
     if hand.before is None or is_sought or any(mark.get(hand.id) == hand.count for mark in marks):

@@ -1,4 +1,4 @@
-"""Steps in a row that a training has done: several at a time where tasks of a cluster take them. Imports torch only."""
+"""Consecutive steps that a training has applied, several at a time on a cluster. Imports torch only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_one(values: Sequence[torch.Tensor | None], number: int | None) -> StepGro
 
 
 class StepReport(NamedTuple):
-    """Steps in a row that are done: of each its epoch and its rows, and the watched values.
+    """Consecutive applied steps: the epoch and the number of rows of each step, and the watched values.
 
     values: for each name one tensor, which has one number for each step; none where nobody knows them. numbers: of the
     steps in their training on a cluster.
@@ -64,7 +64,7 @@ class StepReport(NamedTuple):
         return (self.part(at, at + 1) for at in range(len(self.epochs)))
 
     def by_epoch(self) -> Iterator[StepReport]:
-        """The same in parts, each of which begins with its latest epoch.
+        """Split the report into parts, each of which begins with its latest epoch.
 
         >>> [part.epochs for part in StepReport((2, 1, 2, 3, 3), (8,) * 5).by_epoch()]
         [(2, 1, 2), (3, 3)]

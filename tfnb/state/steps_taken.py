@@ -1,4 +1,4 @@
-"""Which steps of a training are applied, and where its data stands behind the last one. Imports graph.
+"""The applied steps of a training, and the data position behind the last one. Imports graph.
 
 Data is drawn ahead: by one batch to see that a pass is over, by many for the tasks of a cluster. A `Source` is saved,
 and left by `fit`, behind the batch of the last step that counts.
@@ -17,7 +17,7 @@ from tfnb.state.run_numbers import RunNumbers
 
 @dataclass
 class AppliedSteps:
-    """The steps of one training that the Variables have seen: all below ``whole``, and those of ``beyond``.
+    """The steps of one training that the Variables have seen: all below ``whole``, and each one in ``beyond``.
 
     Asynchronous tasks apply steps in any order, so that there may be gaps.
 
@@ -31,7 +31,7 @@ class AppliedSteps:
     beyond: set[int] = field(default_factory=set)
 
     def add(self, numbers: Iterable[int]) -> None:
-        """These steps are applied, too."""
+        """Register steps as applied."""
         self.beyond.update(number for number in numbers if number >= self.whole)
         while self.whole in self.beyond:
             self.beyond.remove(self.whole)
@@ -58,7 +58,7 @@ class AppliedSteps:
 
 @dataclass
 class SeenSteps:
-    """Which steps of a training the copies of the values here have seen: ``now()``, at whatever instant.
+    """The steps of a training that the local copies of the values have seen: ``now()``, at any instant.
 
     None while the copies lack what was done before the training, so that nobody can go on from them.
     """
@@ -67,7 +67,7 @@ class SeenSteps:
 
 
 class TakenSteps(NamedTuple):
-    """So many steps count. Behind them the source stands there, and the next step draws the random numbers of ``run``.
+    """The number of applied steps, with the position of the source and the run number of the next step.
 
     position: None where the data has none. run: the session's own next one where others took numbers meanwhile.
     is_whole: whether they are the first ones, as of a training without asynchronous tasks.
@@ -80,7 +80,7 @@ class TakenSteps(NamedTuple):
 
 
 class StepsTaken(Protocol):
-    """The steps of one training. ``source``: that it reads, if it has a position."""
+    """The steps of one training. ``source``: the data source, if the training's data has a position."""
 
     source: Source | None
 
@@ -91,7 +91,8 @@ class StepsTaken(Protocol):
 
 
 class _LatestStep(NamedTuple):
-    """The step that began last. told: those that have returned; step: with it, once ``written`` is not of ``version``.
+    """The latest step. told: steps that have returned; step: with the latest, valid once ``written`` has another
+    ``version``.
 
     run: the next number of a run when it began.
     """
@@ -104,7 +105,7 @@ class _LatestStep(NamedTuple):
 
 
 class StepsHere:
-    """Of a loop in this process. A step counts as soon as its Variables are written, also if it never returned."""
+    """The steps of a loop in this process. A step counts once its Variables are written, even without a return."""
 
     def __init__(self, begin: int, source: Source | None, runs: RunNumbers) -> None:
         self.source, self._runs = source, runs
@@ -117,7 +118,7 @@ class StepsHere:
         self._begun = _LatestStep(told, TakenSteps(told.steps + 1, position), written, version, self._runs.next)
 
     def ends(self) -> None:
-        """It has returned."""
+        """The latest step has returned."""
         self._begun = self._begun._replace(told=self._begun.step)
 
     @property
@@ -137,7 +138,7 @@ class StepsHere:
 
 
 class StepsThere:
-    """Of the tasks of a cluster, which apply some steps in any order.
+    """The steps of a training on a cluster, where tasks may apply some steps in any order.
 
     begin: steps that were taken before. step: the cluster's own count of steps. in_order: whether the first ones are
     applied; else a source stands behind those that are known to be applied without a gap, so that no batch is lost, and
@@ -161,7 +162,7 @@ class StepsThere:
         self._known, self._first = AppliedSteps(first), first
 
     def begins(self, total: int = 0) -> None:
-        """Tasks begin with the steps that were not taken yet; so many of them are drawn already."""
+        """Tasks begin with the steps not taken yet, of which ``total`` more are drawn."""
         self._first_run = self._runs.next - self._drawn
         self._drawn += total
 
@@ -172,10 +173,10 @@ class StepsThere:
         return number
 
     def ends(self) -> None:
-        """Nothing follows from it: tasks are ahead."""
+        """Does nothing: the end of an iteration says nothing about applied steps, since tasks run ahead."""
 
     def told(self, numbers: Iterable[int | None]) -> None:
-        """Steps are applied; None where nobody knows which one."""
+        """Register steps as applied; None stands for a step of unknown number."""
         self._known.add(number for number in numbers if number is not None)
 
     def is_told(self, number: int) -> bool:
@@ -183,7 +184,7 @@ class StepsThere:
         return number in self._known
 
     def kept(self, applied: AppliedSteps) -> None:
-        """These steps stay applied whatever is lost: nobody asks any more where the data stood before them."""
+        """These steps stay applied whatever is lost: data positions before them are forgotten."""
         for old in [old for old in self._positions if old < min(applied.whole, self._known.whole) - 1]:
             self._start = self._positions.pop(old)
 
@@ -192,7 +193,7 @@ class StepsThere:
         self._known, self._is_lost = applied.copy(), False
 
     def lose(self) -> None:
-        """Nobody knows which steps the values have seen, unless `back_to` says so."""
+        """From now on the steps seen by the values are unknown, until `back_to` sets them."""
         self._is_lost = True
 
     @property
@@ -201,7 +202,7 @@ class StepsThere:
         return self.at(self._step())
 
     def at(self, step: int) -> TakenSteps:
-        """What is applied at this step of the cluster."""
+        """The applied steps at step ``step`` of the cluster."""
         steps = step - self._before
         last = (max(steps, self._known.whole) if self._in_order else self._known.whole) - 1
         is_ours = self._drawn > 0 and self._runs.next == self._first_run + self._drawn

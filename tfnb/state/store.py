@@ -1,4 +1,4 @@
-"""The store: what holds values on a parameter server. Keys to tensors within a byte budget, pure torch.
+"""The store of a parameter server: keys to tensors within a byte budget, pure torch.
 
 A local session does not use it: there a Variable shares its module's storage.
 
@@ -36,7 +36,7 @@ LARGE = lazy_memory.LARGE  # a value from here on has a slab of its own, and is 
 
 
 def memory(nbytes: int) -> torch.Tensor:
-    """Bytes that are not set, aligned; numpy asks the system for huge pages, which spares most page faults.
+    """Uninitialised, aligned bytes; numpy asks the system for huge pages, so that most page faults are spared.
 
     >>> memory(3).shape, memory(100).data_ptr() % ALIGN
     (torch.Size([3]), 0)
@@ -47,7 +47,7 @@ def memory(nbytes: int) -> torch.Tensor:
 
 
 class WatchedBytes:
-    """Bytes, and whether somebody holds a tensor of them."""
+    """Bytes, and whether a reader holds a tensor of them."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
@@ -59,7 +59,7 @@ class WatchedBytes:
         return self._reader is not None and self._reader() is not None
 
     def read(self) -> torch.Tensor:
-        """The elements; whoever holds on to them, or to a view of them, is noticed."""
+        """The elements; the buffer counts as read while the tensor or a view of the tensor lives."""
         array = self._reader() if self._reader is not None else None
         if array is None:
             array = self.flat.view(torch.uint8).numpy()
@@ -68,7 +68,7 @@ class WatchedBytes:
 
 
 class _Generation(WatchedBytes):
-    """One buffer of a slab, and who reads it; in shared memory where that is wanted and there is some.
+    """One buffer of a slab, with its readers; in shared memory where asked for and available.
 
     The word of its segment counts how often it was opened for writing: another process that copied it meanwhile, though
     nobody here knew of its reading any more, sees that it has to read again.
@@ -81,14 +81,14 @@ class _Generation(WatchedBytes):
         super().__init__(flat.view(dtype))
 
     def open(self) -> None:
-        """It will be written."""
+        """Mark the buffer as being written: the segment's word grows, so that a concurrent copy is read again."""
         if self.segment is not None:
             self.segment.word += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _SlabPlace:
-    """Where a value lies in a slab, contiguous: from element ``start`` on."""
+    """The place of a value in a slab, contiguous from element ``start`` on."""
 
     start: int
     nbytes: int
@@ -144,11 +144,11 @@ class Slab:
             self._measured = self._most = min(self.nbytes, sum(map(lazy_memory.taken, tables)))
 
     def growth(self, rows: int, values: Sequence[torch.Tensor] = ()) -> int:
-        """Bytes more that it counts, at most, when so many rows are written, or these values; else it is all of it."""
+        """Upper bound of the additional budget for a write of ``rows`` rows or ``values``; by default of everything."""
         return _held(self._grown(rows, values), self._bytes) - self.held if self.is_lazy else 0
 
     def _grown(self, rows: int, values: Sequence[torch.Tensor]) -> int:
-        """Bytes that a lazy one takes, at most, after that; what is open is given up."""
+        """Upper bound of a lazy slab's bytes after a write of ``rows`` rows or ``values`` instead of the open write."""
         most = self._most if self._next is None else self._before
         if values:
             return min(self.nbytes, most + sum(map(_taken, values)))
@@ -169,7 +169,8 @@ class Slab:
         return self._tensors[key]
 
     def read(self, keys: Iterable[str]) -> list[torch.Tensor]:
-        """Current values, which nothing changes: views of this generation, or copies where there can be no other.
+        """Current values, never changed by later writes: views of this generation, or copies if no other buffer can be
+        had.
 
         There can be none while the current one is written, or while readers hold all the others.
         """
@@ -207,7 +208,7 @@ class Slab:
         return {key: self.places[key].of(self._next.flat) for key in keys}
 
     def publish(self) -> None:
-        """What was opened is the current generation. A lazy one all of which was written is lazy no more."""
+        """Make the open generation the current one. A lazy slab whose values were all written is lazy no more."""
         if self.is_lazy and self._next is not None:
             self._most = min(self.nbytes, self._before + self._growing)  # `release` may have looked in between
             self.is_lazy = self._is_table = not self._is_whole
@@ -219,13 +220,13 @@ class Slab:
         self._next = None
 
     def close(self) -> None:
-        """What was opened is forgotten; nothing was written into it."""
+        """Abandon the open generation, into which nothing was written."""
         if self._next is not None:
             self._most = self._before
         self._next = None
 
     def release(self) -> None:
-        """Give up the generations that nobody needs, and look at what it takes, if more was written since then."""
+        """Drop the generations without readers, and measure the slab's memory if more was written meanwhile."""
         if self.is_lazy and self._most > self._measured:
             self._measure()
             self._before = self._most
@@ -255,12 +256,12 @@ class Store:
 
     @property
     def bytes(self) -> int:
-        """Of all values."""
+        """Bytes of all values."""
         return sum(slab.held for slab in self._of(self._slabs))
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of generations that are not the current ones: those that are read still, and room for the next."""
+        """Bytes of generations other than the current ones: some with readers, some buffers for the next write."""
         return sum(slab.spare_bytes for slab in self._of(self._slabs))
 
     def __contains__(self, key: object) -> bool:
@@ -273,7 +274,7 @@ class Store:
         return len(self._slabs)
 
     def asked(self, values: Mapping[str, torch.Tensor]) -> int:
-        """Bytes that these will count once they are created."""
+        """Bytes in the budget of values to be created."""
         return sum(_held(_taken(value), _size(value)) for value in values.values())
 
     def create(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -289,7 +290,7 @@ class Store:
             self._slabs.update(dict.fromkeys(together, Slab(together, self.is_shared)))
 
     def is_table(self, key: str) -> bool:
-        """Whether a value takes memory where it was written only."""
+        """Whether a value is lazy, taking memory only for written rows."""
         return self._slab(key).is_lazy
 
     def get(self, key: str) -> torch.Tensor:
@@ -297,7 +298,7 @@ class Store:
         return self._slab(key).get(key)
 
     def read(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        """Current values; nothing changes one as long as it, or a view of it, is held."""
+        """Current values; a value does not change as long as a reader holds the tensor or a view of the tensor."""
         found: dict[str, torch.Tensor] = {}
         mine: dict[Slab, list[str]] = {}
         for key in keys:
@@ -309,7 +310,7 @@ class Store:
     def open(
         self, keys: Sequence[str], *, keep: bool = True, rows: int = 0, values: Mapping[str, torch.Tensor] = NONE
     ) -> dict[str, torch.Tensor]:
-        """Tensors to write the next values of ``keys`` into; what was opened before is given up.
+        """Tensors to write the next values of ``keys`` into; an unpublished earlier write is abandoned.
 
         keep: they hold the current values. rows: only so many rows will be written, and no large value is copied.
         values: those that will be written, where they are known.
@@ -324,11 +325,11 @@ class Store:
         return found
 
     def growth(self, keys: Sequence[str], rows: int = 0, values: Mapping[str, torch.Tensor] = NONE) -> int:
-        """Bytes more that these count, at most, when so many rows of each are written, or such values."""
+        """Upper bound of the additional budget for a write of ``rows`` rows of each key, or of ``values``."""
         return sum(slab.growth(rows, [values[key] for key in slab.places if key in values]) for slab in self._of(keys))
 
     def publish(self) -> None:
-        """What was opened, and written meanwhile, is what readers get from now on."""
+        """Make the opened and written values current: later reads get them."""
         while self._open:
             self._open.pop().publish()
 
@@ -386,7 +387,7 @@ def _segment(nbytes: int) -> Segment | None:
 
 
 def _grouped(values: Mapping[str, torch.Tensor]) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Values that lie in one slab: those of one dtype, and large ones by themselves."""
+    """Groups of values for one slab each: all small values of one dtype, and each large value by itself."""
     groups: dict[object, dict[str, torch.Tensor]] = {}
     for key, value in values.items():
         groups.setdefault(key if _size(value) >= LARGE else value.dtype, {})[key] = value
@@ -398,7 +399,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _held(taken: int, whole: int) -> int:
-    """Bytes that a value counts which takes so many: rows of a table twice, since they are copied when all are read.
+    """Bytes in the budget of a lazy value that takes ``taken``: twice, since reading the whole value makes a copy.
 
     Never more than a value counts that is no table.
     """

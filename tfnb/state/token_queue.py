@@ -40,13 +40,13 @@ class TokenQueue(QueueHandle):
         super().__init__(name, math.inf, [(torch.int64, ())], kind="tokens", options=options, **where)
 
     def give(self, step: Any, count: int = 1) -> Operation | None:
-        """So many tokens more, of a step."""
+        """Put ``count`` tokens of a step."""
         many = counted(self, "give", count)
         steps = tensor_of(step, torch.int64, f"queue {self.name}").reshape(1).expand(many)
         return self._put([steps], {"many": True})  # type: ignore[no-any-return]
 
     def take(self, *, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token's number and its step; waits while there is none. Raises OutOfRange when it is closed and empty."""
+        """A token's number and its step; waits for a token. Raises OutOfRange if the queue is closed and empty."""
         token, step = self._take(None, limited(timeout))
         return token, step
 

@@ -1,4 +1,4 @@
-"""Tokens: a worker that has one may take a step. Each is held under a lease, so that who dies with one delays no more.
+"""Tokens: a worker with a token may take a step. Tokens are leased, so a dead worker delays the others no longer.
 
 The order of a queue, see `tfnb.state.orders`. Pure, but for the clock that it is given. Semantics S-93.
 """
@@ -17,14 +17,14 @@ from tfnb.state.orders import Element, Whole
 
 
 class Lease(NamedTuple):
-    """A token of a step that somebody holds until ``end``."""
+    """A leased token's step, and the end of the lease."""
 
     step: int
     end: float
 
 
 class Tokens(Whole):
-    """Tokens, each of a step, given in order. What is put is a step; what is taken is the token's number, and its step.
+    """Tokens, each of a step, given in order. An enqueue puts a step; a dequeue takes a token's number and its step.
 
     >>> now = [0.0]
     >>> tokens = Tokens(lease=10.0, clock=lambda: now[0])
@@ -50,7 +50,7 @@ class Tokens(Whole):
         return ((torch.tensor(self._count + 1 + at), torch.tensor(step)) for at, step in enumerate(self._free))
 
     def spare(self, closed: bool, required: int = 1) -> int:
-        """All, those whose leases are over among them: they stand in front again."""
+        """The number of free tokens; tokens with expired leases return to the front first."""
         now = self._clock()
         over = [number for number, lease in self._held.items() if lease.end <= now]
         self._free.extendleft(self._held.pop(number).step for number in reversed(over))
@@ -69,21 +69,21 @@ class Tokens(Whole):
         return torch.tensor(self._count), torch.tensor(step)
 
     def put_back(self, element: Element, place: int) -> None:
-        """Who took it did nothing: it stands in front again."""
+        """Return an unused token to the front."""
         if self._held.pop(int(element[0]), None) is not None:
             self._free.insert(place, int(element[1]))
 
     def coming(self) -> int:
-        """Those that are held: they may come back."""
+        """The number of leased tokens: their leases may expire and free them."""
         return len(self._held)
 
     def renew(self, number: int) -> int:
-        """Hold it for another lease; raises FailedPrecondition where that was over."""
+        """Renew the lease of a token; raises FailedPrecondition if the lease was over."""
         self._held[number] = Lease(self._of(number).step, self._clock() + self.lease)
         return number
 
     def end(self, number: int) -> int:
-        """It is used up."""
+        """Use up a token."""
         self._of(number)
         del self._held[number]
         return number
@@ -97,13 +97,13 @@ class Tokens(Whole):
         return self._held[number]
 
     def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Steps of those that are free, and who holds others for how long still."""
+        """Steps of the free tokens, and the leased tokens with their remaining seconds."""
         now = self._clock()
         held = [[number, lease.step, lease.end - now] for number, lease in self._held.items()]
         return {"free": list(self._free), "held": held, "count": self._count}, []
 
     def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Go on from there."""
+        """Restore the saved tokens and leases."""
         now = self._clock()
         self._free.extend(map(int, facts["free"]))
         self._held |= {int(number): Lease(int(step), now + left) for number, step, left in facts["held"]}

@@ -1,4 +1,4 @@
-"""Who waits for whom among the steps and calls of this process that use queues. Semantics S-67.
+"""The wait-for graph of the steps and calls of this process that use queues. Semantics S-67.
 
 A deadlock is declared only where every producer of what is waited for is ours, and waits itself: an operation that a
 running step would still do behind a wait. What nobody here would serve may come from the user's other threads: a wait
@@ -28,7 +28,7 @@ Past = Mapping[QueueHost, Mapping[str, set[str]]]  # who did what to which queue
 
 
 def check_timeout(timeout: Any) -> None:
-    """Raises InvalidArgument for what is no number of seconds.
+    """Raises InvalidArgument for an invalid number of seconds.
 
     >>> check_timeout(0.5)
     >>> check_timeout("2 s")
@@ -55,13 +55,13 @@ class QueueOperation:
 
     @property
     def stands(self) -> bool:
-        """Whether it waits in its queue."""
+        """Whether the operation stands in a line of its queue."""
         return self.attempt is not None and self.attempt.is_placed
 
 
 @dataclass(eq=False, slots=True)
 class Runner:
-    """A step that uses queues, or a call of one, while it runs; the ends of its attempts come into the ``inbox``.
+    """A step, or a single call, that uses queues, while running; the ends of its attempts arrive in the ``inbox``.
 
     may: what it does to queues in all. attempts: those that wait; later: what it would do behind them. Other threads
     ask for all three while it waits.
@@ -89,11 +89,11 @@ class Runner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits, and nothing of that has ended."""
+        """Whether the runner waits, and none of its attempts has ended."""
         return self.since is not None and not any(attempt.is_over for attempt in self.attempts())
 
     def operations(self) -> Iterator[QueueOperation]:
-        """Those that are not over."""
+        """The operations that are not over: waiting attempts, and operations behind them."""
         waiting = [attempt for attempt in self.attempts() if not attempt.is_over]
         before: dict[Attempt, list[Attempt]] = {}
         for attempt in waiting:
@@ -107,7 +107,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """Edges (who waits, for whom or what)."""
+    """Edges of a wait-for graph: pairs of a waiting operation or queue, and the operation or queue waited for."""
 
     edges: tuple[tuple[str, str], ...]
 
@@ -121,14 +121,14 @@ class WaitGraph:
 
 
 class Waits:
-    """The runners of this process, in a dict that each changes by itself, at once: a copy of it needs no lock."""
+    """The runners of this process. Each adds or removes itself in one dict operation, so a copy needs no lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.runners: dict[Runner, None] = {}
 
     def of(self, names: Collection[str]) -> WaitGraph:
-        """What the runners of these names wait for."""
+        """The wait-for graph of the runners of these names."""
         with self._lock:
             runners = list(self.runners)
             theirs = [one for runner in runners if runner.name in names for one in runner.operations()]
@@ -145,7 +145,7 @@ class Waits:
             self.next(runner, left)
 
     def next(self, runner: Runner, most: float = POLL) -> Any:
-        """What comes into the inbox next; None after a while. Raises DeadlockError, and warns of a long wait."""
+        """The next event of the inbox; None after a while. Raises DeadlockError, and warns of a long wait."""
         now = time.monotonic()
         if runner.since is None:
             with self._lock:
@@ -174,7 +174,7 @@ class Waits:
     def look(
         self, elsewhere: Iterable[Runner] = (), awake: Collection[Runner] = (), past: Past = MappingProxyType({})
     ) -> None:
-        """Tell the runners of which something waits that nobody can end.
+        """Detect deadlocks, and hand an error to each runner with a stuck attempt.
 
         elsewhere: runners of other processes. awake: those here that go on soon. past: of queues that are elsewhere.
         """
@@ -203,7 +203,7 @@ def stuck(
     free: Collection[tuple[QueueHost, str]] = (),
     past: Past = MappingProxyType({}),
 ) -> list[QueueOperation]:
-    """Operations that nobody can end: those that wait for a producer stand before all that would produce it.
+    """Operations that can never end: each waits for a producer, and every producer is itself stuck behind one of them.
 
     free: what runners do that do not wait. Whoever used a queue before and is not among the operations may do it again.
     What has no producer here is not stuck: it may come from anywhere.
@@ -220,7 +220,7 @@ def _blocked(
     free: Collection[tuple[QueueHost, str]],
     past: Past,
 ) -> list[QueueOperation]:
-    """Those of ``found`` that only others of ``found`` could let go on."""
+    """The operations of ``found`` that only other operations of ``found`` could unblock."""
     kept, attempts = set(found), {one.attempt for one in found}
     open_ = {(one.machine, one.kind) for one in everyone if one not in kept}.union(free)
     behind: dict[tuple[QueueHost, str], set[str]] = {}  # who would do what to which queue, and cannot
@@ -243,7 +243,7 @@ def _blocked(
 
 
 def wait_graph(operations: Iterable[QueueOperation], others: Iterable[tuple[QueueHost, str, str]] = ()) -> WaitGraph:
-    """Who waits for which queue, and who would serve it. others: queue, kind and name of what else runs."""
+    """The wait-for graph of operations, queues and producers. others: queue, kind and name of other operations."""
     edges: dict[tuple[str, str], None] = {}
     everyone, others = list(operations), list(others)
     named = {operation.attempt: operation.what for operation in everyone}

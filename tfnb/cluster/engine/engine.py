@@ -1,4 +1,4 @@
-"""The notebook's side of a cluster: who its members are, what goes on there, and why it ended.
+"""The notebook's side of a cluster: its members, its steps and trainings, and the cause of its end.
 
 Calls to members are `tfnb.cluster.engine.peers`, steps of `run` `tfnb.cluster.engine.single_steps`, and trainings
 `tfnb.cluster.engine.training`.
@@ -74,8 +74,9 @@ LINES = 100  # of who came and left that are kept
 
 
 class Pins(NamedTuple):
-    """Values that servers hold as of one step of the cluster, what queues held then, and which steps each training
-    had applied. ``keys``: of the values, by shard."""
+    """Values that servers pinned at one step of the cluster, contents of queues then, and applied steps of each
+    training. ``keys``: keys of the values, by shard.
+    """
 
     number: int
     keys: Mapping[int, list[str]]
@@ -121,7 +122,7 @@ class Engine:
     # -- what the notebook asks for -------------------------------------------------------------------------
 
     async def interrupt(self) -> None:
-        """Ctrl-C: machines in progress stop before their commit, or finish it."""
+        """Ctrl-C: machines in progress stop before their commit, or finish the commit."""
         self.interrupts += 1
         self._report(e.Interrupt())
 
@@ -159,7 +160,8 @@ class Engine:
         await self._mutate(shard, "create", facts, tensors)
 
     async def _ensure_room(self, shard: int, asked: int) -> None:
-        """Raise ResourceExhausted for so many bytes more than a server's process can take: Dask would end it.
+        """Raise ResourceExhausted if ``asked`` bytes would exceed the limit of a server's process: Dask would kill the
+        process.
 
         They are there twice while they arrive. What is smaller the server refuses itself.
         """
@@ -176,7 +178,7 @@ class Engine:
             )
 
     async def assign(self, values: Mapping[int, Mapping[str, torch.Tensor]], written: Iterable[str]) -> None:
-        """Write pieces of variables of some shards, with no step in between. ``written``: the keys of those."""
+        """Write pieces of variables on some shards, with no step in between. ``written``: keys of those Variables."""
         async with self.single.turn:
             self.single.wrote(written)
             for shard, mine in values.items():
@@ -217,7 +219,7 @@ class Engine:
     async def write_shards(
         self, pins: Pins, labels: Mapping[int, Mapping[str, str]], about: Mapping[str, Any], whole: Iterable[Shard]
     ) -> dict[int, dict[str, tuple[Shard, ...]] | None]:
-        """Let each server write what it pinned to a checkpoint, at the same time: see `ShardWrites`.
+        """Let all servers write their pinned values to a checkpoint concurrently: see `ShardWrites`.
 
         labels: by shard and key. Of each shard the files of each key; None where its server does not see the folder.
         """
@@ -299,7 +301,7 @@ class Engine:
             raise
 
     async def refill(self, brought: ShardContents, written: Iterable[str]) -> None:
-        """Let queues and Variables hold what was brought; steps that used one of them raise Aborted.
+        """Restore the contents of queues and Variables; steps that used one of them raise Aborted.
 
         In a turn that was taken before. written: the keys of these Variables.
         """
@@ -308,13 +310,13 @@ class Engine:
         self.single.void(void)
 
     async def stats(self, seconds: float) -> dict[int, dict[str, Any]]:
-        """What each shard of a live server says of itself, within ``seconds``."""
+        """The statistics of each shard of a live server, received within ``seconds``."""
         asks = [Ask(shard, "stat") for shard in range(len(self.shards))]
         answers = await self.peers.tell(asks, time.monotonic() + seconds)
         return {shard: dict(answer.meta) for shard, answer in enumerate(answers) if isinstance(answer, Ok)}
 
     async def codes(self, seconds: float) -> dict[str, str]:
-        """Which code each live task ran last, and why, by its name; within ``seconds``."""
+        """The kind of code that each live task ran last, and the reason, by the task's name; within ``seconds``."""
         live = [member for member in self.tasks if member.is_there]
         end = time.monotonic() + seconds
         calls = (self.link.call(member.peer, "code", {}, epoch=self.epoch, deadline=end) for member in live)
@@ -322,7 +324,7 @@ class Engine:
         return {member.name: str(answer.meta["code"]) for member, answer in answers if isinstance(answer, Ok)}
 
     async def _who_waits(self, seconds: float) -> tuple[list[Outcome], list[Outcome]]:
-        """Which steps wait for queues, as all tasks say, and then which attempts do, as all shards say."""
+        """The steps that wait for queues, reported by all tasks, and the waiting attempts, reported by all shards."""
         live = [member.peer for member in self.tasks if member.is_there]
         end = time.monotonic() + seconds
         calls = (self.link.call(peer, "waits", {}, epoch=self.epoch, deadline=end) for peer in live)
@@ -336,7 +338,7 @@ class Engine:
         self, placed: PlacedStep, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None,
         applied: AppliedSteps | None = None,
     ) -> Training:  # fmt: skip
-        """Begin a training. applied: steps of it that servers applied before, which were lost since."""
+        """Begin a training. applied: steps of the training that servers had applied before its cluster was lost."""
         if self.is_closing:
             raise self.error(e.UserStop(), seconds)
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
@@ -363,7 +365,7 @@ class Engine:
             watcher.cancel()
 
     def attend(self, training: Training) -> None:
-        """Tell a training who is lost, and the time. Raises FailedPrecondition."""
+        """Begin to report losses and ticks of the clock to a training. Raises FailedPrecondition."""
         self.ensure_apart(training)
         self._queues.add(training.queue)
         for task in self.free(training.placed.tasks):  # also those that came since it was planned
@@ -382,7 +384,7 @@ class Engine:
         return [each for each in self._trainings if each.has_ranks and each.placed.written_there & placed.used_there]
 
     def ensure_apart(self, training: Training) -> None:
-        """Raise FailedPrecondition where it shares what ranks write with another one: only they have its values."""
+        """Raise FailedPrecondition if ranks of one training write Variables that another training uses."""
         for other in self._trainings.keys() - {training}:
             for ranks, user in ((training, other), (other, training)):
                 if ranks.has_ranks and (both := ranks.placed.written_there & user.placed.used_there):
@@ -401,7 +403,7 @@ class Engine:
         ))  # fmt: skip
 
     def later(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Do it; nobody waits for it but `settle`."""
+        """Run a coroutine in the background; only `settle` waits for its end."""
         told = asyncio.ensure_future(work)
         self._told.add(told)
         told.add_done_callback(self._told.discard)
@@ -424,7 +426,7 @@ class Engine:
     # -- tasks that stop ------------------------------------------------------------------------------------------
 
     def stop(self, member: Member, method: str, meta: Callable[[], dict[str, Any]]) -> asyncio.Task[Ok | None]:
-        """Let a task stop what it computes; until it has, it is not idle. Its answer; None where it is gone."""
+        """Let a task stop its computation; the task is not idle until then. Returns its answer; None if dead."""
         before = self._stopping.get(member)
         stopping = asyncio.create_task(self._stopped(member, method, meta, before))
         self._stopping[member] = stopping
@@ -439,7 +441,7 @@ class Engine:
     async def _stopped(
         self, member: Member, method: str, meta: Callable[[], dict[str, Any]], before: asyncio.Task[Any] | None
     ) -> Ok | None:
-        """Wait until a task has stopped; one that does not in time gets another process, if it holds no variables."""
+        """Wait until a task has stopped; at the deadline restart the task, if its process holds no variables."""
         answer: Outcome | None = None
         latest = time.monotonic() + LATEST
         while member.alive and not isinstance(answer, Ok):
@@ -482,12 +484,12 @@ class Engine:
         self._report(e.TaskLoss(self.tasks.index(member)))
 
     def charge(self, member: Member) -> bool:
-        """Take a restart of the budget for a task, once; False where none is left."""
+        """Charge a restart to the budget, once for each member; False if the budget is spent."""
         member.is_charged = member.is_charged or self.restarts.spend(time.monotonic())
         return member.is_charged
 
     async def reset(self, member: Member) -> Outcome:
-        """Let a silent task that answers again end all that it computes, until it is given up."""
+        """Let a silent task that answers again abort all of its computations; repeated until the task is given up."""
         self.link.confirm(member.peer.addr)
         deadline = time.monotonic() + max(GIVEN_UP - member.silence, p.patience(member.seconds))
         return await self.link.persist(member.peer, "reset", epoch=self.epoch, deadline=deadline)
@@ -512,7 +514,7 @@ class Engine:
 
     @property
     def comes(self) -> bool:
-        """Whether a task is silent, or was lost lately and a nanny starts it again."""
+        """Whether a task may come back: a silent one, or one lost lately that a Dask nanny restarts."""
         since = time.monotonic() - REPLACED_WITHIN
         lost = [member for member in self.places.values() if not member.is_there]
         return any(m.is_silent or (m.lost_at > since and m.info.get("nanny")) for m in lost)
@@ -530,7 +532,7 @@ class Engine:
         return next(index for index, member in enumerate(self.tasks) if member.name == self.tasks[task].name)
 
     def bury(self, member: Member) -> None:
-        """Let servers wait no longer with what a lost task had asked, and take back what was on its way to it."""
+        """Tell servers that a task is lost: its waiting requests end, and answers pinned for the task are dropped."""
         about = {"client": member.info.get("client")}
         asks = [Ask(shard, "gone", about) for shard in range(len(self.shards))]
         self.later(self.peers.settled_on(asks))
@@ -546,7 +548,8 @@ class Engine:
             queue.put_nowait(event)
 
     async def idle(self, deadline: float, asked: Sequence[int], since: int) -> list[int]:
-        """The live tasks, or those asked for, once what was to stop has stopped; one that takes long is left out.
+        """The live tasks, or the requested ones, after stopped computations have ended; tasks that take long are left
+        out.
 
         Of several that are asked for all or none, in their order.
 
@@ -576,7 +579,7 @@ class Engine:
             raise Cancelled(f"interrupted at step {self.step}", step=self.step)
 
     def free(self, asked: Sequence[int]) -> list[int]:
-        """The live tasks that compute nothing which was stopped; of those asked for all or none, in their order."""
+        """The live tasks with no computation being stopped; of requested tasks all or none, in their order."""
         free = [index for index in self._live() if self.tasks[index] not in self._stopping]
         if not asked:
             return free
@@ -585,7 +588,7 @@ class Engine:
         return [index for index in found if index is not None] if None not in found else []
 
     def is_asked_for(self, task: int, asked: Sequence[int]) -> bool:
-        """Whether a task, or the one that it succeeds, is among those asked for."""
+        """Whether a task, or its predecessor of the same number, is among the requested tasks."""
         return not asked or self.tasks[task].number in asked
 
     async def _any_stops(self, seconds: float, when: str) -> None:
@@ -593,7 +596,7 @@ class Engine:
         await asyncio.wait(set(self._stopping.values()), timeout=timeout, return_when=when)
 
     async def event_of(self, answer: Outcome, number: int, task: int) -> p.Event:
-        """What a task's answer means, after asking who is alive where it was none."""
+        """The event for a task's answer; without an answer, after checking whether the task is alive."""
         member = self.tasks[task]
         match answer:
             case Ok():
@@ -621,14 +624,14 @@ class Engine:
         )
 
     async def _missed_peer(self, number: int, task: int, name: str, answer: Failure) -> p.Event:
-        """What it means that a task did not hear of another part of its step any more."""
+        """The event for a task that missed a message from a peer of its step."""
         for index, member in enumerate(self.tasks):
             if name in (member.name, member.peer.addr) and member.alive and not await self.peers.verify(member):
                 return self.peers.lost(index)
         return p.CallFailure(number, task, answer)
 
     async def judged(self, answer: Outcome, task: int) -> Any:
-        """What it means for a training that a loop of a task ended so."""
+        """The event for a training when a task's loop has ended with this answer."""
         if isinstance(answer, Refusal) and answer.reason == "unknown-plan":
             for member in (*self.tasks, *self.servers):
                 member.plans.clear()
@@ -654,7 +657,7 @@ class Engine:
             await asyncio.gather(*(self._register_one(*item) for item in missing))
 
     async def register_updates(self, updates: Mapping[int, Plan], member: Member) -> None:
-        """See that a rank knows what it applies in place of servers."""
+        """Register with a rank the update plans that ranks run in place of servers."""
         missing = [plan for plan in updates.values() if plan.id not in member.plans]
         await asyncio.gather(*(self._register_one(member, "register_update", plan, None) for plan in missing))
 
@@ -684,7 +687,7 @@ class Engine:
             raise raised(answer)
 
     async def insist_on(self, asks: Sequence[Ask], is_decided: bool = False) -> list[Ok]:
-        """`settled_on`; raises what went wrong first.
+        """`settled_on`, but raises the first error.
 
         is_decided: others have done it by now. A server that fails to is as good as lost: the cluster ends.
         """
@@ -710,7 +713,7 @@ class Engine:
     # -- errors ------------------------------------------------------------------------------------------------------
 
     def error(self, cause: e.Cause, seconds: float | None, waits: Sequence[str] = ()) -> TfnbError:
-        """The exception of a cause; a lost server or scheduler ends the cluster. waits: for what it did, in words."""
+        """The exception for a cause; a lost server or scheduler ends the cluster. waits: pending waits, in words."""
         if self.is_closed and self.lost is None:
             cause = e.UserStop()
         if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failure | e.UserStop):
@@ -755,17 +758,17 @@ class Engine:
         return error
 
     def lost_server(self, shard: int) -> TfnbError:
-        """The error of a server that does not answer any more; the cluster ends with it."""
+        """The error for a server that is dead; ends the cluster."""
         return self.error(e.ServerLost(shard), None)
 
     def lose_scheduler(self) -> TfnbError:
-        """The client has no scheduler any more, which forgets the actors of a client that it does not hear."""
+        """End the cluster after the loss of the scheduler, since a scheduler forgets a silent client's actors."""
         is_closed = self.link.dask.status in ("closing", "closed")
         what = "Dask client was closed" if is_closed else "Dask scheduler was lost"
         return self._lose(SchedulerLost(f"the {what} at step {self.step}"))
 
     def lose_entry(self, error: TfnbError) -> None:
-        """The scheduler's registry does not have this cluster as it should."""
+        """End the cluster: its entry in the scheduler's registry is missing or wrong."""
         self._lose(error)
 
     def _server_error(self, shard: int) -> ParameterServerLost:
@@ -777,7 +780,7 @@ class Engine:
         return ParameterServerLost(f"{where} {why} at step {self.step}.", step=self.step, task=member.name)
 
     def name_of(self, shard: int) -> str:
-        """The server of a shard, and the shard where it holds several."""
+        """The name of a shard's server, with the shard if the server holds several."""
         member = self.shards[shard]
         return member.name if len(member.shards) == 1 else f"{member.name} (shard {shard})"
 

@@ -1,4 +1,4 @@
-"""What the engine is told to work with: tasks, the feeds of a step, data of a training. Data only."""
+"""The engine's inputs: tasks, the feeds of a step, data of a training. Data only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfnb.state.chunks import ChunkedArray
 
 @dataclass(eq=False)
 class Member:
-    """A task as the notebook sees it. ``future`` is Dask's word on whether its worker lives.
+    """A task or server as the notebook sees its state. ``future``: Dask's future, by which a dead worker is noticed.
 
     States: alive; silent (a suspect: it does not answer, gets no work, and is waited for); dead.
     """
@@ -38,7 +38,7 @@ class Member:
 
     @property
     def number(self) -> int:
-        """The number by which a graph asks for it; its successor has the same."""
+        """The number by which a graph requests the task; its successor has the same."""
         return int(self.name.rpartition(":")[2])
 
     @property
@@ -48,17 +48,17 @@ class Member:
 
     @property
     def is_there(self) -> bool:
-        """Whether it can be given work."""
+        """Whether the task can be given work."""
         return self.alive and self.reported
 
     @property
     def is_silent(self) -> bool:
-        """Whether it does not answer, while Dask lists its worker, and is waited for."""
+        """Whether the task is a suspect: no answers, but Dask lists its worker, so the engine waits."""
         return self.silent_since > 0 and self.reported
 
     @property
     def may_answer(self) -> bool:
-        """Whether it is neither gone nor given up."""
+        """Whether the task is alive or silent, and not given up."""
         return self.is_there or self.is_silent
 
     @property
@@ -67,24 +67,25 @@ class Member:
         return time.monotonic() - self.silent_since
 
     def fall_silent(self, since: float) -> None:
-        """It has not answered since that instant: it is a suspect."""
+        """Mark the task as a suspect, without an answer since ``since``."""
         if self.alive:
             self.alive, self.lost_at, self.silent_since = False, time.monotonic(), since
 
     def lose(self) -> None:
-        """It is dead; harmless if repeated."""
+        """Mark the task as dead; harmless if repeated."""
         if self.alive or self.silent_since:
             self.alive, self.lost_at, self.silent_since = False, time.monotonic(), 0.0
 
     def successor(self) -> Member:
-        """The same task as a newcomer, which knows no plan. One that did nothing since it came has more patience."""
+        """The same task as a newcomer without registered plans; more patient if nothing was computed yet."""
         patience = SILENCE if self.seconds else min(GIVEN_UP, 2 * self.patience)
         return Member(self.name, self.peer, self.future, self.info, patience=patience)
 
 
 @dataclass(frozen=True, slots=True)
 class StepFeeds:
-    """Feeds of one step, in the order of the program's feeds; ``split``: which of them have the batch's ``rows``.
+    """Feeds of one step, in the order of the program's feeds; ``split``: for each, whether axis 0 is the batch's
+    ``rows``.
 
     ``number``: of the step among those of its training, from 0.
     """
@@ -104,7 +105,7 @@ class StepFeeds:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Data that is sent to the tasks once, or told where it lies: rows of arrays, in an order of the seed alone.
+    """Data sent to the tasks once, before the first step, or read there: rows of arrays, in an order given by the seed.
 
     ``total``: steps. ``run``: which run each of them is. ``by_pass``: tasks stand still after each pass over the data.
     ``more``: what is fed beside the rows of a step, made of these.
@@ -124,14 +125,14 @@ class Ahead:
 
 @dataclass(eq=False, slots=True)
 class SentData:
-    """Data that tasks have under a name, and which of them do."""
+    """A named data set on tasks, and the tasks that hold the data."""
 
     name: str
     members: set[Member] = field(default_factory=set)
 
 
 class Mode(NamedTuple):
-    """How the tasks of a training work together: a row of MODES, and its options as `tfnb.fit` has them.
+    """The mode of a training: a row of MODES, with the options of `tfnb.fit`.
 
     ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
     is meant for. ``elastic``: whether fewer than ``required`` ones go on. ``is_plain``: `allow_plain_collectives`.

@@ -1,4 +1,4 @@
-"""Calls to tasks and servers, and who of them is alive: Dask's word first, then pings that nobody answers.
+"""Calls to tasks and servers, and failure detection: first by Dask's word, then by unanswered pings.
 
 A call to shards is one message for each process, and keeps its identity when it is repeated. In the event loop, which
 may be late itself (`Looks`): what it does not hear then proves nothing about a peer.
@@ -39,7 +39,7 @@ LATEST = 60.0  # seconds after which silence counts though this event loop is la
 
 
 class Looks:
-    """How often this event loop ran during a block: it looks every LOOK / 2 seconds where it is not late."""
+    """Counts how often this event loop ran during a block: every LOOK / 2 seconds unless the loop is late."""
 
     def __enter__(self) -> Looks:
         self._begin, self._count = time.monotonic(), 0
@@ -116,7 +116,7 @@ class ClusterPeers:
     async def settled(
         self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
     ) -> Settled:
-        """A call to a shard, repeated under one identity until it is answered or its server is dead."""
+        """A call to a shard, repeated under one identity until answered or until its server is dead."""
         (answer,) = await self.settled_on([Ask(shard, method, meta, tensors)])
         return answer
 
@@ -138,7 +138,7 @@ class ClusterPeers:
     async def _by_process(
         self, asks: Sequence[Ask], call: Callable[[Member, list[Ask]], Awaitable[Sequence[T]]]
     ) -> list[T]:
-        """What ``call`` gives for the calls to each process, in the order of all calls."""
+        """Group calls by process, make one ``call`` for each, and return the answers in the order of all calls."""
         of: dict[Member, list[int]] = {}
         for place, ask in enumerate(asks):
             of.setdefault(self.shards[ask.shard], []).append(place)
@@ -180,7 +180,7 @@ class ClusterPeers:
         return await self._unless_dead(member, call, Unknown(f"{member.name} died", lost=True))
 
     async def _unless_dead(self, member: Member, call: Awaitable[T], otherwise: T, *, is_ping: bool = False) -> T:
-        """What the call gives, or ``otherwise`` as soon as the scheduler, or pings, say that the peer is dead."""
+        """The result of a call, or ``otherwise`` as soon as the scheduler or pings report the peer as dead."""
         asked, died = asyncio.ensure_future(call), asyncio.ensure_future(self._death(member, is_ping))
         try:
             await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
@@ -192,7 +192,7 @@ class ClusterPeers:
     # -- who is alive ---------------------------------------------------------------------------------------------
 
     async def _death(self, member: Member, is_ping: bool) -> None:
-        """Wait for it; who waits long for another answer than that of a ping, pings."""
+        """Wait until a member is dead; a long wait for an answer other than a ping's sends pings."""
         since = time.monotonic()
         while member.alive and member.reported:
             await asyncio.sleep(LOOK / 2)
@@ -242,7 +242,7 @@ class ClusterPeers:
         return e.TaskLoss(task, self.tasks[task].is_silent)
 
     def _silence(self, member: Member, now: float) -> float:
-        """Seconds since a member answered; 0 where nobody asked it lately."""
+        """Seconds since a member's last answer; 0 if so many that nobody can have asked lately."""
         if member.silent_since:
             return now - member.silent_since
         silence = now - self.link.heard.get(member.peer.addr, 0.0)
@@ -285,15 +285,15 @@ class ClusterPeers:
         return False
 
     def _limit(self, member: Member) -> float:
-        """Seconds of silence after which a member is dead. A silent task, which is not alive, keeps nobody waiting."""
+        """Seconds of silence after which a member is dead; fewer while closing, but not for a suspect."""
         return min(SILENCE, GIVEN_UP) if self.is_closing and member.alive else GIVEN_UP
 
     def _was_heard(self, member: Member, wait: MemberWait) -> bool:
-        """Whether a member has answered another call since the wait for it began."""
+        """Whether a member has answered another call since the wait began."""
         return self.link.heard.get(member.peer.addr, 0.0) > wait.begin
 
     async def _pinged(self, member: Member, wait: MemberWait) -> Outcome | None:
-        """The outcome of one more ping; None where the member has answered another call, or is dead, before it ends."""
+        """The outcome of one more ping; None if the member first answers another call, or is dead or given up."""
         self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
         seconds = min(10 * PING, PING * 2**wait.pings)
         wait.pings += 1
@@ -314,7 +314,7 @@ class ClusterPeers:
             asked.cancel()
 
     async def watch(self, queue: asyncio.Queue[p.Event]) -> None:
-        """Report deaths and the time; once the work takes long, ping those who have not been heard of lately."""
+        """Report deaths, and ticks of the clock; when the work takes long, ping members without a recent answer."""
         begin = now = time.monotonic()
         pinged: dict[Member, float] = {}
         pings: dict[Member, asyncio.Task[bool]] = {}

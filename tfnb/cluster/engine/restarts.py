@@ -1,4 +1,4 @@
-"""How often processes that are stuck may be ended. Pure: time is an argument."""
+"""The budget of restarts of stuck processes. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WITHIN = 600.0  # seconds
 
 @dataclass
 class Restarts:
-    """A budget: so many restarts in so many seconds.
+    """A budget of ``most`` restarts within ``within`` seconds.
 
     >>> restarts = Restarts(most=2, within=60.0)
     >>> [restarts.spend(now) for now in (0.0, 1.0, 2.0, 61.5)]
@@ -23,14 +23,14 @@ class Restarts:
     _spent: deque[float] = field(default_factory=deque)
 
     def spend(self, now: float) -> bool:
-        """Take one, if there is one left."""
+        """Take one restart; False if none is left."""
         is_left = self.left(now) > 0
         if is_left:
             self._spent.append(now)
         return is_left
 
     def left(self, now: float) -> int:
-        """How many there are now."""
+        """The number of restarts left."""
         while self._spent and now - self._spent[0] >= self.within:
             self._spent.popleft()
         return self.most - len(self._spent)

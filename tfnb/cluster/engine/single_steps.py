@@ -40,14 +40,14 @@ FOREVER = 86400.0  # seconds
 
 
 class _EndedWait(NamedTuple):
-    """What a round waited for that was given up, and how many elements it had put into which queues, in words."""
+    """The pending waits of an aborted round, and the numbers of elements enqueued by the round, in words."""
 
     waits: Sequence[str]
     put: str
 
 
 def _told(end: e.Finish, rounds: Sequence[_EndedWait]) -> tuple[e.Finish, list[str]]:
-    """The end of a step, with what its rounds had put where a task was lost, and what they waited for."""
+    """The end of a step, with the elements that its rounds had enqueued if a task was lost, and their pending waits."""
     waits = [wait for found in rounds for wait in found.waits]
     if not isinstance(end.cause, e.TasksLost):
         return end, waits
@@ -57,7 +57,7 @@ def _told(end: e.Finish, rounds: Sequence[_EndedWait]) -> tuple[e.Finish, list[s
 
 @dataclass(slots=True)
 class Turn:
-    """A turn for what another thread does, which may give up while it waits."""
+    """A turn for another thread's work, abandoned if the thread gives up while waiting."""
 
     is_wanted: bool = True
     is_taken: bool = False
@@ -79,26 +79,26 @@ class SingleSteps:
         self._written: Counter[str] = Counter()  # steps that wrote each Variable, by its key
 
     def wrote(self, keys: Iterable[str]) -> None:
-        """Somebody wrote Variables: a step that had read them, while it waited, raises Aborted."""
+        """Register a write of Variables: a waiting step that has read one of them raises Aborted."""
         self._written.update(keys)
 
     def number(self) -> int:
-        """Of a round that somebody else drives, until it has `ended`."""
+        """Reserve the number of a round that another driver runs, until the round has `ended`."""
         number = next(self._numbers)
         self._rounds.add(number)
         return number
 
     def ended(self, number: int) -> None:
-        """That round is over."""
+        """Register the end of a round of another driver."""
         self._rounds.discard(number)
 
     def void(self, rounds: Iterable[int]) -> None:
-        """Queues that these rounds used hold something else by now: their steps raise Aborted."""
+        """Contents of queues were replaced: steps of the rounds that used them raise Aborted."""
         self._void.update(rounds)
         self._void &= self._rounds
 
     async def take(self, turn: Turn) -> None:
-        """Wait for a turn that lasts until `leave`, unless that comes before it."""
+        """Wait for a turn that lasts until `leave`; an abandoned turn is passed on at once."""
         await self.turn.acquire()
         if turn.is_wanted:
             turn.is_taken = True
@@ -166,7 +166,7 @@ class SingleSteps:
     async def _let_ranks_stand(
         self, placed: PlacedStep, turn: AsyncExitStack, deadline: float, seconds: float | None
     ) -> None:
-        """Servers have the values of ranks while these stand: until the turn is over. Raises DeadlineExceeded."""
+        """Hold trainings of ranks until the turn is over, so that servers are current. Raises DeadlineExceeded."""
         left = None if seconds is None else max(0.0, deadline - time.monotonic())
         try:
             async with asyncio.timeout(left):
@@ -177,7 +177,7 @@ class SingleSteps:
             raise self.engine.error(e.TimedOut(), seconds, waits) from error
 
     async def _prepare_trace(self, placed: PlacedStep, tasks: Sequence[int]) -> None:
-        """Let tasks make ready what a traced step needs. Raises Unavailable."""
+        """Let tasks prepare the tracing of a step. Raises Unavailable."""
         for member in (self._peers.tasks[task] for task in tasks):
             answer: Outcome = NotSent()
             for attempt in range(2):  # a task forgets plans that were not used for long
@@ -195,7 +195,7 @@ class SingleSteps:
                 raise Unavailable(f"{member.name} cannot trace this step: {text}. Nothing was run", task=member.name)
 
     async def _ping(self, record: StepRecord) -> None:
-        """Compare clocks with those of the places of a step that is over, once more."""
+        """Compare clocks with the places of a finished step once more."""
         places = {member.name: member for member in self._peers.tasks if member.name in record.tasks}
         places |= {f"ps:{shard}": self._peers.shards[shard] for shard in record.shards}
         for name, member in places.items():
@@ -207,7 +207,7 @@ class SingleSteps:
                     break
 
     def _left_alone(self, tasks: Sequence[int]) -> str:
-        """Which tasks a graph asks for that are not there."""
+        """The message that tasks requested by a graph are gone."""
         names = {f"task:{number}" for number in tasks}
         there = {member.name for member in self.engine.tasks if member.is_there}
         gone = ", ".join(sorted(names - there)) or "a task"
@@ -225,7 +225,7 @@ class SingleSteps:
         use: QueueUse,
         turn: AsyncExitStack | None, see: See | None, record: StepRecord | None,
     ) -> tuple[e.Finish, list[str]]:  # fmt: skip
-        """Run a step machine to its end: that, and what the step waited for where it was stopped.
+        """Run a step machine to its end: returns the end, and the pending waits of a stopped step.
 
         use: of queues. It enters its ``turn`` when it commits, and then has to find what it read. see: as of `run`.
         """
@@ -287,7 +287,8 @@ class SingleSteps:
     async def _shown(
         self, see: See | None, machine: p.StepMachine, placed: PlacedStep, queues: Sequence[tuple[int, str]], since: int
     ) -> tuple[See | None, e.UserStop | e.TimedOut | None]:
-        """Let the user look at what a step computed, once: who is to look yet, and why it was cut, if it was.
+        """Let the user's callback inspect a computed step, once: returns the pending callback, and why the step was
+        cut.
 
         Everybody forgets its round then, and where it raises.
         """
@@ -320,7 +321,7 @@ class SingleSteps:
         self, run: p.Run, placed: PlacedStep, batch: StepFeeds, queue: asyncio.Queue[p.Event],
         queues: Sequence[tuple[int, str]], looks: bool, parts: dict[str, Any] | None, record: StepRecord | None,
     ) -> None:  # fmt: skip
-        """Let a task run its part, and report the event it leads to. parts: peers of a graph over several tasks."""
+        """Let a task run its part, and report the resulting event. parts: peers of a graph over several tasks."""
         about: dict[str, Any] = {"worker": run.worker, "rows": run.stop - run.start or 1, "looks": looks}
         feeds, index = batch.part(run.start, run.stop), batch.run_index + run.worker * REPLICA
         if parts is not None:
@@ -340,7 +341,7 @@ class SingleSteps:
     async def _write(
         self, there: Sequence[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event], record: StepRecord | None
     ) -> None:
-        """Let shards prepare or commit a round, and report the events it leads to."""
+        """Let shards prepare or commit a round, and report the resulting events."""
         asks, traced = [], {} if record is None else {"trace": True}
         for one in there:
             method = "prepare" if isinstance(one, p.Prepare) else "commit"
@@ -353,12 +354,12 @@ class SingleSteps:
             queue.put_nowait(_shard_event(done(one.number, one.shard), answer))
 
     def _parts(self, placed: PlacedStep, ranges: Mapping[int, Any]) -> dict[str, Any]:
-        """Where the parts of a step are."""
+        """The peer that runs each part of a step."""
         peers = [self._peers.tasks[task].peer for task in ranges]
         return {str(part.task): [*peer] for part, peer in zip(placed.parts, peers, strict=True)}
 
     def _forget_round(self, number: int) -> None:
-        """Let everybody forget a round; nobody waits for the answers."""
+        """Abort a round on all shards and tasks, without waiting for the answers."""
         over = self.over(number)
         asks = [Ask(shard, "abort", over) for shard in range(len(self._peers.shards))]
         self.engine.later(self._peers.tell(asks, time.monotonic() + GRACE))
@@ -367,9 +368,9 @@ class SingleSteps:
                 self.engine.stop(member, "cancel", lambda: over)
 
     async def _ended_round(self, number: int, tasks: Sequence[int]) -> _EndedWait:
-        """Let everybody forget a round that used queues, and wait until they have.
+        """Abort a round that used queues, and wait until all members have.
 
-        What it took is in its queues again then, unless it put something: first it is halted on all servers.
+        All servers halt the round first; if it enqueued nothing, its dequeued elements return to the queues.
         """
         over = self.over(number)
         members = [self._peers.tasks[task] for task in tasks]
@@ -388,7 +389,7 @@ class SingleSteps:
     def _unless_written(
         self, seen: Mapping[str, int], there: list[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event], mine: set[int]
     ) -> list[p.Prepare | p.Commit]:
-        """What shards are to do, unless somebody wrote what the step had read or taken: then it is told so."""
+        """The shards' instructions; none, but errors for the step, if another step wrote its Variables or queues."""
         if all(self._written[key] == before for key, before in seen.items()) and self._void.isdisjoint(mine):
             return there
         failure = Failure("Aborted", "another step wrote what this one had read, while it waited: run it again")
@@ -397,14 +398,14 @@ class SingleSteps:
         return []
 
     async def _keep_round(self, number: int, queues: Sequence[tuple[int, str]]) -> None:
-        """A round was committed: what it took does not come back."""
+        """Commit a round on the queues: dequeued elements are never returned."""
         over = self.over(number)
         await self._peers.settled_on(
             [Ask(shard, "keep", over) for shard in dict.fromkeys(shard for shard, _ in queues)]
         )
 
     def over(self, number: int) -> dict[str, Any]:
-        """A round that is over, and the number up to which all are."""
+        """The message that a round is over, with the number up to which all rounds are."""
         others = self._rounds - {number}
         return {"round": number, "floor": min(min(others, default=number + 1) - 1, number)}
 
@@ -413,7 +414,7 @@ class SingleSteps:
         run_index: int,
         record: StepRecord | None,
     ) -> p.Event:  # fmt: skip
-        """Run a compute plan on a task, registering what it lacks; the event that came of it."""
+        """Run a compute plan on a task, registering missing plans; returns the resulting event."""
         member, link = self._peers.tasks[task], self._peers.link
         meta = {"plan": placed.plan(member.number).id, "round": number, "run_index": run_index, **about}
         meta |= {} if record is None else {"trace": True}
@@ -449,7 +450,7 @@ def _shard_event(done: p.ShardReady | p.ShardCommit, answer: Settled) -> p.Event
 
 
 def _results(placed: PlacedStep, answers: Sequence[Ok]) -> list[list[Any]]:
-    """The fetches of each worker; of a graph over several tasks those of all parts together."""
+    """The fetches of each worker; for a graph over several tasks, the merged fetches of all parts."""
     found = list(map(_unpacked, answers))
     if not placed.parts:
         return found

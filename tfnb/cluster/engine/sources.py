@@ -1,4 +1,4 @@
-"""Where the pieces of a training come from: steps that tasks derive from data they hold, or batches drawn here."""
+"""The pieces of a training: step numbers, whose rows tasks derive from data they hold, or batches drawn here."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MOST = 32 << 20  # bytes of batches likewise
 
 
 class NumberedSteps:
-    """Steps by their numbers, but those that were ``applied`` before.
+    """Pieces of consecutive step numbers, without the steps ``applied`` before.
 
-    >>> from tfnb.state.batch_order import Order
-    >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=5, run=int))
+    >>> from tfnb.state.batch_order import RowOrder
+    >>> pieces = NumberedSteps(Ahead((), RowOrder(8, 2), total=5, run=int))
     >>> pieces.take(3), pieces.take(3), pieces.is_spent
     (range(0, 3), range(3, 5), True)
-    >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=5, run=int, by_pass=True))
+    >>> pieces = NumberedSteps(Ahead((), RowOrder(8, 2), total=5, run=int, by_pass=True))
     >>> pieces.take(3), pieces.take(3), pieces.stands, pieces.take(3), pieces.stands
     (range(0, 3), range(3, 4), True, range(4, 5), False)
-    >>> pieces = NumberedSteps(Ahead((), Order(8, 2), total=6, run=int), AppliedSteps(1, {3}))
+    >>> pieces = NumberedSteps(Ahead((), RowOrder(8, 2), total=6, run=int), AppliedSteps(1, {3}))
     >>> pieces.take(3), pieces.take(3), pieces.is_spent
     (range(1, 3), range(4, 6), True)
     """
@@ -44,7 +44,7 @@ class NumberedSteps:
 
     @property
     def left(self) -> int | None:
-        """Steps that are not taken yet, of the pass if tasks stand still after it."""
+        """Steps not taken yet: of the current pass if tasks stand still after each pass, else of all."""
         return sum(map(len, self._applied.missing(range(self._next, self._end))))
 
     @property
@@ -59,7 +59,7 @@ class NumberedSteps:
     def take(
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
-        """The next steps, so many at most."""
+        """Up to ``size`` next steps."""
         end = self._end
         piece = next(iter(self._applied.missing(range(self._next, end))), range(end, end))[:size]
         following = self._applied.missing(range(piece.stop, end))
@@ -69,17 +69,17 @@ class NumberedSteps:
 
 
 class Near:
-    """Steps by their numbers, as whole chunks are taken: a task gets those whose rows its worker holds, if there are.
+    """Pieces of step numbers from whole chunks: a task preferably gets steps whose rows its worker holds.
 
     Those that were ``applied`` before are left out. ``homes``: for each task the address of its worker.
 
-    >>> from tfnb.state.batch_order import Order
+    >>> from tfnb.state.batch_order import RowOrder
     >>> array = ChunkedArray("x", (4, 6), (), torch.float32, homes=(("a",), ("b",)))
-    >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run=int), ["b", "a"])
+    >>> pieces = Near(Ahead((array,), RowOrder(10, 2, shuffle=False, within=0), total=7, run=int), ["b", "a"])
     >>> [pieces.take(2, task=task) for task in (0, 1, 0, 1)], pieces.left
     ([range(2, 4), range(0, 2), range(4, 5), range(5, 7)], 0)
     >>> applied = AppliedSteps(1, {2, 5, 6})
-    >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run=int), ["b"], applied)
+    >>> pieces = Near(Ahead((array,), RowOrder(10, 2, shuffle=False, within=0), total=7, run=int), ["b"], applied)
     >>> [pieces.take(9, task=0) for _ in range(3)], pieces.left
     ([range(3, 5), range(1, 2), range(0, 0)], 0)
     """
@@ -105,7 +105,7 @@ class Near:
     def take(
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
-        """The next steps for a task, so many at most; a pass begins when the one before it is taken."""
+        """Up to ``size`` next steps for a task; a pass begins when the one before is used up."""
         if not self.left:
             return range(0)
         while not self._runs:
@@ -123,7 +123,7 @@ class Near:
         return 0 if home in where else 2 if any(other in where for other in self._homes) else 1
 
     def _next_pass(self) -> list[tuple[range, Collection[str]]]:
-        """The steps of a pass by the chunk in which their first row lies."""
+        """The steps of a pass, by the chunk of their first row."""
         order, chunks = self._order, self._chunks
         first, self._passes = self._passes * order.per_pass, self._passes + 1
         runs: list[tuple[range, Collection[str]]] = []
@@ -155,13 +155,13 @@ class DrawnBatches:
 
     @property
     def held_back(self) -> bool:
-        """Whether a batch was drawn that may only be trained on after what was written meanwhile."""
+        """Whether a batch is held back until the Variables written while drawing the batch are sent to the servers."""
         return bool(self._back)
 
     def take(
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
     ) -> Sequence[Any]:
-        """The next batches, so many at most; less where drawing takes long, or where the iterator wrote Variables."""
+        """Up to ``size`` next batches; fewer if drawing takes long, or if the iterator wrote Variables."""
         found, self._back, self.stands = self._back, [], False
         until, nbytes = time.monotonic() + DRAW, sum(envelope.size(batch.tensors) for batch in found)
         while len(found) < size and (not found or (time.monotonic() < until and nbytes < MOST)):
@@ -184,7 +184,7 @@ class DrawnBatches:
 def drawn_from(
     source: Ahead | Iterable[StepFeeds | None], by_chunk: bool, homes: Sequence[str], applied: AppliedSteps = NONE
 ) -> tuple[Ahead | None, NumberedSteps | Near | DrawnBatches]:
-    """What the tasks are sent ahead, and the pieces; ``by_chunk``: the order of the rows may be that of their chunks.
+    """The data to send ahead to tasks, and the pieces; ``by_chunk``: the row order may follow the chunks.
 
     ``homes``: for each task the address of its worker. ``applied``: steps of arrays that are not taken again.
     """

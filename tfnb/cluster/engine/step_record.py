@@ -1,4 +1,4 @@
-"""The record of one traced step on a cluster: what its places tell, by their own clocks, made into a `Trace` by ours.
+"""The record of one traced step on a cluster: reports of the places by their clocks, made into a `Trace` by our clock.
 
 Each call of the step and of its tasks to servers is a round trip between two clocks; after the step every place on
 another host is pinged some times more. Processes of one host share a clock. The record is of the last round: a step
@@ -29,7 +29,7 @@ CALLS = {"prepare": "update", "look_up": "look-up"}  # what is shown of the meth
 
 
 class _Task(NamedTuple):
-    """A task's part: when it was sent and its answer was there, by our clock; bytes of its feeds and fetches."""
+    """A task's part: the times of its call and its answer, by our clock; bytes of its feeds and fetches; its notes."""
 
     sent: int
     received: int
@@ -39,7 +39,7 @@ class _Task(NamedTuple):
 
 
 class StepRecord:
-    """What is known of one step."""
+    """The collected reports of one step."""
 
     def __init__(self, step: StepGraph) -> None:
         self._step = step
@@ -66,7 +66,7 @@ class StepRecord:
         self._tasks[task] = _Task(sent, received, size(feeds), fetched, notes)
 
     def wrote(self, ask: Ask, sent: int, answer: Ok) -> None:
-        """A server did what the notebook asked for."""
+        """Note a server's answer to a call of the notebook."""
         self._calls.append((ask, sent, answer, time.monotonic_ns()))
 
     def end(self) -> None:
@@ -74,7 +74,7 @@ class StepRecord:
         self._end = time.monotonic_ns()
 
     def pinged(self, place: str, sent: int, answer: Ok) -> bool:
-        """A place said what its clock shows; whether to ask again, as it is not ours."""
+        """Note a place's clock; returns whether to ping again, since the clock is not ours."""
         received = time.monotonic_ns()
         began, ended = map(int, answer.meta["at"])
         is_ours = answer.meta["clock"] == clock_name() != ""
@@ -113,7 +113,7 @@ class StepRecord:
         yield from ((name, call) for name, task in self._tasks.items() for call in task.notes.calls)
 
     def _posts(self) -> Iterator[tuple[str, str, PostTime, int]]:
-        """Values that parts sent each other: from which place, to which, what, and when it was there."""
+        """Messages between parts: sender, receiver, message, and time of arrival."""
         arrived = {(name, p.edge, p.tag): p.at for name, task in self._tasks.items() for p in task.notes.got}
         for name, task in self._tasks.items():
             for post in task.notes.sent:
@@ -164,13 +164,13 @@ class StepRecord:
             yield times.sent(name, to, post.at, at, post.bytes, node, inner or top)
 
     def _live(self, times: _Times) -> Iterator[tuple[float, int]]:
-        """Bytes alive, of a step on one task; of several tasks nobody knows what of it is alive at once."""
+        """Live bytes of a step on one task; nothing for several tasks, whose live bytes at one moment are unknown."""
         for name, task in self._tasks.items() if len(self._tasks) == 1 else ():
             yield from ((times.at(name, at), count) for at, count in task.notes.points)
 
 
 class _Times(NamedTuple):
-    """Seconds since the step began, of what the clocks of places show."""
+    """Conversion of the places' clocks to seconds since the step began."""
 
     zero: int
     offsets: Mapping[str, Offset]
@@ -196,7 +196,7 @@ Found = tuple[tuple[int, ...], Node | None]
 
 
 def _finder(nodes: Sequence[Node]) -> Callable[[str, str, str], Found]:
-    """Finds the recorded node, and the path to one inside of a loop or branch, by the names that a plan has of it.
+    """Maps the names in a plan to the recorded node, and to the path of a node inside of a loop or branch.
 
     A pass names what it makes after what that came from, ``conv`` of ``conv.layout7``. Where several nodes inside have
     the same name and op, as on both sides of a branch, it is the node around them.
@@ -229,7 +229,7 @@ def _finder(nodes: Sequence[Node]) -> Callable[[str, str, str], Found]:
 
 
 def _first(of: Mapping[str, Any], name: str) -> Any:
-    """What a mapping has of a name, or of what that is named after."""
+    """The entry of a mapping under a name or, without one, under the longest prefix of the name before a dot."""
     while name and name not in of:
         name = name.rpartition(".")[0]
     return of.get(name)

@@ -1,4 +1,4 @@
-"""Carries out what the machines of a training say (`leases`, `rounds`): lends pieces, listens to tasks, cuts, counts.
+"""Carries out instructions of the training machines (`leases`, `rounds`): lends pieces, watches loops, cuts, counts.
 
 It runs in the client's event loop, beside `engine`, which knows who is alive. What tasks tell counts from the first
 step of their loop, so nothing is heard twice; watched values are kept until the machine says that their steps count.
@@ -47,7 +47,7 @@ async def _always() -> bool:
 
 
 class _TaskReport(NamedTuple):
-    """What a task told of its part of steps ``start`` and following of a piece, each made of so many ``parts``."""
+    """A task's report of its part of steps ``start`` and following of a piece, each divided into ``parts``."""
 
     start: int
     steps: int
@@ -59,7 +59,7 @@ class _TaskReport(NamedTuple):
 
 @dataclass
 class _Listening:
-    """One loop of one task, as the notebook sees it."""
+    """One loop of one task, as the notebook sees its state."""
 
     name: str
     seen: int = 0
@@ -148,7 +148,7 @@ class Training:
         self.feed(e.Start())
 
     async def wait(self, is_so: Callable[[], bool]) -> None:
-        """Wait until it is so, or the training is over."""
+        """Wait until a condition is true, or the training is over."""
         while self.end is None and not is_so():
             self._news.clear()
             await self._news.wait()
@@ -156,7 +156,7 @@ class Training:
     async def exchange(
         self, offers: Sequence[a.Offer], last: bool, drain: bool, mode: Mode | None = None
     ) -> list[StepGroup]:
-        """Offer pieces; return what was applied meanwhile, as soon as there is news or room for more.
+        """Offer pieces; return the steps applied meanwhile, as soon as there is news or room for more.
 
         drain: wait until everything that was offered is applied. mode: go on in this one when all that is lent is done.
         """
@@ -173,7 +173,7 @@ class Training:
         return results
 
     async def finish(self) -> None:
-        """Stop what computes, let begun updates be applied, and begin no more.
+        """Stop computations, let begun updates be applied, and begin no more.
 
         Where that takes until a silent server answers, and the user does not wait for it, the training is left: it ends
         then, and what is begun meanwhile waits for that.
@@ -183,13 +183,13 @@ class Training:
         self.is_left = self.end is None
 
     def _may_be_left(self) -> bool:
-        """Whether nobody is to wait for its end, which is that of a silent server: the user does not, or time is up."""
+        """Whether to wait no longer for an end delayed by a silent server: after an interrupt, or past the deadline."""
         is_unwanted = self.engine.interrupts != self._interrupts or time.monotonic() >= self._deadline
         return is_unwanted and bool(self.engine.peers.silent)
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
-        """A block in which no step is applied, on one server or another; it gives a way to ask whether that was so.
+        """A block in which no server applies a step; yields a function that tells whether the hold has lasted.
 
         A synchronous training is held for HOLD seconds at a time: one that is renewed too late goes on.
         """
@@ -216,7 +216,7 @@ class Training:
                 self.feed(e.Resume())
 
     def applied_steps(self) -> AppliedSteps:
-        """The steps that the servers have applied, while it is held: in step, the next ones may be untold."""
+        """The steps that the servers have applied, while held; tasks in step may have reported fewer."""
         found, untold = self._applied_steps.copy(), self.steps - self._told
         if isinstance(self.machine, s.Rounds):
             for piece in self.machine.out:
@@ -226,7 +226,7 @@ class Training:
         return found
 
     async def _hold(self) -> int | None:
-        """Let all servers stand at one round, which it gives; None where the training has ended meanwhile."""
+        """Let all servers stand at one round; returns the round, None if the training has ended meanwhile."""
         chief, *others = self.placed.writes
         try:
             (answer,) = await self.engine.insist_on([Ask(chief, "hold", {"training": self._name})])
@@ -264,7 +264,7 @@ class Training:
                 self.feed(event)
 
     async def _welcome(self, event: e.TaskJoin) -> None:
-        """A task that joins gets the plan and the data first, so that nobody waits for it."""
+        """Send the plan and the data to a joining task before the machine hears of the task, so that no peer waits."""
         engine, member = self.engine, self.engine.tasks[event.task]
         if event.task in self.machine.tasks or not engine.is_asked_for(event.task, self.placed.tasks):
             return
@@ -279,7 +279,7 @@ class Training:
             self.feed(event)
 
     def feed(self, event: Any) -> None:
-        """Tell the machine, and carry out what it says."""
+        """Give an event to the machine, and carry out its instructions."""
         if self._is_changing and self.machine.state == "over":
             self._missed.append(event)
         if isinstance(event, e.TaskLoss | e.MissedPing):
@@ -304,7 +304,7 @@ class Training:
         return isinstance(self.machine, r.Ranks)
 
     def _work(self, instruction: Any) -> Coroutine[Any, Any, None]:
-        """What is done for an instruction beside everything else."""
+        """The coroutine that carries out an instruction in the background."""
         match instruction:
             case a.Give(task, piece):
                 return self._lend(task, piece)
@@ -327,7 +327,7 @@ class Training:
         raise AssertionError(instruction)
 
     async def _change(self) -> None:
-        """All that was lent is done: loops of another mode begin."""
+        """Change the mode, once all lent pieces are done: end all loops, and begin loops of the new mode."""
         engine = self.engine
         await asyncio.gather(*(self._left(task, loop) for task, loop in self._loops.items()))
         self._loops.clear()
@@ -348,12 +348,12 @@ class Training:
             self.feed(e.DataEnd())
 
     def _to_all(self, method: str, **more: Any) -> list[Ask]:
-        """What every server of the training is told."""
+        """One call to every server of the training."""
         return [Ask(shard, method, {"training": self._name, **more}) for shard in self.placed.writes]
 
     @property
     def _clients(self) -> list[str]:
-        """Under which the steps of all streams are applied."""
+        """The client names of all streams."""
         return [self._stream(stream) for stream in self._streams]
 
     def _over(self, end: e.Finish) -> None:
@@ -372,7 +372,7 @@ class Training:
         task.add_done_callback(self._ended)
 
     def _ended(self, work: asyncio.Task[None]) -> None:
-        """Work is over. An error in it ends the training, as the machine does it, unless that is what failed."""
+        """Handle the end of background work. An error ends the training, through the machine unless already ending."""
         self._begun.discard(work)
         error = None if work.cancelled() else work.exception()
         if error is not None and self.end is None:
@@ -383,7 +383,7 @@ class Training:
                 self.engine.later(self._abandoned(e.Finish(cause=self.machine.cause or fault.failure)))
 
     async def _abandoned(self, end: e.Finish) -> None:
-        """It failed while it ended: loops finish the step that they are at, and what they say is not heard."""
+        """Abandon a training that failed while ending: loops finish their step, and their reports are ignored."""
         ends = []
         for task, loop in self._loops.items():
             about = {"loop": loop.name, "seen": loop.seen}
@@ -396,12 +396,12 @@ class Training:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def _applied_to(self, steps: int) -> None:
-        """The servers have applied so many steps, whoever has told of them."""
+        """Raise the number of applied steps to ``steps``."""
         self.engine.step += max(0, steps - self.steps)
         self.steps = max(self.steps, steps)
 
     def _applied(self, report: a.Report) -> None:
-        """Steps count: their values go to whoever trains."""
+        """Steps are applied: queue their reported values for the caller."""
         self._told += report.stop - report.start
         self._applied_to(self._told)
         at = report.start
@@ -426,14 +426,14 @@ class Training:
                 self._heard.pop((report.number, task), None)
 
     def _found(self, number: int, task: int, at: int) -> _TaskReport | None:
-        """What a task told of a step or, if that is made without it, of the next ones; what is before is dropped."""
+        """A task's earliest report of step ``at`` or later ones; earlier reports are dropped."""
         told = self._heard.get((number, task), [])
         while told and told[0].start + told[0].steps <= at:
             del told[0]
         return told[0] if told else None
 
     def _joined(self, known: Sequence[_TaskReport], at: int, count: int) -> list[torch.Tensor | None]:
-        """The values of all parts of a step, as those of the whole batch."""
+        """The values of a step for the whole batch, joined from all parts."""
         rows = [heard.rows for heard in known]
         joined: list[torch.Tensor | None] = []
         for index, way in enumerate(self._ways):
@@ -453,13 +453,13 @@ class Training:
     # -- loops ------------------------------------------------------------------------------------------------------
 
     def _loop(self, task: int) -> _Listening:
-        """The loop of a task, which begins with its first piece."""
+        """The loop of a task, created with its first piece."""
         if task not in self._loops:
             self._loops[task] = _Listening(f"{self._name}/{next(self._numbers)}")
         return self._loops[task]
 
     def _lend(self, task: int, piece: a.StreamPiece) -> Coroutine[Any, Any, None]:
-        """Lend a task a piece; what is sent is decided now, and sent in order."""
+        """Lend a task a piece; the message is made now, and sent in order."""
         loop, machine = self._loop(task), self.machine
         part = machine.part(task) if isinstance(machine, s.Rounds) else None
         self._streams.add(piece.stream)
@@ -481,7 +481,7 @@ class Training:
         return self._lent(task, loop, meta, [tensor for batch in batches for tensor in batch.tensors])
 
     def _stream(self, stream: int) -> str:
-        """The client under which the steps of a stream are applied."""
+        """The client name under which the steps of a stream are applied."""
         return f"{self._name}-{stream}"
 
     async def _lent(self, task: int, loop: _Listening, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
@@ -524,7 +524,7 @@ class Training:
             self._sent.members.add(member)
 
     async def _watch(self, task: int, loop: _Listening) -> None:
-        """Listen to a task while it loops."""
+        """Poll a task for reports while its loop runs."""
         engine, member = self.engine, self.engine.tasks[task]
         while self.end is None and self._loops.get(task) is loop:
             meta = {"loop": loop.name, "seen": loop.seen}
@@ -541,7 +541,7 @@ class Training:
                 return await self._broken(task, loop, read_outcome(answer.meta["failure"], ()))
 
     def _hear(self, task: int, loop: _Listening, answer: Ok) -> None:
-        """Take what a task tells of the steps that it had not told of before."""
+        """Take the new steps of a task's report; steps reported before are skipped."""
         at, tensors = int(answer.meta["at"]), iter(answer.tensors)
         for number, start, count, place, parts, rows, some in answer.meta["groups"]:
             values = [next(tensors) if has else None for has in some]
@@ -561,7 +561,7 @@ class Training:
             member.seconds.append(float(answer.meta["seconds"]))
 
     async def _broken(self, task: int, loop: _Listening, answer: Outcome) -> None:
-        """A loop failed, or was not reached: it ends, and the machine learns why, unless it was ended meanwhile."""
+        """A loop failed or was unreachable: end the loop, and tell the machine why, unless ended meanwhile."""
         event = await self.engine.judged(answer, task)
         if self.has_ranks:  # a cut follows, and its values may be the newest
             if self._loops.get(task) is loop:
@@ -585,7 +585,7 @@ class Training:
         return answer is not None
 
     async def _stopped(self, task: int) -> None:
-        """End the loop of a task, as the machine wants it."""
+        """End the loop of a task at the machine's request."""
         loop = self._loops.get(task)
         is_there = loop is None or await self._left(task, loop)
         if is_there:
@@ -593,13 +593,13 @@ class Training:
         self.feed(a.LoopEnd(task) if is_there else self.engine.peers.lost(task))
 
     def _give_up(self, task: int) -> None:
-        """No other loop waits for that of a task, and servers take nothing from it: should it live, it begins anew."""
+        """Let servers refuse the loop of a given-up task, so that no other loop waits; a living task begins anew."""
         loop = self._loops.get(task)
         if loop is not None and self._staleness is not None and self.end is None:
             self.engine.later(self.engine.peers.settled_on(self._to_all("depart", loop=loop.name, gone=True)))
 
     async def _pause(self, task: int, *, is_wanted: bool) -> None:
-        """Let a loop stand, and ask until it does, or let it go on."""
+        """Pause a loop, polling until the loop stands, or let the loop go on."""
         loop, member = self._loops.get(task), self.engine.tasks[task]
         if loop is None:
             return
@@ -625,13 +625,13 @@ class Training:
     # -- servers ------------------------------------------------------------------------------------------------------
 
     async def _ask(self) -> None:
-        """Ask the first server how far training is, whatever tasks tell."""
+        """Ask the first server for its latest round, whatever tasks report."""
         chief = self.placed.writes[0]
         answer = await self.engine.peers.settled(chief, "standing", {"training": self._name})
         self.feed(s.LatestRound(int(answer.meta["latest"])) if isinstance(answer, Ok) else e.ShardLost(chief))
 
     async def _cut(self, upto: int) -> None:
-        """Let the servers end what is not decided, and every loop; then say where they stand."""
+        """Let the servers abort undecided rounds, and end every loop; then report the round where the servers stand."""
         chief, *others = self.placed.writes
         about = {"training": self._name, "upto": upto}
         answer = await self.engine.peers.settled(chief, "cut", about)
@@ -653,18 +653,18 @@ class Training:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     async def _register(self, member: Member) -> None:
-        """See that a task and the servers know the plans, and a rank those of the servers, too."""
+        """Register the plans with a task and the servers, and the servers' plans with a rank."""
         await self.engine.register(self.placed, member)
         if self.has_ranks:
             await self.engine.register_updates(self._updates, member)
 
     @property
     def _updates(self) -> dict[int, Plan]:
-        """The servers' plans as those of ranks."""
+        """The servers' plans, converted for ranks."""
         return {shard: as_update(plan) for shard, plan in self.placed.servers.items()}
 
     async def _meeting(self, machine: r.Ranks, part: tuple[int, int, int]) -> dict[str, Any]:
-        """What a rank is told of the others: they meet at the first of them, once for each generation."""
+        """The rendezvous of a rank: address of the first rank, rank and size; one rendezvous for each generation."""
         rank, size, _ = part
         if machine.first not in self._meetings:
             first, name = self.engine.tasks[machine.members[0]], f"{self._name}/{machine.first}"
@@ -682,7 +682,7 @@ class Training:
         )
 
     def _end_ranks(self) -> Coroutine[Any, Any, None]:
-        """A cut: every loop of now ends, and tells which round it has applied last; one of them saves.
+        """A cut: every current loop ends, and reports its latest applied round; one of them saves.
 
         A loop that begins meanwhile is of the next generation.
         """
@@ -756,7 +756,7 @@ class Training:
                 self.engine.later(self._asked(member, "leave", {**about, "lost": []}, ()))
 
     async def _count(self, operations: Sequence[tuple[int, int]]) -> None:
-        """Ask the servers which steps they applied, and let them take no others of tasks that were lost."""
+        """Ask the servers for their applied steps, and let servers refuse further steps of lost tasks."""
         farewells = [ask for name in self._gone for ask in self._to_all("depart", loop=name, gone=True)]
         await self.engine.peers.settled_on(farewells)
         asks, streams = [], sorted({stream for stream, _ in operations})
@@ -774,7 +774,7 @@ class Training:
         self.feed(a.AppliedCounts(shards))
 
     async def _farewell(self) -> None:
-        """Tasks and servers forget the training."""
+        """Let tasks and servers forget the training."""
         engine, deadline = self.engine, time.monotonic() + p.STOPS_WITHIN
         calls: list[tuple[Member, str, dict[str, Any]]] = []
         lost = [shard for shard, server in enumerate(engine.shards) if not server.alive]

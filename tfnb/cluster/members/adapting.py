@@ -13,7 +13,7 @@ from distributed.deploy.adaptive_core import AdaptiveCore
 
 
 class Adapting:
-    """The adaptive scaling of a client's cluster, as far as it is known here."""
+    """The adaptive scaling of a client's cluster, if the notebook has the cluster object."""
 
     def __init__(self, client: Client) -> None:
         self._cluster: Any = client.cluster
@@ -32,7 +32,7 @@ class Adapting:
         return not plan or self._adaptive() is not None or len(plan) > len(getattr(self._cluster, "observed", ()))
 
     def hold(self, workers: int) -> bool:
-        """Let it keep so many, within its maximum; whether it would have kept less."""
+        """Raise the minimum of workers, up to the maximum; returns whether the minimum was lower before."""
         found = self._adaptive()
         if found is None:
             return False
@@ -45,7 +45,7 @@ class Adapting:
         return True
 
     def release(self) -> None:
-        """Let it go down as far as before, unless somebody changed that; harmless if repeated."""
+        """Restore the former minimum, unless changed by somebody else; harmless if repeated."""
         if self._held is not None and self._held.minimum == self._to:
             self._held.minimum = self._was
         self._held = None

@@ -1,4 +1,4 @@
-"""What `connect` asks for and what it gets: which workers, how those are that it starts, the Dask client, its progress.
+"""Inputs and results of `connect`: required workers, options of workers to start, the Dask client, the progress.
 
 `deploy` finds or starts what is asked for. Whatever is no number of workers, no resource or no size of memory is
 refused here, before anything is started.
@@ -23,7 +23,7 @@ SAID_AFTER = 2.0  # seconds
 
 
 class ConnectProgress:
-    """Says what is up already, where connecting takes longer than `SAID_AFTER` seconds.
+    """Prints the progress of connecting, if connecting takes longer than `SAID_AFTER` seconds.
 
     One thread finds, the one that waits says: a notebook shows it below the cell.
     """
@@ -33,16 +33,16 @@ class ConnectProgress:
         self._found = self._said = ""
 
     def found(self, kind: str, up: Sequence[str], total: int) -> None:
-        """So many of ``total`` are up."""
+        """Set the progress: the members in ``up``, of ``total``, are up."""
         names = f": {', '.join(up)}" if up else ""
         self.at(f"{len(up)} of {total} {kind} are up{names}")
 
     def at(self, text: str) -> None:
-        """What connecting has come to."""
+        """Set the progress text."""
         self._found = text
 
     def say(self) -> None:
-        """Print what was found, if it is news."""
+        """Print the progress if changed since the last time."""
         if self._found != self._said and time.monotonic() - self._begin >= SAID_AFTER:
             self._said = self._found
             self.tell(self._found)
@@ -54,14 +54,14 @@ class ConnectProgress:
 
 
 class Requirements(NamedTuple):
-    """Which workers `connect` takes: how many are servers, how many it waits for, and which resources each one has."""
+    """The workers for `connect`: the number of servers, the number to wait for, and the resources of each worker."""
 
     ps: int | None = None  # one in four
     workers: int | None = None  # servers and one compute task
     resources: Mapping[str, float] = MappingProxyType({})
 
     def check(self) -> None:
-        """Raise InvalidArgument for what is no number of workers, and no resources."""
+        """Raise InvalidArgument for an invalid number of workers, or invalid resources."""
         for name, count, what in (("ps", self.ps, "parameter servers"), ("workers", self.workers, "workers")):
             if count is not None and (type(count) is not int or count < 1):
                 raise InvalidArgument(f"{name}={count!r}: the number of {what} is an integer from 1")
@@ -97,14 +97,14 @@ class Requirements(NamedTuple):
 
 
 class LocalWorkers(NamedTuple):
-    """How the workers of a cluster are that `connect` starts: threads of each, bytes of each, and Dask's dashboard."""
+    """Options of workers that `connect` starts: threads and memory of each, and Dask's dashboard."""
 
     threads: int | None = None  # one
     memory: str | int | None = None  # Dask's own rule: what the machine has, divided by its workers
     dashboard: bool = False
 
     def check(self) -> None:
-        """Raise InvalidArgument for what is no number of threads, and no size."""
+        """Raise InvalidArgument for an invalid number of threads or memory size, or a dashboard without bokeh."""
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise InvalidArgument(f"threads={self.threads!r}: the threads of a worker are an integer from 1")
         try:
@@ -122,7 +122,7 @@ AS_EVER = LocalWorkers()
 
 @dataclass
 class DaskCluster:
-    """Where the tasks will run: a client, how to close what was made here, and the workers that are wanted."""
+    """The Dask cluster of the tasks: a client, closers of resources opened by `connect`, and the required workers."""
 
     client: Client
     closers: list[Callable[[], Any]] = field(default_factory=list)
@@ -132,6 +132,6 @@ class DaskCluster:
     progress: ConnectProgress = field(default_factory=ConnectProgress)
 
     def close(self) -> None:
-        """Close what was made here; harmless if repeated."""
+        """Close resources opened by `connect`; harmless if repeated."""
         while self.closers:
             self.closers.pop()()

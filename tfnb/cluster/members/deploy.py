@@ -1,4 +1,4 @@
-"""Finding or making a Dask cluster, and starting one task on each of its workers. Dask glue; decides only who is what.
+"""Finding or making a Dask cluster, and starting one task on each of its workers. Dask glue; decides only the roles.
 
 A cluster that is made here listens on 127.0.0.1, has no dashboard, and is closed by us; what was handed in is left
 as it was. Some of the workers become parameter servers; one of them holds several shards where they are too few.
@@ -73,7 +73,7 @@ def find(
     cluster: Any, wanted: Requirements, security: Security | None, insecure: bool, timeout: float,
     started: LocalWorkers = AS_EVER,
 ) -> DaskCluster:  # fmt: skip
-    """A client for what the user gave; raises Unavailable, InsecureAddress or InvalidArgument."""
+    """Connect to the user's cluster, or start one; raises Unavailable, InsecureAddress or InvalidArgument."""
     wanted.check()
     started.check()
     ensure_type(security, (Security, NoneType), "security of connect")
@@ -196,7 +196,7 @@ def _last(error: BaseException) -> str:
 
 
 def _closed(ours: Client | LocalCluster) -> None:
-    """Close what is our own; Dask logs a traceback where it was looking for a scheduler that is gone."""
+    """Close a client or cluster opened here, silencing Dask's traceback of a search for a vanished scheduler."""
     with silence_logging_cmgr(logging.CRITICAL):
         ours.close()
 
@@ -213,7 +213,7 @@ def _hushed(client: Client) -> None:
 
 
 def _opened(make: Callable[[], T], timeout: float, what: str, every: Callable[[], None] | None = None) -> T:
-    """What ``make`` makes, in a thread of its own: Ctrl-C is seen at once, and what comes too late is closed."""
+    """The result of ``make``, called in another thread: Ctrl-C is noticed at once, and a late result is closed."""
     handle: Handle[T] = Handle()
     unwanted = threading.Event()
 
@@ -238,7 +238,7 @@ def _opened(make: Callable[[], T], timeout: float, what: str, every: Callable[[]
 
 
 def _quietly(thing: Any) -> None:
-    """Close what was half made; it may lack whatever a close needs."""
+    """Close a half-made client or cluster; errors are only logged."""
     try:
         thing.close(timeout=10)
     except Exception:  # the error that led here is the one to show
@@ -303,7 +303,7 @@ They need nothing of it, and a script that a notebook was made into has no ``if 
 
 
 class _Local(LocalCluster):
-    """Keeps the place of a lost worker: Dask looks 15 s after a loss, and closes for good what is starting just then.
+    """Keeps the place of a lost worker: Dask, 15 s after a loss, would close for good a worker that is just starting.
 
     That may be a busy machine's first successor, or the next one, of a worker that was lost again meanwhile.
     """
@@ -330,7 +330,7 @@ class _Starter(Nanny):
 
 
 class Roles(NamedTuple):
-    """So many of the workers are compute tasks, so many are servers; how many shards these hold."""
+    """The numbers of compute tasks, of servers, and of the servers' shards."""
 
     tasks: int
     servers: int
@@ -346,7 +346,8 @@ class Roles(NamedTuple):
 
 
 def roles(workers: int, ps: int | None) -> Roles:
-    """Who is what. More servers asked for than leave a compute task: shards, on half of the workers.
+    """Assign roles to workers. If the requested servers would leave no compute task, half of the workers hold all
+    shards.
 
     A single worker is a task and a server at once.
 
@@ -413,7 +414,7 @@ def submit(client: Client, name: str, addr: str, owner: str, resources: Mapping[
 async def started(
     client: Client, futures: Mapping[str, Any], addrs: Mapping[str, str], end: float, progress: ConnectProgress
 ) -> None:  # fmt: skip
-    """Wait until every actor stands, each at its address; raises what its worker raised, WorkerGone where it left."""
+    """Wait until every actor stands, each at its address; raises its worker's error, or WorkerGone."""
     looked = time.monotonic()
     while True:
         states = {name: future.status for name, future in futures.items()}
@@ -441,7 +442,7 @@ async def started(
 
 
 async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer, dict[str, Any]]:
-    """The identity of a task, and what it says of itself; raises VersionMismatch with a table."""
+    """The identity of a task, and its greeting's facts; raises VersionMismatch with a table."""
     link.confirm(addr)  # Dask says that the actor stands there, whoever was there before
     answer = await link.persist(Peer(addr, key, 0), "hello", epoch=0, deadline=end)
     meta = _ok(answer, f"the task at {addr}").meta
@@ -463,7 +464,7 @@ async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer
 async def configure(
     link: ClientLink, members: Sequence[Member], servers: Sequence[Member], epoch: int, end: float
 ) -> None:  # fmt: skip
-    """Tell every task the epoch, and who holds which shards."""
+    """Send every task the epoch, and the holders of all shards."""
     peers = {shard: list(server.peer) for server in servers for shard in server.shards}
     for member in members:
         meta = {"epoch": epoch, "shards": [peers[shard] for shard in sorted(peers)], "holds": list(member.shards)}
@@ -487,7 +488,7 @@ async def start(
     timeout: float,
     progress: ConnectProgress,
 ) -> tuple[list[Member], list[Member], str]:  # fmt: skip
-    """Tasks and servers on the workers of a cluster, and the route to them; all of them in the registry."""
+    """Start tasks and servers on the workers of a cluster, and register all; returns them and the route to them."""
     end = time.monotonic() + timeout
     adapting.hold(wanted.least)
     try:
@@ -528,7 +529,7 @@ async def joined(
 
 
 async def _ensure_tfnb(client: Client, addr: str, end: float) -> None:
-    """Raise FailedPrecondition where a worker lacks what a task needs: Dask would not say so of an actor."""
+    """Raise FailedPrecondition if a worker cannot import tfnb and torch: Dask would not report that of an actor."""
     found = await asyncio.wait_for(
         asyncio.to_thread(client.run, versions, workers=[addr], on_error="return"), max(0.1, end - time.monotonic())
     )

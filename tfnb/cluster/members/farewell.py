@@ -13,7 +13,7 @@ from distributed import Client
 
 
 class Farewell:
-    """Awaits ``before`` when the client is closed, until it is cancelled."""
+    """Awaits ``before`` when the client is closed, unless cancelled earlier."""
 
     name = "tfnb"
 

@@ -58,7 +58,7 @@ class Registration:
         return self._is_scaled
 
     async def publish(self, members: Callable[[], Iterable[Member]]) -> None:
-        """Let these be the cluster's tasks, asked for in turn. Raises Fenced where the entry is gone, or not ours."""
+        """Write the cluster's tasks to the registry. Raises Fenced if the entry is gone, or not ours."""
         if self.without:
             return
         async with self._writing:

@@ -1,4 +1,4 @@
-"""Which tfnb clusters live on a Dask scheduler: a table, and the scheduler plugin that keeps it.
+"""The registry of the tfnb clusters on a Dask scheduler: a table, and the scheduler plugin that keeps the table.
 
 Each cluster has an epoch, which no other one of this scheduler ever has, and a revision: who writes says which one it
 read, and is refused where somebody wrote since. The plugin tells every notebook at once that a worker came or left, and
@@ -17,7 +17,7 @@ LATELY = 60.0  # seconds between two questions of adaptive scaling, at most: one
 
 
 class ClusterTable:
-    """Clusters by id: who made it, its epoch, its revision, and of each task address, key, incarnation, shards.
+    """Clusters by id: client, epoch, revision, and each task's address, key, incarnation and shards.
 
     >>> table = ClusterTable()
     >>> table.open("a", "client-1")["epoch"], table.open("b", "client-2")["epoch"]
@@ -35,7 +35,7 @@ class ClusterTable:
         self.epochs = 0  # given so far
 
     def open(self, cluster: str, client: str) -> dict[str, Any]:
-        """Enter a cluster; asked again, for an answer that was lost, it is the same entry."""
+        """Enter a cluster; idempotent, so that a request whose answer was lost can be repeated."""
         if cluster not in self.clusters:
             self.epochs += 1
             self.clusters[cluster] = {"client": client, "epoch": self.epochs, "revision": 0, "tasks": {}}
@@ -46,7 +46,7 @@ class ClusterTable:
         return self.clusters.get(cluster)
 
     def write(self, cluster: str, revision: int, tasks: dict[str, Any]) -> dict[str, Any] | None:
-        """Let these be its tasks, unless it has another revision: the entry then, None where there is none."""
+        """Replace a cluster's tasks if ``revision`` is current: returns the entry then, None for an unknown cluster."""
         entry = self.clusters.get(cluster)
         if entry is None:
             return None
@@ -84,7 +84,7 @@ class Registry(SchedulerPlugin):
         return self._target(**options)
 
     async def answer(self, method: str, **arguments: Any) -> Any:
-        """What a client asks; a count of clusters goes with each answer, and whether their workers are scaled."""
+        """Answer a client's request; adds the number of clusters, and whether their workers are scaled adaptively."""
         if method not in ("open", "read", "write", "close"):
             raise ValueError(f"the registry has no method {method[:40]!r}")
         found = getattr(self.table, method)(**arguments)

@@ -1,4 +1,4 @@
-"""Sees which workers the Dask cluster has, and makes a task on each one that comes while a notebook is connected.
+"""Watches the workers of the Dask cluster, and makes a task on each new one while a notebook is connected.
 
 The scheduler's registry says at once that a worker came or left. The list of workers is read then, and twice a second
 without a word from it, so that no event can be missed and a scheduler that blocks plugins will do; more often while a
@@ -37,7 +37,7 @@ ANNOUNCED = 2.0  # seconds that such a worker has to be running
 
 
 class Supervisor:
-    """Watches the workers of a cluster while it is connected."""
+    """Watches the workers of a connected cluster."""
 
     def __init__(
         self, client: Client, engine: Engine, registered: Registration, wanted: Requirements, adapting: Adapting
@@ -65,14 +65,14 @@ class Supervisor:
         self._watch = asyncio.create_task(self._watched())
 
     def cancel(self) -> None:
-        """Look no more, and give up what is being made. In the event loop."""
+        """Stop watching, and cancel tasks in the making. In the event loop."""
         joining = [work for _, work in self._joining.values()]
         for work in (self._watch, *self._awaited.values(), *self._ending.values(), *joining):
             if work is not None:
                 work.cancel()
 
     async def _sleep(self) -> None:
-        """Until there is news, or it is time to look."""
+        """Wait for news of the registry, or for the next regular look."""
         is_soon = self._engine.comes or time.monotonic() < self._heard + ANNOUNCED
         with suppress(TimeoutError):
             async with asyncio.timeout(SOON if is_soon else LOOK):
@@ -111,7 +111,7 @@ class Supervisor:
             self._is_behind = True
 
     async def _publish(self) -> None:
-        """See that the registry has who is there; the cluster ends where that is not for this notebook to say.
+        """Write the present members to the registry; a fenced notebook's cluster ends.
 
         A scheduler that does not answer now is told at the next look.
         """
@@ -125,7 +125,7 @@ class Supervisor:
             raise
 
     async def _keep(self) -> None:
-        """Let adaptive scaling keep the workers that are there, or say that it will not."""
+        """Let adaptive scaling keep the present workers, or warn that adaptive scaling may close them."""
         silent = [member for member in self._engine.places.values() if member.is_silent]
         count = len({member.peer.addr for member in (*self._there(), *silent)})
         if self._adapting.hold(count):
@@ -154,7 +154,7 @@ class Supervisor:
         return f"{there} compute task{'s' if there != 1 else ''} now"
 
     def _await_the_silent(self) -> None:
-        """Begin with those that fell silent lately."""
+        """Begin to await tasks that fell silent lately."""
         for member in self._engine.places.values():
             if member.is_silent and member not in self._awaited:
                 self._engine.bury(member)
@@ -162,7 +162,7 @@ class Supervisor:
                 self._awaited[member] = asyncio.create_task(self._await(member))
 
     async def _await(self, member: Member) -> None:
-        """Let a silent task join again when it answers; return where it is given up."""
+        """Let a silent task rejoin when answering again; returns without a rejoin if the task is given up."""
         engine = self._engine
         while engine.lost is None and await engine.peers.answers_again(member):
             after = f"{member.name} ({member.peer.addr}) answers again after {member.silence:.0f} s"
@@ -173,7 +173,7 @@ class Supervisor:
             await asyncio.sleep(SOON)
 
     async def _enter(self, member: Member) -> bool:
-        """Let a task take part as soon as the registry has it; whether its worker was there until then."""
+        """Let a task take part once registered; returns whether its worker has stayed until then."""
         self._entering.add(member)
         try:
             await self._publish()
@@ -184,7 +184,7 @@ class Supervisor:
             self._entering.discard(member)
 
     def _end_the_lost(self) -> None:
-        """Begin with those that were found dead lately."""
+        """Begin to end the processes of tasks that were found dead lately."""
         latest = {member.peer: member for member in self._engine.tasks}
         for member in latest.values():
             is_left_over = not (member.alive or member.silent_since) and member.reported and member.info.get("nanny")
@@ -192,7 +192,7 @@ class Supervisor:
                 self._ending[member] = asyncio.create_task(self._end(member))
 
     async def _end(self, member: Member) -> None:
-        """Tell a dead task to end its process, until it hears or Dask finds it dead, too."""
+        """Tell a dead task to end its process, until the task hears or Dask finds the worker dead, too."""
         engine = self._engine
         if not engine.charge(member):
             engine.say(f"{member.name} ({member.peer.addr}) is given up: {engine.restarts}")
@@ -221,7 +221,7 @@ class Supervisor:
         return next(name for name in names if name not in self._joining)
 
     async def _join(self, name: str, addr: str) -> None:
-        """Make a task on a worker, and let it take part."""
+        """Make a task on a worker, and let the task take part."""
         engine, end = self._engine, time.monotonic() + STARTS_WITHIN
         try:
             member = await joined(

@@ -1,4 +1,4 @@
-"""The events that `plan` and the machines of `fit` share, and the reasons for which they stop."""
+"""The events that `plan` and the machines of `fit` share, and the causes of a stop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfnb.cluster.wire.messages import Failure
 
 
 class UserStop(NamedTuple):
-    """The user stopped it; nothing of the step was written."""
+    """The user stopped the step or training; nothing of the step was written."""
 
 
 class TimedOut(NamedTuple):
@@ -47,20 +47,20 @@ class Start(NamedTuple):
 
 
 class TaskLoss(NamedTuple):
-    """A compute task is dead, or ``is_silent``, a suspect: it does not answer, and joins again should it do so."""
+    """A compute task is dead, or ``is_silent``: a suspect that does not answer, and rejoins when answering again."""
 
     task: int
     is_silent: bool = False
 
 
 class MissedPing(NamedTuple):
-    """A compute task left a ping unanswered: nobody waits for its loop, before it answers again or is lost."""
+    """A compute task left a ping unanswered: no peer waits for its loop until the task answers again or is lost."""
 
     task: int
 
 
 class TaskJoin(NamedTuple):
-    """One more task is there; it has a number of its own, also where it follows one that was lost."""
+    """A compute task joins, with a number of its own, even if the task follows a lost one."""
 
     task: int
     follows: int | None = None
@@ -93,7 +93,7 @@ class DataEnd(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Who carries out the instructions cannot go on."""
+    """The driver of the machine cannot carry out its instructions."""
 
     failure: Failure
 

@@ -1,4 +1,4 @@
-"""How the workers' values of one fetch become the value of the whole batch, by `tfnb.passes.flow.merges`. Pure.
+"""Joining of the workers' values of one fetch into the value of the whole batch, by `tfnb.passes.flow.merges`. Pure.
 
 Rows are put together, along the first axis that varies; what does not depend on the feeds is the first worker's; a
 floating value is averaged weighted by rows, which is exact for a mean over rows; an integer is summed, as a count over

@@ -1,4 +1,4 @@
-"""How a training is handed out to tasks that loop by themselves, as a pure machine: asynchronous training.
+"""Asynchronous training as a pure machine: pieces of a training are leased to tasks that loop by themselves.
 
 `Leases` lends each task pieces of training ahead of need, two at a time. A piece is a run of steps under one stream of
 operation numbers; a piece whose task is gone is lent again, from where it was last heard of, under the same numbers, so
@@ -26,7 +26,7 @@ SMALLEST = 1
 
 @dataclass
 class StreamPiece:
-    """Steps ``first`` and following of a stream. ``done``: of them, as far as the notebook has heard.
+    """Steps ``first`` and following of a stream. ``done``: the number reported as done to the notebook.
 
     ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: tasks that
     died over its next step, one of each attempt.
@@ -42,11 +42,11 @@ class StreamPiece:
 
     @property
     def count(self) -> int:
-        """How many steps."""
+        """The number of steps."""
         return len(self.steps)
 
     def rest(self, number: int) -> StreamPiece:
-        """What is not done, as a piece of its own."""
+        """The steps not done, as a piece with another number."""
         lost = () if self.done else self.lost
         return StreamPiece(
             number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost
@@ -57,14 +57,14 @@ class StreamPiece:
 
 
 class Offer(NamedTuple):
-    """Steps to train on, of the size that was wanted. ``task``: who should have them, unless it has no room."""
+    """Steps to train on, as many as wanted. ``task``: the preferred task, unless its lease has no room."""
 
     steps: Sequence[Any]
     task: int | None = None
 
 
 class PieceProgress(NamedTuple):
-    """A task has applied so many steps of a piece; those from ``start`` on are made of so many ``parts`` of tasks."""
+    """A task has applied ``done`` steps of a piece; steps from ``start`` on have ``parts`` tasks' contributions."""
 
     task: int
     number: int
@@ -82,7 +82,7 @@ class LoopFailure(NamedTuple):
 
 
 class LoopEnd(NamedTuple):
-    """A task ended its loop as it was told; every step that it began to send is sent."""
+    """A task ended its loop on request; every step begun was sent completely."""
 
     task: int
 
@@ -113,7 +113,7 @@ class Give(NamedTuple):
 
 
 class StopLoop(NamedTuple):
-    """End the loop of a task, and say what it did."""
+    """End the loop of a task, and report its steps."""
 
     task: int
 
@@ -131,7 +131,7 @@ class Continue(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Ask every shard which of these operations it applied; no task works on them any more."""
+    """Ask every shard which of these operations were applied; no task works on them any more."""
 
     operations: tuple[tuple[int, int], ...]
 
@@ -157,7 +157,7 @@ Instruction = Give | StopLoop | Pause | Continue | Count | Standstill | Report |
 
 @dataclass
 class PieceSizes:
-    """How long the next piece is: twice the last one until it takes `SECONDS`, and less towards a known end.
+    """The size of the next piece: twice the last until a piece takes `SECONDS`, and less towards a known end.
 
     >>> sizes = PieceSizes()
     >>> sizes.next(None, 2), sizes.next(None, 2), sizes.next(3, 2)
@@ -171,11 +171,11 @@ class PieceSizes:
     seconds: float = 0.0  # of a step
 
     def took(self, seconds: float, steps: int) -> None:
-        """A piece of so many steps took so long."""
+        """Note the duration of a piece of ``steps`` steps."""
         self.seconds = seconds / steps
 
     def next(self, left: int | None, tasks: int) -> int:
-        """Steps of the next piece, of ``left`` that there are (None: nobody knows)."""
+        """The number of steps of the next piece; ``left``: the steps left to lend (None: unknown)."""
         most = LARGEST if not self.seconds else max(SMALLEST, min(LARGEST, round(SECONDS / self.seconds)))
         if left is not None:
             most = max(SMALLEST, min(most, -(-left // (AHEAD * max(1, tasks)))))
@@ -221,12 +221,12 @@ class Leases:
 
     @property
     def wants(self) -> int:
-        """How many pieces there is room for."""
+        """The number of pieces that there is room for."""
         return len(self.takers)
 
     @property
     def takers(self) -> list[int | None]:
-        """Tasks that pieces are wanted for, one entry for each piece; who has least comes first."""
+        """A task for each piece that there is room for; tasks with the fewest pieces come first."""
         if self.state != "open" or self.is_ended:
             return []
         room = [task for had in range(AHEAD) for task in self.tasks if len(self.out.get(task, ())) <= had]
@@ -239,7 +239,7 @@ class Leases:
 
     @property
     def parts(self) -> int:
-        """How many tasks work on pieces of their own."""
+        """The number of tasks that work on pieces of their own."""
         return len(self.tasks)
 
     def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
@@ -405,7 +405,7 @@ class Leases:
         return [*waking, *self._next(now)]
 
     def _return(self, task: int) -> list[StreamPiece]:
-        """What a task had is to be lent again, or found out about; what it gets later is of another stream."""
+        """Take back a task's pieces, to lend them again or, while closing, to count them; streams are not reused."""
         rest = [piece.rest(next(self.numbers)) for piece in self.out.pop(task, ())]
         self.streams.pop(task, None)
         if self.state == "closing":
@@ -429,12 +429,12 @@ class Leases:
         return [*(StopLoop(task) for task, pieces in self.out.items() if pieces), *self._closing()]
 
     def _drop(self, task: int) -> None:
-        """What a task had not begun is not done; what an earlier task began of it is to be found out."""
+        """Drop a task's pieces at a stop; only steps that an earlier task may have begun become doubtful."""
         pieces = self.out.pop(task, ())
         self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
 
     def _closing(self) -> list[Instruction]:
-        """When every loop has ended: which of the doubtful steps were applied."""
+        """Once every loop has ended, ask the shards for the applied ones among the doubtful steps, or end."""
         if any(self.out.values()):
             return []
         if not self.doubtful:
@@ -443,7 +443,7 @@ class Leases:
         return [Count(tuple((piece.stream, piece.first + i) for piece in self.doubtful for i in range(piece.count)))]
 
     def _counted(self, shards: Mapping[tuple[int, int], Collection[int]], now: float) -> list[Instruction]:
-        """A step counts if all shards applied it; one that only some applied is completed, or named."""
+        """Count doubtful steps: applied if on all shards; a partly applied step is completed by a task, or torn."""
         told: list[Instruction] = []
         doubtful, self.doubtful, self.state = self.doubtful, [], "closing"
         for piece in doubtful:

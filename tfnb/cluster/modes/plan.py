@@ -1,4 +1,4 @@
-"""How a step runs on a cluster, as pure machines: ``machine.on(event, now) -> [instruction]``.
+"""Steps on a cluster as pure machines: ``machine.on(event, now) -> [instruction]``.
 
 `StepMachine` is one synchronous step driven by the notebook: divide the rows over the live tasks, run, prepare, commit;
 if a task dies before the commit, divide again and repeat. Trainings, whose tasks loop by themselves, have the machines
@@ -26,7 +26,7 @@ STOPS_WITHIN = 5.0  # seconds that a task has, at least, to stop computing
 
 
 def patience(seconds: Sequence[float]) -> float:
-    """Seconds that a task has to stop what it computes, by how long it computed lately.
+    """Seconds within which a task must stop its computation, by the durations of its recent ones.
 
     >>> patience([]), patience([1.0, 4.0, 90.0])
     (5.0, 12.0)
@@ -35,7 +35,8 @@ def patience(seconds: Sequence[float]) -> float:
 
 
 def poison(lost: Sequence[int]) -> e.TasksLost | None:
-    """Why a step is not tried again, by the tasks that died over it, one of each attempt; a successor is the same.
+    """The reason to give up a step that seems to kill tasks, by the task lost in each attempt; a successor counts as
+    the same.
 
     A silent task is not among them: it may be busy.
 
@@ -60,7 +61,7 @@ class TaskAnswer(NamedTuple):
 
 
 class Error(NamedTuple):
-    """A task's program raised, or a server refused what it sent."""
+    """A task's program raised, or a server refused the task's message."""
 
     number: int
     task: int
@@ -68,7 +69,7 @@ class Error(NamedTuple):
 
 
 class CallFailure(NamedTuple):
-    """A call to a task, or from it to a server, failed, and both are alive."""
+    """A call to a task, or from a task to a server, failed, and both are alive."""
 
     number: int
     task: int
@@ -76,7 +77,7 @@ class CallFailure(NamedTuple):
 
 
 class ShardReady(NamedTuple):
-    """A shard has computed what it will write."""
+    """A shard has computed its new values."""
 
     number: int
     shard: int
@@ -114,7 +115,7 @@ class Run(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Let a shard compute the update of these workers."""
+    """Let a shard compute the update from the contributions of ``workers``."""
 
     number: int
     shard: int
@@ -122,7 +123,7 @@ class Prepare(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Let a shard write it."""
+    """Let a shard write its new values."""
 
     number: int
     shard: int
@@ -130,7 +131,7 @@ class Commit(NamedTuple):
 
 
 class AbortStep(NamedTuple):
-    """Let everybody forget this round."""
+    """Abort the round on all members."""
 
     number: int
 
@@ -166,7 +167,7 @@ class StepMachine:
     senders: Mapping[int, tuple[int, ...]] | None = None
 
     def on(self, event: Event, now: float) -> list[Instruction]:
-        """What to do next."""
+        """The next instructions."""
         match self.state, event:
             case "planned" | "running", e.TaskLoss(task, is_silent) if task in self.tasks:
                 return self._lose(task, is_silent)

@@ -1,4 +1,4 @@
-"""How a training goes on with replicas of all Variables on the tasks, as a pure machine: all-reduce.
+"""All-reduce training as a pure machine: every task has a replica of all Variables.
 
 `Ranks` gives every task of a generation, a rank, the same pieces, as `rounds.Rounds` does. Ranks sum their gradients
 among themselves and apply the same update, so a rank may be one step ahead of another one, and never more. The servers
@@ -19,7 +19,7 @@ from tfnb.cluster.wire.messages import Failure
 
 
 class Save(NamedTuple):
-    """Let a rank, which has applied every round up to ``latest``, write its values on the servers."""
+    """Let a rank that has applied every round up to ``latest`` write its values to the servers."""
 
     task: int
     latest: int
@@ -33,7 +33,7 @@ class Stood(NamedTuple):
 
 
 class SaveResult(NamedTuple):
-    """The servers hold what a rank was to save; or none of it, because of a ``failure``."""
+    """The servers hold a rank's saved values; or none of them, because of a ``failure``."""
 
     save: Save
     failure: Failure | None = None
@@ -91,7 +91,7 @@ class Ranks(Rounds):
 
     @property
     def reported(self) -> int:
-        """Steps of which the notebook has heard that they are applied."""
+        """Steps reported to the notebook as applied."""
         return self.steps_at(self.out[0].first + self.out[0].done - 1 if self.out else self.next - 1)
 
     def _begin(self, now: float) -> list[Any]:
@@ -117,7 +117,7 @@ class Ranks(Rounds):
         return found
 
     def _gathered(self, now: float) -> list[Any]:
-        """In a cut: who saves, when every loop has ended; or the end of the cut."""
+        """In a cut, once every loop has ended: let the most advanced rank save, or end the cut."""
         if self.waits or self.saver is not None:
             return []
         task = max(self.stood, key=lambda task: self.stood[task], default=None)

@@ -1,4 +1,4 @@
-"""How a training goes on in step on all tasks, as a pure machine: synchronous training.
+"""Synchronous training as a pure machine: all tasks contribute to each step.
 
 `Rounds` lends every task the same pieces, two ahead of need; each task computes its share of the rows, and the servers
 commit a round when all shares are there. The notebook acts only where something happens: it lets the servers end every
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 
 class RoundQuery(NamedTuple):
-    """Ask the first server which round was written last: a task to which a step owes a part does not tell of it."""
+    """Ask the first server for the latest written round: with backup tasks, a report may be missing for long."""
 
 
 class LatestRound(NamedTuple):
@@ -61,7 +61,7 @@ Instruction = Give | RoundQuery | Cut | Standstill | Report | e.Finish
 
 @dataclass
 class Rounds:
-    """Synchronous training. ``shards``: those that a step writes. ``spare``: how many tasks no step waits for.
+    """Synchronous training. ``shards``: shards written by a step. ``spare``: backup tasks; no step waits for so many.
 
     ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``fixed``: of how many it
     is always made, 0 for all but the spare ones. ``least``: tasks without which there is no step. ``patience``: seconds
@@ -101,7 +101,7 @@ class Rounds:
 
     @property
     def wants(self) -> int:
-        """How many pieces there is room for."""
+        """The number of pieces that there is room for."""
         if self.state not in ("open", "cutting") or self.is_ended or self.cause is not None:
             return 0
         return max(0, AHEAD - len(self.out) - len(self.again) - len(self.offered))
@@ -118,7 +118,7 @@ class Rounds:
 
     @property
     def parts(self) -> int:
-        """How many tasks work on pieces of their own."""
+        """The number of tasks that work on pieces of their own: one, since all tasks share each piece."""
         return 1
 
     def part(self, task: int) -> tuple[int, int, int]:
@@ -126,7 +126,7 @@ class Rounds:
         return self.members.index(task), len(self.members), min(self.wanted, len(self.members))
 
     def steps_at(self, latest: int) -> int:
-        """Steps that are written when round ``latest`` of this generation is."""
+        """The number of written steps once round ``latest`` of this generation is written."""
         return self.base + max(0, latest - self.first + 1)
 
     def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
@@ -173,7 +173,7 @@ class Rounds:
         return []
 
     def _begin(self, now: float) -> list[Instruction]:
-        """A generation: the tasks that are there now."""
+        """Begin a generation with the present tasks, or wait for tasks."""
         self.first, self.began = self.next, now
         if len(self.tasks) < self.least and self.patience:
             self.until = self.until if self.state == "waiting" else now + self.patience
@@ -210,7 +210,7 @@ class Rounds:
         return given
 
     def _progress(self, progress: PieceProgress, now: float) -> list[Instruction]:
-        """Steps are reported when every task of which they are made has told of them."""
+        """Report steps for which every contributing task has reported."""
         reported = next((piece.done for piece in self.out if piece.number == progress.number), progress.done)
         for step in range(max(progress.start, reported), progress.done):
             tasks = self.told.setdefault((progress.number, step), {})
@@ -225,7 +225,7 @@ class Rounds:
         return now >= max(since, self.asked) + UNTOLD
 
     def _told_by_server(self, latest: int, now: float) -> list[Instruction]:
-        """Steps up to a round are written, and are reported though not all tasks have told."""
+        """Report steps that the server says are written, even if tasks have not reported them."""
         for piece in self.out:
             written = min(piece.count, latest - piece.first + 1)
             self.known |= {(piece.number, step) for step in range(piece.done, written)}
@@ -272,7 +272,7 @@ class Rounds:
         return self._stop(None if len(self.tasks) >= self.least or self.patience else self._too_few)
 
     def _stop(self, cause: e.Cause | None) -> list[Instruction]:
-        """A cut; the first cause is the one that counts, and without one training goes on after it."""
+        """Begin a cut; the first cause counts, and without a cause training goes on after the cut."""
         if self.cause is None:
             self.cause = cause
         if self.state == "cutting":
@@ -281,7 +281,7 @@ class Rounds:
         return [Cut(self.next - 1)]
 
     def _cut(self, latest: int, now: float) -> list[Instruction]:
-        """Every step up to round ``latest`` is written, whoever told of it; the others are begun again."""
+        """Every step up to round ``latest`` is written, reported or not; later steps are begun again."""
         told: list[Instruction] = []
         written = self.steps_at(latest)
         rest = []

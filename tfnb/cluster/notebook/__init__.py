@@ -1,8 +1,8 @@
-"""What of the notebook lives on a cluster, and what the notebook shows of it.
+"""The notebook's side of values on a cluster: steps, Variables, queues, data, and the status display.
 
-`steps_there` takes steps, `divided_rows` looks whether their rows may be divided, `waiting` is how threads wait for
-them. `variables_there` moves Variables, `holdings` knows which of them are there, `state_dicts` lets ``state_dict()``
-show them as they are there. `pinned_values` is values of one moment that servers write to a checkpoint. `queue_homes`
-moves queues, `restoring` lets all of them be what a file holds. `collections` is Dask data. `overview` gathers what the
-status shows, `card` draws it.
+`steps_there` runs steps and trainings, `divided_rows` checks that replicas may divide a batch, `waiting` lets threads
+wait for the event loop. `variables_there` moves Variables, `holdings` records the Variables on servers, `state_dicts`
+pulls values before ``state_dict()``. `pinned_values` writes values of one step to a checkpoint, by the servers.
+`queue_homes` moves queues, `restoring` restores Variables and queues from a file. `collections` handles Dask data as
+training data. `overview` gathers statistics for the status, `card` renders them.
 """

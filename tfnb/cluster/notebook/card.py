@@ -20,7 +20,7 @@ class CardRow:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What `Cluster.status` returns; prints as text and shows as a card."""
+    """The result of `Cluster.status`; prints as text and shows as a card."""
 
     title: str
     facts: tuple[tuple[str, str], ...]

@@ -34,7 +34,7 @@ def in_chunks(client: Client, data: Mapping[Any, Any], timeout: float | None) ->
 
 
 def read(client: Client, array: torch.Tensor | ChunkedArray) -> torch.Tensor:
-    """All rows of an array, here: for a training that this process has to lead step by step."""
+    """All rows of an array, in this process: for a training driven step by step from here."""
     if isinstance(array, torch.Tensor):
         return array
     if array.nbytes > MOST:
@@ -48,7 +48,7 @@ def read(client: Client, array: torch.Tensor | ChunkedArray) -> torch.Tensor:
 
 
 def head(client: Client, array: torch.Tensor | ChunkedArray, rows: int) -> torch.Tensor:
-    """The first rows of an array, here: of chunks only these are brought. An array without an axis is whole."""
+    """The first rows of an array, in this process: only these rows of chunks are sent. A scalar is given whole."""
     if isinstance(array, torch.Tensor):
         return array[:rows] if array.dim() else array
     asked: list[Future] = []
@@ -61,7 +61,7 @@ def head(client: Client, array: torch.Tensor | ChunkedArray, rows: int) -> torch
 
 
 def _kept(client: Client, key: Any, collection: Any) -> list[Future]:
-    """The chunks along axis 0, in order, which the workers compute from now on."""
+    """The chunks along axis 0, in order, as futures; the workers begin to compute them."""
     array = without_frames(collection)
     others = range(1, array.ndim) if hasattr(type(array), "rechunk") else ()  # a Delayed has any attribute
     if any(len(array.chunks[axis]) > 1 for axis in others):
@@ -103,7 +103,7 @@ def _chunked(client: Client, key: Any, futures: Sequence[Future], end: float | N
 
 
 def _computed(name: str, futures: Sequence[Future], end: float | None) -> None:
-    """Wait for chunks; raise what their computation raised."""
+    """Wait for chunks; raise the error of a failed computation."""
     left = None if end is None else max(0.0, end - time.monotonic())
     try:
         wait(futures, timeout=left, return_when="ALL_COMPLETED")

@@ -1,4 +1,4 @@
-"""Before a synchronous training: would the gradients of parts of a batch, averaged by rows, be those of all its rows?
+"""A check before synchronous training: do gradients of parts, averaged by rows, equal the gradients of a whole batch?
 
 They are computed here, of at most 64 rows of the data and of the values that Variables have in this process, and
 nothing is applied. `tfnb.placement.row_means` says what is computed, and why a loss is no mean over rows.
@@ -44,21 +44,21 @@ _TURNED_OFF = "fit(..., exact=False) averages without a look"
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen, in words to warn of. is_settled: whether another look would tell nothing more."""
+    """The findings of a comparison, as warnings. is_settled: whether a further comparison would tell nothing more."""
 
     notes: tuple[str, ...] = ()
     is_settled: bool = True
 
 
 def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds) -> Observation:
-    """`look` at a step over so many microbatches in this process."""
+    """`look` at a step over ``count`` microbatches in this process."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
     seen = look(step, homes, count, [batch], step.fetches)
     return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
 
 
 def _of_microbatches(note: str) -> str:
-    """What is said of tasks, of microbatches."""
+    """Reword a note on tasks as a note on microbatches."""
     for of_tasks, of_microbatches in _WORDS.items():
         note = note.replace(of_tasks, of_microbatches)
     return note
@@ -67,7 +67,8 @@ def _of_microbatches(note: str) -> str:
 def look(
     step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], averaged: Collection[Value] | None = None
 ) -> Observation:
-    """Compare on ``batches``, more than one where that is quick. ``tasks``: so many divide the rows of a batch.
+    """Compare gradients on ``batches``, on more than one if quick. ``tasks``: the number of replicas that divide a
+    batch.
 
     averaged: fetches whose values are averaged by rows; by default those that tasks of a cluster average.
     """
@@ -129,7 +130,7 @@ class _Comparing:
     _compute: Program = field(init=False)
 
     def first(self, batches: Iterable[StepFeeds]) -> Observation:
-        """What the first batch tells whose gradients differ, or several that are equal."""
+        """The observation of the first batch with differing gradients, or of several batches with equal ones."""
         begin = time.monotonic()
         self._end = begin + SECONDS
         found = self.probe
@@ -151,7 +152,7 @@ class _Comparing:
         return told
 
     def _of(self, batch: StepFeeds, rows: int) -> Observation | None:
-        """What these rows of a batch tell; None where all gradients are zero, or not finite."""
+        """The observation of the first ``rows`` rows of a batch; None if all gradients are zero, or not finite."""
         feeds = batch.part(0, rows)
         drawn = self._run(self._draw, feeds) if self._draw is not None else []
         whole = self._part(batch, (0, rows), drawn)
@@ -208,7 +209,7 @@ class _Comparing:
         return {symbol: of[value].shape[axis] for symbol, (value, axis) in shown.items()}
 
     def _grads(self, parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The mean by rows, as servers make it, of each gradient, by the name of its Variable."""
+        """The mean by rows, as computed by servers, of each gradient, by the name of its Variable."""
         merged = {
             border.value: MERGES[border.kind].merge([part[at] for part in parts], rows)
             for at, border in enumerate(self.probe.borders)
@@ -245,7 +246,7 @@ class _Comparing:
     def _apart(
         self, whole: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int], least: float
     ) -> set[Value]:
-        """The numbers that are not the mean of those of the parts."""
+        """The numbers whose value on the whole batch differs from the mean over its parts."""
         apart: set[Value] = set()
         for at, value in enumerate(self.probe.numbers, len(self.probe.borders)):
             mean = MERGES["grad"].merge([part[at] for part in parts], rows)
@@ -299,7 +300,7 @@ def _by_row(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _GradientSizes:
-    """How large gradients are: ``of_each`` its norm, ``typical`` the root mean square of the largest one.
+    """Norms of gradients: ``of_each`` by name, ``typical`` the root mean square of the largest gradient.
 
     ``rounding``: a share of them that may be nothing else.
     """
@@ -316,7 +317,7 @@ class _GradientSizes:
     def furthest(
         self, whole: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor], least: float = APART
     ) -> tuple[str, float] | None:  # fmt: skip
-        """The gradient that is furthest from the mean of parts, and how far in sizes of it; None where none is."""
+        """The gradient furthest from the mean of parts, and the relative distance; None if all are near."""
         found: dict[str, float] = {}
         for name, norm in self.of_each.items():
             one, other = whole[name], mean[name]

@@ -1,4 +1,4 @@
-"""Which Variables live on the servers, and how their storages here relate to the values there. Data only, no calls.
+"""The Variables on the servers, and whether their local storages are current, stale or written. Data only, no calls.
 
 Variables are held weakly: one that nobody can reach any more is dropped there too. A storage here is a copy, of the
 last pull. `Holdings.written` finds the ones that were written since by other means than a step (`load_state_dict`,
@@ -24,7 +24,7 @@ _ROW = 8192  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Print:
-    """How a storage looked: where it lies, how often torch saw it written, and its bits or sums of them."""
+    """A fingerprint of a storage: its address, torch's version counter, and its bits or sums of them."""
 
     place: int
     version: int
@@ -32,11 +32,11 @@ class Print:
 
     @classmethod
     def of(cls, storage: torch.Tensor) -> Print:
-        """How it looks now."""
+        """The fingerprint of a storage now."""
         return cls(storage.data_ptr(), _version(storage), _bits(storage))
 
     def seems(self, storage: torch.Tensor) -> bool:
-        """Whether it was not written, as far as torch says; what is written through ``.data`` it does not."""
+        """Whether address and version are unchanged; torch does not count writes through ``.data``."""
         return self.place == storage.data_ptr() and self.version == _version(storage)
 
     def fits(self, storage: torch.Tensor) -> bool:
@@ -49,7 +49,7 @@ def _version(storage: torch.Tensor) -> int:
 
 
 def _bits(storage: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of the same bits always the same, whichever pages of a large table are there: to read it is not to write it."""
+    """The bits, or sums for large storages: equal for equal bits. Allocates no pages of a lazy table."""
     flat = storage.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
     if flat.numel() <= COPIED:
         return (flat.clone(),)
@@ -82,22 +82,22 @@ class Holdings:
 
     @property
     def variables(self) -> list[Variable]:
-        """Those that somebody can reach."""
+        """The reachable Variables."""
         return list(self._variables.values())
 
     def adopt(self, variable: Variable, pieces: tuple[Piece, ...]) -> None:
-        """It lives there now, with the value that it has here."""
+        """Register a Variable as living on servers, with its local value."""
         self._variables[variable.key] = variable  # first: another thread may look for those that are `gone`
         self.homes[variable.key] = pieces
         self.same(variable)
 
     def same(self, variable: Variable) -> None:
-        """Its storage here shows what the server has."""
+        """Mark a Variable's local storage as equal to the servers' value."""
         self._prints[variable.key] = Print.of(variable.kept)
         self.stale.discard(variable.key)
 
     def superseded(self, variable: Variable) -> None:
-        """A value was written there: whatever stands in its storage here is old."""
+        """Mark a Variable's local storage as stale: a newer value was written on the servers."""
         self.same(variable)
         self.stale.add(variable.key)
 
@@ -113,7 +113,7 @@ class Holdings:
         return found
 
     def written(self, variables: Iterable[Variable], *, thorough: bool) -> list[Variable]:
-        """Those whose storages were written here; ``thorough``: found also where torch did not see it."""
+        """The Variables whose local storages were written; ``thorough``: including writes that torch does not count."""
         with self.showing:
             return [variable for variable in variables if self._is_written(variable, thorough)]
 
@@ -125,7 +125,7 @@ class Holdings:
         return (thorough or not seen.seems(storage)) and not seen.fits(storage)
 
     def behind(self, written: Iterable[Variable]) -> list[Variable]:
-        """Those written here of which the servers have newer values than those that were written over."""
+        """The written Variables, not led by the notebook, whose local write is based on an outdated copy."""
         return [variable for variable in written if variable.key in self.stale and not variable.leads]
 
     def loads(self, shards: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the parts of a connected cluster say of themselves, as rows and facts of its card.
+"""Statistics of a connected cluster, as rows and facts of its card.
 
 Servers tell bytes and versions, and what they sent and received on each lane; tasks which code they run; Dask's
 scheduler the memory of the workers. Rates are of the time since the reading before.
@@ -25,7 +25,7 @@ LEAST = 0.2  # seconds between two readings of which a rate is made
 
 
 class Overview:
-    """Asks a cluster how it is, and keeps the last answers."""
+    """Polls the members of a cluster for statistics, and keeps the last answers."""
 
     def __init__(self, engine: Engine, client: Client) -> None:
         self._engine, self._client = engine, client
@@ -36,7 +36,7 @@ class Overview:
         self._rates: Mapping[str, float] = {}
 
     async def ask(self) -> None:
-        """Take new answers; who does not answer in time is as before."""
+        """Poll all members; a member that does not answer in time keeps its former statistics."""
         with suppress(OSError, TimeoutError, RuntimeError):  # the supervisor says that the scheduler is lost
             self._workers = await asyncio.wait_for(identities(self._client), PATIENCE)
         self._stats, self._codes = await asyncio.gather(self._engine.stats(PATIENCE), self._engine.codes(PATIENCE))

@@ -1,4 +1,4 @@
-"""Values of one moment that stay on the servers, until these have written them to a checkpoint by themselves.
+"""Values pinned on the servers at one step, until the servers have written them to a checkpoint.
 
 What a server cannot write, because it does not see the folder, is fetched, and written here.
 """
@@ -31,7 +31,7 @@ class PinnedValues:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Of each Variable, by label."""
+        """The spec of each Variable, by label."""
         return {label: Spec(one.spec.dtype, tuple(one.shape)) for label, one in self.variables.items()}
 
     @property
@@ -70,7 +70,7 @@ class PinnedValues:
         return read_from(self.homes[variable.key])
 
     def _labels(self) -> dict[int, dict[str, str]]:
-        """Of each shard, labels by the keys that it holds."""
+        """For each shard: labels by the keys of its pieces."""
         found: dict[int, dict[str, str]] = {shard: {} for shard in self.pins.keys}
         for label, variable in self.variables.items():
             for piece in self._pieces(variable):
@@ -80,7 +80,7 @@ class PinnedValues:
     def _written_here(
         self, store: CheckpointStore, whole: Collection[Shard], unseen: Collection[int]
     ) -> dict[int, dict[str, tuple[Shard, ...]]]:  # fmt: skip
-        """What is on shards whose servers do not see the folder."""
+        """Fetch and write, from this process, values of shards whose servers do not see the folder."""
         if not unseen:
             return {}
         if isinstance(store, LocalStore):

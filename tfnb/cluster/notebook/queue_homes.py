@@ -1,4 +1,4 @@
-"""Which queues of the notebook live on which servers: they go there at `connect`, and come home when that ends.
+"""The servers that hold the notebook's queues: queues move there at `connect`, and return when the connection ends.
 
 A queue in use goes with what it holds and with who waits for it; another one is made there when it is first used. Where
 ``tfnb.device("ps:1")`` was in force when it was made it lies on that server, else on the one with the fewest.
@@ -45,7 +45,7 @@ class QueueHomes:
         ] = []  # names of those that were on a lost server, and of which nobody knows what they held
 
     def begin(self) -> None:
-        """All queues that are in use go to the servers, and those that are used from now on.
+        """Move all queues in use to servers; queues used later are made there.
 
         Raises InvalidArgument for a queue that asks for another server than there is, before any of them moves.
         """
@@ -56,7 +56,7 @@ class QueueHomes:
         move(queues)
 
     def used(self, queues: Iterable[Queue]) -> list[tuple[int, str]]:
-        """Shard and key of the queues of a step, which runners begin to fill."""
+        """Shard and key of the queues of a step; starts the queue runners that fill them."""
         found = self.places(queues)
         for queue in found:
             for start in tuple(machine_of(queue).starters):
@@ -64,7 +64,7 @@ class QueueHomes:
         return list(found.values())
 
     def cause(self, queues: Iterable[Queue]) -> BaseException | None:
-        """The error that ended who filled one of them."""
+        """The error of a failed producer of one of the queues."""
         return next((cause for queue in queues if (cause := machine_of(queue).cause) is not None), None)
 
     def places(self, queues: Iterable[Queue]) -> dict[Queue, tuple[int, str]]:
@@ -81,7 +81,7 @@ class QueueHomes:
 
     @contextmanager
     def journaled(self) -> Iterator[None]:
-        """A training, in which it is known what queues hold though a server is lost, from the first copy on."""
+        """A block of a training: journals let queues survive the loss of a server, from the first copy on."""
         with self._lock:
             self._trainings += 1
         try:
@@ -104,7 +104,7 @@ class QueueHomes:
         return sum(home.journal.nbytes for home in self._homes().values())
 
     async def eras(self) -> dict[Queue, int]:
-        """The queues that are to be copied, of which the contents count that they have now. In the event loop."""
+        """The queues to copy, with the current eras of their journals. In the event loop."""
         if not self._trainings:
             return {}
         eras = {queue: home.journal.era for queue, home in self._homes().items()}
@@ -130,12 +130,12 @@ class QueueHomes:
 
     @property
     def undone(self) -> tuple[tuple[str, int], ...]:
-        """Steps of `run` that used queues on lost servers, by the name of the queue, which no copy had seen."""
+        """Steps of `run` that used queues on lost servers and that no copy had seen, by the queue's name."""
         used = self._engine.single.used
         return tuple((name, used[name]) for name in dict.fromkeys(self._kept) if used[name] > 0)
 
     def _homes(self) -> dict[Queue, RemoteQueue]:
-        """Those that are on servers."""
+        """The queues on servers, with their proxies."""
         found = {queue: queue.machine for queue in list(self._here)}
         return {
             queue: home for queue, home in found.items()
@@ -149,7 +149,7 @@ class QueueHomes:
                 await channel.done("withdraw", "", {"numbers": []}, CONFIRM)
 
     def _home(self, queue: Queue, held: QueueMachine | None) -> RemoteQueue:
-        """A queue lives on a server from now on, with what a machine here held."""
+        """Make a queue on a server, with the contents of its local machine, if there was one."""
         with self._lock:
             shard, key = self._shard(queue), f"{queue.name}/{next(self._count)}"
             self._here[queue] = shard, key
@@ -159,7 +159,7 @@ class QueueHomes:
         return home
 
     def _asked(self, queue: Queue) -> int | None:
-        """The shard that a queue asks for, if it asks for one."""
+        """The shard requested for a queue; None without a request."""
         count = len(self._engine.shards)
         asked = None if queue.device is None else parse(queue.device)
         if asked is None or asked.job != "ps":
@@ -191,7 +191,7 @@ class QueueHomes:
     # -- the end --------------------------------------------------------------------------------------------------
 
     async def bring_home(self) -> None:
-        """All queues, with what they hold and who waits for them. In the event loop."""
+        """Bring all queues back, with contents and waiting operations. In the event loop."""
         if self._home in HOMES:
             HOMES.remove(self._home)
         found = [(queue, queue.machine) for queue in list(self._here) if isinstance(queue.machine, RemoteQueue)]
@@ -199,7 +199,8 @@ class QueueHomes:
         self._here.clear()
 
     def lost(self, error: TfnbError) -> None:
-        """A server is gone: its queues are here and empty, unless it is known what they held. Others come home.
+        """After the loss of a server: its queues become local, with journaled contents or empty; other queues come
+        home.
 
         In the event loop.
         """

@@ -1,4 +1,4 @@
-"""Variables and queues of a cluster become what a file holds: all of them, or none.
+"""Restore Variables and queues of a cluster from a file's contents: all of them, or none.
 
 First everything that may fail goes to the servers, where it lies beside what is there. Then, with no step in between,
 all servers change. A server that is lost before ends the cluster as it was; of one that is lost while they change, the
@@ -37,7 +37,7 @@ def brought(
     cluster: VariablesThere, values: Values, held: Mapping[Queue, QueueSnapshot], at: Mapping[Queue, tuple[int, str]],
     own: Mapping[str, Queue],
 ) -> Iterator[Callable[[], None]]:  # fmt: skip
-    """A block in which a call lets Variables and queues be this; until then nothing is changed.
+    """A block with a function that restores Variables and queues; until its call nothing is changed.
 
     ``at``: shard and key of the queues on servers; ``own``: the others, by label.
 

@@ -1,4 +1,4 @@
-"""``state_dict()`` of modules and optimizers brings home what servers hold of them first.
+"""Hooks that pull a module's or an optimizer's values from the servers before ``state_dict()``.
 
 The hook stands in the objects themselves, which are pickled and copied with it: it is a function, and finds clusters
 when it is called. A copy has the hook, but does not stand in `_holders`, and nothing is done for it.
@@ -43,14 +43,14 @@ def pull_first(holder: Holder, *_: Any) -> None:
 
 
 def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of a module and of those in it, or the parameters of an optimizer."""
+    """The parameters and buffers of a module, submodules included, or the parameters of an optimizer."""
     if isinstance(holder, Optimizer):
         return (parameter for group in holder.param_groups for parameter in group["params"])
     return chain(holder.parameters(), holder.buffers())
 
 
 def _is_inner(holder: Holder) -> bool:
-    """Whether another module's ``state_dict()``, which pulled already, asks for this one's."""
+    """Whether ``state_dict()`` is called by the ``state_dict()`` of an outer module that has pulled already."""
     frame, code = sys._getframe(2), nn.Module.state_dict.__code__
     if frame.f_code is not code:
         return False
@@ -69,7 +69,7 @@ class Hooks:
         self._handles = WeakIdKeyDictionary()  # module or optimizer -> the handle of its hook
 
     def add(self, variables: Iterable[Variable]) -> None:
-        """Hook the modules that hold these Variables, at any depth, and the optimizers that lead them."""
+        """Hook the modules that hold the Variables, at any depth, and the optimizers that lead them."""
         variables = list(variables)
         held = (variable.held.tensor() for variable in variables if variable.held is not None)
         wanted = {id(tensor) for tensor in held if tensor is not None}
@@ -95,5 +95,5 @@ class Hooks:
 
 
 def _modules() -> list[nn.Module]:
-    """All modules there are: those that hold a tensor need not be known to a recording, nor those around them."""
+    """All modules of the process: the owner of a tensor need not be known to a recording, nor the modules around."""
     return [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]

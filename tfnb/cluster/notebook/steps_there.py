@@ -1,4 +1,4 @@
-"""Steps on a cluster as the notebook asks for them: those of `run`, one by one, and those of a training."""
+"""The notebook's steps on a cluster: single steps of `run`, and the steps of a training."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
 
 
 def varying(step: StepGraph) -> list[bool]:
-    """Which feeds of a step have an axis 0 that varies."""
+    """For each feed of a step, whether axis 0 varies."""
     by_id = step.whole.contents.by_id
     shapes = (by_id[value.node].outputs[value.index].shape for value in step.feeds)
     return [bool(shape) and not isinstance(shape[0], int) for shape in shapes]
@@ -110,7 +110,8 @@ class Steps:
         check: bool = False, see: See | None = None, compile: Compile = "off",
         trace: Callable[[Trace], object] | None = None,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """One step, on one task or in parts on those that its nodes ask for: the fetched values of ``step``.
+        """Run one step, on one task or in parts on the tasks requested by its nodes; returns the fetched values of
+        ``step``.
 
         tensors: in the order of its feeds.
         check: raise NonFinite where the step would give, or write, numbers that are not finite. see: gets the fetched
@@ -198,7 +199,7 @@ class Steps:
         return error
 
     def ahead(self, step: StepGraph, data: Ahead, begin: int = 0) -> Ahead | Iterator[StepFeeds | None]:
-        """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large.
+        """The input of `train`, made from arrays in the order of the feeds: sent once, unless too large.
 
         begin: so many of its steps were taken before.
         """
@@ -335,7 +336,7 @@ class Steps:
     def _looked_at(
         self, step: StepGraph, placed: PlacedStep, tasks: int, source: Ahead | Iterable[StepFeeds | None]
     ) -> tuple[Ahead | Iterable[StepFeeds | None], tuple[str, ...]]:  # fmt: skip
-        """The batches of a training, and what is said of a loss that is no mean over their rows, once for each."""
+        """The batches of a training, and the warnings, each given once, of a loss that is no mean over rows."""
         known: set[Any] = step.whole.attached.setdefault("divided", set())
         key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), step.fetches, tasks
         if key in known or tasks < 2 or not placed.writes or placed.tasks:
@@ -354,7 +355,7 @@ class Steps:
         return source, seen.notes
 
     def _heads(self, step: StepGraph, data: Ahead) -> Iterator[StepFeeds | None]:
-        """The first rows of some batches of a pass; of arrays in chunks their own first rows, which are one batch."""
+        """The first rows of some batches of a pass; for arrays in chunks one batch, of the arrays' first rows."""
         rows = min(divided_rows.ROWS, data.order.batch_size, data.order.rows)
         if any(not isinstance(array, torch.Tensor) for array in data.arrays):
             heads = [head(self._client, array, rows) for array in data.arrays]
@@ -367,7 +368,7 @@ class Steps:
             yield from batches(step, [(taken.part(at, 0, min(rows, stop - start)), 0)])
 
     def _possible(self, mode: Mode) -> Mode:
-        """The mode, if there are the tasks that it needs."""
+        """Check that the cluster has the tasks required by a mode."""
         tasks = sum(member.is_there for member in self._engine.places.values())
         if mode.name not in MODES:
             raise Unimplemented(f"mode={mode.name!r}: this version trains with {' and '.join(map(repr, MODES))}")
@@ -390,7 +391,7 @@ class Steps:
         self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], end: float | None,
         see: See | None, applied: AppliedSteps, seen: SeenSteps, *, is_whole: bool,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """Every step driven from here, for what no loop of a task can do by itself. is_whole: no task divides rows."""
+        """Drive every step from the notebook, if tasks' loops cannot. is_whole: no task divides rows."""
         copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
 
         def now() -> AppliedSteps:
@@ -419,7 +420,7 @@ class Steps:
             yield of_one(joined, batch.number)
 
     def _left(self, end: float | None) -> float | None:
-        """Seconds until ``end``; raises DeadlineExceeded when it is past."""
+        """Seconds until ``end``; raises DeadlineExceeded when ``end`` is past."""
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             raise DeadlineExceeded(
@@ -514,7 +515,7 @@ class Steps:
             return known[1]
 
     def _show(self) -> None:
-        """The end of a training: storages show its last step, but for what the user wrote here meanwhile."""
+        """Send local writes and pull at the end of a training; local writes to outdated copies stay."""
         if self._engine.is_closing:  # another thread closes it, which brings the values home
             return
         self._waiting.ensure_open()
@@ -554,7 +555,7 @@ def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
 
 
 def _apart(names: Sequence[str], how: Mode, is_joint: bool) -> str:
-    """What is said where several tasks write Variables along no gradient."""
+    """The warning for Variables that several tasks write without a gradient."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     if is_joint:
         found = f"the step writes {shown} itself, not along a gradient that tasks average, and they divide its rows"

@@ -33,7 +33,7 @@ BUSY = 0.02  # of a processor's time, at most, that they take here; servers comp
 
 
 class VariablesThere:
-    """``held``: those on the servers. do: waits until the event loop has done something, which it names.
+    """``held``: the Variables on the servers. do: waits for a coroutine in the event loop, named for messages.
 
     Coroutines run in the event loop, and the rest waits for it.
     """
@@ -53,7 +53,7 @@ class VariablesThere:
         self.held.stale.update(variable.key for variable in step.writes)
 
     def homes_of(self, step: StepGraph) -> dict[str, tuple[Piece, ...]]:
-        """Where the variables of a step are, or will be."""
+        """The homes of a step's Variables: present ones, and new ones for Variables not on servers yet."""
         held, groups, count = self.held.homes, together(step.graph), len(self.engine.shards)
         asked = shards_asked(step.graph.nodes, groups, held, count)
         return {**held, **pack(groups, held, self.held.loads(count), step.whole, asked)}
@@ -72,7 +72,7 @@ class VariablesThere:
             self.hooks.add(strays)
 
     async def _move(self, variables: Sequence[Variable], homes: Homes) -> None:
-        """All of them, or none: what was made is dropped again where another one finds no room."""
+        """Move all Variables to servers, or none: if a server has no room, the pieces created before are dropped."""
         variables = [variable for variable in variables if variable not in self.held]
         made: dict[int, list[str]] = {}
         try:
@@ -102,14 +102,14 @@ class VariablesThere:
         self.send(variables, thorough=thorough)
 
     def send_leading(self, variables: Iterable[Variable]) -> None:
-        """Those whose value here counts, such as the learning rate of an optimizer, where it is another one now."""
+        """Send changed values of Variables that the notebook leads, such as the learning rate of an optimizer."""
         leading = [variable for variable in variables if variable.leads]
         for variable in leading:
             _ = variable.kept  # which looks it up, also where the next step may not take it
         self.send(leading, thorough=False)
 
     def send(self, variables: Iterable[Variable], *, thorough: bool = True) -> None:
-        """What was written here by other means than a step goes to the servers; raises where that would lose steps."""
+        """Send values written locally outside of steps; raises FailedPrecondition if that would lose steps."""
         written = self.held.written(variables, thorough=thorough)
         for variable in self.held.behind(written):
             raise FailedPrecondition(
@@ -126,18 +126,18 @@ class VariablesThere:
             self.held.same(variable)
 
     def sent_but_behind(self) -> list[Variable]:
-        """Send what was written here, but for what is behind the servers' values: these Variables."""
+        """Send local writes, except writes to outdated copies; returns the Variables of these writes."""
         written = self.held.written(self.held.variables, thorough=True)
         behind = self.held.behind(written)
         self.send(v for v in written if v not in behind)
         return behind
 
     def pull(self, kept: Sequence[Variable] = ()) -> int:
-        """Storages here show the servers' values, but for those of ``kept``: the step of these."""
+        """Copy the servers' values into local storages, except ``kept`` ones; returns the step of the values."""
         return self.do("pull", None, self.bring_home, kept)
 
     async def bring_home(self, kept: Sequence[Variable] = ()) -> int:
-        """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
+        """Fetch all values, then assign them at once: local storages, except ``kept`` ones, are of one step."""
         begin, busy = time.monotonic(), time.process_time()
         variables = [variable for variable in self.held.variables if variable not in kept]
         eras = {} if self._queues is None else await self._queues.eras()
@@ -163,7 +163,7 @@ class VariablesThere:
     async def values(
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
     ) -> tuple[dict[str, torch.Tensor], int, Copies]:
-        """Values by key, their step, and what ``queues`` (shard and key of each) hold then."""
+        """Values by key, their step, and the contents of ``queues`` (given as shard and key) at that step."""
         homes, found, pulled = await self.copies(variables, queues)
         values = {variable.key: _joined(homes[variable.key], found) for variable in variables}
         return values, pulled.step, pulled.held
@@ -172,7 +172,7 @@ class VariablesThere:
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({}), *,
         unheard: bool = False,
     ) -> tuple[Homes, dict[str, torch.Tensor], Pins]:  # fmt: skip
-        """Where the pieces of Variables lie, and their values; what ``queues`` hold then, see `Engine.pull`."""
+        """The homes of Variables, their values, and the contents of ``queues`` at the same step; see `Engine.pull`."""
         homes = dict(self.held.homes)
         return homes, *await self.engine.pull(*self._asked(variables, queues), unheard=unheard)
 
@@ -191,7 +191,7 @@ class VariablesThere:
     async def pinned(
         self, variables: Mapping[str, Variable], queues: Mapping[Queue, tuple[int, str]]
     ) -> tuple[PinnedValues, int, Copies]:
-        """Variables by label, whose values of now the servers keep; their step, and what ``queues`` hold then."""
+        """Pin current values of Variables on the servers, by label; with the step and the contents of ``queues``."""
         homes = dict(self.held.homes)
         pins = await self.engine.pin(*self._asked(variables.values(), queues))
         return PinnedValues(self.engine, variables, homes, pins, self._say_unseen), pins.step, pins.held
@@ -202,13 +202,13 @@ class VariablesThere:
             self.engine.notes.append(text)
 
     def show(self, tensors: Collection[int]) -> None:
-        """A pull, where servers have newer values of one of these tensors (by id). What was written here stays."""
+        """Pull, if servers have a newer value of one of these tensors (by id). Local writes stay."""
         newer = [variable for variable in self.held.variables if variable.key in self.held.stale]
         if any(variable.held is not None and id(variable.held.tensor()) in tensors for variable in newer):
             self.pull(self.held.written(self.held.variables, thorough=True))
 
     def assigned(self, variable: Variable, value: torch.Tensor) -> None:
-        """A value was written on the servers, by no step: should one be lost while training, it stays.
+        """Keep a value, assigned on the servers outside of a step, safe from the loss of a server during a training.
 
         What no step in training writes, such as a learning rate, is written here, too. Of what one does the copies
         here have to be of one step, so all are renewed.
@@ -234,7 +234,7 @@ class VariablesThere:
             self.renew()
 
     def renew(self) -> None:
-        """A pull while training, unless steps go on: then it is due soon."""
+        """Pull during a training, unless a step comes between: then a pull is due soon."""
         try:
             self.pull(self.held.written(self.held.variables, thorough=False))
         except Aborted:
@@ -286,7 +286,7 @@ class RemoteHome:
 
 
 def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[str, torch.Tensor]]:
-    """The values that these have here, in pieces, by shard."""
+    """The local values of Variables, in pieces, by shard."""
     found: dict[int, dict[str, torch.Tensor]] = {}
     for variable in variables:
         value = variable.kept.cpu()
@@ -300,5 +300,5 @@ def _joined(pieces: Sequence[Piece], values: Mapping[str, torch.Tensor]) -> torc
 
 
 def gives_way(variable: Variable) -> str:
-    """What the user is told of a Variable whose value here is older than the servers'."""
+    """The warning for a local write to an outdated copy of a Variable, lost to the servers' value."""
     return f"what was written here to variable {variable.name} gives way to the servers' value: it is newer"

@@ -1,4 +1,4 @@
-"""How the notebook's threads wait for the event loop of a cluster, and what they are told meanwhile."""
+"""Waiting of the notebook's threads for the event loop of a cluster, and the warnings given meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EventLoopWaiter:
         self.is_loss_told = False  # an error said that the cluster is lost
 
     def ensure_open(self) -> None:
-        """Raise where it is closed or lost."""
+        """Raise if the cluster is closed or lost."""
         if self._engine.is_closed:
             raise FailedPrecondition("this cluster is closed; tfnb.connect(...) makes another")
         if self._engine.lost is not None:
@@ -37,13 +37,13 @@ class EventLoopWaiter:
 
     @property
     def is_here(self) -> bool:
-        """Whether this thread is that of the event loop, which cannot wait for itself."""
+        """Whether this thread is the event loop's own, and so cannot wait for the loop."""
         with suppress(RuntimeError):
             return asyncio.get_running_loop() is self._link.loop
         return False
 
     def do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""
+        """Run a coroutine in the event loop and wait; an interrupt or a deadline ends the work at a step boundary."""
         ensure_no_look(what)
         self.say_notes()
         try:
@@ -57,13 +57,13 @@ class EventLoopWaiter:
             raise
 
     def say_notes(self) -> None:
-        """Warn of what happened there."""
+        """Warn of events noted by the engine."""
         with suppress(IndexError):  # none are left; other threads take some, too
             while True:
                 warnings.warn(self._engine.notes.pop(0), stacklevel=user_level(None))
 
     def _settle(self) -> None:
-        """End what is in progress, at a step boundary."""
+        """End the work in progress, at a step boundary."""
         self._link.wait(self._link.start(self._engine.settle, SETTLE), SETTLE + 1, "ending the step")
 
     def explained(self, error: TfnbError) -> TfnbError:
@@ -76,7 +76,7 @@ class EventLoopWaiter:
 
     @contextmanager
     def turn(self, who: str) -> Iterator[None]:
-        """A block beside which no step computes, but those that wait for queues. The wait for it can be interrupted."""
+        """A block beside which no step computes, except steps that wait for queues. The wait can be interrupted."""
         turn, single = Turn(), self._engine.single
         what = f"{who} waits for a run of another thread, which"
         try:
@@ -87,12 +87,12 @@ class EventLoopWaiter:
 
 
 def begin_look() -> None:
-    """A step waits for this thread, which looks at its values. The thread's context is a copy."""
+    """Mark this thread as inspecting values of a step that waits for the inspection. The thread's context is a copy."""
     _looks.set(True)
 
 
 def ensure_no_look(what: str) -> None:
-    """Raise where a step waits for this thread: it would wait for itself."""
+    """Raise if a step waits for this thread, since a call of the cluster would deadlock."""
     if _looks.get():
         raise FailedPrecondition(
             f"the condition of a breakpoint asked the cluster for something ({what}), which waits for the condition: "
