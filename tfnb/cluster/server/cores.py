@@ -80,7 +80,7 @@ class Cores:
 
 
 def _effects(core: Core, event: Event, now: float) -> list[Effect]:
-    """The effects of an event; a request that makes no sense is answered, and keeps those beside it from nothing."""
+    """The effects of an event. An invalid request is answered with its error, without harm to other requests."""
     try:
         return core.on(event, now)
     except BaseException as error:  # also SystemExit of a kernel: it becomes data at this edge; nothing was written

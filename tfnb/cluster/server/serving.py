@@ -1,4 +1,4 @@
-"""The thread of a server: its cores see every event here, in order, whichever way it came.
+"""The thread of a server: its cores see every event here, in order, from calls and streams alike.
 
 It waits on a selector, for calls that the task's event loop passes on, for direct streams
 (`tfnb.cluster.wire.streams`), for what it hosts, and for the time. A stream whose request is ``post`` becomes the
@@ -49,9 +49,9 @@ STREAMED = frozenset({"push", "contribute", "pull"})  # what a direct stream car
 
 
 class Serving:
-    """Cores and their thread. ``carry``: called in the thread with what other servers are to be told.
+    """Cores and their thread. ``carry``: called in the thread with messages for other servers.
 
-    receive: makes the receiving end of a connection that carries posts, of its request and what its sender lends.
+    receive: makes the receiving end of a connection of posts, from its socket, its request and the sender's loans.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class Serving:
         return offer
 
     def host(self, end: HostedConnection) -> None:
-        """Serve one end of a connection from now on, until it is over."""
+        """Serve one end of a connection from now on, until closed."""
         self._hosted.setdefault(end, 0)  # first: a thread that ends drops it
         self._post(partial(self._look, end))
         if not self._thread.is_alive():
             self._drop(end, StreamBroken("the task ends"))
 
     def look(self, end: HostedConnection) -> None:
-        """What an end waits for has changed."""
+        """Register a change of the events that an end waits for."""
         self._post(partial(self._look, end))
 
     def drop(self, end: HostedConnection, why: str) -> None:
@@ -128,7 +128,7 @@ class Serving:
         self._post(partial(self._drop, end, StreamBroken(why)))
 
     def stop(self) -> threading.Thread:
-        """Let the thread end, and close what it listens on; who waits for an answer gets none. Its thread."""
+        """End the thread, and close its sockets; pending callers get no answer. Returns the thread."""
         self._is_over = True
         self._ring()
         return self._thread
@@ -220,7 +220,7 @@ class Serving:
     def _arrived(
         self, request: Request, reply: Callable[[Answer], None], methods: Set[str]
     ) -> list[tuple[int, RequestArrival]]:
-        """The event of a request for a shard, which it need not name where there is one."""
+        """The event of a request for a shard; the shard need not be named if there is only one."""
         shard = request.meta.get("shard", self._cores.only)
         if request.method not in methods:
             reply(Refusal("protocol", f"no {request.method[:40]!r} on this way to a shard"))
@@ -234,7 +234,7 @@ class Serving:
         return [(shard, RequestArrival(ticket, request))]
 
     def _timed(self, reply: Callable[[Answer], None], answer: Answer) -> None:
-        """Reply to a call of a traced step, which waits for nobody: with when that began, and ended."""
+        """Reply to a call of a traced step, with the times of its begin and end. Such a call does not wait inside."""
         if isinstance(answer, Ok):
             answer = replace(answer, meta={**answer.meta, "at": [self._began, time.monotonic_ns()]})
         reply(answer)
@@ -262,7 +262,7 @@ class Serving:
         self._keys.add(offer, time.monotonic())
 
     def _close_port(self, *, is_full: bool = False) -> None:
-        """Listen no more, until the next key is given out; who has a connection keeps it. is_full: of open files."""
+        """Stop listening until the next key is given out; connections stay. is_full: no more files can be opened."""
         with self._listening:
             if self._listener is None or (self._offered and not is_full):
                 return
@@ -297,7 +297,7 @@ class Serving:
         self._serve(one, selectors.EVENT_READ)
 
     def _afford(self, nbytes: int) -> None:
-        """One message has room beside those that are coming in, and is no larger than a push can be."""
+        """Raise ResourceExhausted for a message larger than any push, or without room beside other incoming ones."""
         most = self._cores.largest_push if nbytes > envelope.HEADER_CAP else None  # that takes a look at each Variable
         if most is not None:
             streams.within(nbytes, 0, most)
@@ -340,7 +340,7 @@ class Serving:
         self._ask(request, lambda answer: self._answer(one, answer), STREAMED)
 
     def _turn(self, one: Connection, request: Request) -> None:
-        """A stream becomes the receiving end of posts; its sender waits for the answer before it sends one."""
+        """Turn a stream into the receiving end of posts; the sender awaits the answer before its first post."""
         if self._receive is None:
             self._answer(one, Refusal("protocol", "no posts on this way"))
             return
@@ -365,7 +365,7 @@ class Serving:
     # -- what is hosted ---------------------------------------------------------------------------------------------
 
     def _look(self, end: HostedConnection) -> None:
-        """Wait for what it waits for."""
+        """Register the events that an end waits for with the selector."""
         before = self._hosted.get(end)
         if before is None:
             return
@@ -403,7 +403,7 @@ class Serving:
         end.over(error)
 
     def _share(self, name: str) -> tuple[ServerLoans | None, Answer]:
-        """What lends to a task from the next answer on, and memory of this process that the task maps as a proof."""
+        """Loans to a task, from the next answer on, and a segment of this process that the task maps as a proof."""
         try:
             self._proof = self._proof or Segment(envelope.ALIGN)
             return ServerLoans(name), Ok({"memory": self._proof.name})
@@ -454,7 +454,7 @@ class Serving:
 
 
 def _logged(work: Callable[[], None]) -> None:
-    """Do it. Where it fails, the thread goes on: it has others to answer."""
+    """Call ``work``; an exception is logged, and the thread goes on."""
     try:
         work()
     except Exception:
