@@ -1,4 +1,4 @@
-"""What travels between processes, and how.
+"""Messages between processes, and their transport.
 
 `messages` has identities, requests and outcomes, `envelope` their bytes, `lending` the tensors that lie in shared
 memory instead. `transport` makes calls over Dask's connections, `streams` over sockets of their own, `encryption`

@@ -57,7 +57,7 @@ IS_LITTLE = sys.byteorder == "little"
 
 
 class Post(NamedTuple):
-    """One message: the value of an edge for a tag, or why it is dead. ``nbytes``: of its tensor."""
+    """One message: the value of an edge for a tag, or the reason of a dead value. ``nbytes``: of its tensor."""
 
     round: int
     edge: int
@@ -73,7 +73,7 @@ class Post(NamedTuple):
 def written(
     round: int, edge: int, tag: Tag, value: Any, dead: Dead | None, loans: TaskLoans | None = None
 ) -> list[Buffer]:  # fmt: skip
-    """The bytes of a post: one buffer, or two of which the second is the memory of the tensor.
+    """The bytes of a post: one buffer, or two of them, the second being the memory of the tensor.
 
     Raises InvalidArgument or UnsupportedDtype for what cannot travel.
 
@@ -121,7 +121,7 @@ def written(
 
 
 def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoans | None) -> list[Buffer] | None:
-    """The bytes of a tensor that numpy takes as it is, and that is not lent: nothing else has to be looked at."""
+    """The bytes of a tensor by the fast path: a numpy array, not lent. None for other tensors."""
     code = _CODES.get(value.dtype)
     if code is None or len(tag) > TAG_CAP or not IS_LITTLE:
         return None
@@ -140,7 +140,7 @@ def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoan
 
 
 def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[int, ...], bytes, memoryview | None]:
-    """Kind and sizes of a tensor, where it is lent, and its values where it is not."""
+    """Kind and sizes of a tensor, its loan if lent, and its values if not."""
     if value.is_meta:
         check(value, 0)
         return _META, tuple(value.shape), b"", None
@@ -247,14 +247,14 @@ class PostReader:
         return found
 
     def _check(self, whole: int, kind: int, least: int) -> None:
-        """The bytes behind a header, of which ``least`` are no values."""
+        """Check the number of bytes behind a header; ``least`` of them are no values."""
         if whole < least or (whole > least and kind != _TENSOR):
             _broken(f"{whole} bytes behind a header of kind {kind}, which has {least}")
         if whole - least > self._budget:
             raise ResourceExhausted(f"bytes of a tensor: asked {whole - least}, used 0, limit {self._budget}")
 
     def _begin(self, head: _Head, start: int) -> int:
-        """A large tensor, whose memory takes what has come of it; no page of the rest is the process's own yet."""
+        """Begin a large tensor with the bytes that have come; memory pages of the rest are not touched yet."""
         view = (np.empty(head.nbytes, np.uint8) if head.nbytes <= LEND else memory(head.nbytes).numpy()).data
         have = min(head.nbytes, self._filled - start)
         view[:have] = self._view[start : start + have]
@@ -288,7 +288,7 @@ class PostReader:
 
 @lru_cache(1024)
 def _least(kind: int, tags: int, code: int, dims: int) -> int:
-    """The bytes behind a header of these numbers that are no values; they are proved before what lies there is read."""
+    """The number of bytes behind a header that are no values; proved before these bytes are read."""
     is_tensor = kind in (_META, _TENSOR, _LENT)
     if kind > _LENT or tags > TAG_CAP or dims > DIMS_CAP or code >= len(DTYPES) or ((dims or code) and not is_tensor):
         _broken(f"kind {kind}, {tags} numbers of a tag, dtype {code}, {dims} dimensions")
@@ -315,24 +315,24 @@ def _broken(why: str) -> NoReturn:
 
 
 class HostedConnection(Protocol):
-    """One end of a connection, as the thread that hosts it sees it."""
+    """One end of a connection, as seen by its hosting thread."""
 
     sock: socket.socket
 
     def events(self) -> int:
-        """What it waits for; 0: for nothing."""
+        """The selector events that this end waits for; 0 for none."""
 
     def ready(self, events: int) -> None:
-        """What it waited for is there. An exception ends it."""
+        """Process the awaited events. An exception ends this end."""
 
     def over(self, error: Exception) -> None:
-        """It is closed."""
+        """Close this end."""
 
 
 class Sender:
     """The sending end; from any thread. Until `connect` messages are kept.
 
-    lost: called once, with what ended it.
+    lost: called once, with the error that ended the connection.
     """
 
     sock: socket.socket
@@ -347,7 +347,7 @@ class Sender:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has a socket."""
+        """Whether the sender has a socket."""
         return self._is_open
 
     @property
@@ -357,11 +357,11 @@ class Sender:
 
     @property
     def has_let_go(self) -> bool:
-        """Whether the other end holds nothing that it was lent."""
+        """Whether the other end holds no loans."""
         return self._loans is None or self._loans.has_let_go
 
     def connect(self, sock: socket.socket, loans: TaskLoans | None) -> None:
-        """Go on by this socket; ``loans`` where both ends share memory. Then it is to be hosted."""
+        """Continue with a socket, to be hosted from now on; ``loans`` if both ends share memory."""
         sock.setblocking(False)
         with self._guard:
             self.sock, self._loans, self._is_open = sock, loans, True
@@ -369,9 +369,9 @@ class Sender:
                 sock.close()
 
     def post(self, round: int, edge: int, tag: Tag, value: Any, dead: Dead | None) -> bool:
-        """Send a message as it is now; returns whether the thread has to look: something is kept, or went wrong.
+        """Send a message at once; returns whether the thread has to look, as something is kept, or went wrong.
 
-        Raises as `written`, and Broken where it is over.
+        Raises the errors of `written`, and StreamBroken when the sender is over.
         """
         with self._guard:
             if self._is_over:
@@ -403,7 +403,7 @@ class Sender:
             return bool(self._kept)
 
     def take(self, most: int) -> bytearray:
-        """Messages that are kept for want of a socket, whole ones and about ``most`` bytes, for another way."""
+        """Pending messages for another transport, in absence of a socket: whole ones of about ``most`` bytes."""
         found: list[memoryview] = []
         nbytes = 0
         with self._guard:
@@ -413,13 +413,15 @@ class Sender:
         return bytearray().join(found)
 
     def events(self) -> int:
-        """What the thread waits for: the end, and room for what is kept. Raises OSError where sending failed."""
+        """The awaited selector events: the other end's close, and room for kept bytes. Raises OSError if sending
+        failed.
+        """
         if self._error is not None:
             raise self._error
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._kept else 0)
 
     def ready(self, events: int) -> None:
-        """Send what is kept. Raises OSError or Broken: the other end says nothing, so what can be read is its end."""
+        """Send kept bytes. Raises OSError, or StreamBroken at the other end's close: the other end sends nothing."""
         with self._guard:
             while self._kept and not self._is_over:
                 try:
@@ -445,7 +447,7 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end, in the thread that hosts it. ``take``: gets what came; ``lost``: called once, with the end."""
+    """The receiving end, in its hosting thread. ``take``: gets posts; ``lost``: called once, with the error."""
 
     def __init__(
         self, sock: socket.socket, loans: ServerLoans | None, take: Callable[[Sequence[Post]], None],
@@ -457,11 +459,11 @@ class Receiver:
         self._is_over = False
 
     def events(self) -> int:
-        """What the thread waits for: nothing while it is paused."""
+        """The awaited selector events: none while paused."""
         return 0 if self.is_paused else selectors.EVENT_READ
 
     def ready(self, events: int) -> None:
-        """Read what is there. Raises OSError, Broken, ProtocolError, ResourceExhausted or MemoryError."""
+        """Read the bytes at hand. Raises OSError, StreamBroken, ProtocolError, ResourceExhausted or MemoryError."""
         for _ in range(TURNS):
             if self.is_paused:
                 return

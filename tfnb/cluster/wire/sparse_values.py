@@ -1,4 +1,4 @@
-"""Values in messages: a large table of which few rows are not zero travels as these rows.
+"""Values in messages: a large table with few rows that are not zero travels as these rows.
 
 Between a notebook and servers only; a task asks for rows. See `tfnb.graph.lazy_memory`.
 """
@@ -18,7 +18,7 @@ from tfnb.graph import lazy_memory
 def written(
     values: Mapping[str, torch.Tensor], is_table: Callable[[str], bool] | None = None
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Facts and tensors of a message. ``tables``: by key the lengths of those of which rows travel, in new memory.
+    """Facts and tensors of a message. ``tables``: by key the lengths of tables that travel as rows, in new memory.
 
     is_table: whether rows of a key are to travel, where that is known; else it is looked up.
     """
@@ -34,7 +34,7 @@ def written(
 
 
 def read(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values of a message that `written` made. Raises InvalidArgument for one that it did not."""
+    """The values of a message of `written`. Raises InvalidArgument for other messages."""
     found = _parts(keys, tables, tensors)
     return {key: part if isinstance(part, torch.Tensor) else lazy_memory.unpacked(*part) for key, part in found.items()}
 
