@@ -228,7 +228,7 @@ class Connection:
         yield from frames(taken)
 
     def read(self, now: float) -> list[envelope.Buffer] | None:
-        """A whole message, if there is one now. Raises Broken, ProtocolError, ResourceExhausted or OSError."""
+        """A whole message, if there is one now. Raises StreamBroken, ProtocolError, ResourceExhausted or OSError."""
         while True:
             if self._want is None:
                 part = next(self._parts)
@@ -334,7 +334,7 @@ class Stream:
     ) -> tuple[socket.socket, TaskLoans | None]:  # fmt: skip
         """Let the connection carry posts from here on (`tfnb.cluster.wire.posting`); the stream is over.
 
-        Its socket, and what lends if both ends share memory. Raises OSError or Broken.
+        Returns its socket, and the loans if both ends share memory. Raises OSError or StreamBroken.
         """
         loans, until = None, time.monotonic() + CONNECT
         with suppress(OSError):
