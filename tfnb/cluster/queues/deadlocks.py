@@ -1,4 +1,4 @@
-"""Deadlocks on a cluster: who waits for whom is known to tasks, to servers and to the notebook, each in part.
+"""Deadlocks on a cluster: tasks, servers and the notebook each know a part of the wait-for graph.
 
 Tasks report their waiting steps with the later operations of each; after that servers report the attempts that still
 wait. A step whose attempts all wait has stood still in between, so the report is a consistent snapshot. The notebook

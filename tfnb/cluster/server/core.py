@@ -285,9 +285,10 @@ class Core:
     def _pull(self, request: Request) -> Ok:
         """Values of ``keys`` that changed after ``since`` (a version for each key; none: all of them).
 
-        With ``step`` it waits until so many rounds are committed, with ``staleness`` until the loop that reads is at
-        most so many steps ahead of the slowest one. ``rows_of``: keys of which only rows are wanted: the tensors.
-        ``tables``: of large tables the rows that are not zero will do. ``pinned``: what the client pinned before.
+        With ``step`` a pull waits until so many rounds are committed, with ``staleness`` until the reading loop is at
+        most so many steps ahead of the slowest one. ``rows_of``: keys whose values are read in part, at the row numbers
+        in the tensors. ``tables``: large tables travel as their rows that are not zero. ``pinned``: the number of an
+        earlier pin of the client, whose values are returned.
         """
         if "pinned" in request.meta:
             if (pinned := self.pins.get(_pin_of(request))) is None:

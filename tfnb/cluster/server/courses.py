@@ -1,9 +1,10 @@
 """The state of a training on one shard: its rounds, or the clocks of its loops. Data only; `core` writes.
 
 A synchronous training has rounds, which commit without the notebook.
-Every worker contributes to round k and is answered with the values after it. A shard that has all parts has computed
-the write and tells the first shard; when all are ready, that one writes and lets the others write. What it decided is
-final: whoever reads a cut, or ends the training, asks it first and names its decision to the others.
+Every worker contributes to round k and is answered with the values after the round. A shard with all parts computes its
+write and tells the first shard; when all shards are ready, the first one writes and lets the others write. The first
+shard's decision is final: a reader of a cut, and the end of a training, ask it first and pass its decision to the
+others.
 
 A round has places: the rows and the random stream of one part of its batch. Each shard keeps the first part that comes
 for a place, and drops copies: the parts of a place are equal, whoever computes them, so all shards write the same. With
@@ -11,8 +12,8 @@ as many places as workers each worker has its own. With spare workers the first 
 round away in the order in which workers come for them; later ones copy the place that was given away last. Who sends a
 copy while the part of another place is missing computes that one, so that no round waits for the slowest workers.
 
-With bounded staleness each loop has a clock, the steps that it has applied, and reads only while it is no more steps
-ahead of the slowest one than it may be. A loop that stands still leaves, and nobody waits for it.
+With bounded staleness each loop has a clock, its number of applied steps, and reads only while its lead over the
+slowest loop is within the bound. A loop that stands still leaves, and no loop waits for it.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Ledger:
         return window is not None and window.has(op.seq)
 
     def is_too_old(self, op: OpId) -> bool:
-        """Whether ``op`` lies below the window, where nobody knows any more."""
+        """Whether ``op`` lies below the window, where applied operations are forgotten."""
         window = self.clients.get(op.client)
         return window is not None and op.seq <= window.highest - WINDOW
 

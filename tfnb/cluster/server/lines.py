@@ -1,7 +1,7 @@
 """Requests waiting inside of a server, a line for each awaited event, in order of arrival. Data only.
 
-A caller hears ``again`` after `POLL` seconds and asks again under the same identity, which keeps its place. Who does
-not come back for `PATIENCE` seconds, or is said to be gone, leaves the line.
+A caller is answered ``again`` after `POLL` seconds, and asks again under the same identity, in the same place. A caller
+that does not come back for `PATIENCE` seconds, or is reported lost, leaves the line.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Lines:
             del lines[waiting.line]
 
     def polled(self, now: float) -> list[int]:
-        """Tickets of calls that have waited long enough; their requests stay. Who did not come back has left."""
+        """Tickets of calls that have waited for `POLL` seconds; their requests stay. Requests whose caller did not come
+        back are removed.
+        """
         found = []
         for op, waiting in list(self._of.items()):
             if waiting.ticket is not None and now - waiting.since >= POLL:

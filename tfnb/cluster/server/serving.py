@@ -1,8 +1,8 @@
 """The thread of a server: its cores see every event here, in order, from calls and streams alike.
 
-It waits on a selector, for calls that the task's event loop passes on, for direct streams
-(`tfnb.cluster.wire.streams`), for what it hosts, and for the time. A stream whose request is ``post`` becomes the
-receiving end of posts between tasks (`tfnb.cluster.wire.posting`), which it hosts from then on; so it serves tasks
+The thread waits on a selector, for calls passed on by the task's event loop, for direct streams
+(`tfnb.cluster.wire.streams`), for hosted connections, and for the time. A stream whose request is ``post`` becomes the
+receiving end of posts between tasks (`tfnb.cluster.wire.posting`), hosted from then on; so the thread serves tasks
 without a core, too.
 """
 

@@ -85,9 +85,9 @@ class Trainings:
         """Keep a worker's part of a round; answered when the round is written, with current values and whether the part
         counts.
 
-        With ``spare`` workers the first shard also says which place the worker takes next, and answers a copy at once
-        while the part of another place is missing. The other shards answer at once, for what they keep of a worker may
-        be what the first one drops.
+        With ``spare`` workers the first shard also answers with the worker's next place, and answers a copy at once
+        while the part of another place is missing. The other shards answer at once: a part kept by them may be a copy
+        that the first shard drops.
         """
         meta, course = request.meta, self._course(request.meta)
         number, worker, has_spare = int(meta["round"]), int(meta["worker"]), "spare" in meta
@@ -136,7 +136,7 @@ class Trainings:
     def _make(self, turn: OpenRound, meta: Mapping[str, Any]) -> None:
         """Compute the write of a round, and tell the first shard; that one lets the others write when all are ready.
 
-        An error is kept for those who contribute.
+        An error is kept, and raised for every contribution.
         """
         try:
             self._compute(turn)

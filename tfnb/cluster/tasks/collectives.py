@@ -1,8 +1,8 @@
 """Sums among the ranks of an all-reduce: process groups of gloo inside of Dask's workers, and the buckets they sum.
 
 One group for each generation: its store listens on the first rank, at a port of its own. Groups are no default group of
-torch, so the user's own use of `torch.distributed` goes on beside them. A call of gloo cannot be cancelled: who waits
-for one leaves it where it is not wanted any more, and the group with it. Imports no Dask.
+torch, so the user's own use of `torch.distributed` goes on beside them. A call of gloo cannot be cancelled: a waiting
+rank that is stopped abandons the call and the group. Imports no Dask.
 """
 
 from __future__ import annotations

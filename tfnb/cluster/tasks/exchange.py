@@ -6,7 +6,7 @@ task opens a connection of posts to it (`tfnb.cluster.wire.posting`), hosted by 
 without sockets), the same bytes travel as calls of Dask's connections, ``deliver``, one at a time for each task.
 
 A connection that breaks aborts the rounds of the task at its other end: posts may be missing, and no round goes on with
-another lane. Over ``deliver`` only who sends notices that a task is gone; who waits for it is told by its notebook.
+another lane. Over ``deliver`` only the sender notices that a task is gone; the notebook tells the receiver.
 """
 
 from __future__ import annotations
@@ -358,9 +358,9 @@ class _TaskLane:
 class _RoundPeers:
     """`Peers` of one round.
 
-    A value is taken as it is when it is told; where it has a shape it is a tensor, also a meta tensor, of which dtype
-    and sizes travel. Raises InvalidArgument or UnsupportedDtype for what cannot travel. In a round that was aborted no
-    value is given any more, but for one that was under way.
+    A value is captured when it is told; a value with a shape is a tensor, or a meta tensor, of which dtype and sizes
+    travel. Raises InvalidArgument or UnsupportedDtype for values that cannot travel. In an aborted round no more values
+    are delivered, except one that was under way.
     """
 
     def __init__(self, exchange: Exchange, number: int, parts: Mapping[int, Peer]) -> None:
@@ -383,7 +383,7 @@ class _RoundPeers:
 
 
 def _sender(request: Request) -> tuple[int, str]:
-    """Incarnation and name of who sends posts."""
+    """Incarnation and name of the sender of posts."""
     try:
         return int(request.meta["sender"]), str(request.meta["task"])
     except (KeyError, TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ tag names the iterations of the frames that the value belongs to. Each key is se
 | Round | Event | Next | Effect |
 |---|---|---|---|
 | unknown, early | `MessageArrival` | early | kept; `PauseReading` over `EARLY` bytes, poisoned after `PATIENCE` s |
-| unknown, early | `Begin` | open | what came from another incarnation than a part's is dropped |
+| unknown, early | `Begin` | open | early values from incarnations of no part are dropped |
 | open | `Want`, `MessageArrival` | open | `Deliver` once both are there |
 | open | `MessageArrival` or `Want` a second time | poisoned | `Fail`: Internal that names edge and tag |
 | open | `Abort`, `ConnectionLoss` of a task in it | poisoned | `Fail` with this cause; values and wants are dropped |
@@ -110,7 +110,7 @@ class Fail(NamedTuple):
 
 
 class Leftover(NamedTuple):
-    """Values that nobody wanted in a round that ended without an error."""
+    """Values without a receiver, in a round that ended without an error."""
 
     round: int
     keys: Sequence[tuple[int, Tag]]

@@ -59,7 +59,7 @@ def part_plans(
 ) -> tuple[tuple[PartPlan, ...], dict[int, tuple[int, ...]]]:
     """The plans of a step's parts, and by shard the positions of the parts that send to the shard.
 
-    tasks: numbers of those there are. Raises InvalidArgument for requests that contradict each other.
+    tasks: numbers of the cluster's tasks. Raises InvalidArgument for requests that contradict each other.
     """
     wanted = [value for value in split.fetches if value is not None]
     sent = [*_sent(split)]

@@ -27,7 +27,7 @@ class Share(NamedTuple):
 
 
 class TaskShare(NamedTuple):
-    """Who computes a piece: a worker, of how many, and into how many ``places`` the rows of each batch are divided.
+    """The worker that computes a piece, the number of workers, and of ``places``: parts of each batch's rows.
 
     A worker begins with the place of its number. Spare ones begin with copies, of the last place first.
 

@@ -73,8 +73,8 @@ class PartPlan:
 class PlacedStep:
     """A step placed on the cluster.
 
-    ``fetched``: for each fetch its place among what the compute plan returns, and behind that the ``late`` one, which
-    one replica runs when a step is written; None for a fetch without a value. ``divides``, ``undivided``: as of
+    ``fetched``: for each fetch its place among the results of the compute plan, followed by those of the ``late`` plan,
+    run by one replica when a step is written; None for a fetch without a value. ``divides``, ``undivided``: as of
     `tfnb.placement.partition.Split`.
     """
 
@@ -129,7 +129,7 @@ class PlacedStep:
 def place(split: Split, *, check: bool = False, compile: Mode = "off") -> PlacedStep:
     """The plans of a split step, without the plans of parts (`tfnb.cluster.tasks.part_programs`).
 
-    check: nobody takes or writes numbers that are not finite. compile: what tasks do with steps that take long.
+    check: refuse to take or write numbers that are not finite. compile: the tasks' mode of compiling long steps.
     """
     homes = split.placement.homes
     servers = {server.shard: server_plan(server, homes, check) for server in split.servers}

@@ -1,8 +1,8 @@
 """The loop that a task runs by itself while a `fit` trains: one message to each server and step, no notebook.
 
-The notebook lends pieces of training ahead of need, and asks what was done twice a second and when a piece ends;
-everything it is told counts from the first step of the loop, so that a repeated answer means the same. The loop ends by
-itself at the first call or kernel that fails; the notebook then decides.
+The notebook lends pieces of training ahead of need, and asks for a report twice a second and when a piece ends; reports
+count from the first step of the loop, so that a repeated report means the same. The loop ends by itself at the first
+call or kernel that fails; the notebook then decides.
 """
 
 from __future__ import annotations
@@ -521,7 +521,7 @@ class TrainingLoop:
             await self._keep_bound()
 
     async def _depart(self) -> None:
-        """Stand still: nobody waits for this loop."""
+        """Stand still, so that no other loop waits for this one."""
         if not self._has_stood and self._staleness is not None:
             await self._tell(self._shards, "depart")
         self._has_stood = True

@@ -1,8 +1,8 @@
 """The notes of a task on one traced step, and their form in the answer to the notebook.
 
 All times are nanoseconds of the monotonic clock of the task's own process, of calls to servers also of theirs; the
-notebook finds out how far these clocks are apart (`tfnb.execution.tracing.clock_offsets`). Nodes travel by name: those
-of the plan are others than the notebook's. Rows of numbers travel as tensors.
+notebook finds out how far these clocks are apart (`tfnb.execution.tracing.clock_offsets`). Nodes travel by name, since
+the plan's node ids differ from the notebook's. Rows of numbers travel as tensors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tfnb.graph.subgraph import nested
 
 
 class ShardCall(NamedTuple):
-    """A call to a shard: ``sent`` and ``received`` by the clock of who calls, ``began`` and ``ended`` by the server's.
+    """A call to a shard: ``sent`` and ``received`` by the caller's clock, ``began`` and ``ended`` by the server's.
 
-    given, found: bytes of the tensors that went there, and of those that came back.
+    given, found: bytes of the tensors in the request, and in the answer.
     """
 
     method: str

@@ -1,8 +1,8 @@
 """The task: one Dask actor on each worker, reached through its one method ``handle``.
 
-A server hosts the cores of its shards (fed from one thread, in order); a compute task runs registered plans: pull
-what is read, compute in a thread of its own, send updates to the servers, answer with the fetches. The event loop
-passes messages.
+A server hosts the cores of its shards (fed from one thread, in order); a compute task runs registered plans: pull the
+Variables that the plan reads, compute in a thread of its own, send updates to the servers, answer with the fetches. The
+event loop passes messages.
 Every error, also SystemExit from a kernel, becomes an answer at the edge; only cancellation by Dask itself passes.
 Imports Dask for the worker it lives on; never IPython.
 """
@@ -336,7 +336,7 @@ class ClusterTask:
     async def _reset(self, request: Request) -> Answer:
         """End every round and loop, and drop data and copies of values; answers when nothing of them runs.
 
-        Its notebook took it for dead meanwhile, and sends anew what it needs.
+        The notebook had taken this task for dead, and sends plans and data anew.
         """
         if request.op != self._reset_by:
             self._reset_by = request.op
@@ -569,7 +569,7 @@ def _collect(loop: asyncio.AbstractEventLoop, thread: threading.Thread | None) -
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    """Let the event loop call something, from another thread; a loop that is closed has nobody who waits."""
+    """Let the event loop call a function, from another thread; without effect if the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)
 
@@ -627,7 +627,7 @@ def _devices() -> list[str]:
 def _ignore_interrupts() -> None:
     """Ignore Ctrl-C: in a notebook the signal reaches the whole process group, for the notebook alone to handle.
 
-    Only in a process that a nanny started, which ends it by message; a worker started by hand keeps its Ctrl-C.
+    Only in a process started by a nanny, which ends its process by message; a worker started by hand keeps its Ctrl-C.
     """
     if multiprocessing.parent_process() is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -128,7 +128,7 @@ def is_failure(outcome: Outcome) -> bool:
 
 
 def is_silence(outcome: Outcome) -> bool:
-    """Whether nobody answered: the call may be repeated under its identity."""
+    """Whether there was no answer: the call may be repeated under its identity."""
     return isinstance(outcome, NotSent | Unknown)
 
 

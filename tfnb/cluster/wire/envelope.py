@@ -2,8 +2,8 @@
 
 ``TFN1 | text length u32 | text JSON | numbers i64 | padding | small tensors``, then one buffer for each larger tensor.
 A tensor travels as its bytes, little-endian, with a dtype tag; nothing is pickled. Between processes that share memory
-a larger tensor is lent: what travels is where it lies, `tfnb.cluster.wire.lending`. The decoder checks every size
-before it allocates anything, so that bytes from anywhere cost a `ProtocolError`, not memory.
+a larger tensor is lent: only its address travels, `tfnb.cluster.wire.lending`. The decoder checks every size before it
+allocates anything, so that bytes from anywhere cost a `ProtocolError`, not memory.
 
 The messages of a training differ in their numbers only: a step, a version. So the numbers of a simple header stand
 behind its text, which names them. The text is the same from step to step, and both ends remember it: JSON is written,
@@ -98,7 +98,7 @@ def encode(
     receiver.
 
     Contiguous CPU tensors are not copied, so they must not be written before the message is sent. Raises
-    UnsupportedDtype for what cannot travel, ResourceExhausted for a message over a cap.
+    UnsupportedDtype for tensors without a wire form, ResourceExhausted for a message over a cap.
     """
     sizes = _sizes(tensors)
     _within("bytes of tensors in a message", sum(sizes), 0, budget)

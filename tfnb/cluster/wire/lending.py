@@ -29,7 +29,7 @@ FREE, HELD = 0, 1  # words of a region
 class TaskLoans:
     """The task's side of one connection. Raises OSError where there is no shared memory.
 
-    most: regions that are lent at a time; what finds no place is sent.
+    most: regions that are lent at a time; further tensors are sent by the socket.
     """
 
     def __init__(self, most: int = REGIONS) -> None:
@@ -140,7 +140,7 @@ class ServerLoans:
         return not self._lent
 
     def borrowing(self) -> Borrow:
-        """For one message: its tensors where they lie. Their region is free when nobody holds one of them."""
+        """A function that maps the lent tensors of one message in place. Their region is free when all are released."""
         regions: dict[str, torch.Tensor] = {}
 
         def borrow(loan: Loan, nbytes: int) -> torch.Tensor:

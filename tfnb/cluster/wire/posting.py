@@ -4,7 +4,7 @@
 The body is a number, or the sizes of a tensor and then its values; of a meta tensor only the sizes; of a tensor that is
 lent in shared memory (`tfnb.cluster.wire.lending`) its sizes and where it lies. All is little-endian.
 
-`Sender` never waits: what the socket does not take at once is kept, and goes out in the thread of
+`Sender` never waits: bytes that the socket does not take at once are kept, and go out in the thread of
 `tfnb.cluster.server.serving`. `PostReader` takes bytes in pieces of any size, and proves every number before it takes
 memory.
 Both ends of a connection are a `HostedConnection` of that thread.
@@ -75,7 +75,7 @@ def written(
 ) -> list[Buffer]:  # fmt: skip
     """The bytes of a post: one buffer, or two of them, the second being the memory of the tensor.
 
-    Raises InvalidArgument or UnsupportedDtype for what cannot travel.
+    Raises InvalidArgument or UnsupportedDtype for values that cannot travel.
 
     >>> reader = PostReader()
     >>> reader.feed(b"".join(written(3, 7, (0, 2), torch.tensor([1.5, 2.5]), None)))

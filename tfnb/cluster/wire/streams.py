@@ -1,9 +1,9 @@
 """Direct streams: one connection from a compute task to a server process, for the messages of resident loops.
 
 A server listens on the interface of its own worker, with the encryption of the cluster if that has one
-(`distributed.Security`). Who wants to connect asks for a key by Dask's connections; the key serves once, and both
-ends prove that they know it before anything else is read. Each message is a prefix with the sizes of its frames,
-which are checked before memory is taken, and the frames of the envelope (`tfnb.cluster.wire.envelope`), received
+(`distributed.Security`). A task that wants to connect asks for a key by Dask's connections; the key serves once, and
+both ends prove that they know it before anything else is read. Each message is a prefix with the sizes of its frames,
+checked before memory is taken, and the frames of the envelope (`tfnb.cluster.wire.envelope`), received
 straight into the buffers that the tensors keep. The caller is a thread that blocks, always with a deadline. A stream
 that fails in any way is closed: its caller goes on by Dask's connections, under the same operation identity.
 
@@ -478,7 +478,7 @@ class Streams:
         A contribution is answered when all servers have all contributions to the same round. So it is sent to all
         servers or to none, and waits no longer where this thread is needed for something that others may wait for.
 
-        is_thread_wanted: whether somebody else waits for this thread.
+        is_thread_wanted: whether another call waits for this thread.
         """
         methods = {ask.method for mine in asks.values() for ask in mine}
         is_joint, may_leave = "contribute" in methods, "push" not in methods

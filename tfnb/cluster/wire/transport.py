@@ -2,8 +2,8 @@
 
 `Link.call` reaches the one method of a task (`actor_execute` of its worker) and ends, by its deadline plus 50 ms, in
 one of the five outcomes of `messages`. An address that failed once is suspect and is not dialled again until it is
-confirmed. `ClientLink` adds the blocking side: the calling thread waits in short turns, so Ctrl-C is seen, and what was
-begun goes on in the event loop.
+confirmed. `ClientLink` adds the blocking side: the calling thread waits in short turns, so Ctrl-C is seen, and begun
+work goes on in the event loop.
 
 ``actor_execute`` is not public Dask API (read in distributed 2026.8); tests/cluster/test_transport.py is its contract.
 """
@@ -69,7 +69,7 @@ class Wait(NamedTuple):
 
 
 class Reread(NamedTuple):
-    """Ask who is alive before trying again."""
+    """Find out whether the peer is alive before trying again."""
 
 
 class GiveUp(NamedTuple):
@@ -152,7 +152,7 @@ class Link:
     ) -> Outcome:  # fmt: skip
         """Call a method of a task; ``deadline`` is an instant of `time.monotonic`. Raises nothing but bad arguments.
 
-        Raises UnsupportedDtype, ResourceExhausted or InvalidArgument for what cannot be encoded, before sending.
+        Raises UnsupportedDtype, ResourceExhausted or InvalidArgument if the message cannot be encoded, before sending.
         """
         op = op or self.op()
         deadline = deadline or self.deadline(method, envelope.size(tensors))
