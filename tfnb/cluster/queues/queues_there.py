@@ -33,7 +33,7 @@ from tfnb.state.queue_machine import Attempt, Level, QueueHost, QueueMachine
 from tfnb.state.queue_operations import made
 
 OTHERS = "a step or call elsewhere on the cluster, if there is one"
-ACK = 0.005  # seconds that a message about what was received waits for another one to go with
+ACK = 0.005  # seconds that an acknowledgement waits for another message to go with
 CONFIRM = 20.0  # seconds that a server has to take attempts back, or to send a queue home
 ATTRS = frozenset({"count", "many", "part", "up_to", "required", "cancel_pending_enqueues", "begun", "step"})
 """Attributes of a node that its server needs."""
@@ -248,10 +248,10 @@ class RemoteQueue:
     others: str = OTHERS
     earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
     journal: Journal = field(default_factory=Journal)  # of this process, while a training may need it
-    _coming: list[tuple[Attempt, Attempt | None]] | None = None  # what waits until it has gone home
+    _coming: list[tuple[Attempt, Attempt | None]] | None = None  # attempts that wait while the queue moves home
     _known: tuple[QueueSnapshot | None, Sequence[tuple[Attempt, int, bool]]] = None, ()
     """Contents restored after the loss of the server; of each attempt the elements put so far, and whether over."""
-    _back: list[tuple[Sequence[Element], threading.Event]] = field(default_factory=list)  # what comes next there
+    _back: list[tuple[Sequence[Element], threading.Event]] = field(default_factory=list)  # elements to return at home
 
     @property
     def nbytes(self) -> int:

@@ -138,10 +138,10 @@ class Core:
         """Answer a request, or append the request to its line."""
         if request.op in self.lines and self._refused(request) is None:
             before, self._seen = self.lines.renew(request.op, ticket, now), ()  # it may be due by now
-            return [] if before is None else [Reply(before, Refusal("again", "it was asked again"))]
+            return [] if before is None else [Reply(before, Refusal("again", "the call was repeated"))]
         line = self._line(request)
         answer = None if self.lines.has(line) else self._answer(request, now)
-        if self.lines.has(line):  # behind those before it, unless it needs no place
+        if self.lines.has(line):  # behind earlier requests, unless answered without a place
             answer = self._settled(request)
         if answer is not None:
             return [Reply(ticket, answer)]
@@ -154,7 +154,7 @@ class Core:
             return f"step:{request.meta['step']}"
         if request.method == "pull" and "staleness" in request.meta:
             return "clock:{training}:{loop}".format_map(request.meta)
-        if request.method == "contribute":  # nobody stands before anybody
+        if request.method == "contribute":  # a line for each, as contributions do not wait for each other
             return (TURN + "{training}:{round}:{worker}").format_map(request.meta)
         return self.objects.line(request)
 
@@ -274,7 +274,7 @@ class Core:
     def _assigning(self, values: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """The checked write of whole values, with its memory reserved."""
         write, keys = self._assignment(list(values), list(values.values()))
-        self._open(keys, keep=False, values=values)  # who writes opens it again, and finds this generation
+        self._open(keys, keep=False, values=values)  # the write opens again, and finds this generation
 
         def written() -> None:
             with self.writing(keys):
@@ -292,7 +292,7 @@ class Core:
         """
         if "pinned" in request.meta:
             if (pinned := self.pins.get(_pin_of(request))) is None:
-                raise NotFound(f"what {request.op.client} pinned here was given up for later pins")
+                raise NotFound(f"the values that {request.op.client} pinned here were given up for later pins")
             return pinned
         if "decided" in request.meta:
             self.trainings.decided(request)

@@ -33,11 +33,11 @@ from tfnb.state.queue_operations import attempt_on, made, ordered, outcome
 ENTRIES = 1000  # tensors in one message
 BYTES = 64 << 20  # of them, unless a single one is larger
 FROZEN = 10.0  # seconds at most
-KEPT = 64  # answers to what is done once
+KEPT = 64  # answers of `_once`
 
 Method = Callable[[Request, float], Ok | None]
 Values = dict[str, torch.Tensor]
-Contents = tuple[dict[str, Any], list[torch.Tensor]]  # facts and tensors of what a queue holds
+Contents = tuple[dict[str, Any], list[torch.Tensor]]  # of a queue: facts, and tensors
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class Delivery:
     queues: dict[str, Contents] = field(default_factory=dict)
     values: Values = field(default_factory=dict)
     nbytes: int = 0  # of all tensors
-    held: list[tuple[HostedQueue, int]] = field(default_factory=list)  # those queues, and bytes of their elements
+    held: list[tuple[HostedQueue, int]] = field(default_factory=list)  # the queues, and bytes of their elements
     machines: dict[QueueMachine, QueueMachine] = field(default_factory=dict)
     write: Callable[[], None] = lambda: None
 
@@ -140,12 +140,12 @@ class Objects:
         self.channels: dict[str, Channel] = {}
         self.is_over: Callable[[int], bool] = lambda number: False  # of a round
         self._afford, self._assigning = afford, assigning
-        self._rounds: dict[int, list[Work]] = {}  # what each did so far
-        self._steps: dict[int, StepQueues] = {}  # of those rounds, and of those that wait
-        self._frozen, self._until = "", 0.0  # who froze it last, and until when
-        self._copies: dict[str, Contents] = {}  # by queue, for who froze it last
-        self._brought: dict[str, Delivery] = {}  # by who says so
-        self._answers: OrderedDict[tuple[str, str], Ok] = OrderedDict()  # to what may be asked again, and not done
+        self._rounds: dict[int, list[Work]] = {}  # by round, the operations that ended
+        self._steps: dict[int, StepQueues] = {}  # by round, also of waiting operations
+        self._frozen, self._until = "", 0.0  # id of the last freeze, and its end
+        self._copies: dict[str, Contents] = {}  # by queue, of the last freeze
+        self._brought: dict[str, Delivery] = {}  # by their id
+        self._answers: OrderedDict[tuple[str, str], Ok] = OrderedDict()  # of `_once`, by method and id
         self.methods: dict[str, Method] = {
             "post": self._post, "ends": self._ends, "contents": self._contents,
             "first": self._first, "waiting": self._waiting, "halt": self._halt,
@@ -289,11 +289,11 @@ class Objects:
         """Some tensors of a queue that left, from number ``start`` on."""
         held = self._held(str(request.meta["key"]))
         if held.left is None:
-            raise InvalidArgument(f"queue {held.queue.name} is here, it did not leave")
+            raise InvalidArgument(f"queue {held.queue.name} is still in use on this server")
         some = message(held.left[1], int(request.meta["start"]))
         return Ok({"facts": held.left[0], "count": len(held.left[1])}, some)
 
-    # -- what queues of all servers hold ------------------------------------------------------------------------
+    # -- contents of all servers' queues ------------------------------------------------------------------------
 
     def _once(self, request: Request, now: float) -> Ok:
         """Execute a request once; a repetition gets the same answer."""
@@ -332,7 +332,7 @@ class Objects:
 
     def _ensure_frozen(self, request: Request, now: float) -> None:
         if request.meta["id"] != self._frozen or now >= self._until:
-            raise Aborted(f"the queues were not held still for longer than {FROZEN:g} s: do it again")
+            raise Aborted(f"the queues stay frozen for at most {FROZEN:g} s, and this took longer: do it again")
 
     def _copy(self, request: Request, now: float) -> Ok:
         """Copy the contents of queues, and end the freeze. ``moved``: rounds whose dequeued elements do not return.
@@ -357,7 +357,7 @@ class Objects:
         """Some tensors of a copy, from number ``start`` on."""
         key = str(request.meta["key"])
         if request.meta["id"] != self._frozen or key not in self._copies:
-            raise Aborted("somebody else copies what queues hold: do it again")
+            raise Aborted("another copy of the queues' contents has begun: do it again")
         return Ok({}, message(self._copies[key][1], int(request.meta["start"])))
 
     def _bring(self, request: Request, now: float) -> Ok:

@@ -45,7 +45,7 @@ BACKLOG = 64
 ENDS = 10.0  # seconds that the thread may take to end
 log = logging.getLogger(__name__)
 Receive = Callable[[socket.socket, Request, ServerLoans | None], HostedConnection]  # raises TfnbError
-STREAMED = frozenset({"push", "contribute", "pull"})  # what a direct stream carries, also as parts of a batch
+STREAMED = frozenset({"push", "contribute", "pull"})  # methods on a direct stream, also as parts of a batch
 
 
 class Serving:
@@ -59,7 +59,7 @@ class Serving:
         receive: Receive | None = None,
     ) -> None:  # fmt: skip
         self._cores, self._carry, self._budget, self._receive = cores, carry, budget, receive
-        self._hosted: dict[HostedConnection, int] = {}  # and what the selector waits for
+        self._hosted: dict[HostedConnection, int] = {}  # with their selector events
         self._tickets = itertools.count()
         self._replies: dict[int, Callable[[Answer], None]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -69,7 +69,7 @@ class Serving:
         self._offered = 0  # keys on their way to the thread
         self._context: ssl.SSLContext | None = None  # of an encrypted cluster
         self._connections: set[Connection] = set()
-        self._lending: set[Connection] = set()  # whose tasks have not copied yet what they were lent
+        self._lending: set[Connection] = set()  # whose tasks have not copied all loans yet
         self._proof: Segment | None = None  # that tasks of this host can map
         self._selector = selectors.DefaultSelector()
         self._bell, self._ear = map(kept, socket.socketpair())
@@ -77,7 +77,7 @@ class Serving:
         self._ear.setblocking(False)
         self._selector.register(self._ear, selectors.EVENT_READ, None)
         self._is_over = False
-        self._began = 0  # when the cores began with what they do, in nanoseconds
+        self._began = 0  # when the cores began with the present events, in nanoseconds
         self._ticked = 0.0
         self._thread = threading.Thread(target=self._run, name="tfnb-server", daemon=True)
         self._thread.start()
@@ -176,7 +176,7 @@ class Serving:
         for core in self._cores if self._cores.waits else ():
             try:
                 self._carry_out(self._cores.on([(core.shard, CoreTick())], now))
-            except BaseException:  # a write that failed has poisoned the core, which says so to everybody
+            except BaseException:  # a failed write has poisoned the core, which refuses all requests from now on
                 log.exception("a server was told the time")
         for one in [one for one in self._connections if one.until is not None and one.until < now]:
             self._close(one)
@@ -280,7 +280,7 @@ class Serving:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return  # it went away again
-        except OSError:  # no more files can be open: what is connected goes on, nobody else comes
+        except OSError:  # no more files can be open: connections stay, and no new one is accepted
             self._close_port(is_full=True)
             return
         unproved = [one for one in self._connections if not one.is_proved]
@@ -362,7 +362,7 @@ class Serving:
         self._hosted[end] = 0
         self._look(end)
 
-    # -- what is hosted ---------------------------------------------------------------------------------------------
+    # -- hosted connections -----------------------------------------------------------------------------------------
 
     def _look(self, end: HostedConnection) -> None:
         """Register the events that an end waits for with the selector."""

@@ -77,7 +77,7 @@ class StagedRounds:
         held = self.staged.get(number, Round())
         missing = [worker for worker in workers if worker not in held.parts]
         if missing or not workers:
-            raise StepAborted(f"round {number} lacks what workers {missing} staged")
+            raise StepAborted(f"round {number} lacks the staged parts of workers {missing}")
         parts = [held.parts[worker] for worker in workers]
         is_old = held.version != self._shard.version and any(part.since is not None for part in parts)
         if held.write is None or held.workers != workers or held.opening != self._shard.opening or is_old:

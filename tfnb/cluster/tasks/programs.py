@@ -87,7 +87,7 @@ class PlacedStep:
     undivided: str | None = None
     queues: tuple[Queue, ...] = ()  # that the compute plan uses, in its order
     puts: bool = False  # into one of them
-    read: tuple[str, ...] = ()  # keys of Variables that nobody may write while a step with queues waits
+    read: tuple[str, ...] = ()  # keys of Variables that no other step may write while a step with queues waits
     parts: tuple[PartPlan, ...] = ()  # of a step over several tasks, in place of ``compute``
     senders: Mapping[int, tuple[int, ...]] | None = None  # then of each shard the parts that send to it, by position
 
@@ -453,7 +453,7 @@ class ComputeProgram:
 
     def _locate(self, error: NonFiniteGradient, args: Sequence[Any]) -> None:
         """Compute once more, with probes, and say where the gradient became NaN or infinite."""
-        if self.queues:  # what it took is gone
+        if self.queues:  # the dequeued elements are gone
             return
         tracer = ValueHealth(self.program)
         tracer.forward(*args)
@@ -546,5 +546,5 @@ def _rows_of(spec: Spec, rows: Sequence[int] | None) -> Spec:
 
 def rows_of(value: torch.Tensor | None, rows: Sequence[int] | None) -> torch.Tensor:
     """A shard's rows of a value; the whole value if ``rows`` is None."""
-    assert value is not None  # what is sent to servers is an output
+    assert value is not None  # values for servers are outputs
     return value if rows is None else value[rows[0] : rows[1]]

@@ -65,7 +65,7 @@ class LoopHost(Protocol):
 class _StepInProgress(NamedTuple):
     """A step to be computed, with its rows of large Variables; None: the rows are yet to be asked for."""
 
-    step: tuple[int, int]  # the number of its piece, and which step of it
+    step: tuple[int, int]  # number of the piece, and index of the step in it
     share: Share
     looked: LookedUp | None = None
     rows: Sequence[torch.Tensor] | None = ()
@@ -139,9 +139,9 @@ class TrainingLoop:
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
         self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
         self._counts = True  # whether the last part that was sent counts, on the first shard
-        self._place: int | None = None  # what the first shard gave this loop of the next round
+        self._place: int | None = None  # in the next round, assigned by the first shard
         self._late = 0  # steps that came too late to count
-        self._log: deque[_AppliedPart] = deque()  # what the notebook has not confirmed
+        self._log: deque[_AppliedPart] = deque()  # parts that the notebook has not confirmed
         self._told = 0  # steps before the log
         self._changed, self._news = asyncio.Event(), asyncio.Event()
         self._stands = asyncio.Event()
@@ -149,7 +149,7 @@ class TrainingLoop:
         self._failure: Failure | Refusal | None = None
         self._seconds = 0.0  # that the last step computed
         self._key = next(_keys)
-        self._begun: _StepInProgress | None = None  # the step of which direct streams did not give the rows
+        self._begun: _StepInProgress | None = None  # the step whose rows did not come by direct streams
         self._waits: asyncio.Future[None] | None = None  # for loops that are behind
         self._work = asyncio.ensure_future(self._run())
 
@@ -167,7 +167,7 @@ class TrainingLoop:
         """Only ranks hold values of their own."""
         raise NotImplementedError
 
-    # -- what the notebook asks for -----------------------------------------------------------------------------
+    # -- requests of the notebook -------------------------------------------------------------------------------
 
     def lend(self, given: PieceOrder) -> None:
         """One more piece; a piece that is here already means nothing."""
@@ -263,7 +263,7 @@ class TrainingLoop:
                 while index < given.count:
                     if not await self._goes_on():
                         return
-                    if self._has_stood:  # what others wrote meanwhile counts
+                    if self._has_stood:  # take over values that others wrote meanwhile
                         await self._enter()
                     index = await self._advance(given, index)
                 self._given.popleft()
@@ -458,7 +458,7 @@ class TrainingLoop:
         averages, number = self._averages, given.first + index
         if given.part is not None and any(latest != number for latest in self._rounds.values()):
             raise Internal(f"late fetches of round {number} are to be computed of values of {self._rounds}, by shard")
-        if given.part is None:  # nobody else's gradients are in it
+        if given.part is None:  # the averages are this worker's own gradients
             averages = {(push.shard, at): t for push in done.pushes for at, t in enumerate(push.tensors)}
         return done._replace(
             out=[*done.out, *self._of_late(late, given, index, share, done.before, after, averages, compute)]

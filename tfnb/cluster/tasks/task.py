@@ -126,7 +126,7 @@ class ClusterTask:
         self.link = worker_link(worker, envelope.BUDGET)
         self.plans: OrderedDict[str, ComputeProgram] = OrderedDict()
         self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
-        self.steps: dict[int, asyncio.Task[Answer]] = {}  # round -> what runs for it
+        self.steps: dict[int, asyncio.Task[Answer]] = {}  # by round
         self.floor = 0  # rounds up to here are over
         self._reset_by = OpId("", -1)  # the notebook's last call of `reset`: its earlier calls come too late
         self._resetting: asyncio.Future[None] | None = None
@@ -328,7 +328,7 @@ class ClusterTask:
             asyncio.ensure_future(threads.stopped(lambda number: number <= floor or number == ended))
             for threads in (self.computing, self.waiting)
         ]
-        await asyncio.sleep(0)  # threads are stopped before what they wait for ends
+        await asyncio.sleep(0)  # threads are stopped before their waits end
         for shard in request.meta.get("lost", ()):
             self.queues.lose(int(shard), ParameterServerLost(f"server {shard} was lost"))
         return Ok({"waits": [wait for waits in await asyncio.gather(*stopping) for wait in waits]})

@@ -307,7 +307,7 @@ def decode(
     if [frame.nbytes for frame in frames] != known.frames:
         _broken(f"{len(frames)} frames, but the header names others, or other lengths")
     if borrow is None and known.lent:
-        _broken("a tensor is lent to who borrows none")
+        _broken("a tensor is lent on a connection without shared memory")
     _within("bytes of tensors in a message", known.lent + known.sent, 0, budget)
     MOVED["shared memory"] += known.lent
     MOVED["sockets"] += known.sent

@@ -271,7 +271,7 @@ class PostReader:
             return _post(head, tensor_of(buffer[at : at + head.nbytes], head.dtype, head.sizes))
         if kind == _LENT:
             if self._borrow is None:
-                _broken("a tensor is lent to who borrows none")
+                _broken("a tensor is lent on a connection without shared memory")
             name, start, word = _LOAN.unpack_from(buffer, at)
             loan = str(name.rstrip(b"\0"), "latin-1"), start, word
             MOVED["shared memory"] += head.nbytes
@@ -343,7 +343,7 @@ class Sender:
         self._kept: deque[memoryview] = deque()
         self._loans: TaskLoans | None = None
         self._is_open = self._is_over = False
-        self._error: OSError | None = None  # that a thread met which is not the hosting one
+        self._error: OSError | None = None  # met by a thread other than the hosting one
 
     @property
     def is_open(self) -> bool:
@@ -380,7 +380,7 @@ class Sender:
             if not self._is_open:
                 self._kept.append(memoryview(b"".join(buffers)))
                 return True
-            if isinstance(self.sock, ssl.SSLSocket):  # what it could not send has to be given to it once more, whole
+            if isinstance(self.sock, ssl.SSLSocket):  # an unsent rest has to be offered again, whole
                 buffers = [piece for buffer in buffers for piece in _pieces(buffer)]
             count = 0
             if not self._kept and self._error is None:

@@ -61,7 +61,7 @@ _NAME, _NONCE, _PROOF = 8, 32, 32  # bytes
 _PREFIX = struct.Struct("<8sQQ")  # magic, bytes of the envelope, number of further frames
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
-Filling = Generator["memoryview | list[envelope.Buffer]", None, None]  # what is to be filled next, or a whole message
+Filling = Generator["memoryview | list[envelope.Buffer]", None, None]  # the next buffer to fill, or a whole message
 
 
 class StreamBroken(Exception):
@@ -426,7 +426,7 @@ class Streams:
         self._link, self._security = link, security
         self._streams: dict[Peer, Stream] = {}
         self._not_before: dict[Peer, float] = {}  # where one could not be opened
-        self._apart: set[Peer] = set()  # who shares no memory with this task
+        self._apart: set[Peer] = set()  # servers that share no memory with this task
 
     def op(self) -> OpId:
         """A fresh operation identity."""
