@@ -162,7 +162,7 @@ class _View:
         return self._channels.to(shard).queues.get(key)
 
     def _attempt(self, shard: int, at: Id, machine: RemoteQueue, kind: Any, what: str, is_placed: bool) -> Attempt:
-        """The attempt of this process, or one that stands for that of a task."""
+        """The attempt of this process, or a stand-in for a task's attempt."""
         channel = self._channels.to(shard)
         act = channel.open.get(at[1]) if at[0] == channel.id else None
         if act is not None and act.attempt is not None:

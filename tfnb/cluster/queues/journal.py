@@ -95,7 +95,7 @@ class Journal:
     era: int = 0  # copies of an earlier one are of other contents
 
     def add(self, serial: int, number: int, attempt: Attempt, begun: int, outputs: Sequence[torch.Tensor]) -> None:
-        """An attempt has put its elements from number ``begun`` on, or gave ``outputs``."""
+        """Record an ended attempt: its elements from number ``begun`` on, or its ``outputs``."""
         if self.held is None or attempt.kind == "size" or self.seen.has(serial, attempt.kind):
             return
         elements = attempt.elements[begun : attempt.enqueued]
@@ -106,7 +106,7 @@ class Journal:
         self.nbytes += done.nbytes
 
     def copied(self, era: int, held: QueueSnapshot, seen: ChannelMark) -> None:
-        """Go on from a newer copy, that was asked for in this era."""
+        """Replace the copy by a newer one, if requested in the present era."""
         if era != self.era:
             return
         self.held, self.seen = held, seen
@@ -202,4 +202,4 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nobody(attempt: Attempt) -> None:
-    """Nobody is told."""
+    """Ignore the end of a replayed attempt."""

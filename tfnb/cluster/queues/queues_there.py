@@ -231,7 +231,7 @@ class QueueChannel:
 
 @dataclass(eq=False)
 class RemoteQueue:
-    """A queue that lives on a server: takes the attempts that a queue here would take."""
+    """A queue that lives on a server, with the interface of a local queue's machine."""
 
     channel: QueueChannel
     key: str
@@ -283,7 +283,7 @@ class RemoteQueue:
         return asyncio.run_coroutine_threadsafe(work, self.channel.loop).result(CONFIRM)
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
-        """Ask for an attempt there."""
+        """Submit an attempt to the server, or to the queue's new machine after a move."""
         if attempt.kind != "size":
             self.used = time.time()
         with self.channel.lock:
@@ -341,7 +341,7 @@ class RemoteQueue:
         attempt.tell()
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
-        """Take back attempts that are not over, and wait until they are."""
+        """Withdraw attempts that are not over, and wait for the server's confirmation."""
         if self.heir is not None:
             self.heir.withdraw(attempts)
             return

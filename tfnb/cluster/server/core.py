@@ -195,7 +195,7 @@ class Core:
         return refused
 
     def _settled(self, request: Request) -> Answer | None:
-        """The answer that needs no work: a refusal, or the one that was given before."""
+        """The answer without any work: a refusal, or the recorded answer of a repeated mutation."""
         refused = self._refused(request)
         if refused is not None or request.method not in self.MUTATIONS:
             return refused
@@ -350,7 +350,7 @@ class Core:
 
     @property
     def used(self) -> int:
-        """Bytes of values, of generations that are read still, of staged parts and objects."""
+        """Bytes of values, of older generations with readers, of staged parts, and of objects."""
         return self.store.bytes + self.store.spare_bytes + self.objects.nbytes + self.staged
 
     def release(self) -> None:
@@ -470,7 +470,7 @@ class Core:
         return found
 
     def afford(self, asked: int | Callable[[], int]) -> None:
-        """Raise ResourceExhausted where this process has no room for so many bytes more."""
+        """Raise ResourceExhausted if this process has no room for so many more bytes."""
         if self.store.budget is not None:
             self.room.take(asked, self.store.budget)
 

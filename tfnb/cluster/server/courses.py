@@ -51,7 +51,7 @@ class OpenRound:
     averages: tuple[Any, ...] = ()  # these
 
     def add(self, place: int, worker: int, part: Any, shards: tuple[int, ...], wanted: int) -> None:
-        """The part of a place that had none."""
+        """Add the part of a place without one."""
         self.parts[place], self.owners[place], self.takers[worker] = part, worker, place
         self.shards, self.wanted = shards, wanted
         self.nbytes += part.nbytes
@@ -138,7 +138,7 @@ class Course:
         self.least = max(self.least, min(self.clocks.values(), default=0))
 
     def lead(self, loop: str) -> int:
-        """Steps that a loop is ahead of the slowest one."""
+        """The lead of a loop over the slowest one, in steps."""
         return self.clocks[loop] - min(self.clocks.values())
 
     def end(self, floor: int) -> None:

@@ -83,7 +83,7 @@ class Lines:
             del lines[waiting.line]
 
     def polled(self, now: float) -> list[int]:
-        """Tickets of calls that have waited for `POLL` seconds; their requests stay. Requests whose caller did not come
+        """Tickets of calls that have waited for `POLL` seconds. Their requests stay; requests whose caller did not come
         back are removed.
         """
         found = []

@@ -165,7 +165,7 @@ class Objects:
 
     @property
     def waiting(self) -> int:
-        """Attempts that wait."""
+        """Number of pending attempts."""
         return sum(len(channel.open) for channel in self.channels.values())
 
     @staticmethod
@@ -286,7 +286,7 @@ class Objects:
         self._end_steps([number for number in self._steps if self.is_over(number)])
 
     def _contents(self, request: Request, now: float) -> Ok:
-        """Some tensors of a queue that left, from number ``start`` on."""
+        """Some tensors of a moved queue's contents, from number ``start`` on."""
         held = self._held(str(request.meta["key"]))
         if held.left is None:
             raise InvalidArgument(f"queue {held.queue.name} is still in use on this server")

@@ -88,7 +88,7 @@ class PartWriter(Protocol):
         """A block that writes these keys."""
 
     def afford(self, asked: int) -> None:
-        """Raise ResourceExhausted where so many bytes are not there."""
+        """Raise ResourceExhausted if there is no room for so many more bytes."""
 
     def ack(self) -> Ok:
         """The plain answer: version and step."""

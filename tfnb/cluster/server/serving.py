@@ -191,7 +191,7 @@ class Serving:
             reply(failed(error))
 
     def _ask(self, request: Request, reply: Callable[[Answer], None], methods: Set[str]) -> None:
-        """Let the cores answer. ``methods``: that may be asked for, also by the parts of a batch."""
+        """Let the cores answer a request. ``methods``: accepted methods, also for the parts of a batch."""
         self._lending = {one for one in self._lending if one.loans is not None and not one.loans.has_let_go()}
         if request.method == "batch":
             self._ask_all(request, reply, methods)
@@ -431,7 +431,7 @@ class Serving:
             self._close(one)
 
     def _watch(self, one: Connection) -> None:
-        """Wait until the other end reads, as long as there is something to send."""
+        """Wait until the other end reads, as long as buffers are left to send."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.has_more_to_send else 0)
         if self._selector.get_key(one.socket).events != events:
             self._selector.modify(one.socket, events, partial(self._serve, one))

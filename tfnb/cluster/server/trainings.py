@@ -31,7 +31,7 @@ class Trainings:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are staged."""
+        """Bytes of staged parts and averages."""
         return sum(course.nbytes for course in self.courses.values())
 
     def told(self) -> list[Send]:
@@ -134,7 +134,8 @@ class Trainings:
         return None
 
     def _make(self, turn: OpenRound, meta: Mapping[str, Any]) -> None:
-        """Compute the write of a round, and tell the first shard; that one lets the others write when all are ready.
+        """Compute the write of a round, and tell the first shard. The first shard lets the others write when all are
+        ready.
 
         An error is kept, and raised for every contribution.
         """
@@ -176,20 +177,20 @@ class Trainings:
             self._write(course, number)
 
     def hold(self, request: Request, now: float) -> Ok:
-        """On the first shard: commit nothing for a while; the last round that was decided."""
+        """On the first shard: stop commits for a while; answers with the last committed round."""
         course = self._course(request.meta)
         course.held_until = now + HOLD
         return Ok({"latest": course.latest})
 
     def go(self, request: Request, now: float) -> Ok:
-        """The end of a hold."""
+        """On the first shard: end a hold; answers with the last committed round."""
         course = self._course(request.meta)
         course.held_until = 0.0
         self._commit_decided(course, now)
         return Ok({"latest": course.latest})
 
     def standing(self, request: Request) -> Ok:
-        """The last round that was written here."""
+        """Answer with the last round written on this shard."""
         return Ok({"latest": self._course(request.meta).latest})
 
     def cut(self, request: Request) -> Ok:

@@ -170,7 +170,7 @@ class TrainingLoop:
     # -- requests of the notebook -------------------------------------------------------------------------------
 
     def lend(self, given: PieceOrder) -> None:
-        """One more piece; a piece that is here already means nothing."""
+        """Add one more piece; a piece that was lent before is ignored."""
         if not any(held.number == given.number for held in self._given):
             given = replace(given, needs_all=self._late_program is not None and self._late_program.has_rows)
             self._given.append(given)
@@ -221,7 +221,7 @@ class TrainingLoop:
         self._work.cancel()
 
     def report(self, seen: int) -> Ok:
-        """Every step that the notebook has not seen, and how the loop stands."""
+        """All applied parts that the notebook has not confirmed, and the state of the loop."""
         self._confirm(seen)
         groups: list[list[_AppliedPart]] = []
         log = list(self._log)  # at once: the compute thread adds to it
@@ -308,7 +308,9 @@ class TrainingLoop:
         return bool(self._given) and (self._ahead is None or self._ahead.is_here(self._given[0]))
 
     async def _advance(self, given: PieceOrder, index: int) -> int:
-        """Steps of a piece from ``index`` on, at least one that is not written yet; how far they came."""
+        """Run steps of a piece from ``index`` on, at least one that is not written yet; returns the index of the next
+        step.
+        """
         tables = (piece.shard for _, pieces in self._program.lookups for piece in pieces)
         await self._host.open_streams(sorted({*self._asked, *tables}))
         if self._begun is not None and self._begun.rows is None and self._begun.looked is not None:

@@ -41,7 +41,7 @@ class ShardCall(NamedTuple):
 
     @classmethod
     def of(cls, ask: Ask, sent: int, answer: Ok, received: int) -> ShardCall:
-        """The call that had this answer. Raises ProtocolError for one without times."""
+        """The call with this answer. Raises ProtocolError for an answer without times."""
         try:
             began, ended = map(int, answer.meta["at"])
         except (KeyError, TypeError, ValueError) as error:
@@ -50,7 +50,7 @@ class ShardCall(NamedTuple):
 
 
 class PostTime(NamedTuple):
-    """A value that one part sent to another one, or that arrived: ``part`` is the other one's number, where known."""
+    """The time of a value sent to another part, or received; ``part``: number of the other part, if known."""
 
     edge: int
     part: int
@@ -123,7 +123,7 @@ class StepNotes:
         return lambda failed: _Noting(meet(failed), self._sent)
 
     def answer(self, arrivals: Collection[tuple[int, int, Tag, int]], number: int) -> tuple[dict[str, Any], list[Any]]:
-        """Facts and tensors of the answer. arrivals: round, edge, tag and time of values that came.
+        """Facts and tensors of the answer. arrivals: round, edge, tag and time of values received from other parts.
 
         Raises ResourceExhausted where there were too many messages.
         """

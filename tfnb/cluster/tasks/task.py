@@ -255,7 +255,7 @@ class ClusterTask:
         return await answered
 
     async def _open_stream(self, request: Request) -> Answer:
-        """Where this task listens for a direct stream, or posts, and a key for one."""
+        """The address where this task listens for direct streams and posts, and a key for one connection."""
         try:
             offer = self._served().offer(self.worker.address, self.worker.security)
         except OSError as error:
@@ -270,7 +270,7 @@ class ClusterTask:
             sending.add_done_callback(self._sending.discard)
 
     async def _send(self, peer: Peer, asks: Sequence[Ask]) -> None:
-        """Tell shards of another process, again and again; the notebook notices where that one is lost."""
+        """Tell the shards of another process, repeatedly; the notebook notices the loss of that process."""
         await asking.persisted(self.link, peer, asks, epoch=self.epoch)
 
     # -- a compute task ---------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ class ClusterTask:
         return Ok({"code": "" if program is None else program.code.tiers.code()})
 
     async def _forget(self, request: Request) -> Answer:
-        """Drop copies of variables that are no more."""
+        """Drop cached values of deleted Variables."""
         for key in request.meta["keys"]:
             self.cache.pop(str(key), None)
         return Ok()
@@ -492,11 +492,11 @@ class ClusterTask:
         return await self.reader.read(key, f"{what} for {self.name}")
 
     async def stop_reading(self) -> None:
-        """No training is there that reads chunks."""
+        """Close the reader: no training reads chunks any more."""
         await self.reader.close()
 
     async def open_streams(self, shards: Sequence[int]) -> None:
-        """Open the direct streams to servers that are not open, and could be."""
+        """Open the missing direct streams to servers, as far as possible."""
         for peer in self.streams.lacks(dict.fromkeys(self.shards[shard] for shard in shards)):
             await self.streams.open(peer, epoch=self.epoch)
 

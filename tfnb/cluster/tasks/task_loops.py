@@ -128,7 +128,7 @@ class Loops:
         return Replica(*about, updates=programs, meeting=meeting, store=store, here=self._host.host)
 
     async def _meet(self, request: Request) -> Ok:
-        """Let the other ranks of a generation meet here; an earlier one of its training is over."""
+        """Let the other ranks of a generation meet here; earlier meeting points of the same training are closed."""
         name = str(request.meta["name"])
         training = name.rpartition("/")[0]
         for other in [other for other in self._stores if other.rpartition("/")[0] == training and other != name]:
@@ -145,7 +145,7 @@ class Loops:
         return await self._registered(self._late, LateProgram, request)
 
     async def _registered(self, programs: OrderedDict[str, Any], kind: Callable[..., Any], request: Request) -> Ok:
-        """Compile a plan that is not known yet, in the compute thread."""
+        """Compile a plan in the compute thread, unless registered already."""
         plan = str(request.meta["plan"])
         if plan not in programs:
             compiled = partial(kind, request.meta, request.tensors)

@@ -59,7 +59,7 @@ def message(asks: Sequence[Ask]) -> Ask:
 
 
 def batch(asks: Sequence[Ask]) -> Ask:
-    """Calls as one, whose answer comes as soon as one of them failed or waits for long."""
+    """Calls as one message, answered as soon as one of them has failed, or has waited for long."""
     parts = [[ask.shard, ask.method, ask.op, dict(ask.meta), len(ask.tensors)] for ask in asks]
     return Ask(asks[0].shard, "batch", {"parts": parts}, [tensor for ask in asks for tensor in ask.tensors])
 

@@ -174,7 +174,7 @@ _HALF = 1 << 63
 
 
 def _text(header: Mapping[str, Any], fixed: Any, names: _Names, entries: tuple[tuple[Any, ...], ...]) -> _Text:
-    """The text of a message; a new one only where its fixed part, names or tensors are new."""
+    """The text of a message; encoded anew only if its fixed part, names or tensors are new."""
     key = fixed, names, entries
     found = _texts.get(key) if fixed is not None else None
     if found is not None:
@@ -262,7 +262,7 @@ def _unsupported(position: int, why: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _CheckedText:
-    """A text that was read and checked. ``count``: number of the numbers that follow.
+    """A text that was read and checked. ``count``: of the numbers behind the text.
 
     small: bytes that the small tensors take at least; frames: sizes of the larger ones.
     """
@@ -391,7 +391,7 @@ _READ = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_unique_pairs
 
 
 class _Place(NamedTuple):
-    """Where a tensor is: the offset of a small one, the number of a frame, or the segment and offset of a lent one."""
+    """The place of a tensor: offset of a small one, number of a frame, or segment and offset of a lent one."""
 
     lane: str
     ref: Any

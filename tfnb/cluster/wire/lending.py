@@ -27,7 +27,7 @@ FREE, HELD = 0, 1  # words of a region
 
 
 class TaskLoans:
-    """The task's side of one connection. Raises OSError where there is no shared memory.
+    """The task's side of one connection. Raises OSError without shared memory.
 
     most: regions that are lent at a time; further tensors are sent by the socket.
     """
@@ -109,7 +109,7 @@ class TaskLoans:
 
 
 class ServerLoans:
-    """The server's side of one stream. Raises OSError where the task's memory is not to be had."""
+    """The server's side of one stream. Raises OSError if the task's memory cannot be mapped."""
 
     def __init__(self, name: str) -> None:
         self._read = MappedSegment(name)

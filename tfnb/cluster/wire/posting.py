@@ -159,7 +159,7 @@ def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[in
 
 
 class _Head(NamedTuple):
-    """A header that was proved. ``nbytes``: of the tensor."""
+    """A checked header. ``nbytes``: of the tensor."""
 
     round: int
     edge: int
@@ -194,7 +194,7 @@ class PostReader:
         return self._rest if self._large is not None else self._view[self._filled :]
 
     def feed(self, data: Buffer) -> list[Post]:
-        """Posts that end with bytes that are there already."""
+        """Copy bytes in; returns the posts completed by them."""
         found: list[Post] = []
         view = memoryview(data).cast("B")
         while view.nbytes:
@@ -206,7 +206,9 @@ class PostReader:
         return found
 
     def came(self, count: int) -> list[Post]:
-        """Posts that end with the next ``count`` bytes. Raises ProtocolError, ResourceExhausted, or as ``borrow``."""
+        """The posts completed by the next ``count`` bytes. Raises ProtocolError, ResourceExhausted, and the errors of
+        ``borrow``.
+        """
         if self._large is not None:
             self._rest = self._rest[count:]
             if self._rest.nbytes:
@@ -262,7 +264,7 @@ class PostReader:
         return self._filled
 
     def _small(self, head: _Head, at: int) -> Post:
-        """A post that lies in the buffer whole."""
+        """The post that lies in the buffer whole."""
         buffer, kind = self._buffer, head.kind
         if kind == _TENSOR:
             if not head.nbytes:
@@ -323,10 +325,10 @@ class HostedConnection(Protocol):
         """The selector events that this end waits for; 0 for none."""
 
     def ready(self, events: int) -> None:
-        """Process the awaited events. An exception ends this end."""
+        """Process the awaited events. An exception closes the connection."""
 
     def over(self, error: Exception) -> None:
-        """Close this end."""
+        """Close the connection."""
 
 
 class Sender:
@@ -352,7 +354,7 @@ class Sender:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing goes out any more."""
+        """Whether the sender is closed."""
         return self._is_over
 
     @property
@@ -434,7 +436,7 @@ class Sender:
                     raise StreamBroken("the other end closed the connection")
 
     def over(self, error: Exception) -> None:
-        """Nothing goes out any more."""
+        """Close the sender; kept messages are dropped."""
         with self._guard:
             if self._is_over:
                 return
@@ -481,7 +483,7 @@ class Receiver:
                 return
 
     def over(self, error: Exception) -> None:
-        """Nothing comes any more."""
+        """Close the receiver."""
         if not self._is_over:
             self._is_over = True
             self.sock.close()

@@ -40,7 +40,7 @@ def read(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch
 
 
 def taking(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes that the values of a message take once they are read. Rows far apart take a page each, on their way not."""
+    """Bytes of a message's values in memory. Rows far apart take a page each, but not in the message."""
     total = 0
     for part in _parts(keys, tables, tensors).values():
         if isinstance(part, torch.Tensor):
@@ -55,7 +55,7 @@ def taking(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[tor
 def _parts(
     keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor, int]]:
-    """Of each key its value, or of a table the numbers of rows, these rows, and how many there are in all."""
+    """By key, the value; for a table the row numbers, the rows, and the table's length."""
     if len(tensors) != len(keys) + sum(key in tables for key in keys):
         raise InvalidArgument(f"{len(keys)} keys, {len(tables)} of tables, but {len(tensors)} tensors")
     rest = iter(tensors)

@@ -69,7 +69,7 @@ class StreamBroken(Exception):
 
 
 class StreamOffer(NamedTuple):
-    """Where a server listens, and the key for one connection."""
+    """The address of a listening server, and the key for one connection."""
 
     host: str
     port: int
@@ -268,7 +268,7 @@ class Connection:
             self.until = None
 
     def close(self) -> None:
-        """Nothing more comes or goes."""
+        """Close the connection; unsent buffers are dropped."""
         self.socket.close()
         self._out.clear()
         self._parts.close()

@@ -187,7 +187,7 @@ class Link:
         raise AssertionError("unreachable")
 
     async def _bounded(self, peer: Peer, message: Sequence[Buffer], deadline: float) -> Outcome:
-        """An exchange that ends by its deadline; a late one is cancelled behind the caller's back."""
+        """An exchange that ends by its deadline; a late one is cancelled in the background."""
         sent: list[bool] = []
         task = asyncio.ensure_future(self._exchange(peer, message, deadline, sent))
         try:
@@ -299,7 +299,9 @@ def outcome_header(outcome: Ok | Failure | Refusal) -> dict[str, Any]:
 
 
 def read_answer(message: Sequence[Buffer], budget: int, borrow: envelope.Borrow | None = None) -> Outcome:
-    """The caller's side: the outcome in a message; one that cannot be read is a failure. Raises as ``borrow``."""
+    """The caller's side: the outcome in a message; an unreadable message is a failure. Raises the errors of
+    ``borrow``.
+    """
     try:
         header, tensors = envelope.decode(message, budget=budget, borrow=borrow)
         return read_outcome(header, tensors)
