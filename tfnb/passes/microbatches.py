@@ -1,10 +1,10 @@
 """A step over microbatches: consecutive ranges of a batch's rows are done one after the other, and update once.
 
-What a step does with rows becomes the body of one counted loop, whose rows are the microbatches. Gradients are carried
-as a sum weighted by rows, as the servers of a synchronous round make the mean of the tasks' gradients: a microbatch is
-a worker that comes later. What is computed from averaged gradients, and the updates, stand behind the loop and are done
-once. Buffers of modules, such as the running statistics of batch norm, and other Variables that are written from the
-batch along no gradient are carried from microbatch to microbatch. Pure; imports the graph.
+The part of a step that depends on rows becomes the body of one counted loop, over the microbatches. Gradients are
+carried as a sum weighted by rows, as the servers of a synchronous round average the tasks' gradients: a microbatch is
+a worker that comes later. Nodes computed from averaged gradients, and the updates, stand behind the loop and run once.
+Buffers of modules, such as the running statistics of batch norm, and other Variables written from the batch along no
+gradient are carried from microbatch to microbatch. Pure; imports the graph.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def divide(rows: int, parts: int) -> list[tuple[int, int]]:
 class Microbatches:
     """``step`` over microbatches.
 
-    Its feeds are those of the step that it was made of, then the shapes of the microbatches, [microbatches, rank], of
-    each feed that is divided, and the microbatches' shares of the rows. ``divided``: whether a feed is, for each feed.
-    ``moved``: Variables, no statistics of batch norm, that each microbatch writes.
+    Feeds: of the original step, then for each divided feed the shapes of its microbatches, [microbatches, rank], and
+    the microbatches' shares of the rows. ``divided``: for each original feed, whether it is divided. ``moved``:
+    Variables that each microbatch writes, without statistics of batch norm.
     """
 
     step: StepGraph
@@ -116,7 +116,9 @@ class _Loop:
         return self.by_id[value.node].outputs[value.index]
 
     def _moved(self) -> dict[Variable, Value]:
-        """Variables that each microbatch writes, with what it writes; what reads them varies from here on."""
+        """Variables that each microbatch writes, with the written values; values computed from reads of them vary from
+        here on.
+        """
         found = {
             variable: value for variable, value in self.state.final.items()
             if value.node not in self.state.updated and value.node not in self.gradient
@@ -132,7 +134,7 @@ class _Loop:
     # -- borders ------------------------------------------------------------------------------------------------
 
     def _is_behind(self, node: Node) -> bool:
-        """Whether a node is done once, behind the loop: it updates, or takes averaged gradients."""
+        """Whether a node runs once, behind the loop: updates, and nodes computed from averaged gradients."""
         return node.id in self.state.updated or (node.id in self.gradient and "gradient" not in node.tags)
 
     def _varies(self, value: Value) -> bool:
@@ -140,7 +142,7 @@ class _Loop:
 
     @cached_property
     def behind(self) -> dict[int, Node]:
-        """Nodes behind the loop and before it, by id: what updates and fetches need that no microbatch does."""
+        """Nodes outside of the loop, by id: needed by updates and fetches, and run by no microbatch."""
         found: dict[int, Node] = {}
         stack = [v for variable, v in self.state.final.items() if variable not in self.moved]
         stack += self._fetched
@@ -174,12 +176,12 @@ class _Loop:
 
     @cached_property
     def _fetched(self) -> list[Value]:
-        """The values that are fetched, but for those that moved Variables have behind the loop."""
+        """The fetched values, without the final values of moved Variables."""
         found = [self.state.resolved(v) for v in self.step.fetches if self.by_id[v.node].outputs]
         return [value for value in found if value not in self.moved.values()]
 
     def _way(self, value: Value) -> str:
-        """How the microbatches' values become one; raises Unimplemented for a value that has no such way."""
+        """The merge of the microbatches' values; raises Unimplemented for a value without one."""
         node, spec, is_fetched = self.by_id[value.node], self._spec(value), value in self._fetched
         derived = value not in self.fed and node.id in self.gradient
         if node.op == "tfnb.slices.default" and derived and not is_fetched:
@@ -202,7 +204,7 @@ class _Loop:
     # -- the body -----------------------------------------------------------------------------------------------
 
     def _needed(self, roots: Iterable[Value]) -> dict[int, Node]:
-        """Nodes that a microbatch does for these values, by id."""
+        """Nodes that a microbatch runs for these values, by id."""
         found: dict[int, Node] = {}
         stack = list(roots)
         while stack:
@@ -221,7 +223,7 @@ class _Loop:
         return {node.id: node for node in self.state.nodes.values() if node.id in found}
 
     def made(self) -> Microbatches:
-        """All of it."""
+        """Build the step."""
         ways = {value: self._way(value) for value in self.borders}
         carried = [value for value, way in ways.items() if MERGES[way].carried]
         stacked = [value for value, way in ways.items() if not MERGES[way].carried]
@@ -392,14 +394,14 @@ class _Build:
         return Microbatches(StepGraph(graph, pruned, fetches, feeds), loop.divided, moved)
 
     def _fed(self) -> Iterator[Node]:
-        """Placeholders of what the step is fed."""
+        """Placeholders of the step's feeds."""
         for node_id in dict.fromkeys(value.node for value in self.loop.step.feeds):
             node = self.loop.by_id[node_id]
             is_one = node.op == "tfnb.placeholder"
             yield node if is_one else replace(node, op="tfnb.placeholder", inputs=(), attrs={}, control=(), effects=())
 
     def _before(self, captured: Iterable[Value]) -> set[int]:
-        """Ids of the nodes that the captures of the loop are computed by."""
+        """Ids of the nodes that compute the captures of the loop."""
         loop, found, stack = self.loop, set[int](), list(captured)
         while stack:
             value = stack.pop()
@@ -413,7 +415,7 @@ class _Build:
         return found
 
     def _reads(self, variables: Iterable[Variable]) -> list[Value]:
-        """What the moved Variables are before the first microbatch."""
+        """Values of the moved Variables before the first microbatch."""
         found, nodes = [], self.loop.step.graph.nodes
         for variable in variables:
             read = next((n for n in nodes if n.op == "tfnb.read" and n.attrs["variable"] is variable), None)
@@ -424,7 +426,7 @@ class _Build:
         return found
 
     def _zeros(self, carried: Iterable[Value], ways: Mapping[Value, str]) -> list[Value]:
-        """What sums, and extremes, start with: taking a value to it changes no bit of that."""
+        """Initial values of the carried sums and extremes: merging a value with one changes no bit of the value."""
         found = []
         for value in carried:
             spec = _wide(self.loop._spec(value))
@@ -449,7 +451,7 @@ class _Build:
         return found
 
     def _means(self, whole: Node, carried: Sequence[Value], first: int) -> dict[Value, Value]:
-        """Of each carried sum, in its own dtype, what it is behind the loop."""
+        """The value of each carried sum behind the loop, in the dtype of the original value."""
         same: dict[Value, Value] = {}
         for index, value in enumerate(carried, first):
             same[value], spec = whole.value(index), self.loop._spec(value)
@@ -460,7 +462,7 @@ class _Build:
         return same
 
     def _entries(self, whole: Node, stacked: Sequence[Value], first: int, known: set[str]) -> dict[Value, Value]:
-        """The entries of row-sparse gradients, those of all microbatches behind each other."""
+        """The entries of row-sparse gradients, concatenated over all microbatches."""
         same: dict[Value, Value] = {}
         counts: dict[int, Dim] = {}  # by node that gives both the rows and their numbers
         for place, value in enumerate(stacked):
@@ -479,7 +481,7 @@ class _Build:
         return same
 
     def _behind(self, whole: Node, before: set[int], same: Mapping[Value, Value]) -> Iterator[Node]:
-        """The nodes that are done once, of what the loop gives."""
+        """The nodes that run once, with the loop's results as inputs."""
         for node in self.loop.state.nodes.values():
             if node.id in self.loop.behind and node.id not in before:
                 there = [i for i in node.control if i in self.loop.behind or i in before]
@@ -501,7 +503,7 @@ def _symbols(shape: Iterable[int | Dim]) -> list[str]:
 
 
 def draws(node: Node) -> bool:
-    """Whether a node, or one inside of it, draws random numbers."""
+    """Whether a node, or a node inside of its subgraphs, draws random numbers."""
     return node.stream is not None or any(isinstance(a, Subgraph) and a.draws for a in node.attrs.values())
 
 

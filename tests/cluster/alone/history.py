@@ -1,4 +1,4 @@
-"""The history of trainings under faults, and what is wrong with it. Pure: events in, counts out.
+"""The history of trainings under faults, and its violations. Pure: events in, counts out.
 
 A history is a list of events, each a dict of JSON with ``event``, what it is, and ``at``, seconds of a monotonic clock.
 A training of n steps may take several attempts, each in a notebook process of its own:
@@ -34,7 +34,7 @@ Event = Mapping[str, Any]
 
 
 def amount(step: int) -> int:
-    """What a step, from 0, adds to the total: whole numbers, unlike for most steps."""
+    """The number that a step, from 0, adds to the total: a whole number, different for most steps."""
     return step * 7919 % 97 + 1
 
 
@@ -54,7 +54,7 @@ def expanded(values: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass
 class Verdict:
-    """What a history shows. ``wrong``: a line for each thing that is; the four counts are to be 0.
+    """The findings on a history. ``wrong``: a line for each violation; the four counts are to be 0.
 
     lost: steps that were acknowledged and are not in the values, and items of queues; doubled: those that were applied
     or taken more than once; torn: values of two shards, or of one, that are not of the same steps; late: waits beyond
@@ -70,11 +70,11 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no violations."""
         return not (self.lost or self.doubled or self.torn or self.late or self.wrong)
 
     def says(self, where: str, text: str, **counts: int) -> None:
-        """Add a line, and what it counts."""
+        """Add a line, and its counts."""
         if not counts or any(counts.values()):
             self.wrong.append(f"{where}: {text}")
         for name, count in counts.items():
@@ -87,7 +87,7 @@ class Verdict:
 
 
 def check(events: Iterable[Event]) -> Verdict:
-    """Whether each step of each training was applied once, and what was acknowledged is there."""
+    """Whether each step of each training was applied once, and no acknowledged step is missing."""
     verdict, events = Verdict(), list(events)
     attempts = list(_attempts(events))
     for number, tries in groupby(attempts, key=lambda attempt: attempt[0]["training"]):
@@ -149,7 +149,7 @@ def _check_training(where: str, attempts: Sequence[Sequence[Event]], verdict: Ve
 
 
 def _check_told(where: str, attempt: Sequence[Event], verdict: Verdict) -> None:
-    """Steps are told one after the other; only a recovery takes some back, which are told again as such."""
+    """Steps are told in order; only a recovery takes some back, to be told again as such."""
     step = highest = attempt[0]["first"]
     may_go_back = False
     for event in attempt:
@@ -172,7 +172,7 @@ def _check_told(where: str, attempt: Sequence[Event], verdict: Verdict) -> None:
 
 
 def _check_values(where: str, begin: Event, values: Any, steps: int | None, verdict: Verdict) -> None:
-    """Values are a replay of so many steps, each applied once: the first ones, or any of asynchronous tasks."""
+    """Values are a replay of so many steps, each applied once: the first steps, or any ones of asynchronous tasks."""
     if values is None:
         if steps:
             verdict.says(where, "there are no values")
@@ -195,7 +195,7 @@ def _check_values(where: str, begin: Event, values: Any, steps: int | None, verd
 
 
 def _check_queues(events: Sequence[Event], verdict: Verdict) -> None:
-    """What was put comes out once, in its order; nobody knows of the last put of a notebook that was killed."""
+    """Items that were put come out once, in order; the last put of a killed notebook is unknown."""
     put, taken = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     left: dict[str, list[int]] = {}
     for event in events:
@@ -220,7 +220,7 @@ def _check_queues(events: Sequence[Event], verdict: Verdict) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kind of fault cost: how often it was, and after each the longest pause before the next, in seconds."""
+    """The cost of one kind of fault: number of faults, and after each the longest pause before the next, in seconds."""
 
     kind: str
     pauses: tuple[float, ...]
@@ -232,7 +232,7 @@ class Kind:
 
 
 def kinds(events: Iterable[Event]) -> list[Kind]:
-    """For each kind of fault the longest time without a step that was not told before, from it to the next fault."""
+    """For each kind of fault the longest times without a new step, from each fault to the next."""
     found = defaultdict[str, list[list[float]]](list)
     waiting: list[list[float]] = []
     last = "end"

@@ -54,7 +54,7 @@ OPEN = 60  # connections that attackers leave open
 
 
 class Log(logging.Handler):
-    """What is logged as a warning or worse."""
+    """Collects logged warnings and errors."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -65,7 +65,7 @@ class Log(logging.Handler):
 
 
 def plan(name: str, value: torch.Tensor, sample: torch.Tensor, loss: Callable[[Any, Any], Any]) -> Plan:
-    """What a server does at a step of gradient descent on a Variable, whose gradients tasks push."""
+    """The server's plan of a gradient descent step on one Variable, with gradients pushed by tasks."""
     variable = tfnb.Variable(value, name=name)
     with tfnb.record(f"port_{name}") as graph:
         x = tfnb.placeholder(sample, name="x")
@@ -107,14 +107,14 @@ class Server:
         return self._serving.offer(ADDRESS, streams.Security())
 
     def facts(self) -> dict[str, Any]:
-        """How it is: bytes of memory, open files, threads, what was logged, and why it takes no more."""
+        """The state of the server: bytes of memory, open files, threads, log, and the reason if poisoned."""
         return {
             "bytes": self._process.memory_info().rss, "files": self._process.num_fds(), "log": self._log.told,
             "threads": sorted(each.name for each in threading.enumerate()), "poisoned": self._core.poisoned,
         }  # fmt: skip
 
     def close(self) -> None:
-        """It ends."""
+        """End the server."""
         self._serving.close()
         logging.getLogger().removeHandler(self._log)
 
@@ -138,11 +138,11 @@ class ServerProcess:
         return StreamOffer(found["host"], found["port"], bytes.fromhex(found["name"]), bytes.fromhex(found["key"]))
 
     def facts(self) -> dict[str, Any]:
-        """How it is."""
+        """The state of the server."""
         return self._answer("facts")
 
     def close(self) -> None:
-        """Let it end."""
+        """End the process."""
         self._process.communicate(timeout=SECONDS)
         assert self._process.returncode == 0
 
@@ -173,7 +173,7 @@ def message(
 
 
 def honest(server: Server | ServerProcess, value: float) -> float:
-    """The seconds in which a task connects, pushes a value, applies a gradient of ones and reads what that gave."""
+    """The seconds of an honest task: to connect, push a value, apply a gradient of ones, and check the result."""
     begin = time.monotonic()
     stream = Stream.connect(server.offer(), envelope.BUDGET)
     for method, tensors, about in (
@@ -209,14 +209,14 @@ METAS: dict[str, dict[str, Any]] = {
 
 
 class Attacker:
-    """Who does one thing after the other to a server, as ``chance`` has it, and leaves some connections open."""
+    """Attacks a server in sequence, chosen by ``chance``, and leaves some connections open."""
 
     def __init__(self, server: Server | ServerProcess) -> None:
         self.server, self.chance = server, random.Random(0)
         self._open: deque[socket.socket] = deque()
 
     def attack(self, seed: int) -> str:
-        """What that seed says; its name."""
+        """Carry out the attack of a seed; returns its name."""
         self.chance = random.Random(seed)
         name = self.chance.choice([*ATTACKS])
         with suppress(OSError, StreamBroken):  # the server closed it first
@@ -231,12 +231,12 @@ class Attacker:
     # -- what attacks are made of --
 
     def connection(self, offer: StreamOffer | None = None) -> socket.socket:
-        """One that has proved nothing."""
+        """A connection that has proved nothing."""
         host, port, *_ = offer or self.server.offer()
         return self._kept(socket.create_connection((host, port), timeout=SECONDS))
 
     def proved(self) -> socket.socket:
-        """One that has proved its key."""
+        """A connection that has proved its key."""
         return self._kept(Stream.connect(self.server.offer(), envelope.BUDGET)._socket)
 
     def _kept(self, sock: socket.socket) -> socket.socket:
@@ -247,7 +247,7 @@ class Attacker:
         return sock
 
     def claim(self, sock: socket.socket, offer: StreamOffer) -> bytes:
-        """The proof of a key for what the server says first."""
+        """The proof of a key, in reply to the server's greeting."""
         hello = b""
         while len(hello) < 40:
             hello += sock.recv(40 - len(hello)) or b"\0" * 40
@@ -255,7 +255,7 @@ class Attacker:
         return offer.name + mine + streams._proof(offer.key, b"task", hello[8:40], mine)
 
     def request(self, method: str | None = None) -> dict[str, Any]:
-        """The facts of a request that is right."""
+        """The facts of a valid request."""
         method = method or self.chance.choice([*METAS])
         return {
             "v": envelope.VERSION, "numbers": [], "method": method, "epoch": EPOCH, "incarnation": INCARNATION,
@@ -263,11 +263,11 @@ class Attacker:
         }  # fmt: skip
 
     def push(self) -> bytes:
-        """A push that is right, as bytes."""
+        """A valid push, as bytes."""
         return joined(message("push", [torch.ones(SIZE)], keys=["w"], plan="descend"))
 
     def say(self, sock: socket.socket, data: bytes) -> None:
-        """Send, and end the connection in one of the ways in which connections end."""
+        """Send, and end the connection in one of several ways."""
         match self.chance.randrange(6):
             case 0:  # in small pieces
                 for piece in range(0, min(len(data), 40)):
@@ -292,7 +292,7 @@ class Attacker:
 
 
 def joined(message: Sequence[envelope.Buffer]) -> bytes:
-    """A message as it travels."""
+    """The bytes of a message on the wire."""
     return b"".join(framed(message))
 
 

@@ -1,5 +1,5 @@
-"""Queues on servers, as the processes see them that use them.
+"""Queues on servers, as seen by the processes that use them.
 
-`queues_there` is the other end of a queue, `contents_there` copies and changes what queues and Variables hold at one
-moment, `journal` knows what a queue held whose server is lost, `deadlocks` tells steps that wait for each other.
+`queues_there` is the client's end of a queue, `contents_there` copies and replaces the contents of queues and Variables
+at one moment, `journal` restores a queue whose server is lost, `deadlocks` finds steps that wait for each other.
 """

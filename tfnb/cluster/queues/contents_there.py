@@ -1,8 +1,8 @@
-"""What queues on the servers hold, copied or changed at one moment; what is changed, with values of Variables.
+"""Snapshots and replacement of the contents of all servers' queues, and of Variables, at one moment.
 
-All shards are frozen first, and so say which rounds are under way; then each copies or changes its own, knowing what
-those did on the others. Tensors travel before or after. Whoever asks holds back the commits of steps meanwhile.
-A change is of all shards or of none: whatever may fail fails before the first of them changes.
+All shards are frozen first, and report their open rounds; then each copies or changes its own queues, knowing the
+effects of these rounds on the other shards. Tensors travel before or after. The caller holds back commits of steps
+meanwhile. A change is atomic over shards: everything fallible happens before the first shard changes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Copies = dict[str, tuple[Mapping[str, Any], Sequence[torch.Tensor]]]  # by key: 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A moment. ``counts``: of each shard and key the facts of a copy, and how many tensors it has.
+    """A snapshot of one moment. ``counts``: by shard and key, facts and number of tensors of each copy.
 
-    ``seen``: what the copies have seen of each channel, see `tfnb.cluster.queues.journal.ChannelMark`.
+    ``seen``: by channel, the mark of the copies, see `tfnb.cluster.queues.journal.ChannelMark`.
     """
 
     id: str
@@ -37,9 +37,9 @@ class Frozen:
 
 @dataclass(slots=True)
 class ShardContents:
-    """What queues and Variables are to hold lies at their shards. ``queues``: keys of queues, of each shard.
+    """New contents of queues and Variables, staged at their shards. ``queues``: keys of queues, by shard.
 
-    is_decided: what was brought will be there, unless a server is lost.
+    is_decided: the contents will be installed, unless a server is lost.
     """
 
     id: str
@@ -48,9 +48,9 @@ class ShardContents:
 
 
 class RemoteContents:
-    """What queues hold. ask: answers of shards to requests; raises what goes wrong.
+    """Contents of queues on servers. ask: sends requests to shards and returns their answers; raises on failure.
 
-    insist: the same for what is decided; a server that fails to do it is lost.
+    insist: the same for a change that is decided; a server that fails then is lost.
     """
 
     def __init__(self, ask: Callable[[Sequence[Ask]], Any], insist: Callable[[Sequence[Ask]], Any]) -> None:
@@ -58,9 +58,9 @@ class RemoteContents:
 
     @asynccontextmanager
     async def held(self, queues: Mapping[int, list[str]], *, unheard: bool = False) -> AsyncIterator[Frozen]:
-        """Copies, which the shards keep during the block, to be `fetched`.
+        """Copies of queues, kept by the shards during the block for `fetched`.
 
-        unheard: with elements that were taken, of which the server does not know that anybody got them.
+        unheard: include dequeued elements whose delivery is not acknowledged.
         """
         async with self._frozen(queues) as (id, rounds):
             moved = [number for number, has_put, _ in rounds if has_put]
@@ -74,7 +74,7 @@ class RemoteContents:
             await self._thaw(id, queues)
 
     async def fetched(self, frozen: Frozen) -> Copies:
-        """The tensors of copies."""
+        """Facts and tensors of the copies, by key."""
         found: Copies = {}
         for (shard, key), (facts, count) in frozen.counts.items():
             tensors: list[torch.Tensor] = []
@@ -88,7 +88,7 @@ class RemoteContents:
     async def bring(
         self, queues: Mapping[int, Copies], values: Mapping[int, Mapping[str, torch.Tensor]] = MappingProxyType({})
     ) -> ShardContents:
-        """Tensors for `refill`: what queues are to hold, and values of Variables, by shard. Nothing changes."""
+        """Stage tensors for `refill` at the shards: contents of queues, values of Variables. Nothing changes yet."""
         shards = sorted({*queues, *values})
         brought = ShardContents(uuid.uuid4().hex, {shard: list(queues.get(shard, ())) for shard in shards})
         try:
@@ -108,9 +108,9 @@ class RemoteContents:
         return brought
 
     async def refill(self, brought: ShardContents) -> list[int]:
-        """Queues and Variables hold what was brought. The rounds under way that used the queues are void.
+        """Install staged contents in queues and Variables. Returns the open rounds that used the queues: they are void.
 
-        Raises what goes wrong before it is decided, with nothing changed.
+        A failure before the decision is raised, with nothing changed.
         """
         async with self._frozen(brought.queues, {"brought": brought.id}) as (id, rounds):
             void = [number for number, _, is_used in rounds if is_used]
@@ -120,7 +120,7 @@ class RemoteContents:
         return list({*void, *(number for answer in answers for number in answer.meta["void"])})
 
     async def drop(self, brought: ShardContents) -> None:
-        """Shards forget what was brought and is not needed."""
+        """Discard staged contents at the shards."""
         await self._thaw(brought.id, brought.queues)
 
     async def _thaw(self, id: str, shards: Iterable[int]) -> None:
@@ -129,7 +129,9 @@ class RemoteContents:
 
     @asynccontextmanager
     async def _frozen(self, queues: Mapping[int, list[str]], more: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """A block in which shards are frozen: its name, and the rounds under way. more: to be told to each shard."""
+        """Freeze shards; yields the id of the freeze and the open rounds. An error thaws the shards. more: added to
+        each request.
+        """
         id = uuid.uuid4().hex
         try:
             answers: list[Ok] = await self._ask(
@@ -142,7 +144,7 @@ class RemoteContents:
 
 
 def _pages(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Tensors in messages, one at least, and the number of the first of each."""
+    """Tensors in messages, one message at least, each with the number of its first tensor."""
     start = 0
     while start < len(tensors) or not start:
         some = message(tensors, start)

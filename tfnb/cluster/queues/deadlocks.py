@@ -1,8 +1,8 @@
-"""Deadlocks on a cluster: who waits for whom is known to tasks, to servers and to the notebook, each in part.
+"""Deadlocks on a cluster: tasks, servers and the notebook each know a part of the wait-for graph.
 
-Tasks say which steps wait, and what those would do behind that; after that servers say which attempts still wait there.
-A step whose attempts all do has stood still in between, so what is found held at one instant. The notebook puts it
-together with its own calls, and `tfnb.state.waits` decides. Semantics S-67.
+Tasks report their waiting steps with the later operations of each; after that servers report the attempts that still
+wait. A step whose attempts all wait has stood still in between, so the report is a consistent snapshot. The notebook
+adds its own calls, and `tfnb.state.waits` decides. Semantics S-67.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ Id = tuple[str, int]  # of an attempt: its channel, and its number there
 
 
 def _id(attempt: Attempt) -> Id | None:
-    """The identity of an attempt that waits at a server; None where it is over."""
+    """The identity of an attempt waiting at a server; None if the attempt is over, or its queue is not remote."""
     machine = attempt.machine
     number = machine.channel.number_of(attempt) if isinstance(machine, RemoteQueue) else None
     return None if number is None or not isinstance(machine, RemoteQueue) else (machine.channel.id, number)
 
 
 def who_waits(runners: Iterable[Runner], channels: Mapping[int, QueueChannel]) -> list[Any]:
-    """Of each runner of a task that waits: its attempts, and what it would do behind which of them."""
+    """Of each waiting runner of a task: pending attempts, later queue operations with the attempts before each, and the
+    part.
+    """
     shards = {channel: shard for shard, channel in channels.items()}
     found: list[Any] = []
     for runner in runners:
@@ -52,10 +54,10 @@ def who_waits(runners: Iterable[Runner], channels: Mapping[int, QueueChannel]) -
 
 @dataclass(eq=False)
 class QueueUse:
-    """A step that uses queues (shard and key of each), while it is in progress.
+    """A step in progress that uses queues (shard and key of each).
 
-    parts: on so many tasks. round: its latest; tell: it that it cannot go on. waits: attempts for which it waits, since
-    when, and whether the user knows.
+    parts: number of its tasks. round: its latest one; tell: receives the failure of a deadlock. waits: attempts awaited
+    by the step, since when, and whether the user was told.
     """
 
     queues: Sequence[tuple[int, str]] = ()
@@ -67,16 +69,16 @@ class QueueUse:
     is_noticed: bool = False
 
     def wait(self, attempts: Iterable[Id], now: float) -> None:
-        """It waits for these."""
+        """Record the attempts that the step awaits; a change restarts the clock."""
         if self.waits != (waits := frozenset(attempts)):
             self.waits, self.since, self.is_noticed = waits, now, False
 
 
 class Deadlocks:
-    """Looks for them while steps use queues. In the event loop.
+    """Detects deadlocks while steps use queues. In the event loop.
 
-    ask: what all tasks, and after that all servers say, within some seconds. notice: tells the user of a long wait.
-    channels: of the notebook.
+    ask: reports of all tasks, and after these of all servers, within some seconds. notice: tells the user of a long
+    wait. channels: of the notebook.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Deadlocks:
 
     @contextmanager
     def use(self, queues: Sequence[tuple[int, str]], parts: int = 1) -> Iterator[QueueUse]:
-        """A step that uses them is in progress, on so many tasks."""
+        """Register a step that uses queues, on so many tasks, for the duration of the block."""
         use = QueueUse(queues, parts)
         if queues:
             self._uses.add(use)
@@ -130,9 +132,9 @@ class Deadlocks:
 
 
 class _View:
-    """What servers say of attempts that wait there: ``attempts``, and the ``rounds`` that they are of.
+    """Pending attempts as reported by servers: ``attempts``, and the ``rounds`` of each.
 
-    past: who did what to each queue so far.
+    past: by queue and kind of operation, the users so far.
     """
 
     def __init__(self, channels: Channels, there: Sequence[Mapping[str, Any]]) -> None:
@@ -160,7 +162,7 @@ class _View:
         return self._channels.to(shard).queues.get(key)
 
     def _attempt(self, shard: int, at: Id, machine: RemoteQueue, kind: Any, what: str, is_placed: bool) -> Attempt:
-        """The attempt of this process, or one that stands for that of a task."""
+        """The attempt of this process, or a stand-in for a task's attempt."""
         channel = self._channels.to(shard)
         act = channel.open.get(at[1]) if at[0] == channel.id else None
         if act is not None and act.attempt is not None:
@@ -170,7 +172,9 @@ class _View:
         return attempt
 
     def runners(self, waiting: Iterable[Any], uses: Iterable[QueueUse]) -> dict[Runner, QueueUse]:
-        """A runner for each step: what it waits for, or, where it may be at work, what it may do."""
+        """A runner for each step: pending attempts and later operations, or all possible operations if the step may be
+        at work.
+        """
         now, found = time.monotonic(), dict[Runner, QueueUse]()
         at_work = set(uses)  # those without a round, too, wait for a task to take them: they may do all that they do
         of_round = {use.round: use for use in at_work if use.round >= 0}
@@ -200,7 +204,7 @@ class _View:
                 yield QueueOperation(what, kind, machine, [self.attempts[at] for at in ids if at is not None])
 
     def awake(self, runners: Iterable[Runner]) -> list[Runner]:
-        """Those of this process with an attempt that may have ended at its server."""
+        """Runners of this process with an attempt that may have ended at its server."""
         return [
             runner for runner in list(runners)
             if any(isinstance(one.machine, RemoteQueue) and _id(one) not in self.attempts for one in runner.attempts())
@@ -208,9 +212,9 @@ class _View:
 
 
 def _steps(waiting: Iterable[Any], uses: Mapping[int, QueueUse]) -> Iterator[tuple[list[Any], list[Any], int | None]]:
-    """What each step waits for, what it would do behind that, and the round of one on several tasks.
+    """Of each waiting step: pending attempts, later operations, and the round (None for a step on one task).
 
-    Of that all parts wait, and no message is on its way: else it goes on.
+    A step on several tasks waits once all parts wait and no message between them is in flight.
     """
     parts: dict[int, list[Any]] = {}
     for attempts, later, part in waiting:

@@ -1,8 +1,8 @@
-"""What a queue on a server held when it was copied, and what this process did to it since.
+"""Recovery of a queue whose server is lost: a copy of the contents, and this process's operations since the copy.
 
-A server numbers the ends of what a channel asked for. A copy says up to which end it has seen them, so that what was
-done later can be done again to the copy, should the server be lost: the queue then holds what it held, but for what
-others did since the copy, which is undone. In the event loop, without waiting for anybody.
+A server numbers the ends of a channel's operations. A copy names the last end that it includes, so that later
+operations can be replayed on the copy after the loss of the server. Operations of other processes since the copy are
+undone. In the event loop, without waiting.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tfnb.state.queue_machine import Attempt, QueueMachine
 from tfnb.state.queue_operations import attempt_on, made, outcome
 
 EXCHANGEABLE = ("fifo", "padding", "shuffle", "priority")
-"""Kinds of which elements may be left out of the middle: nothing else follows from what was put and taken."""
+"""Kinds of queues from whose middle elements may be removed without other effects."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelMark:
-    """What a copy has seen of one channel.
+    """The part of one channel's history that a copy of a queue includes.
 
-    ``ended``: the last end on the server; ``heard``: the last one of which the server knew that the channel had heard:
-    what later ones took is in the copy. ``put``: of enqueues that were open or unheard of, by their number, the
-    elements that the copy has; ``over``: numbers of those, and of closes, that had ended well.
+    ``ended``: the last end on the server; ``heard``: the last end acknowledged by the channel: elements dequeued under
+    later ends are in the copy. ``put``: by number of an open or unacknowledged enqueue, the elements in the copy;
+    ``over``: numbers of such enqueues, and of closes, that had ended well.
     """
 
     ended: int = 0
@@ -42,21 +42,21 @@ class ChannelMark:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> ChannelMark:
-        """As a server tells it."""
+        """The mark from a server's answer."""
         put = {int(number): int(count) for number, count, _ in told["put"]}
         over = frozenset(int(number) for number, _, is_over in told["put"] if is_over)
         return cls(int(told["ended"]), int(told["heard"]), put, over)
 
     def has(self, serial: int, kind: str) -> bool:
-        """Whether the copy shows what ended under this serial."""
+        """Whether the copy includes the effect of the end with this serial."""
         return serial <= (self.heard if kind == "dequeue" else self.ended)
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """An attempt that ended: its end's serial, its act's number, the elements that it put, and what it gave.
+    """A completed attempt: serial of the end, number of the act, enqueued elements, and outputs.
 
-    first: so many elements of the act, before these, are in the copy.
+    first: number of the act's earlier elements, which the copy includes.
     """
 
     serial: int
@@ -72,13 +72,13 @@ class JournalEntry:
         return size(self.outputs) + sum(map(size, self.elements))
 
     def behind(self, seen: ChannelMark) -> JournalEntry:
-        """The same, without the elements that a copy has."""
+        """The entry without the elements that a copy includes."""
         first = max(self.first, seen.put.get(self.number, 0))
         return replace(self, elements=self.elements[first - self.first :], first=first)
 
 
 class Restoration(NamedTuple):
-    """What a queue holds, and how many elements more attempts have put that are not over, by the number of the act."""
+    """Restored contents of a queue, and by act number the further elements put by unfinished enqueues."""
 
     held: QueueSnapshot
     put: Mapping[int, int]
@@ -86,7 +86,7 @@ class Restoration(NamedTuple):
 
 @dataclass
 class Journal:
-    """A copy of a queue, once there is one, and what ended since."""
+    """A copy of a queue, if any, and the operations that ended since the copy."""
 
     held: QueueSnapshot | None = None
     seen: ChannelMark = ChannelMark()
@@ -95,7 +95,7 @@ class Journal:
     era: int = 0  # copies of an earlier one are of other contents
 
     def add(self, serial: int, number: int, attempt: Attempt, begun: int, outputs: Sequence[torch.Tensor]) -> None:
-        """An attempt has put its elements from number ``begun`` on, or gave ``outputs``."""
+        """Record an ended attempt: its elements from number ``begun`` on, or its ``outputs``."""
         if self.held is None or attempt.kind == "size" or self.seen.has(serial, attempt.kind):
             return
         elements = attempt.elements[begun : attempt.enqueued]
@@ -106,7 +106,7 @@ class Journal:
         self.nbytes += done.nbytes
 
     def copied(self, era: int, held: QueueSnapshot, seen: ChannelMark) -> None:
-        """Go on from a newer copy, that was asked for in this era."""
+        """Replace the copy by a newer one, if requested in the present era."""
         if era != self.era:
             return
         self.held, self.seen = held, seen
@@ -114,12 +114,12 @@ class Journal:
         self.nbytes = sum(done.nbytes for done in self.done)
 
     def forget(self) -> None:
-        """The queue was given other contents: there is no copy of these."""
+        """Discard the copy, after the queue was given other contents."""
         self.era += 1
         self.held, self.seen, self.done, self.nbytes = None, ChannelMark(), [], 0
 
     def now(self, queue: Queue, begun: Mapping[int, Attempt]) -> Restoration | None:
-        """What the queue holds, without what others did since the copy; None where nobody can say.
+        """The contents of the queue without other processes' operations since the copy; None if unknown.
 
         begun: attempts that are not over, by the number of their act.
         """
@@ -136,7 +136,7 @@ class Journal:
             return None
 
     def _again(self, queue: Queue, held: QueueSnapshot, puts: Mapping[int, Sequence[Element]]) -> Restoration | None:
-        """Everything done again in its order; None where it has another outcome than it had."""
+        """Replay all operations on the copy, in order; None if an outcome differs from the recorded one."""
         twin, machine = _twin(queue, held)
         acts: dict[int, JournalEntry | None] = {**dict.fromkeys(puts), **{done.number: done for done in self.done}}
         tried: dict[int, Attempt] = {}
@@ -160,9 +160,9 @@ class Journal:
     def _exchanged(
         self, queue: Queue, held: QueueSnapshot, puts: Mapping[int, Sequence[Element]]
     ) -> Restoration | None:
-        """All that was there and was put, and what waits for room, without what was taken.
+        """The contents regardless of order: copied, enqueued and waiting elements, without the dequeued ones.
 
-        That may have been put by others since the copy.
+        A dequeued element may have been put by another process since the copy.
         """
         kinds = {done.attempt.kind for done in self.done}
         whole = all(done.attempt.call[0].get("count") is None for done in self.done)
@@ -184,7 +184,7 @@ class Journal:
 
 
 def _twin(queue: Queue, held: QueueSnapshot) -> tuple[Queue, QueueMachine]:
-    """A queue of the same kind that holds copies of this."""
+    """A queue of the same kind with copies of these contents."""
     twin = read_queue(write_queue(queue))
     machine = twin.machine = made(twin)
     machine.fill(held.found, [tensor.clone() for tensor in held.tensors])
@@ -192,7 +192,7 @@ def _twin(queue: Queue, held: QueueSnapshot) -> tuple[Queue, QueueMachine]:
 
 
 def _same(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    """Whether these are the same tensors, bit by bit."""
+    """Whether two series of tensors are equal, bit by bit."""
     pairs = list(zip(some, others, strict=True))
     return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
@@ -202,4 +202,4 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nobody(attempt: Attempt) -> None:
-    """Nobody is told."""
+    """Ignore the end of a replayed attempt."""

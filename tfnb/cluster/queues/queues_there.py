@@ -1,4 +1,4 @@
-"""Queues that live on servers, as the process sees them that uses them: the notebook, or a task.
+"""Queues on servers, as seen by a process that uses them: the notebook, or a task.
 
 A `RemoteQueue` stands where a queue's machine would stand here, and takes the same attempts. A `QueueChannel` carries
 them to one server: acts go in order, one post at a time, and ends come back with its answer, or with the answer of one
@@ -33,10 +33,10 @@ from tfnb.state.queue_machine import Attempt, Level, QueueHost, QueueMachine
 from tfnb.state.queue_operations import made
 
 OTHERS = "a step or call elsewhere on the cluster, if there is one"
-ACK = 0.005  # seconds that a message about what was received waits for another one to go with
+ACK = 0.005  # seconds that an acknowledgement waits for another message to go with
 CONFIRM = 20.0  # seconds that a server has to take attempts back, or to send a queue home
 ATTRS = frozenset({"count", "many", "part", "up_to", "required", "cancel_pending_enqueues", "begun", "step"})
-"""What a server needs to know of a node."""
+"""Attributes of a node that its server needs."""
 
 Ask = Callable[[str, Mapping[str, Any], Sequence[torch.Tensor]], Awaitable[Ok]]
 _round: ContextVar[int | None] = ContextVar("round", default=None)
@@ -44,7 +44,7 @@ _round: ContextVar[int | None] = ContextVar("round", default=None)
 
 @contextmanager
 def in_round(number: int) -> Iterator[None]:
-    """What this thread asks of queues belongs to a round of the notebook, which keeps or aborts it."""
+    """Assign this thread's queue operations to a round, kept or aborted by the notebook."""
     token = _round.set(number)
     try:
         yield
@@ -54,7 +54,7 @@ def in_round(number: int) -> Iterator[None]:
 
 @dataclass(eq=False, slots=True)
 class Act:
-    """Something to be done there. then: is called in the event loop with how it ended."""
+    """One command to a server's queues. then: called in the event loop with the outcome."""
 
     verb: str
     key: str
@@ -67,7 +67,7 @@ class Act:
 
 
 class QueueChannel:
-    """The way of one process to the queues of one server. ask: a call there, until it is answered; raises TfnbError."""
+    """The channel of one process to the queues of one server. ask: calls the server; raises TfnbError."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ask: Ask) -> None:
         self.loop, self.ask = loop, ask
@@ -89,7 +89,7 @@ class QueueChannel:
         then: Callable[[Mapping[str, Any], Sequence[torch.Tensor]], None] = lambda about, tensors: None,
         queue: RemoteQueue | None = None, attempt: Attempt | None = None,
     ) -> Act:  # fmt: skip
-        """Let something be done there, after what was asked before."""
+        """Send a command to the server, behind all earlier ones."""
         made = Act(verb, key, facts, tensors, then, queue, attempt)
         with self.lock:
             made.number = next(self._numbers)
@@ -118,7 +118,7 @@ class QueueChannel:
         return None if attempt is None else self._numbered.get(attempt)
 
     def close(self, why: TfnbError) -> None:
-        """Nothing is asked any more; what is open ends with ``why``. In the event loop."""
+        """Close the channel; open acts end with ``why``. In the event loop."""
         for task in list(self._tasks):
             task.cancel()
         self._break(why)
@@ -163,7 +163,7 @@ class QueueChannel:
             self._begin(self._listen())
 
     async def _listen(self) -> None:
-        """Hear how acts end that wait."""
+        """Await the ends of waiting acts, by one long call after the other."""
         try:
             while self.open and self.broken is None:
                 got = self._got
@@ -176,7 +176,7 @@ class QueueChannel:
             self._listening = False
 
     def _batch(self) -> tuple[list[list[Any]], list[torch.Tensor]]:
-        """Acts of one message; of one with many tensors a part, the others before it as ``hold``."""
+        """Acts of one message. An act with too many tensors is split over messages, all but the last as ``hold``."""
         acts: list[list[Any]] = []
         tensors: list[torch.Tensor] = []
         with self.lock:
@@ -193,7 +193,7 @@ class QueueChannel:
         return acts, tensors
 
     def _take(self, answer: Ok) -> None:
-        """Ends that are new, in their order."""
+        """Process the new ends of an answer, in order of their serials."""
         for key, level in answer.meta["levels"].items():
             if key in self.queues:
                 self.queues[key].heard(level)
@@ -213,13 +213,13 @@ class QueueChannel:
             self.loop.call_later(ACK, self._acknowledge)
 
     def _acknowledge(self) -> None:
-        """Say what was received, unless another message did."""
+        """Acknowledge received ends, unless another message did."""
         if self._got > self._said and not self._posting:
             self._is_ack_due = True
             self._begin_posting()
 
     def _break(self, error: TfnbError) -> None:
-        """Nobody answers any more."""
+        """End all open acts with ``error``: the server answers no more."""
         self.broken = self.broken or error
         with self.lock:
             acts, self.open, self._numbered = list(self.open.values()), {}, {}
@@ -231,7 +231,7 @@ class QueueChannel:
 
 @dataclass(eq=False)
 class RemoteQueue:
-    """A queue that lives on a server: takes the attempts that a queue here would take."""
+    """A queue that lives on a server, with the interface of a local queue's machine."""
 
     channel: QueueChannel
     key: str
@@ -242,16 +242,16 @@ class RemoteQueue:
     cause: BaseException | None = None
     used: float | None = None
     heir: QueueHost | None = None  # where it went
-    is_dropped: bool = False  # nothing of it is there any more
-    is_lost: bool = False  # what it held is nowhere
+    is_dropped: bool = False  # its server has dropped the queue
+    is_lost: bool = False  # with its contents
     past: Mapping[str, set[str]] = field(default_factory=lambda: defaultdict(lambda: {OTHERS}))
     others: str = OTHERS
     earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
     journal: Journal = field(default_factory=Journal)  # of this process, while a training may need it
-    _coming: list[tuple[Attempt, Attempt | None]] | None = None  # what waits until it has gone home
+    _coming: list[tuple[Attempt, Attempt | None]] | None = None  # attempts that wait while the queue moves home
     _known: tuple[QueueSnapshot | None, Sequence[tuple[Attempt, int, bool]]] = None, ()
-    """What it holds though its server is lost; of each attempt how many elements it has put, and whether it is over."""
-    _back: list[tuple[Sequence[Element], threading.Event]] = field(default_factory=list)  # what comes next there
+    """Contents restored after the loss of the server; of each attempt the elements put so far, and whether over."""
+    _back: list[tuple[Sequence[Element], threading.Event]] = field(default_factory=list)  # elements to return at home
 
     @property
     def nbytes(self) -> int:
@@ -259,17 +259,17 @@ class RemoteQueue:
         return 0
 
     def heard(self, level: Sequence[Any]) -> None:
-        """How full it is, as the server says."""
+        """Take over the server's report of the queue's level: size, capacity, and whether closed."""
         size, capacity, *others = level
         self.level = Level(size, float("inf") if capacity is None else capacity, *others)
 
     def holds(self, found: Mapping[str, Any]) -> None:
-        """It was restored to this: who fills it may go on, before the server says more."""
+        """Note restored contents, so that producers may go on before the server's next report."""
         self.journal.forget()
         self.cause, self.level = None, self.level._replace(size=found["size"], closed=found["closed"])
 
     def first(self, count: int = 1) -> list[Element]:
-        """Up to so many elements that come next; they stay."""
+        """Up to ``count`` next elements, without dequeuing them."""
         if self.heir is None:
             try:
                 answer = self._now(self.channel.ask("first", {"key": self.key, "count": count}, ()))
@@ -283,7 +283,7 @@ class RemoteQueue:
         return asyncio.run_coroutine_threadsafe(work, self.channel.loop).result(CONFIRM)
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
-        """Ask for an attempt there."""
+        """Submit an attempt to the server, or to the queue's new machine after a move."""
         if attempt.kind != "size":
             self.used = time.time()
         with self.channel.lock:
@@ -341,7 +341,7 @@ class RemoteQueue:
         attempt.tell()
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
-        """Take back attempts that are not over, and wait until they are."""
+        """Withdraw attempts that are not over, and wait for the server's confirmation."""
         if self.heir is not None:
             self.heir.withdraw(attempts)
             return
@@ -357,10 +357,10 @@ class RemoteQueue:
                 attempt.error, attempt.is_over = Cancelled(f"an attempt on queue {self.name} was taken back"), True
 
     def give_back(self, attempts: Sequence[Attempt]) -> None:
-        """The notebook decides what comes back: the round of these."""
+        """Do nothing: the notebook returns dequeued elements, with their round."""
 
     def put_front(self, elements: Sequence[Element]) -> None:
-        """These come next again; waits until they do."""
+        """Return elements to the front of the queue; waits for the server's confirmation."""
         ended, found = threading.Event(), dict[str, Any]()
 
         def then(about: Mapping[str, Any], _: Sequence[torch.Tensor]) -> None:
@@ -383,17 +383,17 @@ class RemoteQueue:
             heir.put_front(elements)
 
     def look(self) -> None:
-        """The server looks."""
+        """Do nothing: the server checks leases of tokens."""
 
     def abort(self, why: str) -> None:
-        """Nobody needs it any more."""
+        """Drop the queue at its server; pending attempts end with StepAborted."""
         self.is_dropped = True
         self.channel.act("drop", self.key, {"why": why})
 
     # -- on its way -----------------------------------------------------------------------------------------------
 
     def make(self, queue: Queue, held: QueueMachine | None) -> None:
-        """Make it there, with what a machine here held, and with who waits for that."""
+        """Create the queue at the server, with the contents and pending attempts of a local machine."""
         facts: dict[str, Any] = {"queue": write_queue(queue)}
         tensors: list[torch.Tensor] = []
         waiting: list[tuple[Attempt, Attempt | None]] = []
@@ -412,7 +412,7 @@ class RemoteQueue:
             self.submit(attempt, after)
 
     async def come_home(self, queue: Queue) -> None:
-        """Bring its contents here, and who waits for them. In the event loop."""
+        """Move the contents and pending attempts to this process. In the event loop."""
         with self.channel.lock:
             if self.heir is not None:
                 return
@@ -437,7 +437,9 @@ class RemoteQueue:
                 self.lose(queue)
 
     def stay(self, queue: Queue) -> bool:
-        """Whether its contents are known here though its server is lost; who waits for them does so here then."""
+        """Restore contents and pending attempts from the journal after the loss of the server; False if they are
+        unknown.
+        """
         with self.channel.lock:
             works = [act for act in self.channel.open.values() if act.queue is self]
             begun = {act.number: act.attempt for act in works if act.attempt is not None and not act.attempt.is_over}
@@ -452,7 +454,7 @@ class RemoteQueue:
         return True
 
     def lose(self, queue: Queue) -> None:
-        """Its server is gone, and its channel closed: it is here, and empty unless its contents are known."""
+        """Replace the queue by a local one after the loss of its server: empty unless the contents are known."""
         if self.heir is not None:
             return
         held, begun = self._known
@@ -465,7 +467,7 @@ class RemoteQueue:
         self._settle(queue, *((None, ()) if held is None else (held.found, held.tensors)))
 
     def _settle(self, queue: Queue, holds: Mapping[str, Any] | None, tensors: Sequence[torch.Tensor]) -> None:
-        """It is here from now on."""
+        """Replace the queue by a local machine with these contents, and resubmit the pending attempts."""
         home = made(queue)
         home.starters, home.cause = self.starters, self.cause
         if holds is not None:
@@ -509,7 +511,7 @@ class Channels:
         self._lock = threading.Lock()
 
     def to(self, shard: int) -> QueueChannel:
-        """That to a shard."""
+        """The channel to a shard; a new one if the last one broke."""
         with self._lock:
             if shard not in self.all or self.all[shard].broken is not None:
                 self.all[shard] = QueueChannel(self._loop, self._ask(shard))
@@ -525,11 +527,11 @@ class Channels:
         return found
 
     def lose(self, shard: int, why: TfnbError) -> None:
-        """A shard is gone: who waits for it ends with ``why``. In the event loop."""
+        """End all attempts at a lost shard with ``why``. In the event loop."""
         if shard in self.all:
             self.all[shard].close(why)
 
     def close(self) -> None:
-        """Nothing is asked any more. In the event loop."""
+        """Close all channels. In the event loop."""
         for channel in self.all.values():
             channel.close(StepAborted("the cluster is closed"))

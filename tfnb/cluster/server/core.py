@@ -37,7 +37,7 @@ PINS = 4  # instants whose values one client may be pulling
 
 
 class Values(Protocol):
-    """What holds the tensors: `tfnb.state.store.Store`."""
+    """The store of tensors: `tfnb.state.store.Store`."""
 
     budget: int | None
 
@@ -77,7 +77,7 @@ class Values(Protocol):
 
 
 class Core:
-    """State of shard number ``shard``, and what each request does to it.
+    """State of shard number ``shard``, and the handlers of all requests.
 
     ``room``: bytes for this core and the others of its process. ``version`` counts writes, ``step`` committed rounds.
     """
@@ -104,7 +104,7 @@ class Core:
             **self.objects.methods, **self.trainings.timed,
         }  # fmt: skip
         self._effects: list[Effect] = []  # beside the answer to the request in progress
-        self._seen: tuple[int, ...] = ()  # what contributions that wait were looked at for
+        self._seen: tuple[int, ...] = ()  # the value of `_decided` at the last try of waiting contributions
 
     MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit", "enter", "depart"})
     METHODS = MUTATIONS | Objects.METHODS | {
@@ -120,7 +120,7 @@ class Core:
         return max([self.store.bytes, *sizes]) if len(sizes) == len(plans) else None
 
     def on(self, event: Event, now: float) -> list[Effect]:
-        """The effects of an event, those on requests that waited for it among them."""
+        """The effects of an event, with the answers to waiting requests that can proceed now."""
         match event:
             case RequestArrival(ticket, request):
                 self.requests += 1
@@ -135,13 +135,13 @@ class Core:
         return [*effects, *more]
 
     def _arrived(self, ticket: int, request: Request, now: float) -> list[Effect]:
-        """Answer a request, or let it stand in its line."""
+        """Answer a request, or append the request to its line."""
         if request.op in self.lines and self._refused(request) is None:
             before, self._seen = self.lines.renew(request.op, ticket, now), ()  # it may be due by now
-            return [] if before is None else [Reply(before, Refusal("again", "it was asked again"))]
+            return [] if before is None else [Reply(before, Refusal("again", "the call was repeated"))]
         line = self._line(request)
         answer = None if self.lines.has(line) else self._answer(request, now)
-        if self.lines.has(line):  # behind those before it, unless it needs no place
+        if self.lines.has(line):  # behind earlier requests, unless answered without a place
             answer = self._settled(request)
         if answer is not None:
             return [Reply(ticket, answer)]
@@ -149,19 +149,19 @@ class Core:
         return []
 
     def _line(self, request: Request) -> str:
-        """Where a request stands that has to wait."""
+        """The line of a request that has to wait."""
         if request.method == "pull" and "step" in request.meta:
             return f"step:{request.meta['step']}"
         if request.method == "pull" and "staleness" in request.meta:
             return "clock:{training}:{loop}".format_map(request.meta)
-        if request.method == "contribute":  # nobody stands before anybody
+        if request.method == "contribute":  # a line for each, as contributions do not wait for each other
             return (TURN + "{training}:{round}:{worker}").format_map(request.meta)
         return self.objects.line(request)
 
     def _proceed(self, now: float) -> list[Effect]:
-        """Answer those at the heads of their lines that need not wait any more, until nobody proceeds.
+        """Answer the requests at the heads of their lines, until none can proceed.
 
-        Contributions wait for their round. They are looked at when one was decided, not as each of them comes.
+        Contributions wait for their round: they are tried again when a round was decided, not as each of them comes.
         """
         effects: list[Effect] = []
         if self.poisoned is not None:
@@ -182,11 +182,11 @@ class Core:
 
     @property
     def _decided(self) -> tuple[int, ...]:
-        """What a contribution waits for changes with this."""
+        """The state that contributions wait for: they are tried again when this value changes."""
         return self.trainings.decisions, self.epoch, self.incarnation
 
     def _refused(self, request: Request) -> Refusal | None:
-        """Why it is not for this core as it is."""
+        """The refusal of a request by fence, by a poisoned core, or by its training; None if accepted."""
         refused = fence(request, self.epoch, self.incarnation)
         if refused is None and self.poisoned is not None:
             refused = Refusal("poisoned", self.poisoned)
@@ -195,7 +195,7 @@ class Core:
         return refused
 
     def _settled(self, request: Request) -> Answer | None:
-        """The answer that needs no work: a refusal, or the one that was given before."""
+        """The answer without any work: a refusal, or the recorded answer of a repeated mutation."""
         refused = self._refused(request)
         if refused is not None or request.method not in self.MUTATIONS:
             return refused
@@ -207,7 +207,7 @@ class Core:
         return None
 
     def _answer(self, request: Request, now: float) -> Answer | None:
-        """Carry out a request; None where it has to wait."""
+        """Carry out a request; None if the request has to wait."""
         answer = self._settled(request)
         if answer is None:
             answer = self._carried_out(request, now)
@@ -272,9 +272,9 @@ class Core:
         return lambda: self.store.assign(values), tuple(keys)
 
     def _assigning(self, values: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """What writes these, checked; the memory that it takes is there."""
+        """The checked write of whole values, with its memory reserved."""
         write, keys = self._assignment(list(values), list(values.values()))
-        self._open(keys, keep=False, values=values)  # who writes opens it again, and finds this generation
+        self._open(keys, keep=False, values=values)  # the write opens again, and finds this generation
 
         def written() -> None:
             with self.writing(keys):
@@ -285,13 +285,14 @@ class Core:
     def _pull(self, request: Request) -> Ok:
         """Values of ``keys`` that changed after ``since`` (a version for each key; none: all of them).
 
-        With ``step`` it waits until so many rounds are committed, with ``staleness`` until the loop that reads is at
-        most so many steps ahead of the slowest one. ``rows_of``: keys of which only rows are wanted: the tensors.
-        ``tables``: of large tables the rows that are not zero will do. ``pinned``: what the client pinned before.
+        With ``step`` a pull waits until so many rounds are committed, with ``staleness`` until the reading loop is at
+        most so many steps ahead of the slowest one. ``rows_of``: keys whose values are read in part, at the row numbers
+        in the tensors. ``tables``: large tables travel as their rows that are not zero. ``pinned``: the number of an
+        earlier pin of the client, whose values are returned.
         """
         if "pinned" in request.meta:
             if (pinned := self.pins.get(_pin_of(request))) is None:
-                raise NotFound(f"what {request.op.client} pinned here was given up for later pins")
+                raise NotFound(f"the values that {request.op.client} pinned here were given up for later pins")
             return pinned
         if "decided" in request.meta:
             self.trainings.decided(request)
@@ -312,7 +313,7 @@ class Core:
         return self.ack()
 
     def _unpin(self, request: Request) -> Ok:
-        """Its client has pulled what it pinned."""
+        """Drop pinned values, pulled by their client."""
         self.pins.pop(_pin_of(request), None)
         return self.ack()
 
@@ -321,7 +322,7 @@ class Core:
         return self.trainings.is_ahead(meta) or int(meta.get("step", 0)) > self.step
 
     def _gone(self, request: Request) -> Ok:
-        """A client is lost: it waits for nothing any more. What it did for a round ends with that."""
+        """Refuse the waiting requests of a lost client, and drop its pins. Its parts of rounds end with the rounds."""
         client = str(request.meta["client"])
         lost = Refusal("fenced", f"{client} is gone")
         self._effects += [Reply(ticket, lost) for ticket in self.lines.gone(client)]
@@ -349,11 +350,11 @@ class Core:
 
     @property
     def used(self) -> int:
-        """Bytes of values, of generations that are read still, of staged parts and objects."""
+        """Bytes of values, of older generations with readers, of staged parts, and of objects."""
         return self.store.bytes + self.store.spare_bytes + self.objects.nbytes + self.staged
 
     def release(self) -> None:
-        """Give back the memory of generations that nobody reads: it can be had again."""
+        """Free the memory of generations without readers."""
         self.store.release()
 
     @property
@@ -363,7 +364,7 @@ class Core:
 
     @property
     def opening(self) -> int:
-        """Of the store: a write that was computed for another one is computed again."""
+        """The opening of the store: a write computed under another one is computed again."""
         return self.store.opening
 
     # -- plans ----------------------------------------------------------------------------------------------
@@ -424,7 +425,7 @@ class Core:
         return sum(feed.numel() for feed in feeds if feed.dtype in (torch.int32, torch.int64))  # numbers of rows
 
     def part(self, request: Request) -> StagedPart | Refusal:
-        """What the request stages or pushes, checked."""
+        """The checked part of a step that a request stages or pushes."""
         meta, tensors = request.meta, tuple(request.tensors)
         plan, keys = meta.get("plan"), tuple(meta.get("keys", ()))
         program, since = None, None if meta.get("since") is None else tuple(map(int, meta["since"]))
@@ -451,7 +452,7 @@ class Core:
         })  # fmt: skip
 
     def _applied(self, request: Request) -> Ok:
-        """Which operations ``seqs`` of ``client`` were applied here."""
+        """The operations among ``seqs`` of ``client`` that were applied on this shard."""
         client, seqs = str(request.meta["client"]), list(map(int, request.meta["seqs"]))
         return Ok({"applied": [seq for seq in seqs if self.ledger.has(OpId(client, seq))]})
 
@@ -469,7 +470,7 @@ class Core:
         return found
 
     def afford(self, asked: int | Callable[[], int]) -> None:
-        """Raise ResourceExhausted where this process has no room for so many bytes more."""
+        """Raise ResourceExhausted if this process has no room for so many more bytes."""
         if self.store.budget is not None:
             self.room.take(asked, self.store.budget)
 
@@ -500,7 +501,7 @@ class Core:
 
 
 def fence(request: Request, epoch: int, incarnation: int) -> Refusal | None:
-    """Whether the request is for another process, or of another epoch, than the one that got it."""
+    """The refusal of a request for another incarnation or epoch; None if both match."""
     if request.incarnation != incarnation:
         return Refusal("fenced", "this address now belongs to another task")
     if request.epoch != epoch:

@@ -1,4 +1,4 @@
-"""What comes to a core, and what it lets its host do."""
+"""Events of a core, and effects for its host to carry out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reply(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Tell another shard; repeated until it has heard."""
+    """Tell another shard; repeated until acknowledged."""
 
     shard: int
     method: str

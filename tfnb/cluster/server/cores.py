@@ -1,7 +1,7 @@
 """The shards of one process as one machine: ``cores.on(events, now) -> effects``. No clock, I/O or thread.
 
-What one shard tells another one of the same process arrives in the same call, so that a synchronous step over all of
-them commits with the last part that comes; what is for other processes stays an effect.
+Messages between shards of the same process are delivered in the same call, so that a synchronous step over all of them
+commits with the last part that comes; messages for other processes stay effects.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Cores:
 
 
 def _effects(core: Core, event: Event, now: float) -> list[Effect]:
-    """The effects of an event; a request that makes no sense is answered, and keeps those beside it from nothing."""
+    """The effects of an event. An invalid request is answered with its error, without harm to other requests."""
     try:
         return core.on(event, now)
     except BaseException as error:  # also SystemExit of a kernel: it becomes data at this edge; nothing was written

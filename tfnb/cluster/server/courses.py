@@ -1,9 +1,10 @@
-"""What one shard keeps of a training: its rounds, or the clocks of its loops. Data only; `core` writes.
+"""The state of a training on one shard: its rounds, or the clocks of its loops. Data only; `core` writes.
 
 A synchronous training has rounds, which commit without the notebook.
-Every worker contributes to round k and is answered with the values after it. A shard that has all parts has computed
-the write and tells the first shard; when all are ready, that one writes and lets the others write. What it decided is
-final: whoever reads a cut, or ends the training, asks it first and names its decision to the others.
+Every worker contributes to round k and is answered with the values after the round. A shard with all parts computes its
+write and tells the first shard; when all shards are ready, the first one writes and lets the others write. The first
+shard's decision is final: a reader of a cut, and the end of a training, ask it first and pass its decision to the
+others.
 
 A round has places: the rows and the random stream of one part of its batch. Each shard keeps the first part that comes
 for a place, and drops copies: the parts of a place are equal, whoever computes them, so all shards write the same. With
@@ -11,8 +12,8 @@ as many places as workers each worker has its own. With spare workers the first 
 round away in the order in which workers come for them; later ones copy the place that was given away last. Who sends a
 copy while the part of another place is missing computes that one, so that no round waits for the slowest workers.
 
-With bounded staleness each loop has a clock, the steps that it has applied, and reads only while it is no more steps
-ahead of the slowest one than it may be. A loop that stands still leaves, and nobody waits for it.
+With bounded staleness each loop has a clock, its number of applied steps, and reads only while its lead over the
+slowest loop is within the bound. A loop that stands still leaves, and no loop waits for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HOLD = 2.0  # seconds after which a hold ends by itself
 
 @dataclass
 class OpenRound:
-    """One round in the making. ``wanted``: of how many parts it is made; ``owners``: the workers whose parts are kept.
+    """One round in the making. ``wanted``: number of its parts; ``owners``: by place, the worker whose part is kept.
 
     The first shard alone knows ``takers``, the place that it gave each worker, and ``ready``, the shards that have
     computed their write. ``error``: why this shard could not.
@@ -50,16 +51,16 @@ class OpenRound:
     averages: tuple[Any, ...] = ()  # these
 
     def add(self, place: int, worker: int, part: Any, shards: tuple[int, ...], wanted: int) -> None:
-        """The part of a place that had none."""
+        """Add the part of a place without one."""
         self.parts[place], self.owners[place], self.takers[worker] = part, worker, place
         self.shards, self.wanted = shards, wanted
         self.nbytes += part.nbytes
 
     def place_for(self, worker: int, places: int, before: int = -1) -> int:
-        """The place whose part a worker is to compute, of so many; ``before``: the one whose part it computed last.
+        """The place, of so many, whose part a worker is to compute; ``before``: the place of the worker's last part.
 
-        The one that it has, while its part is missing; else one that nobody has, that of before if it can be; else a
-        copy of the place with the fewest workers, of those the one that was given away last.
+        The worker's own place while its part is missing; else a place without a worker, ``before`` if possible; else a
+        copy of the place with the fewest workers, among equals the one that was given away last.
 
         >>> turn = OpenRound()
         >>> [turn.place_for(worker, 2) for worker in (4, 5, 6, 4)]
@@ -88,11 +89,11 @@ class OpenRound:
 
 @dataclass
 class Course:
-    """The rounds of one training. ``latest``: the last one written; ``floor``: those up to it are over.
+    """The rounds of one training. ``latest``: the last round written; ``floor``: rounds up to here are over.
 
-    ``places``: of how many parts a round is made, unless its batch is too short. ``counted``: of each worker the last
-    round with a part of it, and the place of that part. ``clocks``: of loops that are at work; ``least``: where
-    the slowest of them was when there was one; ``gone``: loops that were given up.
+    ``places``: number of a round's parts, unless the batch is too short. ``counted``: by worker, the last round with a
+    part of this worker, and the part's place. ``clocks``: of loops at work; ``least``: the slowest loop's clock so far;
+    ``gone``: loops that were given up.
     """
 
     latest: int = 0
@@ -113,7 +114,7 @@ class Course:
         return shown + sum(turn.nbytes for turn in self.turns.values())
 
     def turn(self, number: int) -> OpenRound:
-        """A round, begun if it was not."""
+        """A round, opened if necessary."""
         return self.turns.setdefault(number, OpenRound())
 
     def place_for(self, worker: int) -> int:
@@ -122,25 +123,25 @@ class Course:
         return self.turn(max(self.latest, self.floor) + 1).place_for(worker, self.places, before)
 
     def enter(self, loop: str, clock: int) -> int:
-        """A loop goes to work, not behind the others; its clock."""
+        """Register a loop that goes to work, with a clock not below ``least``; returns the clock."""
         self.tick(loop, max(clock, self.least))
         return self.clocks[loop]
 
     def tick(self, loop: str, clock: int) -> None:
-        """So many steps of a loop are applied."""
+        """Set the clock of a loop: its number of applied steps."""
         self.clocks[loop] = clock
         self.least = max(self.least, min(self.clocks.values()))
 
     def leave(self, loop: str) -> None:
-        """A loop stands still: nobody waits for it."""
+        """Remove the clock of a loop that stands still, so that no loop waits for this one."""
         self.clocks.pop(loop, None)
         self.least = max(self.least, min(self.clocks.values(), default=0))
 
     def lead(self, loop: str) -> int:
-        """Steps that a loop is ahead of the slowest one."""
+        """The lead of a loop over the slowest one, in steps."""
         return self.clocks[loop] - min(self.clocks.values())
 
     def end(self, floor: int) -> None:
-        """Rounds up to ``floor`` are over; what was staged for them is dropped."""
+        """Close rounds up to ``floor``, and drop their staged parts."""
         self.floor = max(self.floor, floor)
         self.turns = {number: turn for number, turn in self.turns.items() if number > self.floor}

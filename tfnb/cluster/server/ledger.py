@@ -1,4 +1,4 @@
-"""Which mutations were applied: a sliding window of sequence numbers for each client, with the answers given.
+"""Applied mutations: a sliding window of sequence numbers for each client, with the answers given.
 
 A repeated mutation gets its first answer; one that is too old to tell is refused. Plain data, no imports but types.
 """
@@ -23,7 +23,7 @@ class AppliedWindow:
     acks: dict[int, Answer] = field(default_factory=dict)
 
     def has(self, seq: int) -> bool:
-        """Whether ``seq`` was applied; False for what is below the window."""
+        """Whether ``seq`` was applied; False below the window."""
         return 0 <= self.highest - seq < WINDOW and bool(self.seen >> (self.highest - seq) & 1)
 
     def add(self, seq: int, ack: Answer) -> None:
@@ -53,7 +53,7 @@ class Ledger:
         self.dups = 0
 
     def ack(self, op: OpId) -> Answer | None:
-        """The answer that was given to ``op``, if it was applied."""
+        """The answer given to ``op``; None if not applied."""
         window = self.clients.get(op.client)
         if window is None or not window.has(op.seq):
             return None
@@ -66,7 +66,7 @@ class Ledger:
         return window is not None and window.has(op.seq)
 
     def is_too_old(self, op: OpId) -> bool:
-        """Whether ``op`` lies below the window, where nobody knows any more."""
+        """Whether ``op`` lies below the window, where applied operations are forgotten."""
         window = self.clients.get(op.client)
         return window is not None and op.seq <= window.highest - WINDOW
 

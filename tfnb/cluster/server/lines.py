@@ -1,7 +1,7 @@
-"""Requests that wait inside of a server, each in the line of what it waits for, in order of arrival. Data only.
+"""Requests waiting inside of a server, a line for each awaited event, in order of arrival. Data only.
 
-A caller hears ``again`` after `POLL` seconds and asks again under the same identity, which keeps its place. Who does
-not come back for `PATIENCE` seconds, or is said to be gone, leaves the line.
+A caller is answered ``again`` after `POLL` seconds, and asks again under the same identity, in the same place. A caller
+that does not come back for `PATIENCE` seconds, or is reported lost, leaves the line.
 """
 
 from __future__ import annotations
@@ -46,34 +46,36 @@ class Lines:
         return op in self._of
 
     def names(self, *, with_turns: bool) -> list[str]:
-        """Lines in which somebody stands; with or without those of contributions, of which there may be many."""
+        """Names of lines with waiting requests; with or without the (possibly many) lines of contributions."""
         return [*self._lines, *self._turns] if with_turns else list(self._lines)
 
     def _with(self, line: str) -> dict[str, OrderedDict[OpId, Waiting]]:
         return self._turns if line.startswith(TURN) else self._lines
 
     def has(self, line: str) -> bool:
-        """Whether somebody stands in a line."""
+        """Whether a line has waiting requests."""
         return line in self._with(line)
 
     def head(self, line: str) -> Waiting | None:
-        """Who is next of those whose call is open: who is between two calls is given nothing, and keeps the place."""
+        """The first request of a line with an open call. A request between two calls keeps its place, and is not
+        answered.
+        """
         here = self._with(line).get(line, OrderedDict())
         return next((waiting for waiting in here.values() if waiting.ticket is not None), None)
 
     def join(self, waiting: Waiting) -> None:
-        """Stand at the end of a line."""
+        """Append a request to its line."""
         self._with(waiting.line).setdefault(waiting.line, OrderedDict())[waiting.request.op] = waiting
         self._of[waiting.request.op] = waiting
 
     def renew(self, op: OpId, ticket: int, now: float) -> int | None:
-        """The caller is back; the ticket of its earlier call, should that be open still."""
+        """Continue a request under a new call; returns the ticket of the earlier call, if still open."""
         waiting = self._of[op]
         before, waiting.ticket, waiting.since = waiting.ticket, ticket, now
         return before
 
     def leave(self, op: OpId) -> None:
-        """Out of the line."""
+        """Remove a request from its line."""
         waiting = self._of.pop(op)
         lines = self._with(waiting.line)
         del lines[waiting.line][op]
@@ -81,7 +83,9 @@ class Lines:
             del lines[waiting.line]
 
     def polled(self, now: float) -> list[int]:
-        """Tickets of calls that have waited long enough; their requests stay. Who did not come back has left."""
+        """Tickets of calls that have waited for `POLL` seconds. Their requests stay; requests whose caller did not come
+        back are removed.
+        """
         found = []
         for op, waiting in list(self._of.items()):
             if waiting.ticket is not None and now - waiting.since >= POLL:
@@ -92,7 +96,7 @@ class Lines:
         return found
 
     def gone(self, client: str) -> list[int]:
-        """A client is gone; the open tickets of its requests, which leave."""
+        """Remove the requests of a lost client; returns their open tickets."""
         ops = [op for op in self._of if op.client == client]
         found = [self._of[op].ticket for op in ops]
         for op in ops:
@@ -100,7 +104,7 @@ class Lines:
         return [ticket for ticket in found if ticket is not None]
 
     def all(self) -> list[int]:
-        """Nobody waits any more; the open tickets."""
+        """Remove all requests; returns the open tickets."""
         found = [waiting.ticket for waiting in self._of.values() if waiting.ticket is not None]
         self._lines.clear()
         self._turns.clear()

@@ -1,12 +1,12 @@
 """Queues, accumulators, barriers and tokens of a server: the machines of `tfnb.state`, reached by requests. Pure.
 
-Each process that asks has a `Channel`. It posts acts in order, each post under the next number, so that a repeated one
-does nothing; and it hears how they ended under growing numbers, again and again until it says that it has heard. Who
-waits is an attempt in the line of its queue, as it would be at home. Elements that were taken may come back: until the
-channel has heard of them, or, where they were taken for a round, until the notebook keeps or aborts that round.
+Each client process has a `Channel`. The client posts acts in order, each post under the next number, so that a repeated
+post does nothing; ends of acts are reported under growing serials, repeatedly until acknowledged. A waiting operation
+is an attempt in the line of its queue, as in a local queue. Dequeued elements may come back: until the channel has
+acknowledged them, or, if they were dequeued for a round, until the notebook keeps or aborts that round.
 
-The notebook copies what queues of all servers hold, or lets them hold something else, at one moment: first it freezes
-all of them, so that nobody hears or does anything, and then each copies or changes its own.
+The notebook copies or replaces the contents of all servers' queues at one moment: first it freezes all servers, so that
+no operation begins or is reported, and then each copies or changes its own queues.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tfnb.state.queue_operations import attempt_on, made, ordered, outcome
 ENTRIES = 1000  # tensors in one message
 BYTES = 64 << 20  # of them, unless a single one is larger
 FROZEN = 10.0  # seconds at most
-KEPT = 64  # answers to what is done once
+KEPT = 64  # answers of `_once`
 
 Method = Callable[[Request, float], Ok | None]
 Values = dict[str, torch.Tensor]
-Contents = tuple[dict[str, Any], list[torch.Tensor]]  # facts and tensors of what a queue holds
+Contents = tuple[dict[str, Any], list[torch.Tensor]]  # of a queue: facts, and tensors
 
 
 @dataclass(slots=True)
 class HostedQueue:
-    """A queue that is here, and bytes of elements that came and did not leave. ``left``: contents on their way home."""
+    """A queue on this server, and the bytes of its elements. ``left``: contents on their way home."""
 
     key: str
     queue: Queue
@@ -51,14 +51,14 @@ class HostedQueue:
 
     @property
     def machine(self) -> QueueMachine:
-        """What holds its elements."""
+        """The machine that holds the elements."""
         assert isinstance(self.queue.machine, QueueMachine)
         return self.queue.machine
 
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """An operation that a channel asked for under a number, maybe for a round, and its attempt once it began."""
+    """An operation of a channel: number, round if any, and the attempt once begun."""
 
     number: int
     held: HostedQueue
@@ -69,7 +69,7 @@ class Work:
 
 
 class ActResult(NamedTuple):
-    """How an act ended: what to say of it, its tensors, and the operation whose elements may come back."""
+    """The outcome of an act: facts, tensors, and the operation whose elements may come back."""
 
     number: int
     about: dict[str, Any]
@@ -79,7 +79,7 @@ class ActResult(NamedTuple):
 
 @dataclass(slots=True)
 class Channel:
-    """What one process asks for. ``posted``: the last post; ``serial``: of the last end."""
+    """The acts of one process. ``posted``: number of the last post; ``serial``: of the last end."""
 
     posted: int = -1
     serial: int = 0
@@ -89,12 +89,12 @@ class Channel:
 
     @property
     def unheard(self) -> list[Work]:
-        """Operations of no round that ended, of which it has not heard."""
+        """Ended operations without a round, not acknowledged yet."""
         works = (end.work for end in self.ends.values())
         return [work for work in works if work is not None and work.round is None]
 
     def seen(self) -> dict[str, Any]:
-        """What a copy of this instant has seen of it: see `tfnb.cluster.queues.journal.ChannelMark`."""
+        """The mark of this instant for a copy: see `tfnb.cluster.queues.journal.ChannelMark`."""
         works = [(work, number in self.open) for number, work in self.open.items()]
         works += [(work, False) for work in self.unheard]
         put = [
@@ -104,7 +104,7 @@ class Channel:
         return {"ended": self.serial, "heard": min(self.ends, default=self.serial + 1) - 1, "put": put}
 
     def end(self, end: ActResult) -> None:
-        """An act ended."""
+        """Record the outcome of an act, under the next serial."""
         self.serial += 1
         self.ends[self.serial] = end
         self.open.pop(end.number, None)
@@ -112,12 +112,12 @@ class Channel:
 
 @dataclass(slots=True)
 class Delivery:
-    """What queues and Variables are to hold: contents by queue and values by key, and what `become` takes of them."""
+    """New contents of queues and values of Variables, staged: by queue and by key, and the machines for `become`."""
 
     queues: dict[str, Contents] = field(default_factory=dict)
     values: Values = field(default_factory=dict)
     nbytes: int = 0  # of all tensors
-    held: list[tuple[HostedQueue, int]] = field(default_factory=list)  # those queues, and bytes of their elements
+    held: list[tuple[HostedQueue, int]] = field(default_factory=list)  # the queues, and bytes of their elements
     machines: dict[QueueMachine, QueueMachine] = field(default_factory=dict)
     write: Callable[[], None] = lambda: None
 
@@ -125,7 +125,7 @@ class Delivery:
 class Objects:
     """The queues of one server. afford: raises ResourceExhausted where so many bytes more have no room.
 
-    assigning: checks values of Variables, and gives what writes them.
+    assigning: checks values of Variables, and returns their write.
     """
 
     METHODS = frozenset({
@@ -140,12 +140,12 @@ class Objects:
         self.channels: dict[str, Channel] = {}
         self.is_over: Callable[[int], bool] = lambda number: False  # of a round
         self._afford, self._assigning = afford, assigning
-        self._rounds: dict[int, list[Work]] = {}  # what each did so far
-        self._steps: dict[int, StepQueues] = {}  # of those rounds, and of those that wait
-        self._frozen, self._until = "", 0.0  # who froze it last, and until when
-        self._copies: dict[str, Contents] = {}  # by queue, for who froze it last
-        self._brought: dict[str, Delivery] = {}  # by who says so
-        self._answers: OrderedDict[tuple[str, str], Ok] = OrderedDict()  # to what may be asked again, and not done
+        self._rounds: dict[int, list[Work]] = {}  # by round, the operations that ended
+        self._steps: dict[int, StepQueues] = {}  # by round, also of waiting operations
+        self._frozen, self._until = "", 0.0  # id of the last freeze, and its end
+        self._copies: dict[str, Contents] = {}  # by queue, of the last freeze
+        self._brought: dict[str, Delivery] = {}  # by their id
+        self._answers: OrderedDict[tuple[str, str], Ok] = OrderedDict()  # of `_once`, by method and id
         self.methods: dict[str, Method] = {
             "post": self._post, "ends": self._ends, "contents": self._contents,
             "first": self._first, "waiting": self._waiting, "halt": self._halt,
@@ -159,24 +159,24 @@ class Objects:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in queues and accumulators, and of what they are to hold."""
+        """Bytes held in queues and accumulators, and in staged deliveries."""
         brought = sum(brought.nbytes for brought in self._brought.values())
         return sum(held.nbytes for held in self.queues.values()) + brought
 
     @property
     def waiting(self) -> int:
-        """Attempts that wait."""
+        """Number of pending attempts."""
         return sum(len(channel.open) for channel in self.channels.values())
 
     @staticmethod
     def line(request: Request) -> str:
-        """Where a request stands that has to wait; empty for what never waits."""
+        """The line of a request that may wait; empty for other requests."""
         return f"{request.method}:{request.meta['channel']}" if request.method in ("post", "ends") else ""
 
     # -- requests ---------------------------------------------------------------------------------------------
 
     def _post(self, request: Request, now: float) -> Ok | None:
-        """Acts of a channel, once; what has ended by now. It waits while all is frozen."""
+        """Execute the acts of a post, once; answers with the ends so far. Waits while the server is frozen."""
         if now < self._until:
             return None
         channel, meta = self._channel(request), request.meta
@@ -191,7 +191,7 @@ class Objects:
     def _act(
         self, channel: Channel, verb: str, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
     ) -> None:
-        """One act; an error is how it ends."""
+        """Execute one act; an error becomes the act's outcome."""
         if verb == "hold":
             channel.held += given
             return
@@ -204,12 +204,12 @@ class Objects:
             channel.end(ActResult(number, {"error": _told(error)}))
 
     def _ends(self, request: Request, now: float) -> Ok | None:
-        """What has ended; waits until something has."""
+        """Outcomes of ended acts; waits until there is one."""
         channel = self._channel(request)
         return self._heard_from(channel, ()) if channel.ends and now >= self._until else None
 
     def _channel(self, request: Request) -> Channel:
-        """The channel of who asks, who has heard of some ends."""
+        """The channel of a request, without the ends that the request acknowledges."""
         channel = self.channels.setdefault(str(request.meta["channel"]), Channel())
         got = int(request.meta["got"])
         for serial in [serial for serial in channel.ends if serial <= got]:
@@ -219,7 +219,7 @@ class Objects:
         return channel
 
     def _heard_from(self, channel: Channel, keys: Iterable[str]) -> Ok:
-        """Ends in their order, as many as find room, and how full the queues are that they are of."""
+        """Answer with ends in order, as many as fit into a message, and with the levels of their queues."""
         found: list[list[Any]] = []
         tensors: list[torch.Tensor] = []
         names = {work.held.key for work in channel.open.values()}.union(keys)
@@ -236,13 +236,13 @@ class Objects:
         return Ok({"ends": found, "levels": levels}, tensors)
 
     def look(self) -> None:
-        """Time has passed: leases of tokens may be over."""
+        """Check leases of tokens for expiry."""
         for held in self.queues.values():
             if held.left is None:
                 held.machine.look()
 
     def keep(self, number: int) -> None:
-        """A round was committed: what it took does not come back."""
+        """Commit a round: its dequeued elements do not come back."""
         self._end_steps([number])
         _keep(self._rounds.pop(number, []))
 
@@ -252,7 +252,7 @@ class Objects:
                 self._steps.pop(number).end()
 
     def _halt(self, request: Request, now: float) -> Ok:
-        """Nothing of a round waits any more, or begins to; what it put here, by queue."""
+        """Void a round: pending operations end, and none begins. Answers with the enqueued elements, by queue."""
         step = self._step(int(request.meta["round"]))
         step.is_void = True
         for channel in self.channels.values():
@@ -266,9 +266,9 @@ class Objects:
         return Ok({"moved": step.has_put, "put": put})
 
     def abort(self, moved: Iterable[int] = ()) -> None:
-        """Of rounds that are over, and were not committed, what waits ends, and what they took comes back.
+        """Abort rounds that are over and were not committed: pending operations end, dequeued elements return.
 
-        moved: rounds that put elements, maybe on other servers: what these took stays taken.
+        moved: rounds that enqueued elements, maybe on other servers: their dequeued elements do not return.
         """
         for channel in self.channels.values():
             for work in list(channel.open.values()):
@@ -286,17 +286,17 @@ class Objects:
         self._end_steps([number for number in self._steps if self.is_over(number)])
 
     def _contents(self, request: Request, now: float) -> Ok:
-        """Some tensors of a queue that left, from number ``start`` on."""
+        """Some tensors of a moved queue's contents, from number ``start`` on."""
         held = self._held(str(request.meta["key"]))
         if held.left is None:
-            raise InvalidArgument(f"queue {held.queue.name} is here, it did not leave")
+            raise InvalidArgument(f"queue {held.queue.name} is still in use on this server")
         some = message(held.left[1], int(request.meta["start"]))
         return Ok({"facts": held.left[0], "count": len(held.left[1])}, some)
 
-    # -- what queues of all servers hold ------------------------------------------------------------------------
+    # -- contents of all servers' queues ------------------------------------------------------------------------
 
     def _once(self, request: Request, now: float) -> Ok:
-        """What is done once, and has the same answer when it is asked for again."""
+        """Execute a request once; a repetition gets the same answer."""
         method, id = request.method, str(request.meta["id"])
         if (method, id) not in self._answers:
             do = {"freeze": self._freeze, "copy": self._copy, "refill": self._refill}[method]
@@ -306,9 +306,10 @@ class Objects:
         return self._answers[method, id]
 
     def _freeze(self, request: Request, now: float) -> Ok:
-        """Nobody does or hears anything for a while. Of each round: did it put something, did it use one of these?
+        """Freeze all queues for a while. Answers for each round: whether elements were put, and whether these queues
+        were used.
 
-        brought: what these queues and Variables will hold; whatever may fail of that fails here.
+        brought: staged contents of these queues and Variables; everything fallible of their installation happens here.
         """
         keys = list(map(str, request.meta["keys"]))
         machines = {self._held(key).machine for key in keys}
@@ -331,13 +332,13 @@ class Objects:
 
     def _ensure_frozen(self, request: Request, now: float) -> None:
         if request.meta["id"] != self._frozen or now >= self._until:
-            raise Aborted(f"the queues were not held still for longer than {FROZEN:g} s: do it again")
+            raise Aborted(f"the queues stay frozen for at most {FROZEN:g} s, and this took longer: do it again")
 
     def _copy(self, request: Request, now: float) -> Ok:
-        """Copy what queues hold; nothing is frozen then. ``moved``: rounds whose elements stay taken.
+        """Copy the contents of queues, and end the freeze. ``moved``: rounds whose dequeued elements do not return.
 
-        unheard: what was taken, and its channel has not heard of, is in the copy. ``seen`` tells of each channel what
-        else is.
+        unheard: include dequeued elements that their channel has not acknowledged. The answer's ``seen`` has the mark
+        of each channel.
         """
         self._ensure_frozen(request, now)
         moved, keys = {int(number) for number in request.meta["moved"]}, list(map(str, request.meta["keys"]))
@@ -356,11 +357,11 @@ class Objects:
         """Some tensors of a copy, from number ``start`` on."""
         key = str(request.meta["key"])
         if request.meta["id"] != self._frozen or key not in self._copies:
-            raise Aborted("somebody else copies what queues hold: do it again")
+            raise Aborted("another copy of the queues' contents has begun: do it again")
         return Ok({}, message(self._copies[key][1], int(request.meta["start"])))
 
     def _bring(self, request: Request, now: float) -> Ok:
-        """Values that Variables are to have, or tensors that a queue is to hold, those from number ``start`` on."""
+        """Stage values of Variables, or tensors of a queue's new contents from number ``start`` on."""
         meta, tensors, id = request.meta, request.tensors, str(request.meta["id"])
         brought = self._brought.get(id, Delivery())
         if "keys" in meta:
@@ -382,9 +383,9 @@ class Objects:
         return Ok({})
 
     def _refill(self, request: Request, now: float) -> Ok:
-        """Queues and Variables hold what was brought for them; rounds that are ``void`` raise Aborted.
+        """Install staged contents in queues and Variables; steps of the ``void`` rounds raise Aborted.
 
-        It is decided: this happens, also where nothing is frozen any more. Tells which rounds of here are void then.
+        The change is decided, so it happens even if the freeze has expired. Answers with this server's void rounds.
         """
         brought = self._brought.pop(str(request.meta["brought"]))
         self._until = 0.0
@@ -401,7 +402,7 @@ class Objects:
         return Ok({"void": void})
 
     def _thaw(self, request: Request, now: float) -> Ok:
-        """It is over, well or not."""
+        """End a freeze and drop its copies, or drop staged contents, by their id."""
         if request.meta["id"] == self._frozen:
             self._copies, self._until = {}, 0.0
         self._brought.pop(str(request.meta["id"]), None)
@@ -416,12 +417,14 @@ class Objects:
         return self._steps[number]
 
     def _first(self, request: Request, now: float) -> Ok:
-        """Elements that come next; they stay."""
+        """The next elements, without dequeuing them."""
         found = self._held(str(request.meta["key"])).machine.first(min(int(request.meta["count"]), ENTRIES))
         return Ok({"lengths": [len(element) for element in found]}, [part for element in found for part in element])
 
     def _waiting(self, request: Request, now: float) -> Ok:
-        """Attempts that wait, with those that follow them, and who used their queues so far; none of a crowd."""
+        """Pending attempts with their followers, and the users of their queues so far; none if more than `ENTRIES`
+        wait.
+        """
         found: list[list[Any]] = []
         queues: dict[str, list[Any]] = {}
         for name, channel in self.channels.items() if self.waiting <= ENTRIES else ():
@@ -440,7 +443,7 @@ class Objects:
     def _make(
         self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
     ) -> None:
-        """A queue, with what it held elsewhere."""
+        """Create a queue, with its contents from elsewhere if any."""
         if key in self.queues:
             raise InvalidArgument(f"a queue {key} is here already")
         self._afford(size(given))
@@ -452,7 +455,7 @@ class Objects:
         channel.end(ActResult(number, {}))
 
     def _do(self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]) -> None:
-        """An operation on a queue, for a round or for itself."""
+        """Begin an operation on a queue, for a round or on its own."""
         held, kind = self._held(key), facts["kind"]
         work = Work(number, held, facts["attrs"], facts.get("round"), size(given))
         if work.round is not None and self.is_over(work.round):
@@ -471,7 +474,7 @@ class Objects:
         held.machine.submit(work.attempt, None if before is None else before.attempt)
 
     def _ended(self, channel: Channel, work: Work, attempt: Attempt) -> None:
-        """An operation is over: its tensors, or its error."""
+        """Record the end of an operation: its tensors, or its error."""
         about: dict[str, Any] = {"enqueued": attempt.enqueued}
         tensors: Sequence[torch.Tensor] = ()
         _settle(work)
@@ -492,7 +495,7 @@ class Objects:
     def _withdraw(
         self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
     ) -> None:
-        """Take back operations; what one of them took, and nobody has heard of, comes next again."""
+        """Withdraw pending operations; elements dequeued by one of them come next again."""
         for other in map(int, facts["numbers"]):
             if other in channel.open:
                 _withdraw(channel, channel.open[other])
@@ -501,7 +504,7 @@ class Objects:
     def _put_front(
         self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
     ) -> None:
-        """Elements that were taken, and not used, come next again."""
+        """Return dequeued, unused elements to the front of a queue."""
         held = self._held(key)
         held.nbytes += size(given)
         held.machine.put_front(unpacked(facts, given))
@@ -510,7 +513,7 @@ class Objects:
     def _leave(
         self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
     ) -> None:
-        """A queue goes home: who waits there is told so, and asks for its contents."""
+        """Begin a queue's move home: pending operations end, and the contents can be fetched."""
         held = self._held(key)
         for other in self.channels.values():
             for work in list(other.open.values()):
@@ -523,7 +526,7 @@ class Objects:
     def _drop(
         self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
     ) -> None:
-        """Nobody needs it: who waits ends with StepAborted."""
+        """Drop a queue; pending operations end with StepAborted."""
         held = self._held(key)
         if held.left is None:
             held.machine.abort(str(facts.get("why", "")))
@@ -540,7 +543,7 @@ class Objects:
 
 
 def message(tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
-    """Those from number ``start`` on, as many as one message takes."""
+    """Tensors from number ``start`` on, as many as one message takes."""
     found: list[torch.Tensor] = []
     nbytes = 0
     for tensor in tensors[start : start + ENTRIES]:
@@ -564,7 +567,7 @@ def _withdraw(channel: Channel, work: Work) -> None:
 
 
 def _settle(work: Work) -> None:
-    """What an enqueue did not put is not held here."""
+    """Subtract the bytes of elements that an enqueue did not put."""
     work.held.nbytes -= _not_put(work)
 
 
@@ -587,7 +590,7 @@ def _give_back(done: Sequence[Work]) -> None:
 
 
 def write_queue(queue: Queue) -> dict[str, Any]:
-    """What a queue is, as JSON."""
+    """The description of a queue, as JSON."""
     return {
         "name": queue.name, "capacity": None if queue.capacity == math.inf else queue.capacity, "kind": queue.kind,
         "options": dict(queue.options),
@@ -596,7 +599,7 @@ def write_queue(queue: Queue) -> dict[str, Any]:
 
 
 def read_queue(about: Mapping[str, Any]) -> Queue:
-    """The queue that was written, empty.
+    """The empty queue of a description.
 
     >>> queue = Queue("q", 3, [(torch.float32, (2, None))], options={})
     >>> read_queue(write_queue(queue)).components == queue.components

@@ -1,4 +1,4 @@
-"""Parts of a step: what one worker pushes or stages, what computes with it, and how several become one. Pure."""
+"""Parts of a step: tensors that a worker pushes or stages, the program that takes them, and the merged write. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServerProgram(Protocol):
     writes: Sequence[str]
 
     def ensure_fit(self, feeds: Sequence[torch.Tensor]) -> None:
-        """Raise ShapeError for feeds of other dtypes or sizes than it takes."""
+        """Raise ShapeError for feeds whose dtypes or sizes do not fit the program."""
 
     def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Any: ...
 
@@ -40,10 +40,10 @@ Compile = Callable[[Mapping[str, Any], Sequence[torch.Tensor]], ServerProgram]
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
-    """What one worker staged for a round: feeds of a program, or (``program`` None) new values of ``keys``.
+    """One worker's staged part of a round: feeds of a program, or (``program`` None) new values of ``keys``.
 
-    ``since``: the versions of ``keys`` that those values replace; one that has another version by the time of the write
-    keeps what it has. None: whatever is there.
+    ``since``: versions of ``keys`` to be replaced; a key with another version at the time of the write keeps its value.
+    None: all values are replaced.
     """
 
     program: ServerProgram | None
@@ -60,7 +60,7 @@ class StagedPart:
 
 
 class Write(NamedTuple):
-    """A write with nothing fallible in it: the keys that it writes, and the merged parts that it was computed from."""
+    """A write with nothing fallible inside: the function, its keys, and the merged feeds."""
 
     write: Callable[[], None]
     keys: tuple[str, ...]
@@ -68,7 +68,7 @@ class Write(NamedTuple):
 
 
 class PartWriter(Protocol):
-    """What makes writes of parts, and lets them happen: `tfnb.cluster.server.core.Core`."""
+    """The maker of writes from parts: `tfnb.cluster.server.core.Core`."""
 
     shard: int
     step: int
@@ -76,10 +76,10 @@ class PartWriter(Protocol):
 
     @property
     def opening(self) -> int:
-        """Of the store: a write that was computed for another one is computed again."""
+        """The opening of the store: a write computed under another one is computed again."""
 
     def part(self, request: Request) -> StagedPart | Refusal:
-        """What a request brings, checked."""
+        """The checked part in a request."""
 
     def prepared(self, parts: Sequence[StagedPart]) -> Write:
         """The write that applies parts as one update, fully computed."""
@@ -88,20 +88,20 @@ class PartWriter(Protocol):
         """A block that writes these keys."""
 
     def afford(self, asked: int) -> None:
-        """Raise ResourceExhausted where so many bytes are not there."""
+        """Raise ResourceExhausted if there is no room for so many more bytes."""
 
     def ack(self) -> Ok:
-        """The answer of what has none of its own."""
+        """The plain answer: version and step."""
 
     def with_values(self, answer: Ok, request: Request) -> Ok:
-        """The same, with the values that a request asks for."""
+        """The answer, with the values that a request asks for."""
 
 
 GRADIENTS = ("grad", "rows")  # kinds that must be finite
 
 
 def check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor], *, are_finite: bool = False) -> None:
-    """Raise where a program cannot take these. are_finite: who sent them has looked at that."""
+    """Raise for feeds that a program cannot take. are_finite: the sender has checked the gradients."""
     same_number(program.kinds, tensors)
     program.ensure_fit(tensors)
     for kind, tensor in zip(program.kinds, tensors, strict=True):

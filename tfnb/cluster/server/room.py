@@ -1,6 +1,7 @@
-"""Bytes that the shards of one server process may hold, in all. What they hold is not counted for each request.
+"""The memory budget of the shards of one server process, without a count of all held bytes for each request.
 
-Whatever makes it more asks first, or tells it. So half of what was free at a count can be given away without another.
+Every growth is requested or reported, so half of the bytes that were free at a count can be granted without another
+count.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ class Holder(Protocol):
 
 
 class Room:
-    """The bytes of some shards, which may become more."""
+    """The memory budget shared by some shards."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self._holders = holders
         self._left = 0  # bytes that can be given away before it is counted again
 
     def take(self, asked: int | Callable[[], int], budget: int) -> None:
-        """Raise ResourceExhausted where so many bytes more have no room, also after what can be freed was.
+        """Raise ResourceExhausted if so many more bytes exceed the budget, even after unused memory was freed.
 
         >>> from types import SimpleNamespace
         >>> shard = SimpleNamespace(used=20, release=lambda: None)
@@ -55,7 +56,7 @@ class Room:
             raise ResourceExhausted(f"bytes on this parameter server: asked {more}, used {used}, limit {budget}")
 
     def grew(self, more: int) -> None:
-        """Nobody asked for these bytes: room for another generation of a value that is read."""
+        """Report bytes taken without a request: for another generation of a value with readers."""
         self._left = max(0, self._left - max(0, more))
 
     @property

@@ -1,8 +1,8 @@
-"""The thread of a server: its cores see every event here, in order, whichever way it came.
+"""The thread of a server: its cores see every event here, in order, from calls and streams alike.
 
-It waits on a selector, for calls that the task's event loop passes on, for direct streams
-(`tfnb.cluster.wire.streams`), for what it hosts, and for the time. A stream whose request is ``post`` becomes the
-receiving end of posts between tasks (`tfnb.cluster.wire.posting`), which it hosts from then on; so it serves tasks
+The thread waits on a selector, for calls passed on by the task's event loop, for direct streams
+(`tfnb.cluster.wire.streams`), for hosted connections, and for the time. A stream whose request is ``post`` becomes the
+receiving end of posts between tasks (`tfnb.cluster.wire.posting`), hosted from then on; so the thread serves tasks
 without a core, too.
 """
 
@@ -45,13 +45,13 @@ BACKLOG = 64
 ENDS = 10.0  # seconds that the thread may take to end
 log = logging.getLogger(__name__)
 Receive = Callable[[socket.socket, Request, ServerLoans | None], HostedConnection]  # raises TfnbError
-STREAMED = frozenset({"push", "contribute", "pull"})  # what a direct stream carries, also as parts of a batch
+STREAMED = frozenset({"push", "contribute", "pull"})  # methods on a direct stream, also as parts of a batch
 
 
 class Serving:
-    """Cores and their thread. ``carry``: called in the thread with what other servers are to be told.
+    """Cores and their thread. ``carry``: called in the thread with messages for other servers.
 
-    receive: makes the receiving end of a connection that carries posts, of its request and what its sender lends.
+    receive: makes the receiving end of a connection of posts, from its socket, its request and the sender's loans.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Serving:
         receive: Receive | None = None,
     ) -> None:  # fmt: skip
         self._cores, self._carry, self._budget, self._receive = cores, carry, budget, receive
-        self._hosted: dict[HostedConnection, int] = {}  # and what the selector waits for
+        self._hosted: dict[HostedConnection, int] = {}  # with their selector events
         self._tickets = itertools.count()
         self._replies: dict[int, Callable[[Answer], None]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -69,7 +69,7 @@ class Serving:
         self._offered = 0  # keys on their way to the thread
         self._context: ssl.SSLContext | None = None  # of an encrypted cluster
         self._connections: set[Connection] = set()
-        self._lending: set[Connection] = set()  # whose tasks have not copied yet what they were lent
+        self._lending: set[Connection] = set()  # whose tasks have not copied all loans yet
         self._proof: Segment | None = None  # that tasks of this host can map
         self._selector = selectors.DefaultSelector()
         self._bell, self._ear = map(kept, socket.socketpair())
@@ -77,7 +77,7 @@ class Serving:
         self._ear.setblocking(False)
         self._selector.register(self._ear, selectors.EVENT_READ, None)
         self._is_over = False
-        self._began = 0  # when the cores began with what they do, in nanoseconds
+        self._began = 0  # when the cores began with the present events, in nanoseconds
         self._ticked = 0.0
         self._thread = threading.Thread(target=self._run, name="tfnb-server", daemon=True)
         self._thread.start()
@@ -113,14 +113,14 @@ class Serving:
         return offer
 
     def host(self, end: HostedConnection) -> None:
-        """Serve one end of a connection from now on, until it is over."""
+        """Serve one end of a connection from now on, until closed."""
         self._hosted.setdefault(end, 0)  # first: a thread that ends drops it
         self._post(partial(self._look, end))
         if not self._thread.is_alive():
             self._drop(end, StreamBroken("the task ends"))
 
     def look(self, end: HostedConnection) -> None:
-        """What an end waits for has changed."""
+        """Register a change of the events that an end waits for."""
         self._post(partial(self._look, end))
 
     def drop(self, end: HostedConnection, why: str) -> None:
@@ -128,7 +128,7 @@ class Serving:
         self._post(partial(self._drop, end, StreamBroken(why)))
 
     def stop(self) -> threading.Thread:
-        """Let the thread end, and close what it listens on; who waits for an answer gets none. Its thread."""
+        """End the thread, and close its sockets; pending callers get no answer. Returns the thread."""
         self._is_over = True
         self._ring()
         return self._thread
@@ -176,7 +176,7 @@ class Serving:
         for core in self._cores if self._cores.waits else ():
             try:
                 self._carry_out(self._cores.on([(core.shard, CoreTick())], now))
-            except BaseException:  # a write that failed has poisoned the core, which says so to everybody
+            except BaseException:  # a failed write has poisoned the core, which refuses all requests from now on
                 log.exception("a server was told the time")
         for one in [one for one in self._connections if one.until is not None and one.until < now]:
             self._close(one)
@@ -191,7 +191,7 @@ class Serving:
             reply(failed(error))
 
     def _ask(self, request: Request, reply: Callable[[Answer], None], methods: Set[str]) -> None:
-        """Let the cores answer. ``methods``: that may be asked for, also by the parts of a batch."""
+        """Let the cores answer a request. ``methods``: accepted methods, also for the parts of a batch."""
         self._lending = {one for one in self._lending if one.loans is not None and not one.loans.has_let_go()}
         if request.method == "batch":
             self._ask_all(request, reply, methods)
@@ -220,7 +220,7 @@ class Serving:
     def _arrived(
         self, request: Request, reply: Callable[[Answer], None], methods: Set[str]
     ) -> list[tuple[int, RequestArrival]]:
-        """The event of a request for a shard, which it need not name where there is one."""
+        """The event of a request for a shard; the shard need not be named if there is only one."""
         shard = request.meta.get("shard", self._cores.only)
         if request.method not in methods:
             reply(Refusal("protocol", f"no {request.method[:40]!r} on this way to a shard"))
@@ -234,7 +234,7 @@ class Serving:
         return [(shard, RequestArrival(ticket, request))]
 
     def _timed(self, reply: Callable[[Answer], None], answer: Answer) -> None:
-        """Reply to a call of a traced step, which waits for nobody: with when that began, and ended."""
+        """Reply to a call of a traced step, with the times of its begin and end. Such a call does not wait inside."""
         if isinstance(answer, Ok):
             answer = replace(answer, meta={**answer.meta, "at": [self._began, time.monotonic_ns()]})
         reply(answer)
@@ -262,7 +262,7 @@ class Serving:
         self._keys.add(offer, time.monotonic())
 
     def _close_port(self, *, is_full: bool = False) -> None:
-        """Listen no more, until the next key is given out; who has a connection keeps it. is_full: of open files."""
+        """Stop listening until the next key is given out; connections stay. is_full: no more files can be opened."""
         with self._listening:
             if self._listener is None or (self._offered and not is_full):
                 return
@@ -280,7 +280,7 @@ class Serving:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return  # it went away again
-        except OSError:  # no more files can be open: what is connected goes on, nobody else comes
+        except OSError:  # no more files can be open: connections stay, and no new one is accepted
             self._close_port(is_full=True)
             return
         unproved = [one for one in self._connections if not one.is_proved]
@@ -297,7 +297,7 @@ class Serving:
         self._serve(one, selectors.EVENT_READ)
 
     def _afford(self, nbytes: int) -> None:
-        """One message has room beside those that are coming in, and is no larger than a push can be."""
+        """Raise ResourceExhausted for a message larger than any push, or without room beside other incoming ones."""
         most = self._cores.largest_push if nbytes > envelope.HEADER_CAP else None  # that takes a look at each Variable
         if most is not None:
             streams.within(nbytes, 0, most)
@@ -340,7 +340,7 @@ class Serving:
         self._ask(request, lambda answer: self._answer(one, answer), STREAMED)
 
     def _turn(self, one: Connection, request: Request) -> None:
-        """A stream becomes the receiving end of posts; its sender waits for the answer before it sends one."""
+        """Turn a stream into the receiving end of posts; the sender awaits the answer before its first post."""
         if self._receive is None:
             self._answer(one, Refusal("protocol", "no posts on this way"))
             return
@@ -362,10 +362,10 @@ class Serving:
         self._hosted[end] = 0
         self._look(end)
 
-    # -- what is hosted ---------------------------------------------------------------------------------------------
+    # -- hosted connections -----------------------------------------------------------------------------------------
 
     def _look(self, end: HostedConnection) -> None:
-        """Wait for what it waits for."""
+        """Register the events that an end waits for with the selector."""
         before = self._hosted.get(end)
         if before is None:
             return
@@ -403,7 +403,7 @@ class Serving:
         end.over(error)
 
     def _share(self, name: str) -> tuple[ServerLoans | None, Answer]:
-        """What lends to a task from the next answer on, and memory of this process that the task maps as a proof."""
+        """Loans to a task, from the next answer on, and a segment of this process that the task maps as a proof."""
         try:
             self._proof = self._proof or Segment(envelope.ALIGN)
             return ServerLoans(name), Ok({"memory": self._proof.name})
@@ -431,7 +431,7 @@ class Serving:
             self._close(one)
 
     def _watch(self, one: Connection) -> None:
-        """Wait until the other end reads, as long as there is something to send."""
+        """Wait until the other end reads, as long as buffers are left to send."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.has_more_to_send else 0)
         if self._selector.get_key(one.socket).events != events:
             self._selector.modify(one.socket, events, partial(self._serve, one))
@@ -454,7 +454,7 @@ class Serving:
 
 
 def _logged(work: Callable[[], None]) -> None:
-    """Do it. Where it fails, the thread goes on: it has others to answer."""
+    """Call ``work``; an exception is logged, and the thread goes on."""
     try:
         work()
     except Exception:

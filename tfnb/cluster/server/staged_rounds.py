@@ -30,7 +30,7 @@ class Round:
 
 
 class StagedRounds:
-    """The rounds of one shard. Those up to ``floor`` are over, and of later ones those of ``over``."""
+    """The rounds of one shard. Over are the rounds up to ``floor``, and the later ones in ``over``."""
 
     def __init__(self, shard: PartWriter, objects: Objects) -> None:
         self._shard, self._objects = shard, objects
@@ -48,7 +48,7 @@ class StagedRounds:
         return sum(held.nbytes for held in self.staged.values())
 
     def is_over(self, number: int) -> bool:
-        """Whether nothing is taken for a round any more."""
+        """Whether a round is over, and takes no more parts."""
         return number <= self.floor or number in self.over
 
     def stage(self, request: Request) -> Ok | Refusal:
@@ -66,7 +66,7 @@ class StagedRounds:
         return Ok({"round": number})
 
     def prepare(self, request: Request) -> Ok | Refusal:
-        """Compute what a commit of these workers will write; writes nothing."""
+        """Compute the write of a commit with these workers; writes nothing."""
         number, workers = int(request.meta["round"]), tuple(map(int, request.meta["workers"]))
         if (over := self._refused(number)) is not None:
             return over
@@ -77,7 +77,7 @@ class StagedRounds:
         held = self.staged.get(number, Round())
         missing = [worker for worker in workers if worker not in held.parts]
         if missing or not workers:
-            raise StepAborted(f"round {number} lacks what workers {missing} staged")
+            raise StepAborted(f"round {number} lacks the staged parts of workers {missing}")
         parts = [held.parts[worker] for worker in workers]
         is_old = held.version != self._shard.version and any(part.since is not None for part in parts)
         if held.write is None or held.workers != workers or held.opening != self._shard.opening or is_old:
@@ -101,19 +101,19 @@ class StagedRounds:
         return self._shard.ack()
 
     def keep(self, request: Request) -> Ok:
-        """A round was committed, elsewhere: what it took from queues here does not come back."""
+        """End a round that was committed elsewhere: elements dequeued here do not come back."""
         self._objects.keep(int(request.meta["round"]))
         self._end(request.meta)
         return self._shard.ack()
 
     def abort(self, request: Request) -> Ok:
-        """End a round, and those up to ``floor`` or else before it; what was committed stays committed."""
+        """End a round, and all up to ``floor`` (by default the round itself); committed rounds stay committed."""
         self._end(request.meta)
         self._objects.abort([int(request.meta["round"])] if request.meta.get("moved") else ())
         return self._shard.ack()
 
     def _refused(self, number: int) -> Refusal | None:
-        """Why nothing is taken for a round."""
+        """The refusal of a round that is over; else None."""
         is_over = self.is_over(number)
         return Refusal("stale", f"round {number} is over; the last one was {self.floor}") if is_over else None
 

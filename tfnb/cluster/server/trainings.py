@@ -14,7 +14,7 @@ from tfnb.cluster.wire.messages import Ok, Refusal, Request
 
 
 class Trainings:
-    """Those that are open on one shard."""
+    """The open trainings of one shard."""
 
     def __init__(self, shard: PartWriter, ledger: Ledger) -> None:
         self._shard, self._ledger = shard, ledger
@@ -31,21 +31,21 @@ class Trainings:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are staged."""
+        """Bytes of staged parts and averages."""
         return sum(course.nbytes for course in self.courses.values())
 
     def told(self) -> list[Send]:
-        """What other shards are to be told now."""
+        """Pending messages to other shards."""
         sends, self._sends = self._sends, []
         return sends
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Write decided rounds whose hold has expired."""
         for course in self.courses.values():
             self._commit_decided(course, now)
 
     def given_up(self, request: Request) -> Refusal | None:
-        """Why a request of a training, or of a loop of it, is not taken."""
+        """The refusal of a request of a closed training, or of a loop that was given up; else None."""
         training = request.meta.get("training")
         if training is not None and training not in self.courses:
             return Refusal("stale", f"training {training} is over")
@@ -61,20 +61,20 @@ class Trainings:
         return "staleness" in meta and self._course(meta).lead(str(meta["loop"])) > int(meta["staleness"])
 
     def ticked(self, meta: Mapping[str, Any]) -> int:
-        """A step of a loop was applied: how far it is ahead of the slowest one."""
+        """Count an applied step of a loop; returns the loop's lead over the slowest one."""
         course, loop = self._course(meta), str(meta["loop"])
         course.tick(loop, int(meta["clock"]))
         return course.lead(loop)
 
     def enter(self, request: Request) -> Ok | Refusal:
-        """A loop goes to work: where its clock stands."""
+        """Register a loop that goes to work; answers with its clock."""
         course, loop = self._course(request.meta), str(request.meta["loop"])
         if loop in course.gone:
             return Refusal("given-up", f"loop {loop} was given up")
         return Ok({"clock": course.enter(loop, int(request.meta["clock"]))})
 
     def depart(self, request: Request) -> Ok:
-        """A loop stands still, or is given up (``gone``): what that one sends later is refused."""
+        """Remove the clock of a loop that stands still. With ``gone`` the loop is given up: later calls are refused."""
         course, loop = self._course(request.meta), str(request.meta["loop"])
         course.leave(loop)
         if "gone" in request.meta:
@@ -82,11 +82,12 @@ class Trainings:
         return self._shard.ack()
 
     def contribute(self, request: Request, now: float) -> Ok | Refusal | None:
-        """Keep a worker's part of a round; answered when that is written, with the values of now and whether it counts.
+        """Keep a worker's part of a round; answered when the round is written, with current values and whether the part
+        counts.
 
-        With ``spare`` workers the first shard also says which place the worker takes next, and answers a copy at once
-        while the part of another place is missing. The other shards answer at once, for what they keep of a worker may
-        be what the first one drops.
+        With ``spare`` workers the first shard also answers with the worker's next place, and answers a copy at once
+        while the part of another place is missing. The other shards answer at once: a part kept by them may be a copy
+        that the first shard drops.
         """
         meta, course = request.meta, self._course(request.meta)
         number, worker, has_spare = int(meta["round"]), int(meta["worker"]), "spare" in meta
@@ -133,9 +134,10 @@ class Trainings:
         return None
 
     def _make(self, turn: OpenRound, meta: Mapping[str, Any]) -> None:
-        """Compute the write of a round, and tell the first shard; that one lets the others write when all are ready.
+        """Compute the write of a round, and tell the first shard. The first shard lets the others write when all are
+        ready.
 
-        An error is kept for those who contribute.
+        An error is kept, and raised for every contribution.
         """
         try:
             self._compute(turn)
@@ -168,31 +170,31 @@ class Trainings:
         return self._shard.ack()
 
     def _commit_decided(self, course: Course, now: float) -> None:
-        """On the first shard: write the round that all shards are ready for, unless it is held."""
+        """On the first shard: write the round that all shards are ready for, unless held."""
         number = min(course.turns, default=0)
         if number and course.turns[number].is_decided and now >= course.held_until:
             self._sends += course.turns[number].sends
             self._write(course, number)
 
     def hold(self, request: Request, now: float) -> Ok:
-        """On the first shard: commit nothing for a while; the last round that was decided."""
+        """On the first shard: stop commits for a while; answers with the last committed round."""
         course = self._course(request.meta)
         course.held_until = now + HOLD
         return Ok({"latest": course.latest})
 
     def go(self, request: Request, now: float) -> Ok:
-        """The end of a hold."""
+        """On the first shard: end a hold; answers with the last committed round."""
         course = self._course(request.meta)
         course.held_until = 0.0
         self._commit_decided(course, now)
         return Ok({"latest": course.latest})
 
     def standing(self, request: Request) -> Ok:
-        """The last round that was written here."""
+        """Answer with the last round written on this shard."""
         return Ok({"latest": self._course(request.meta).latest})
 
     def cut(self, request: Request) -> Ok:
-        """Rounds up to ``upto`` that are not decided are over; the last one that was written."""
+        """End undecided rounds up to ``upto``; answers with the last round written."""
         course = self._course(request.meta)
         if "decided" in request.meta:
             self.decided(request)
@@ -201,12 +203,12 @@ class Trainings:
         return Ok({"latest": course.latest})
 
     def begin(self, request: Request) -> Ok:
-        """A training begins."""
+        """Open a training."""
         self.courses.setdefault(str(request.meta["training"]), Course())
         return self._shard.ack()
 
     def end(self, request: Request) -> Ok:
-        """A training is over: nothing that is sent for it counts, so the ledger need not know its clients."""
+        """Close a training, and forget the ledgers of its clients: later requests of the training are refused."""
         self.courses.pop(str(request.meta["training"]), None)
         self.decisions += 1
         for client in request.meta["clients"]:
@@ -234,5 +236,5 @@ class Trainings:
         course.counted |= {worker: (number, place) for place, worker in turn.owners.items()}
 
     def _course(self, meta: Mapping[str, Any]) -> Course:
-        """The training that a request is of; what is sent for one that is not open was refused."""
+        """The open training of a request; requests of closed trainings were refused before."""
         return self.courses[str(meta["training"])]

@@ -1,8 +1,8 @@
 """Sums among the ranks of an all-reduce: process groups of gloo inside of Dask's workers, and the buckets they sum.
 
 One group for each generation: its store listens on the first rank, at a port of its own. Groups are no default group of
-torch, so the user's own use of `torch.distributed` goes on beside them. A call of gloo cannot be cancelled: who waits
-for one leaves it where it is not wanted any more, and the group with it. Imports no Dask.
+torch, so the user's own use of `torch.distributed` goes on beside them. A call of gloo cannot be cancelled: a waiting
+rank that is stopped abandons the call and the group. Imports no Dask.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tfnb.graph import Spec
 FORMS = 15.0  # seconds in which all ranks of a generation meet
 LOOK = 0.25  # seconds between looks whether a call is wanted still
 WAITS = 600.0  # seconds that a call waits for the other ranks at most; the notebook finds a lost one long before
-WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}  # what is summed as what
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}  # dtypes summed as others
 SUMMED = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks of a generation meet, and which of them one is."""
+    """Meeting point of a generation's ranks, with the number of one rank and of all."""
 
     name: str
     host: str
@@ -40,14 +40,14 @@ class Rendezvous(NamedTuple):
 
 
 def store(host: str) -> dist.TCPStore:
-    """What the first rank lets the others meet at."""
+    """The store of the first rank, where the other ranks meet."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=FORMS))
 
 
 class Group:
-    """The process group of one generation, as one rank sees it.
+    """The process group of one generation, on one rank.
 
-    is_wanted: asked while a call waits; raises Cancelled where it says no, and NotDone where another rank is gone.
+    is_wanted: asked while a call waits. A call raises Cancelled when unwanted, and NotDone if another rank is gone.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Group:
         self._group = gloo(dist.PrefixStore(meeting.name, self._store), meeting.rank, meeting.size, options)
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each becomes the sum over all ranks, with the same bits on all of them."""
+        """All-reduce each tensor by sum, in place, with the same bits on all ranks."""
         self._all([self._group.allreduce([tensor], dist.AllreduceOptions()) for tensor in tensors])
 
     def most(self, tensor: torch.Tensor) -> None:
-        """It becomes the largest of all ranks, number by number."""
+        """All-reduce a tensor by element-wise maximum, in place."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self._all([self._group.allreduce([tensor], options)])
 
     def from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each becomes what the first rank has."""
+        """Broadcast tensors from the first rank, in place."""
         self._all([self._group.broadcast(tensor, 0) for tensor in tensors])
 
     def _all(self, works: Sequence[dist.Work]) -> None:
@@ -98,13 +98,13 @@ class Group:
 
 
 def _missed(why: str) -> Failure:
-    """Another rank was not reached: the notebook finds out whether it is lost."""
+    """The failure to reach another rank: the notebook finds out whether that rank is lost."""
     text = f"a sum over ranks ended: {why.partition('. This is')[0]}"
     return Failure("Unavailable", text, {"missed": True, "peer": "another rank"})
 
 
 def formed(meeting: Rendezvous, here: str, held: dist.TCPStore | None, is_wanted: Callable[[], bool]) -> Future[Group]:
-    """A group, made in a thread of its own: nothing ends that before all ranks are there, or time is up."""
+    """A group, formed in a thread of its own: the call cannot be ended before all ranks are there, or time is up."""
     future: Future[Group] = Future()
 
     def form() -> None:
@@ -118,9 +118,9 @@ def formed(meeting: Rendezvous, here: str, held: dist.TCPStore | None, is_wanted
 
 
 class Bucket:
-    """All that a step sums, in one flat tensor for each dtype, behind it the word "ready" of each rank.
+    """The contributions of a rank to a step's sum, in one flat tensor for each dtype, each followed by a word "ready".
 
-    Gradients come weighted by rows. A value that is none is that of the first rank: the others bring zeros.
+    Gradients are weighted by rows. Other values are the first rank's: the other ranks contribute zeros.
 
     >>> bucket = Bucket(["grad", "value"], [Spec(torch.float32, (2,)), Spec(torch.float32, ())])
     >>> bucket.fill([torch.tensor([2.0, 4.0]), torch.tensor(7.0)], 0.5, is_first=True)
@@ -151,7 +151,7 @@ class Bucket:
         ]
 
     def fill(self, tensors: Sequence[torch.Tensor], weight: float, *, is_first: bool) -> None:
-        """What this rank brings: its part of the rows is ``weight``."""
+        """Fill in this rank's contribution. weight: the rank's share of the rows."""
         for kind, view, tensor in zip(self._kinds, self._views, tensors, strict=True):
             if kind == "grad" and weight != 1.0:
                 torch.mul(tensor.to(view.dtype), weight, out=view)
@@ -162,7 +162,7 @@ class Bucket:
         self._say(1)
 
     def clear(self, ready: int) -> None:
-        """Nothing from this rank, which is ready, or (0) cannot take the step."""
+        """Contribute zeros; ``ready`` is 1, or 0 from a rank that cannot take the step."""
         for flat in self.flats.values():
             flat.zero_()
         self._say(ready)
@@ -172,7 +172,7 @@ class Bucket:
             flat[-1] = ready
 
     def is_ready(self, size: int) -> bool:
-        """Whether every rank was, after the sum."""
+        """Whether every rank was ready, after the sum."""
         return all(int(flat[-1]) == size for flat in self.flats.values())
 
     def values(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Threads of a task: one call at a time, whose errors arrive whole, and which can be stopped as a step here can.
+"""Compute threads of a task: calls under the number of their round, stoppable like local steps, with whole errors.
 
 A stop comes between two kernels (see `tfnb.execution.running`); a kernel finishes first. Whoever waits for a call may
 be cancelled; the call itself goes on until it is stopped or ends, and `Computing.stopped` waits for that.
@@ -42,7 +42,7 @@ async def in_thread(executor: ThreadPoolExecutor, function: Callable[[], T]) -> 
 
 
 class _Call:
-    """One call: waiting for the thread, or running in it."""
+    """One call, waiting for a thread or running."""
 
     def __init__(self, body: Callable[[Compute], Any]) -> None:
         self._body = body
@@ -78,7 +78,9 @@ class Computing:
         return await self.work(number, lambda compute: compute(function))
 
     async def work(self, number: int, body: Callable[[Compute], T]) -> T:
-        """The result of ``body(compute)``. Only what it lets ``compute`` call is stopped; no more is computed then."""
+        """The result of ``body(compute)``. A stop interrupts only functions called by ``compute``; no other one begins
+        then.
+        """
         call = _Call(body)
         end = asyncio.ensure_future(in_thread(self.executor, call.run))
         self._calls[number] = call, end
@@ -86,7 +88,7 @@ class Computing:
         return await asyncio.shield(end)
 
     def is_wanted(self) -> bool:
-        """From any thread: whether a call waits for the one that runs."""
+        """From any thread: whether another call waits for the running one."""
         return len(self._calls) > 1
 
     def _ended(self, number: int, end: asyncio.Future[Any]) -> None:
@@ -96,13 +98,15 @@ class Computing:
             end.exception()  # seen, also if nobody waits any more
 
     def close(self) -> None:
-        """Stop what runs and let the threads end, without a wait for them."""
+        """Stop running calls and end the threads, without waiting for them."""
         for call, _ in list(self._calls.values()):
             call.stop()
         self.executor.shutdown(wait=False, cancel_futures=True)
 
     async def stopped(self, is_over: Callable[[int], bool]) -> list[str]:
-        """Stop the rounds that are over, and wait until the threads have left them: what they waited for, in words."""
+        """Stop the calls of rounds that are over, and wait for their threads; returns the calls' pending waits, in
+        words.
+        """
         found = [entry for number, entry in self._calls.items() if is_over(number)]
         for call, _ in found:
             call.stop()

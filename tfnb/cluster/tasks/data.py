@@ -1,4 +1,4 @@
-"""The arrays of one training on one task: those that were sent, and those in chunks of which it reads what it needs.
+"""The arrays of one training on one task: arrays sent whole, and arrays in chunks, read as needed.
 
 Chunks are read ahead of need, when a piece is lent, and kept while there is room. Runs in the event loop of the task;
 rows are taken in its compute thread.
@@ -24,7 +24,7 @@ Needs = Collection[tuple[int, int]]  # chunks: array, number
 
 
 def written(array: torch.Tensor | ChunkedArray) -> torch.Tensor:
-    """What is sent for an array: itself, or what there is to know of its chunks."""
+    """The message form of an array: itself, or a description of its chunks."""
     if isinstance(array, torch.Tensor):
         return array
     about = {
@@ -35,12 +35,12 @@ def written(array: torch.Tensor | ChunkedArray) -> torch.Tensor:
 
 
 def _key(written: Any) -> Any:
-    """A key of Dask, which JSON made lists of."""
+    """A key of Dask, from its JSON form with lists in place of tuples."""
     return tuple(map(_key, written)) if isinstance(written, list) else written
 
 
 class Data:
-    """``arrays``: for `Rows`. ``room``: bytes of chunks that are kept."""
+    """The arrays of one training. ``arrays``: for `Rows`. ``room``: bytes of chunks that are kept."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], chunked: Sequence[int], read: Read, room: int) -> None:
         self.arrays: list[torch.Tensor | Chunks] = list(tensors)
@@ -62,7 +62,7 @@ class Data:
         return {place: array for place, array in enumerate(self.arrays) if isinstance(array, Chunks)}
 
     def needs(self, rows: Iterable[torch.Tensor | slice]) -> Needs:
-        """The chunks in which these rows lie."""
+        """The chunks that contain these rows."""
         found: set[tuple[int, int]] = set()
         for at in rows:
             for place, array in self.chunked.items():
@@ -70,7 +70,7 @@ class Data:
         return found
 
     async def hold(self, needs: Needs) -> None:
-        """Have these chunks here, and keep them until `free`."""
+        """Read these chunks, and keep them until `free`."""
         size = sum(self._nbytes(*one) for one in needs)
         if size > self._room:
             raise ResourceExhausted(
@@ -87,14 +87,14 @@ class Data:
         self._make_room()
 
     def free(self, needs: Needs) -> None:
-        """These chunks may go."""
+        """Release chunks of `hold`."""
         self._pinned.subtract(needs)
 
     def _nbytes(self, place: int, number: int) -> int:
         return self.chunked[place].nbytes(number)
 
     def _one(self, one: tuple[int, int]) -> asyncio.Future[None]:
-        """A chunk on its way, or here."""
+        """The pending read of a chunk; already done if the chunk is here."""
         if one in self._kept:
             self._kept.move_to_end(one)
         elif one not in self._coming:
@@ -118,7 +118,7 @@ class Data:
         self._kept[place, number] = chunks.nbytes(number)
 
     def _make_room(self) -> None:
-        """Drop what is not needed now, the longest unused first."""
+        """Drop chunks that are not held, the longest unused first, until the rest fits."""
         over = sum(self._kept.values()) - self._room
         for place, number in [one for one in self._kept if not self._pinned[one] > 0]:
             if over <= 0:
@@ -127,13 +127,13 @@ class Data:
             del self.chunked[place].here[number]
 
     def close(self) -> None:
-        """The training is over."""
+        """Cancel pending reads: the training is over."""
         for coming in list(self._coming.values()):
             coming.cancel()
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same where torch would have put it: some kernels round by where in a cache line their rows begin."""
+    """The tensor in memory aligned like torch's own: some kernels round by the position of a row in its cache line."""
     return tensor if tensor.data_ptr() % ALIGNED == 0 else tensor.clone()
 
 

@@ -1,4 +1,4 @@
-"""Values that the parts of a step, each on a task of its own, send each other.
+"""Values exchanged by the parts of a step, each on a task of its own.
 
 An `Exchange` owns the `tfnb.cluster.tasks.meeting` of its task and the connections to others. The first value for a
 task opens a connection of posts to it (`tfnb.cluster.wire.posting`), hosted by the thread of
@@ -6,7 +6,7 @@ task opens a connection of posts to it (`tfnb.cluster.wire.posting`), hosted by 
 without sockets), the same bytes travel as calls of Dask's connections, ``deliver``, one at a time for each task.
 
 A connection that breaks aborts the rounds of the task at its other end: posts may be missing, and no round goes on with
-another lane. Over ``deliver`` only who sends notices that a task is gone; who waits for it is told by its notebook.
+another lane. Over ``deliver`` only the sender notices that a task is gone; the notebook tells the receiver.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ class Exchange:
         return _RoundPeers(self, round, parts)
 
     def end(self, round: int, error: BaseException | None = None) -> None:
-        """The part of this task has ended; what comes for the round from now on is dropped."""
+        """The part of this task has ended: values that still arrive for the round are dropped."""
         with self._lock:
             self._failed.pop(round, None)
         self._on(meeting.PartEnd(round, error is not None))
 
     def abort(self, round: int, floor: int, cause: TfnbError) -> None:
-        """Give up a round, and those up to ``floor``."""
+        """Give up a round, and all rounds up to ``floor``."""
         self._on(meeting.Abort(round, floor, cause))
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Exchange:
 
     @property
     def facts(self) -> dict[str, int]:
-        """Values, early bytes, rounds, connections and lent memory that are held, and what was dropped, by reason."""
+        """Counts of held values, early bytes, rounds, connections and loans, and of dropped messages by reason."""
         with self._lock:
             lent = sum(not lane.sender.has_let_go for lane in self._lanes.values())
             open_lanes = sum(lane.sender.is_open for lane in self._lanes.values())
@@ -125,7 +125,7 @@ class Exchange:
     # -- the machine ------------------------------------------------------------------------------------------------
 
     def _on(self, *events: Event) -> None:
-        """Tell the meeting, and do what it says, outside of its lock: who is called may tell and want more."""
+        """Tell the meeting, and carry out its effects outside of the lock, so that callbacks may tell and want more."""
         now = time.monotonic()
         effects: list[Effect] = []
         failures: list[tuple[Callable[[TfnbError], None], TfnbError]] = []
@@ -147,7 +147,7 @@ class Exchange:
             failed(cause)
 
     def _do(self, effect: Effect) -> None:
-        """What is to be done now and then."""
+        """Carry out a rare effect: a pause, its end, or a warning of leftover values."""
         match effect:
             case meeting.PauseReading(sender):
                 self._settle(sender)
@@ -183,7 +183,7 @@ class Exchange:
     # -- who sends here ---------------------------------------------------------------------------------------------
 
     def receive(self, sock: socket, request: Request, loans: ServerLoans | None) -> Receiver:
-        """The receiving end of a connection, for the thread that hosts it. Raises TfnbError."""
+        """The receiving end of a connection, for its hosting thread. Raises TfnbError."""
         sender, other = _sender(request)
         if request.incarnation != self.incarnation or self._is_over:
             raise Unavailable(f"{self.name} is not the task that {other} means, or ends")
@@ -242,7 +242,9 @@ class Exchange:
             self._soon(self._call, lane)
 
     def keep(self, post: Post) -> None:
-        """A message of this task to a part of its own: the value itself, which nobody may write into."""
+        """Deliver a message to this task's own part: the value itself, not a copy, so no part may write into its
+        memory.
+        """
         self._came(self.incarnation, [post])
 
     def _left(self, peer: Peer, error: Exception) -> None:
@@ -274,7 +276,7 @@ class Exchange:
             self._begun(self._opened(lane))
 
     async def _opened(self, lane: _TaskLane) -> None:
-        """Open a connection for a lane, or let it call from now on; later that is tried again."""
+        """Open a connection for a lane. On failure the lane sends by calls, and a later round tries again."""
         try:
             found = await self._connected(lane.peer)
         except (OSError, StreamBroken, TfnbError, KeyError, ValueError, RuntimeError) as error:
@@ -327,7 +329,7 @@ class Exchange:
             self._begun(self._calling(lane))
 
     async def _calling(self, lane: _TaskLane) -> None:
-        """Send what a lane keeps by calls, one after the other."""
+        """Send a lane's pending messages by calls, one after the other."""
         try:
             while lane.calls and (data := lane.sender.take(MOST)):
                 tensor = envelope.tensor_of(data, torch.uint8, (len(data),))
@@ -356,9 +358,9 @@ class _TaskLane:
 class _RoundPeers:
     """`Peers` of one round.
 
-    A value is taken as it is when it is told; where it has a shape it is a tensor, also a meta tensor, of which dtype
-    and sizes travel. Raises InvalidArgument or UnsupportedDtype for what cannot travel. In a round that was aborted no
-    value is given any more, but for one that was under way.
+    A value is captured when it is told; a value with a shape is a tensor, or a meta tensor, of which dtype and sizes
+    travel. Raises InvalidArgument or UnsupportedDtype for values that cannot travel. In an aborted round no more values
+    are delivered, except one that was under way.
     """
 
     def __init__(self, exchange: Exchange, number: int, parts: Mapping[int, Peer]) -> None:
@@ -381,7 +383,7 @@ class _RoundPeers:
 
 
 def _sender(request: Request) -> tuple[int, str]:
-    """Incarnation and name of who sends posts."""
+    """Incarnation and name of the sender of posts."""
     try:
         return int(request.meta["sender"]), str(request.meta["task"])
     except (KeyError, TypeError, ValueError) as error:

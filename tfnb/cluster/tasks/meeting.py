@@ -1,4 +1,4 @@
-"""The rendezvous of a task: values that parts of a step send each other meet those that want them, by key.
+"""The rendezvous of a task: values sent between the parts of a step meet their receivers, by key.
 
 A pure machine, `Meeting.on(event, now) -> effects`, without clock, thread or socket. A key is (round, edge, tag): the
 tag names the iterations of the frames that the value belongs to. Each key is sent once and wanted once.
@@ -6,7 +6,7 @@ tag names the iterations of the frames that the value belongs to. Each key is se
 | Round | Event | Next | Effect |
 |---|---|---|---|
 | unknown, early | `MessageArrival` | early | kept; `PauseReading` over `EARLY` bytes, poisoned after `PATIENCE` s |
-| unknown, early | `Begin` | open | what came from another incarnation than a part's is dropped |
+| unknown, early | `Begin` | open | early values from incarnations of no part are dropped |
 | open | `Want`, `MessageArrival` | open | `Deliver` once both are there |
 | open | `MessageArrival` or `Want` a second time | poisoned | `Fail`: Internal that names edge and tag |
 | open | `Abort`, `ConnectionLoss` of a task in it | poisoned | `Fail` with this cause; values and wants are dropped |
@@ -50,7 +50,7 @@ class MessageArrival(NamedTuple):
 
 
 class Want(NamedTuple):
-    """A part waits for a value; ``receive`` is what it is delivered to."""
+    """A part waits for a value; ``receive`` is called with the value."""
 
     round: int
     edge: int
@@ -66,7 +66,7 @@ class Begin(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """A round, and those up to ``floor``, are given up."""
+    """Give up a round, and all rounds up to ``floor``."""
 
     round: int
     floor: int
@@ -74,7 +74,7 @@ class Abort(NamedTuple):
 
 
 class ConnectionLoss(NamedTuple):
-    """A connection with this incarnation broke: messages of it may be missing."""
+    """A connection with this incarnation broke: messages may be missing."""
 
     sender: int
     cause: TfnbError
@@ -110,7 +110,7 @@ class Fail(NamedTuple):
 
 
 class Leftover(NamedTuple):
-    """Values that nobody wanted in a round that ended without an error."""
+    """Values without a receiver, in a round that ended without an error."""
 
     round: int
     keys: Sequence[tuple[int, Tag]]
@@ -133,7 +133,7 @@ Effect = Deliver | Fail | Leftover | PauseReading | ResumeReading
 
 @dataclass(slots=True)
 class _Round:
-    """One round. ``senders``: None until it begins, and ``early`` has what came before."""
+    """One round. ``senders``: None until the round begins; ``early``: messages that came before."""
 
     senders: frozenset[int] | None = None
     early: list[MessageArrival] = field(default_factory=list)
@@ -176,7 +176,7 @@ class Meeting:
         return sum(len(one.early) + len(one.values) + len(one.wants) for one in self._rounds.values())
 
     def on(self, event: Event, now: float) -> list[Effect]:
-        """What is to be done about an event."""
+        """The effects of an event."""
         match event:
             case MessageArrival():
                 return self._came(event, now)
@@ -287,7 +287,7 @@ class Meeting:
                 yield from self._poison(number, one, cause)
 
     def _poison(self, number: int, one: _Round, cause: TfnbError) -> Iterator[Effect]:
-        """The first cause counts; a round that has not begun says it when it begins."""
+        """Poison a round with the first cause, reported at once or when the round begins."""
         if one.cause is not None:
             return
         one.cause = cause

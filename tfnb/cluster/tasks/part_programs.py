@@ -1,8 +1,8 @@
-"""A step over several tasks: a plan for each part, made in the notebook, and the program that a task makes of it.
+"""A step over several tasks: a plan for each part, made in the notebook, and the task's program for its plan.
 
 All parts are registered as one graph, with the passes before the cut done; each task cuts for itself. Values go
-straight from task to task (`tfnb.execution.dataflow.machine.Peers`). What a server needs of a step goes there from one
-task, the one that makes most of it; the others send it theirs.
+straight from task to task (`tfnb.execution.dataflow.machine.Peers`). The inputs of a server come from one task, the one
+that computes most of them; the other tasks send theirs to this one.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class SentValue(NamedTuple):
 def part_plans(
     split: Split, servers: Mapping[int, Plan], tasks: Sequence[int], check: bool
 ) -> tuple[tuple[PartPlan, ...], dict[int, tuple[int, ...]]]:
-    """The plans of the parts of a step, and of each shard the parts that send to it, by position.
+    """The plans of a step's parts, and by shard the positions of the parts that send to the shard.
 
-    tasks: numbers of those there are. Raises InvalidArgument for requests that contradict each other.
+    tasks: numbers of the cluster's tasks. Raises InvalidArgument for requests that contradict each other.
     """
     wanted = [value for value in split.fetches if value is not None]
     sent = [*_sent(split)]
@@ -91,7 +91,7 @@ def part_plans(
 
 
 def _sent(split: Split) -> Iterator[SentValue]:
-    """What goes to servers."""
+    """The values that go to servers."""
     for server in split.servers:
         for border in server.borders:
             gradient = border.variable if border.kind in GRADIENTS else None
@@ -99,7 +99,7 @@ def _sent(split: Split) -> Iterator[SentValue]:
 
 
 def _senders(found: StepFlow, sent: Sequence[SentValue], first: int, borders: Sequence[Value]) -> dict[int, Place]:
-    """The part that sends to each shard: the one that makes most of what goes there."""
+    """The part that sends to each shard: the one that computes most bytes of the shard's inputs."""
     ends = {end: part.place for part in found.parts for end in part.ends}
     home = {value: ends[first + position] for position, value in enumerate(borders)}
     weight: dict[int, Counter[Place]] = {}
@@ -118,7 +118,7 @@ def _push(
     at: Mapping[tuple[Value, Place], int],
     place: Place,
 ) -> dict[str, Any]:
-    """What a part sends to a shard, see `ComputeProgram`."""
+    """The description of a part's push to a shard, see `ComputeProgram`."""
     mine = [each for each in sent if each.shard == shard]
     return {
         "shard": shard, "plan": servers[shard].id,
@@ -138,7 +138,7 @@ def _tensors_in(part: Part) -> set[int]:
 
 
 def task_of(step: StepGraph, tasks: Sequence[int], error: TfnbError) -> int | None:
-    """The number of the task that does the node which an error of a step over several tasks names; None: of none."""
+    """The number of the task that runs the node named in an error of a step over several tasks; None if none does."""
     for part in in_parts(optimized_step(step), CutOptions(tasks, is_optimized=True, has_writes=False)).parts:
         for node in (op.node for op in part.flow.ops if op.kind == frames.NODE and op.node is not None):
             if any(_is_named(error, each) for each in (node, *nested(node))):
@@ -157,7 +157,7 @@ def digest(parts: Iterable[Part]) -> str:
 
 
 class PartProgram(ComputeProgram):
-    """What a task runs of a step over several tasks. It waits for values of the others while it runs."""
+    """The program of one part of a step over several tasks. A run waits for values of other parts."""
 
     def __post_init__(self) -> None:
         meta = self.meta
@@ -196,7 +196,7 @@ class PartProgram(ComputeProgram):
         return ""
 
     def fed(self, tensors: Sequence[torch.Tensor], meta: Meta) -> list[Any]:
-        """All feeds: those that were sent, of others the sizes, or nothing."""
+        """All feeds: the sent values, meta tensors for feeds whose sizes are enough, and None for unused ones."""
         values, sizes = iter(tensors), iter(meta["sizes"])
         specs = [self.part.whole.contents.by_id[value.node].outputs[value.index] for value in self.part.feeds]
         found: list[Any] = []
@@ -211,7 +211,7 @@ class PartProgram(ComputeProgram):
         self, feeds: Sequence[Any], values: Mapping[str, torch.Tensor], run_index: int, task: str,
         looked: Sequence[torch.Tensor] = (), meet: Meet | None = None, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
-        """The fetches that are made here, None for others, and what goes to shards; see `ComputeProgram.run`."""
+        """The fetches computed by this part, None for others, and the pushes to shards; see `ComputeProgram.run`."""
         storages = storages_of(self.part, self.homes, values)
         given = [
             value if value is None or value.is_meta else self._fed(at, value)

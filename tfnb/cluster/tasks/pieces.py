@@ -1,4 +1,4 @@
-"""Pieces of a training that a task is lent: which rows of each step are its own, and chunks that are read ahead."""
+"""Pieces of a training that a task is lent: the task's rows of each step, and the prefetch of their chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Share(NamedTuple):
 
 
 class TaskShare(NamedTuple):
-    """Who computes a piece: a worker, of how many, and into how many ``places`` the rows of each batch are divided.
+    """The worker that computes a piece, the number of workers, and of ``places``: parts of each batch's rows.
 
     A worker begins with the place of its number. Spare ones begin with copies, of the last place first.
 
@@ -99,7 +99,7 @@ class PieceOrder:
         return Share(feeds, last - first, run, place, len(parts))
 
     def all_rows(self, index: int, data: Rows | None) -> Share:
-        """A whole step, as one worker would take it."""
+        """A whole step, undivided, as for a single worker."""
         return replace(self, part=None).share(index, data, 0)
 
     def rows(self, order: Rows) -> Iterator[torch.Tensor | slice]:
@@ -117,7 +117,7 @@ class PieceOrder:
         return divide(self.whole(index, data), 1 if self.part is None else self.part.places)
 
     def whole(self, index: int, data: Rows | None) -> int:
-        """Rows of a batch, 0 where it has none."""
+        """Number of rows of a batch; 0 for a batch without rows."""
         if self.steps is None:
             return self.batches[index][1]
         assert data is not None  # the notebook sends the data first
@@ -126,7 +126,7 @@ class PieceOrder:
 
 
 class Prefetch:
-    """The rows of the pieces that are lent, on their way to where they are trained on. ``data``: for the steps."""
+    """Prefetch of the chunks of lent pieces. ``data``: the rows for steps."""
 
     def __init__(self, arrays: Data, order: RowOrder) -> None:
         self.data = Rows(arrays.arrays, order)
@@ -136,7 +136,7 @@ class Prefetch:
         self._held: dict[int, asyncio.Task[Needs]] = {}  # by number of the piece
 
     def begin(self, given: PieceOrder, is_here: Callable[[], None]) -> None:
-        """A piece is lent."""
+        """Start to read the chunks of a lent piece; ``is_here`` is called when they have arrived."""
         if self._arrays.chunked:
             held = self._held[given.number] = asyncio.ensure_future(self._hold(given))
             held.add_done_callback(lambda _: is_here())
@@ -148,20 +148,20 @@ class Prefetch:
         return needs
 
     def is_here(self, given: PieceOrder) -> bool:
-        """Whether its rows are here; raises what kept them away."""
+        """Whether the rows of a piece have arrived; raises the error of a failed read."""
         held = self._held.get(given.number)
         if held is not None and held.done():
             held.result()
         return held is None or held.done()
 
     def end(self, given: PieceOrder) -> None:
-        """A piece is done."""
+        """Release the chunks of a finished piece."""
         held = self._held.pop(given.number, None)
         if held is not None:
             self._arrays.free(held.result())
 
     def close(self) -> None:
-        """No more pieces."""
+        """Release all chunks, and cancel pending reads."""
         for held in self._held.values():
             if not held.done():
                 held.cancel()

@@ -73,8 +73,8 @@ class PartPlan:
 class PlacedStep:
     """A step placed on the cluster.
 
-    ``fetched``: for each fetch its place among what the compute plan returns, and behind that the ``late`` one, which
-    one replica runs when a step is written; None for a fetch without a value. ``divides``, ``undivided``: as of
+    ``fetched``: for each fetch its place among the results of the compute plan, followed by those of the ``late`` plan,
+    run by one replica when a step is written; None for a fetch without a value. ``divides``, ``undivided``: as of
     `tfnb.placement.partition.Split`.
     """
 
@@ -87,7 +87,7 @@ class PlacedStep:
     undivided: str | None = None
     queues: tuple[Queue, ...] = ()  # that the compute plan uses, in its order
     puts: bool = False  # into one of them
-    read: tuple[str, ...] = ()  # keys of Variables that nobody may write while a step with queues waits
+    read: tuple[str, ...] = ()  # keys of Variables that no other step may write while a step with queues waits
     parts: tuple[PartPlan, ...] = ()  # of a step over several tasks, in place of ``compute``
     senders: Mapping[int, tuple[int, ...]] | None = None  # then of each shard the parts that send to it, by position
 
@@ -103,12 +103,12 @@ class PlacedStep:
 
     @property
     def written_there(self) -> set[str]:
-        """Keys under which shards hold those."""
+        """Keys of the written Variables' pieces on their shards."""
         return {piece.key for key in self.written for piece in self.placement.homes[key]}
 
     @property
     def used_there(self) -> set[str]:
-        """Keys under which shards hold the Variables that the step reads or writes."""
+        """Keys, on shards, of the pieces of all Variables that the step reads or writes."""
         plans = [self.compute, *(part.plan for part in self.parts), *([] if self.late is None else [self.late])]
         read = {piece.key for plan in plans for pieces in plan.meta["homes"].values() for piece in pieces}
         return read.union(*(plan.meta["keys"].values() for plan in self.servers.values()))
@@ -127,9 +127,9 @@ class PlacedStep:
 
 
 def place(split: Split, *, check: bool = False, compile: Mode = "off") -> PlacedStep:
-    """The plans of a split step, but for those of parts (`tfnb.cluster.tasks.part_programs`).
+    """The plans of a split step, without the plans of parts (`tfnb.cluster.tasks.part_programs`).
 
-    check: nobody takes or writes numbers that are not finite. compile: what tasks do with steps that take long.
+    check: refuse to take or write numbers that are not finite. compile: the tasks' mode of compiling long steps.
     """
     homes = split.placement.homes
     servers = {server.shard: server_plan(server, homes, check) for server in split.servers}
@@ -177,7 +177,7 @@ def late_plan(late: Late, homes: Homes) -> Plan:
 
 
 def _places(split: Split) -> tuple[int | None, ...]:
-    """The place of each fetch among those that are computed before the step is written, and behind them late ones."""
+    """The place of each fetch among the results of the compute plan, followed by the results of the late plan."""
     early, late = split.fetches, () if split.late is None else split.late.fetches
     count = sum(value is not None for value in early)
     behind = [None if place is None else count + place for place in numbered(late)]
@@ -210,7 +210,7 @@ def server_plan(server: Server, homes: Homes, check: bool) -> Plan:
 def plan_of(
     graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], facts: Meta, unused: Collection[int] = ()
 ) -> Plan:  # fmt: skip
-    """The plan of a graph. unused: ids of constants that it holds and that nobody there computes with.
+    """The plan of a graph. unused: ids of the graph's constants with no use on the receiving task.
 
     Of these dtype and sizes are sent, and not the values.
     """
@@ -256,13 +256,13 @@ def _code(graph: Graph, fetches: Iterable[str], feeds: Iterable[str], compile: M
 
 
 def keys_of(program: Program, keys: Mapping[str, Any]) -> list[Any]:
-    """What ``keys`` says of each variable of the program, in its order."""
+    """The entries of ``keys`` for the program's variables, in the program's order."""
     labels = {variable: label for label, variable in program.whole.contents.variables.items()}
     return [keys[labels[variable]] for variable in program.variables]
 
 
 class ShardProgram:
-    """What a server applies at commit; a `tfnb.cluster.server.core.ServerProgram`."""
+    """The update of a server, applied at commit; a `tfnb.cluster.server.core.ServerProgram`."""
 
     def __init__(self, meta: Meta, tensors: Sequence[torch.Tensor]) -> None:
         self.program: Program = _code(graph_of(meta, tensors), meta["fetches"], meta["feeds"]).program
@@ -278,14 +278,14 @@ class ShardProgram:
         self.nbytes = sum(sizes) if len(sizes) == len(self.feeds) else None
 
     def ensure_fit(self, feeds: Sequence[torch.Tensor]) -> None:
-        """Raise ShapeError for feeds of other dtypes or sizes than it takes: its write would fail half-way."""
+        """Raise ShapeError for feeds whose dtypes or sizes do not fit the plan: the write would fail half-way."""
         symbols: dict[str, int] = {}
         for place, (feed, wanted) in enumerate(zip(feeds, self.feeds, strict=True)):
             if feed.is_meta or feed.dtype is not wanted.dtype or not wanted.fits(feed.shape, symbols):
                 raise ShapeError(f"part {place} of this push is {Spec.of(feed)}, and its plan takes {wanted}")
 
     def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Pending:
-        """What will be written; nothing is."""
+        """Compute the pending update; writes nothing."""
         try:
             if self._is_checked:
                 try_update(self.program, feeds, storages, run_index)
@@ -296,13 +296,13 @@ class ShardProgram:
             raise explained(self.program, error, feeds) from error
 
     def commit(self, pending: Pending) -> None:
-        """Write it."""
+        """Write the pending update."""
         self.program.commit(pending)
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a worker sends to one shard: feeds of a server plan.
+    """A worker's message to one shard: feeds of a server plan.
 
     ``grads``: of each tensor that is a gradient the name of its variable, else None.
     """
@@ -325,9 +325,9 @@ class Push:
 
 @dataclass
 class ComputeProgram:
-    """What a compute task runs: reads of some shards, feeds, then fetches and pushes.
+    """The program of a compute task: takes reads of some shards, and feeds; gives fetches and pushes.
 
-    The last feeds are rows of large Variables, of which it knows by ``lookups`` what to ask for.
+    The last feeds are rows of large Variables, requested from servers by ``lookups``.
     """
 
     meta: Meta
@@ -355,7 +355,7 @@ class ComputeProgram:
 
     @cached_property
     def tracer(self) -> PlaceTracer:
-        """The tracer of steps one by one, with the code that it needs."""
+        """The tracer of single steps, with its code prepared."""
         tracer = PlaceTracer()
         tracer.prepare([self.program])
         return tracer
@@ -367,7 +367,7 @@ class ComputeProgram:
 
     @property
     def usual_code(self) -> str:
-        """Which code runs it when nobody looks."""
+        """A description of the code that runs without a tracer."""
         return self.code.tiers.code()
 
     def fed(self, tensors: Sequence[torch.Tensor], meta: Meta) -> list[Any]:
@@ -404,8 +404,8 @@ class ComputeProgram:
         self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int, task: str,
         looked: Sequence[torch.Tensor] = (), meet: Meet | None = None, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], list[Push]]:  # fmt: skip
-        """Fetched values, and what goes to the shards. ``values`` (by key) are not written. ``looked``: rows.
-        ``meet``: joins the other parts, of a step over several tasks. ``is_traced``: `tracer` sees what runs.
+        """Fetched values, and pushes to shards. ``values`` (by key) are not written. ``looked``: rows. ``meet``: joins
+        the other parts of a step over several tasks. ``is_traced``: run under `tracer`.
 
         Raises NonFiniteGradient for gradients that are not finite: with the name of the ``task``, the op and line that
         made the first number of them, and the fetched values as details.
@@ -432,7 +432,7 @@ class ComputeProgram:
         return out[: self.meta["count"]], pushes
 
     def _computed(self, feeds: Sequence[Any], storages: list[torch.Tensor], *args: Any, **options: Any) -> Any:
-        """What the program gives; its errors name the node and the line."""
+        """The results of the program; errors name the node and the line."""
         try:
             with whole_steps() if self.program.waits else nullcontext():
                 return self.program.compute(feeds, storages, *args, **options)
@@ -442,7 +442,7 @@ class ComputeProgram:
             raise explained(self.program, error, feeds) from error
 
     def _pushes(self, out: Sequence[torch.Tensor | None]) -> list[Push]:
-        """What goes to shards of the values that were computed."""
+        """The pushes to shards, from the computed values."""
         return [
             Push(
                 int(to["shard"]), to["plan"],
@@ -453,7 +453,7 @@ class ComputeProgram:
 
     def _locate(self, error: NonFiniteGradient, args: Sequence[Any]) -> None:
         """Compute once more, with probes, and say where the gradient became NaN or infinite."""
-        if self.queues:  # what it took is gone
+        if self.queues:  # the dequeued elements are gone
             return
         tracer = ValueHealth(self.program)
         tracer.forward(*args)
@@ -467,7 +467,7 @@ class ComputeProgram:
 
 
 class LateProgram:
-    """What one replica computes when a step is written: fetches that depend on averaged gradients, or on updates.
+    """Fetches that one replica computes after the step is written: from averaged gradients, or updated Variables.
 
     ``after``: pieces of the Variables whose new values it takes; ``has_rows``: whether it takes all rows of the batch.
     """
@@ -482,12 +482,12 @@ class LateProgram:
 
     @property
     def reads(self) -> dict[int, list[str]]:
-        """Keys to pull from each shard, before the step or after it."""
+        """Keys to pull from each shard, for values before or after the step."""
         return keys_by_shard((*self.homes, *self.after))
 
     @property
     def shown(self) -> dict[int, list[int]]:
-        """By shard the feeds whose averages it takes."""
+        """By shard, the feeds whose averages the program takes."""
         found: dict[int, dict[int, None]] = {}
         for shard, at in (feed for feeds in self._averages for feed in feeds):
             found.setdefault(shard, {})[at] = None
@@ -497,7 +497,7 @@ class LateProgram:
         self, feeds: Sequence[torch.Tensor], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor],
         averages: Mapping[tuple[int, int], torch.Tensor], run_index: int,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """The fetched values. feeds: those of the step. before, after: values by key; averages: by shard and feed."""
+        """The fetched values. feeds: of the step. before, after: values by key; averages: by shard and feed."""
         storages = storages_of(self.program, self.homes, before)
         new = [joined(pieces, after) for pieces in self.after]
         merged = [[averages[feed] for feed in feeds] for feeds in self._averages]
@@ -520,7 +520,7 @@ class LateProgram:
 def storages_of(
     program: Program, homes: Iterable[tuple[Piece, ...]], values: Mapping[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The values of a program's Variables, of which these are the pieces, where its graph wants them."""
+    """The values of a program's Variables, joined from their pieces, on the devices of its graph."""
     found = zip(program.variables, homes, strict=True)
     return [joined(pieces, values).to(variable.spec.device) for variable, pieces in found]
 
@@ -540,11 +540,11 @@ def piece_of(fields: Sequence[Any]) -> Piece:
 
 
 def _rows_of(spec: Spec, rows: Sequence[int] | None) -> Spec:
-    """The Spec of what `rows_of` gives."""
+    """The Spec of the value of `rows_of`."""
     return spec if rows is None else replace(spec, shape=(rows[1] - rows[0], *spec.shape[1:]))
 
 
 def rows_of(value: torch.Tensor | None, rows: Sequence[int] | None) -> torch.Tensor:
-    """What a shard needs of a value."""
-    assert value is not None  # what is sent to servers is an output
+    """A shard's rows of a value; the whole value if ``rows`` is None."""
+    assert value is not None  # values for servers are outputs
     return value if rows is None else value[rows[0] : rows[1]]

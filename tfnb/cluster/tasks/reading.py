@@ -16,7 +16,7 @@ WITHIN = 600.0  # seconds for one chunk: Dask may have to compute it again
 
 
 def as_chunk(computed: Any) -> torch.Tensor:
-    """What Dask computed for a chunk, as a tensor. Raises InvalidArgument or UnsupportedDtype."""
+    """A chunk computed by Dask, as a tensor. Raises InvalidArgument or UnsupportedDtype."""
     try:
         rows = as_rows(computed)
     except (TypeError, ValueError) as error:
@@ -47,14 +47,14 @@ def first_rows(computed: Any, rows: int) -> torch.Tensor:
 
 
 class Reader:
-    """The chunks that a task reads, through a Dask client of its own, which is there while a training needs it."""
+    """Reads chunks for a task, through a Dask client of its own that is open while a training needs one."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._client: asyncio.Future[Client] | None = None
 
     async def read(self, key: Any, what: str) -> torch.Tensor:
-        """The chunk of this key; ``what`` it is called in errors."""
+        """The chunk of this key. what: the name of the chunk in errors."""
         if self._client is None:
             self._client = asyncio.ensure_future(self._connected())
         client = await asyncio.shield(self._client)
@@ -77,7 +77,7 @@ class Reader:
         )  # fmt: skip
 
     async def close(self) -> None:
-        """No training reads any more."""
+        """Close the client: no training reads any more."""
         made, self._client = self._client, None
         if made is not None:
             await (await made).close()

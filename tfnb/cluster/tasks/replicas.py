@@ -1,9 +1,9 @@
-"""The loop of a rank: it holds all Variables, sums gradients with the other ranks, and applies the same update.
+"""The loop of a rank: holds all Variables, all-reduces gradients with the other ranks, and applies the same update.
 
-The servers own the Variables wherever the ranks do not train: at the begin of each piece the first rank asks them what
-others have written meanwhile, and all ranks take its answer, which is everything when a generation begins. What ranks
-have made is saved there when the notebook asks one of them to: before anybody else reads or writes Variables, in a cut,
-and at the end.
+The servers own the Variables while the ranks do not train: at the begin of each piece the first rank pulls the values
+that others have written meanwhile, and all ranks take them over (all values, when a generation begins). The ranks'
+values are saved on the servers when the notebook asks one rank to: before anybody else reads or writes Variables, in a
+cut, and at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EVERY = 100  # steps after which ranks compare their values
 
 
 class Replica(TrainingLoop):
-    """One rank. ``updates``: what a server would apply, by shard."""
+    """One rank. ``updates``: by shard, the update that the server would apply."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Replica(TrainingLoop):
         self._versions = torch.full((len(self._all),), -1, dtype=torch.int64)
 
     def report(self, seen: int) -> Ok:
-        """As of every loop, and the last round that is applied."""
+        """The report of every loop, with the last applied round."""
         told = super().report(seen)
         return Ok({**told.meta, "latest": self._latest}, told.tensors)
 
     async def save(self, number: int) -> Ok:
-        """While it stands: stage the values on their servers, for the notebook to commit.
+        """Stage the values of a standing rank on their servers, for the notebook to commit.
 
-        What others have written there since the last piece began stays, also where that is after this looks: each
-        value goes with the version that it replaces, which the server compares as it writes. The next piece takes it.
+        Values written by others since the last piece began stay, even those written after this check: each staged value
+        names the version that it replaces, and the server compares versions as it writes. The next piece takes them.
         """
         fresh, versions = await self._asked_for()
         since = dict(zip(self._all, versions.tolist(), strict=True))
@@ -108,7 +108,7 @@ class Replica(TrainingLoop):
         return await self._host.computing.work(self._key, lambda compute: self._together(given, index, compute))
 
     async def _asked_for(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """What servers hold in another version than this rank: values, and the versions of all keys."""
+        """Values that servers hold in other versions than this rank, and the versions of all keys."""
         since = iter(self._versions.tolist())
         asks = [
             Ask(shard, "pull", {"keys": keys, "since": [next(since) for _ in keys]})
@@ -124,7 +124,7 @@ class Replica(TrainingLoop):
         return fresh, torch.tensor(versions, dtype=torch.int64)
 
     def _share_values(self, fresh: Mapping[str, torch.Tensor], versions: torch.Tensor) -> None:
-        """In the compute thread: all ranks take what the first one was told."""
+        """In the compute thread: all ranks take over the server values that the first rank pulled."""
         group = self._group
         assert group is not None
         if not self._values:
@@ -182,7 +182,7 @@ class Replica(TrainingLoop):
     def _gradients(
         self, given: PieceOrder, index: int, share: Share, compute: Compute
     ) -> tuple[Out, list[torch.Tensor]]:
-        """What this rank fetches of its rows, and what it brings to the sum."""
+        """This rank's fetches from its rows, and its contribution to the sum."""
         if not share.rows:
             self._bucket.clear(1)
             return [], []
@@ -196,7 +196,7 @@ class Replica(TrainingLoop):
         return out, brought
 
     def _before_late(self, share: Share) -> dict[str, torch.Tensor]:
-        """Values that late fetches take as they were before the update, which is made in their memory."""
+        """Copies of values for late fetches, taken before the update overwrites the originals in place."""
         if self._late_program is None or not share.rows or share.place:
             return {}
         keys = itertools.chain(*keys_by_shard(self._late_program.homes).values())
@@ -206,7 +206,7 @@ class Replica(TrainingLoop):
         self, given: PieceOrder, index: int, share: Share, before: Mapping[str, torch.Tensor],
         averages: Sequence[torch.Tensor], out: Out, compute: Compute,
     ) -> Out:  # fmt: skip
-        """What is fetched of a step that is applied, late fetches too."""
+        """All fetches of an applied step, late ones included."""
         late = self._late_program
         if late is None or not share.rows:
             return out
@@ -219,12 +219,12 @@ class Replica(TrainingLoop):
         return [*out, *self._kept(found)]
 
     def _kept(self, out: Out) -> Out:
-        """Fetched values, copied where they are in the memory of a Variable, which the next step writes."""
+        """Fetched values, copied if they share memory with a Variable, since the next step overwrites that memory."""
         own = {value.untyped_storage().data_ptr() for value in self._values.values()}
         return [v.clone() if v is not None and v.untyped_storage().data_ptr() in own else v for v in out]
 
     def _in_order(self, pushes: Sequence[Push]) -> list[torch.Tensor]:
-        """What goes into the updates, in their order."""
+        """The inputs of the updates, in the updates' order."""
         of = {push.shard: push for push in pushes}
         found: list[torch.Tensor] = []
         for shard, update in self._updates.items():
@@ -233,7 +233,7 @@ class Replica(TrainingLoop):
         return found
 
     def _update(self, averages: Sequence[torch.Tensor], share: Share, compute: Compute) -> None:
-        """Apply what was summed: all of it is computed before anything is written."""
+        """Apply the averages: every update is computed before any is written."""
         run = share.run - share.place * REPLICA if share.rows else share.run
         begun, rest = [], iter(averages)
         for update in self._updates.values():

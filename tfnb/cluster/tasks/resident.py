@@ -1,8 +1,8 @@
 """The loop that a task runs by itself while a `fit` trains: one message to each server and step, no notebook.
 
-The notebook lends pieces of training ahead of need, and asks what was done twice a second and when a piece ends;
-everything it is told counts from the first step of the loop, so that a repeated answer means the same. The loop ends by
-itself at the first call or kernel that fails; the notebook then decides.
+The notebook lends pieces of training ahead of need, and asks for a report twice a second and when a piece ends; reports
+count from the first step of the loop, so that a repeated report means the same. The loop ends by itself at the first
+call or kernel that fails; the notebook then decides.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Out = list[torch.Tensor | None]
 
 
 class LoopHost(Protocol):
-    """What the loop needs of its task."""
+    """The task as seen by its loops."""
 
     name: str
     host: str  # where other workers reach it
@@ -63,16 +63,16 @@ class LoopHost(Protocol):
 
 
 class _StepInProgress(NamedTuple):
-    """A step that is to be computed, with the rows that it takes of large Variables; None: they are to be asked for."""
+    """A step to be computed, with its rows of large Variables; None: the rows are yet to be asked for."""
 
-    step: tuple[int, int]  # the number of its piece, and which step of it
+    step: tuple[int, int]  # number of the piece, and index of the step in it
     share: Share
     looked: LookedUp | None = None
     rows: Sequence[torch.Tensor] | None = ()
 
 
 class _StepResult(NamedTuple):
-    """One step as it was computed."""
+    """The result of computing one step."""
 
     share: Share
     out: Out
@@ -81,7 +81,7 @@ class _StepResult(NamedTuple):
 
 
 class _StepInFlight(NamedTuple):
-    """A step of which servers were told, and what they answered by direct streams."""
+    """A step sent to servers, with their answers by direct streams."""
 
     done: _StepResult
     asks: list[Ask]
@@ -90,7 +90,7 @@ class _StepInFlight(NamedTuple):
 
 @dataclass(slots=True)
 class _AppliedPart:
-    """A part of a step that is applied: of which one of which piece, which part of how many, its rows and values."""
+    """An applied part of a step: number of the piece, index of the step, place among its parts, rows and values."""
 
     number: int
     index: int
@@ -110,7 +110,7 @@ class _AppliedPart:
 
 
 def _both(a: Mapping[int, list[str]], b: Mapping[int, list[str]]) -> dict[int, list[str]]:
-    """Keys by shard, those of two programs.
+    """Keys by shard, of two programs together.
 
     >>> _both({0: ["v", "w"]}, {0: ["w", "x"], 1: ["y"]})
     {0: ['v', 'w', 'x'], 1: ['y']}
@@ -139,9 +139,9 @@ class TrainingLoop:
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
         self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
         self._counts = True  # whether the last part that was sent counts, on the first shard
-        self._place: int | None = None  # what the first shard gave this loop of the next round
+        self._place: int | None = None  # in the next round, assigned by the first shard
         self._late = 0  # steps that came too late to count
-        self._log: deque[_AppliedPart] = deque()  # what the notebook has not confirmed
+        self._log: deque[_AppliedPart] = deque()  # parts that the notebook has not confirmed
         self._told = 0  # steps before the log
         self._changed, self._news = asyncio.Event(), asyncio.Event()
         self._stands = asyncio.Event()
@@ -149,28 +149,28 @@ class TrainingLoop:
         self._failure: Failure | Refusal | None = None
         self._seconds = 0.0  # that the last step computed
         self._key = next(_keys)
-        self._begun: _StepInProgress | None = None  # the step of which direct streams did not give the rows
+        self._begun: _StepInProgress | None = None  # the step whose rows did not come by direct streams
         self._waits: asyncio.Future[None] | None = None  # for loops that are behind
         self._work = asyncio.ensure_future(self._run())
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the loop has ended."""
         return self._work.done()
 
     @property
     def is_standing(self) -> bool:
-        """Whether it waits for a piece."""
+        """Whether the loop stands: paused, or without a piece."""
         return self._stands.is_set()
 
     async def save(self, number: int) -> Ok:
         """Only ranks hold values of their own."""
         raise NotImplementedError
 
-    # -- what the notebook asks for -----------------------------------------------------------------------------
+    # -- requests of the notebook -------------------------------------------------------------------------------
 
     def lend(self, given: PieceOrder) -> None:
-        """One more piece; a piece that is here already means nothing."""
+        """Add one more piece; a piece that was lent before is ignored."""
         if not any(held.number == given.number for held in self._given):
             given = replace(given, needs_all=self._late_program is not None and self._late_program.has_rows)
             self._given.append(given)
@@ -179,7 +179,7 @@ class TrainingLoop:
             self._changed.set()
 
     async def watch(self, seen: int) -> Ok:
-        """What was done, as soon as there is something to decide, and every half a second."""
+        """A report, as soon as there is something to decide, and every half a second."""
         self._confirm(seen)
         if not self._work.done():
             with suppress(TimeoutError):
@@ -188,7 +188,7 @@ class TrainingLoop:
         return self.report(seen)
 
     async def pause(self, is_wanted: bool, seen: int) -> Ok:
-        """Stand between two steps, or go on. A step may take long: the answer says whether it stands by now."""
+        """Stand between two steps, or go on. A step may take long: the report says whether the loop stands by now."""
         self._is_pause_wanted = is_wanted
         self._changed.set()
         if is_wanted:
@@ -197,9 +197,9 @@ class TrainingLoop:
         return self.report(seen)
 
     async def stop(self, seen: int, *, is_given_up: bool = False) -> Ok:
-        """End: what computes is dropped, what was begun to be sent is sent, and it waits for no other loop.
+        """End the loop: its computation is dropped, begun messages are sent, and no other loop is waited for.
 
-        is_given_up: a server of it is dead, so that nothing more can be sent.
+        is_given_up: one of the loop's servers is dead, so that nothing more can be sent.
         """
         self._is_wanted = False
         self._changed.set()
@@ -221,7 +221,7 @@ class TrainingLoop:
         self._work.cancel()
 
     def report(self, seen: int) -> Ok:
-        """Every step that the notebook has not seen, and how the loop stands."""
+        """All applied parts that the notebook has not confirmed, and the state of the loop."""
         self._confirm(seen)
         groups: list[list[_AppliedPart]] = []
         log = list(self._log)  # at once: the compute thread adds to it
@@ -263,7 +263,7 @@ class TrainingLoop:
                 while index < given.count:
                     if not await self._goes_on():
                         return
-                    if self._has_stood:  # what others wrote meanwhile counts
+                    if self._has_stood:  # take over values that others wrote meanwhile
                         await self._enter()
                     index = await self._advance(given, index)
                 self._given.popleft()
@@ -285,14 +285,14 @@ class TrainingLoop:
             self._news.set()
 
     def _read_for(self, given: PieceOrder) -> None:
-        """Read what the place of a piece takes: only the first one computes late fetches."""
+        """Choose the values to read for a piece: only the first worker computes late fetches."""
         late = self._late_program if given.part is None or not given.part.worker else None
         reads = self._program.reads if late is None else _both(self._program.reads, late.reads)
         if reads != self._reads:
             self._reads, self._has_stood = reads, True  # it goes to work with values of now
 
     async def _goes_on(self) -> bool:
-        """Wait for a piece and for its rows, and for the end of a pause; False when it is to end."""
+        """Wait for a piece with its rows, and for the end of a pause; False when the loop is to end."""
         while self._is_wanted and (self._is_pause_wanted or not self._has_piece):
             self._changed.clear()
             await self._depart()
@@ -304,11 +304,13 @@ class TrainingLoop:
 
     @property
     def _has_piece(self) -> bool:
-        """Whether there is a piece whose rows are here; raises what kept them away."""
+        """Whether the next piece is lent and its rows have arrived; raises the error of a failed read."""
         return bool(self._given) and (self._ahead is None or self._ahead.is_here(self._given[0]))
 
     async def _advance(self, given: PieceOrder, index: int) -> int:
-        """Steps of a piece from ``index`` on, at least one that is not written yet; how far they came."""
+        """Run steps of a piece from ``index`` on, at least one that is not written yet; returns the index of the next
+        step.
+        """
         tables = (piece.shard for _, pieces in self._program.lookups for piece in pieces)
         await self._host.open_streams(sorted({*self._asked, *tables}))
         if self._begun is not None and self._begun.rows is None and self._begun.looked is not None:
@@ -330,10 +332,10 @@ class TrainingLoop:
         return index
 
     def _steps(self, given: PieceOrder, index: int, compute: Compute) -> tuple[int, _StepInFlight | None]:
-        """In the compute thread: one step after the other, for a while and as long as the event loop has no part in it.
+        """In the compute thread: one step after the other, for a while and as long as the event loop is not needed.
 
-        The step that is next, or that was sent and is not applied as far as direct streams tell. The first one is taken
-        also where a pause is wanted by now: else a training would never go on between pauses that follow each other.
+        Returns the index of the next step, and the step in flight if a stream failed. At least one step runs even if
+        a pause is requested, so that repeated pauses cannot starve training.
         """
         first, until = index, time.monotonic() + WHILE
         while index < given.count and self._may_follow and (index == first or self._is_free(until)):
@@ -363,7 +365,7 @@ class TrainingLoop:
         return given.first + index <= max(self._rounds.values(), default=-1)
 
     def _is_over(self, given: PieceOrder, index: int) -> bool:
-        """Whether a step to which a part was given is over; else that was a copy, and another part is missing."""
+        """Whether a step with a part of this worker is over; else the part was a copy, and another part is missing."""
         return given.part is None or self._is_written(given, index)
 
     def _is_free(self, until: float) -> bool:
@@ -376,7 +378,7 @@ class TrainingLoop:
         return self._is_wanted and len({*self._rounds.values()}) <= 1 and not self._too_far
 
     def _applied(self, given: PieceOrder, index: int, done: _StepResult) -> None:
-        """A part was sent and answered: it is for the notebook, where it counts."""
+        """Log a sent and answered part for the notebook, if the part counts."""
         share = done.share
         if self._counts:
             self._log.append(_AppliedPart(given.number, index, share.place, share.parts, share.rows, done.out))
@@ -384,7 +386,7 @@ class TrainingLoop:
             self._late += 1
 
     def _streamed(self, given: PieceOrder, index: int, done: _StepResult) -> _StepInFlight:
-        """In the compute thread: what each server is asked, and the answers that came by direct streams."""
+        """In the compute thread: the requests of a step to servers, and the answers that came by direct streams."""
         about: dict[str, Any] = {"training": self._training, "rows": done.share.rows, "run_index": done.share.run}
         op: OpId | None = OpId(given.stream, given.first + index)
         method = "push"
@@ -402,16 +404,16 @@ class TrainingLoop:
         return _StepInFlight(done, asks, self._host.stream(asks))
 
     def _numbered(self, asks: Sequence[Ask]) -> list[Ask]:
-        """Asks with identities, under which they are repeated on another connection."""
+        """Requests with identities, so that they can be repeated on another connection."""
         return [ask if ask.op is not None else ask._replace(op=self._host.streams.op()) for ask in asks]
 
     def _of_round(self, part: TaskShare, number: int) -> dict[str, Any]:
-        """What servers are told of a round and of this worker."""
+        """The facts of a round and of this worker, for servers."""
         about = {"training": self._training, "round": number, "worker": part.worker, "shards": self._shards}
         return about | {"spare": True} if part.has_spare else about
 
     def _behind(self, given: PieceOrder) -> list[Ask]:
-        """What is asked of servers that sent values of an earlier round than another one."""
+        """Requests to servers whose latest values are of an earlier round than another server's."""
         latest = max(self._rounds.values(), default=0)
         shards = [shard for shard, number in self._rounds.items() if number < latest]
         if not shards or given.part is None:
@@ -420,7 +422,7 @@ class TrainingLoop:
         return [Ask(shard, "contribute", about | self._known(shard, "reads")) for shard in shards]
 
     def _begin(self, given: PieceOrder, index: int, compute: Compute) -> _StepInProgress:
-        """In the compute thread: what is to be computed, with the rows as far as direct streams give them."""
+        """In the compute thread: the step's share, with rows of large Variables as far as direct streams give them."""
         if self._begun is not None and self._begun.step == (given.number, index):
             begun, self._begun = self._begun, None
             return begun
@@ -435,7 +437,7 @@ class TrainingLoop:
         return _StepInProgress((given.number, index), share, looked, rows)
 
     def _computed(self, begun: _StepInProgress) -> _StepResult:
-        """In the compute thread: the fetches and what goes to the servers, all of it finite."""
+        """In the compute thread: the fetches, and the pushes to servers, all of them finite."""
         begin, share = time.monotonic(), begun.share
         values = {key: value for key, (_, value) in self._held.items()}
         if not share.rows:
@@ -445,9 +447,9 @@ class TrainingLoop:
         return _StepResult(share, out, pushes, values if self._late_program is not None else {})
 
     def _with_late(self, given: PieceOrder, index: int, done: _StepResult, compute: Compute) -> _StepResult:
-        """In the compute thread: a step that is written, with the fetches that follow from that.
+        """In the compute thread: the result of a written step, completed by its late fetches.
 
-        Of a round the replica at the first place computes them, of all rows; others have no value of these.
+        In a round, the replica at the first place computes them, from all rows; other replicas have no values of them.
         """
         late, share = self._late_program, done.share
         if late is None or not share.rows:
@@ -458,7 +460,7 @@ class TrainingLoop:
         averages, number = self._averages, given.first + index
         if given.part is not None and any(latest != number for latest in self._rounds.values()):
             raise Internal(f"late fetches of round {number} are to be computed of values of {self._rounds}, by shard")
-        if given.part is None:  # nobody else's gradients are in it
+        if given.part is None:  # the averages are this worker's own gradients
             averages = {(push.shard, at): t for push in done.pushes for at, t in enumerate(push.tensors)}
         return done._replace(
             out=[*done.out, *self._of_late(late, given, index, share, done.before, after, averages, compute)]
@@ -508,7 +510,7 @@ class TrainingLoop:
     # -- bounded staleness ------------------------------------------------------------------------------------------
 
     async def _enter(self) -> None:
-        """Go to work, with the values of now: the first shard sets the clock, and the others take it over."""
+        """Go to work with current values: the first shard sets the clock, and the other shards adopt the same."""
         self._has_stood = False
         if self._staleness is None:
             await self._ask(self._asks("pull", {}, {}, None))
@@ -521,7 +523,7 @@ class TrainingLoop:
             await self._keep_bound()
 
     async def _depart(self) -> None:
-        """Stand still: nobody waits for this loop."""
+        """Stand still, so that no other loop waits for this one."""
         if not self._has_stood and self._staleness is not None:
             await self._tell(self._shards, "depart")
         self._has_stood = True
@@ -555,7 +557,7 @@ class TrainingLoop:
     # -- servers ----------------------------------------------------------------------------------------------------
 
     def _known(self, shard: int, names: str) -> dict[str, list[Any]]:
-        """What is read from a server, and the versions of it that are here."""
+        """The keys to read from a server, and the versions held here."""
         keys = self._reads.get(shard, [])
         return {names: keys, "since": [self._held.get(key, (-1, None))[0] for key in keys]}
 
@@ -570,7 +572,7 @@ class TrainingLoop:
             await self._ask(behind)
 
     async def _ask(self, asks: Sequence[Ask], outcomes: Sequence[Outcome] = ()) -> None:
-        """Take what shards answered; they are asked by Dask's connections where there is no answer yet."""
+        """Process the answers of shards; requests without an Ok are sent again by Dask's connections."""
         left = []
         for ask, outcome in zip(asks, outcomes or [NotSent()] * len(asks), strict=True):
             if isinstance(outcome, Ok):
@@ -581,7 +583,7 @@ class TrainingLoop:
             self._take(ask, answer)
 
     def _take(self, ask: Ask, answer: Ok) -> None:
-        """Keep the values that a server answered with, and where it stands."""
+        """Keep the values in a server's answer, and its progress: round, place, lead, averages."""
         if "latest" in answer.meta:
             self._rounds[ask.shard] = int(answer.meta["latest"])
             if ask.shard == self._shards[0]:

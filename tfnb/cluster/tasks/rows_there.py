@@ -1,4 +1,4 @@
-"""Rows of large Variables that a step needs: what a task asks servers for, and what it makes of their answers."""
+"""Rows of large Variables for a step: the requests to servers, and the rows assembled from their answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfnb.placement.placement import Piece
 
 
 class RowRequest(NamedTuple):
-    """Rows of one Variable: their numbers, each once, where each is wanted, in any shape, and where its pieces are."""
+    """Rows of one Variable: distinct row numbers, the index into these (of any shape), and the Variable's pieces."""
 
     numbers: torch.Tensor
     places: torch.Tensor
@@ -20,12 +20,12 @@ class RowRequest(NamedTuple):
 
     @classmethod
     def of(cls, index: torch.Tensor, pieces: Sequence[Piece]) -> RowRequest:
-        """For an index of any shape, which names a row as often as it likes."""
+        """The request of an index of any shape, possibly with repeated rows."""
         numbers, places = torch.unique(index.long(), return_inverse=True)
         return cls(numbers, places, pieces)
 
     def parts(self) -> Iterable[tuple[Piece, torch.Tensor | None, torch.Tensor]]:
-        """For each piece that holds some: which of the numbers these are (None: all), and their numbers there."""
+        """For each piece with requested rows: positions among the numbers (None: all), and row numbers in the piece."""
         for piece in self.pieces:
             if piece.rows is None:
                 yield piece, None, self.numbers
@@ -36,7 +36,7 @@ class RowRequest(NamedTuple):
                 yield piece, some, self.numbers[some] - start
 
     def joined(self, parts: Sequence[tuple[torch.Tensor | None, torch.Tensor]], empty: torch.Tensor) -> torch.Tensor:
-        """The rows in the order of the index, of what each piece gave; ``empty``: no rows of the Variable."""
+        """The rows in the order of the index, from the rows of each piece; ``empty``: no rows of the Variable."""
         if len(parts) == 1 and parts[0][0] is None:
             found = parts[0][1]
         else:
@@ -55,7 +55,7 @@ class LookedUp(NamedTuple):
 
     @classmethod
     def of(cls, wanted: Sequence[RowRequest], empty: Sequence[torch.Tensor]) -> LookedUp:
-        """With its requests."""
+        """The look-ups with their requests."""
         of: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for want in wanted:
             for piece, _, numbers in want.parts():
@@ -67,7 +67,7 @@ class LookedUp(NamedTuple):
         return cls(wanted, empty, asks)
 
     def rows(self, answers: Sequence[Ok]) -> list[torch.Tensor]:
-        """What each look-up gives, of the answers to the requests."""
+        """The rows of each look-up, from the answers to the requests."""
         given = {ask.shard: iter(answer.tensors) for ask, answer in zip(self.asks, answers, strict=True)}
         return [
             want.joined([(some, next(given[piece.shard])) for piece, some, _ in want.parts()], empty)

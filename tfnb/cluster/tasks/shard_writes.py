@@ -61,7 +61,7 @@ class ShardWrites:
             return failed(error)
 
     def end(self) -> None:
-        """Begin no more; what is being written ends by itself."""
+        """Begin no more writes; running ones end by themselves."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,8 +1,8 @@
-"""What a task notes of one traced step, and the form in which its answer tells that to the notebook.
+"""The notes of a task on one traced step, and their form in the answer to the notebook.
 
 All times are nanoseconds of the monotonic clock of the task's own process, of calls to servers also of theirs; the
-notebook finds out how far these clocks are apart (`tfnb.execution.tracing.clock_offsets`). Nodes travel by name: those
-of the plan are others than the notebook's. Rows of numbers travel as tensors.
+notebook finds out how far these clocks are apart (`tfnb.execution.tracing.clock_offsets`). Nodes travel by name, since
+the plan's node ids differ from the notebook's. Rows of numbers travel as tensors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tfnb.graph.subgraph import nested
 
 
 class ShardCall(NamedTuple):
-    """A call to a shard: ``sent`` and ``received`` by the clock of who calls, ``began`` and ``ended`` by the server's.
+    """A call to a shard: ``sent`` and ``received`` by the caller's clock, ``began`` and ``ended`` by the server's.
 
-    given, found: bytes of the tensors that went there, and of those that came back.
+    given, found: bytes of the tensors in the request, and in the answer.
     """
 
     method: str
@@ -41,7 +41,7 @@ class ShardCall(NamedTuple):
 
     @classmethod
     def of(cls, ask: Ask, sent: int, answer: Ok, received: int) -> ShardCall:
-        """The call that had this answer. Raises ProtocolError for one without times."""
+        """The call with this answer. Raises ProtocolError for an answer without times."""
         try:
             began, ended = map(int, answer.meta["at"])
         except (KeyError, TypeError, ValueError) as error:
@@ -50,7 +50,7 @@ class ShardCall(NamedTuple):
 
 
 class PostTime(NamedTuple):
-    """A value that one part sent to another one, or that arrived: ``part`` is the other one's number, where known."""
+    """The time of a value sent to another part, or received; ``part``: number of the other part, if known."""
 
     edge: int
     part: int
@@ -72,7 +72,7 @@ class NodeSpan(NamedTuple):
 
 
 class TaskNotes(NamedTuple):
-    """What a task tells of its part of a step: ``code`` runs it when nobody looks."""
+    """A task's notes on its part of a step. ``code``: a description of the code that runs without a tracer."""
 
     arrived: int
     answered: int
@@ -86,7 +86,7 @@ class TaskNotes(NamedTuple):
 
     @classmethod
     def read(cls, answer: Ok) -> TaskNotes:
-        """Those of an answer, behind its fetches. Raises ProtocolError."""
+        """The notes in an answer, behind its fetches. Raises ProtocolError."""
         try:
             meta, tensors = answer.meta["trace"], answer.tensors[sum(answer.meta["some"]) :]
             spans, points, sent, got = (tensor.tolist() for tensor in tensors)
@@ -103,10 +103,10 @@ class TaskNotes(NamedTuple):
 
 
 class StepNotes:
-    """The notes of a traced step, while it runs on a task.
+    """The notes on a traced step, taken while the step runs on a task.
 
-    tracer: of its nodes. graph: of the plan. edges: of each that it sends on the number, and the node and op whose
-    value crosses. code: tells which code runs it when nobody looks.
+    tracer: of the step's nodes. graph: of the plan. edges: by number of an edge to another part, the node and op whose
+    value crosses. code: describes the code that runs without a tracer.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class StepNotes:
         tracer.begin()
 
     def meeting(self, meet: Meet) -> Meet:
-        """Joins the other parts, and notes what is sent to them."""
+        """A `Meet` that joins the other parts, and notes the messages sent to them."""
         return lambda failed: _Noting(meet(failed), self._sent)
 
     def answer(self, arrivals: Collection[tuple[int, int, Tag, int]], number: int) -> tuple[dict[str, Any], list[Any]]:
-        """Facts and tensors of the answer. arrivals: round, edge, tag and time of values that came.
+        """Facts and tensors of the answer. arrivals: round, edge, tag and time of values received from other parts.
 
         Raises ResourceExhausted where there were too many messages.
         """
@@ -154,7 +154,7 @@ class StepNotes:
 
 
 class _Noting:
-    """`Peers` that note what is sent."""
+    """`Peers` that note sent messages."""
 
     def __init__(self, peers: Peers, sent: list[PostTime]) -> None:
         self._peers, self._sent = peers, sent
@@ -182,7 +182,9 @@ def arrivals() -> Arrivals:
 
 
 def _addresses(graph: Graph) -> Mapping[int, tuple[str, str]]:
-    """Of each node, by id, its name, and of one in a loop or branch the name of the node around all of it before."""
+    """By node id, the name of the outermost node, and the name of the inner node (empty outside of loops and
+    branches).
+    """
     found = {node.id: (node.name, "") for node in graph.nodes}
     found.update((inner.id, (node.name, inner.name)) for node in graph.nodes for inner in nested(node))
     return found

@@ -1,8 +1,8 @@
 """The task: one Dask actor on each worker, reached through its one method ``handle``.
 
-A server hosts the cores of its shards (fed from one thread, in order); a compute task runs registered plans: pull
-what is read, compute in a thread of its own, send updates to the servers, answer with the fetches. The event loop
-passes messages.
+A server hosts the cores of its shards (fed from one thread, in order); a compute task runs registered plans: pull the
+Variables that the plan reads, compute in a thread of its own, send updates to the servers, answer with the fetches. The
+event loop passes messages.
 Every error, also SystemExit from a kernel, becomes an answer at the edge; only cancellation by Dask itself passes.
 Imports Dask for the worker it lives on; never IPython.
 """
@@ -77,14 +77,14 @@ Answer = Ok | Failure | Refusal
 
 TICK = 0.5  # seconds between looks at requests that wait inside of the core
 WAITING = 64  # steps that use queues at a time: each may wait for another one
-SHARE = 0.6  # of a worker's memory limit that a server may fill
-MOST, LEAST = 0.8, 0.1  # of it that its process may; that a server may, whatever else is there
-ENDS = 0.9  # of it: Dask ends a process at 0.95
-COPIES = 4  # of what a step reads and gives, while what was compiled for it is compared
+SHARE = 0.6  # fraction of the worker's memory limit for a server's values
+MOST, LEAST = 0.8, 0.1  # fractions of the limit: for the whole process; for a server's values in any case
+ENDS = 0.9  # fraction of the limit for all memory: Dask ends a process at 0.95
+COPIES = 4  # of a step's inputs and outputs, while its compiled code is compared
 
 
 def versions() -> dict[str, str]:
-    """What must agree between the processes of a cluster."""
+    """Versions that must agree between the processes of a cluster."""
     return {
         "tfnb": __version__, "torch": torch.__version__.partition("+")[0],
         "python": ".".join(platform.python_version_tuple()[:2]), "envelope": str(envelope.VERSION),
@@ -92,7 +92,7 @@ def versions() -> dict[str, str]:
 
 
 class TaskActor:
-    """What Dask holds of a task. It is in no cycle, so the task ends when Dask lets go of it, be its notebook dead.
+    """Dask's handle of a task, in no cycle, so the task ends when Dask drops the handle, even if the notebook is dead.
 
     ``threads``: torch threads; ``budget``: bytes of values a server may hold.
     """
@@ -126,7 +126,7 @@ class ClusterTask:
         self.link = worker_link(worker, envelope.BUDGET)
         self.plans: OrderedDict[str, ComputeProgram] = OrderedDict()
         self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
-        self.steps: dict[int, asyncio.Task[Answer]] = {}  # round -> what runs for it
+        self.steps: dict[int, asyncio.Task[Answer]] = {}  # by round
         self.floor = 0  # rounds up to here are over
         self._reset_by = OpId("", -1)  # the notebook's last call of `reset`: its earlier calls come too late
         self._resetting: asyncio.Future[None] | None = None
@@ -211,7 +211,7 @@ class ClusterTask:
         })  # fmt: skip
 
     async def _configure(self, request: Request) -> Answer:
-        """Take a place in the cluster: the epoch, who holds each shard, and which of them are here."""
+        """Join the cluster: the epoch, the task that holds each shard, and the shards of this task."""
         meta = request.meta
         if request.incarnation != self.incarnation:
             return Refusal("fenced", "this address now belongs to another task")
@@ -255,7 +255,7 @@ class ClusterTask:
         return await answered
 
     async def _open_stream(self, request: Request) -> Answer:
-        """Where this task listens for a direct stream, or posts, and a key for one."""
+        """The address where this task listens for direct streams and posts, and a key for one connection."""
         try:
             offer = self._served().offer(self.worker.address, self.worker.security)
         except OSError as error:
@@ -270,7 +270,7 @@ class ClusterTask:
             sending.add_done_callback(self._sending.discard)
 
     async def _send(self, peer: Peer, asks: Sequence[Ask]) -> None:
-        """Tell shards of another process, again and again; the notebook notices where that one is lost."""
+        """Tell the shards of another process, repeatedly; the notebook notices the loss of that process."""
         await asking.persisted(self.link, peer, asks, epoch=self.epoch)
 
     # -- a compute task ---------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class ClusterTask:
         return Ok({"plan": plan})
 
     async def _trace(self, request: Request) -> Answer:
-        """Make ready what a traced step of a plan needs, which is the next one: it is not to be in its times."""
+        """Prepare a plan's tracer for the next step, so that the preparation is not part of the traced times."""
         program = self.plans.get(str(request.meta["plan"]))
         if program is None:
             return Refusal("unknown-plan", str(request.meta["plan"]))
@@ -313,9 +313,9 @@ class ClusterTask:
         return Failure("Cancelled", f"round {number} was cancelled", {"task": self.name, "cancelled": number})
 
     async def _cancel(self, request: Request) -> Answer:
-        """End a round, and those up to ``floor`` or else before it, and answer when the threads have left them.
+        """End a round, and all up to ``floor`` (by default the round itself); answers when the threads have left them.
 
-        The answer says what they waited for. Servers drop what was sent; ``lost`` ones are not asked any more.
+        The answer has their pending waits. Servers drop staged parts; ``lost`` servers are not asked any more.
         """
         ended = int(request.meta["round"])
         self.floor = floor = max(self.floor, int(request.meta.get("floor", ended)))
@@ -328,7 +328,7 @@ class ClusterTask:
             asyncio.ensure_future(threads.stopped(lambda number: number <= floor or number == ended))
             for threads in (self.computing, self.waiting)
         ]
-        await asyncio.sleep(0)  # threads are stopped before what they wait for ends
+        await asyncio.sleep(0)  # threads are stopped before their waits end
         for shard in request.meta.get("lost", ()):
             self.queues.lose(int(shard), ParameterServerLost(f"server {shard} was lost"))
         return Ok({"waits": [wait for waits in await asyncio.gather(*stopping) for wait in waits]})
@@ -336,7 +336,7 @@ class ClusterTask:
     async def _reset(self, request: Request) -> Answer:
         """End every round and loop, and drop data and copies of values; answers when nothing of them runs.
 
-        Its notebook took it for dead meanwhile, and sends anew what it needs.
+        The notebook had taken this task for dead, and sends plans and data anew.
         """
         if request.op != self._reset_by:
             self._reset_by = request.op
@@ -353,28 +353,28 @@ class ClusterTask:
         self.cache.clear()
 
     def _is_too_late(self, op: OpId) -> bool:
-        """Whether the notebook made a call before it reset this task."""
+        """Whether the notebook made a call before its reset of this task."""
         return op.client == self._reset_by.client and op.seq < self._reset_by.seq
 
     async def _waits(self, request: Request) -> Answer:
-        """Which steps wait for queues, and what they would do after that."""
+        """The steps that wait for queues, and their later operations."""
         return Ok({"waits": who_waits(list(WAITS.runners), self.queues.all)})
 
     async def _code(self, request: Request) -> Answer:
-        """Which code the plan that was used last runs, and why; empty where none ran."""
+        """The code of the plan that was used last, and why; empty if none ran."""
         program = next(reversed(self.plans.values()), None)
         return Ok({"code": "" if program is None else program.code.tiers.code()})
 
     async def _forget(self, request: Request) -> Answer:
-        """Drop copies of variables that are no more."""
+        """Drop cached values of deleted Variables."""
         for key in request.meta["keys"]:
             self.cache.pop(str(key), None)
         return Ok()
 
     async def _quit(self, request: Request) -> Answer:
-        """End this process at once: what it computes cannot be stopped. Its nanny starts another.
+        """End this process at once, since its computation cannot be stopped. Its nanny starts another one.
 
-        But for one that holds variables, also those of another notebook.
+        Refused by a process that holds variables, also those of another notebook.
         """
         for actor in self.worker.state.actors.values():
             if isinstance(actor, TaskActor) and len(actor.task.cores):
@@ -442,7 +442,9 @@ class ClusterTask:
         return Ok(facts, tensors)
 
     async def _pull(self, program: ComputeProgram, notes: StepNotes | None = None) -> dict[str, torch.Tensor]:
-        """Values of everything the program reads: one call for each process, and bytes only for what changed."""
+        """Values of all Variables that the program reads: one call for each process, and bytes only for changed
+        values.
+        """
         asks, reads = [], program.reads
         for shard, keys in reads.items():
             held = [self.cache.get(key, (-1, None))[0] for key in keys]
@@ -457,7 +459,7 @@ class ClusterTask:
     async def _look_up(
         self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int, notes: StepNotes | None
     ) -> list[torch.Tensor]:
-        """The rows of large Variables that the step takes."""
+        """The rows of large Variables for the step."""
         if not program.lookups:
             return []
         looked = await self.computing.do(number, lambda: program.looked_up(feeds))
@@ -473,7 +475,7 @@ class ClusterTask:
         await self.ask(asks, notes)
 
     def _asking(self, shard: int) -> queues_there.Ask:
-        """Calls to a server about queues, until it is lost."""
+        """A function that sends queue requests to a server, and raises Unavailable for any outcome but Ok."""
 
         async def ask(method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Ok:
             peer, asks = self.shards[shard], asking.identified([Ask(shard, method, meta, tensors)], self.link)
@@ -490,16 +492,16 @@ class ClusterTask:
         return await self.reader.read(key, f"{what} for {self.name}")
 
     async def stop_reading(self) -> None:
-        """No training is there that reads chunks."""
+        """Close the reader: no training reads chunks any more."""
         await self.reader.close()
 
     async def open_streams(self, shards: Sequence[int]) -> None:
-        """Open the direct streams to servers that are not open, and could be."""
+        """Open the missing direct streams to servers, as far as possible."""
         for peer in self.streams.lacks(dict.fromkeys(self.shards[shard] for shard in shards)):
             await self.streams.open(peer, epoch=self.epoch)
 
     def stream(self, asks: Sequence[Ask]) -> list[Outcome]:
-        """Calls to shards by direct streams, in the compute thread. What is not Ok is to be asked again by `ask`."""
+        """Calls to shards by direct streams, in the compute thread. Calls without an Ok are to be repeated by `ask`."""
         of = self._by_process(asks)
         ends = self.streams.call(
             {peer: [asks[i] for i in places] for peer, places in of.items()}, epoch=self.epoch,
@@ -516,7 +518,7 @@ class ClusterTask:
         return of
 
     async def ask(self, asks: Sequence[Ask], notes: StepNotes | None = None) -> list[Ok]:
-        """Calls to shards, one message to each process. What goes wrong there becomes this task's answer.
+        """Calls to shards, one message to each process. A failure there becomes this task's answer.
 
         notes: of the traced step that they belong to.
         """
@@ -541,7 +543,7 @@ class ClusterTask:
 
 
 def _budget(limit: int) -> int:
-    """Bytes of values that a server may hold, beside what its process takes before it holds any."""
+    """Bytes of values that a server may hold, in addition to the present memory of its process."""
     taken = psutil.Process().memory_info().rss
     return int(max(LEAST * limit, min(SHARE * limit, MOST * limit - taken)))
 
@@ -550,7 +552,7 @@ _collecting: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()  # w
 
 
 def _collect(loop: asyncio.AbstractEventLoop, thread: threading.Thread | None) -> None:
-    """Once the thread of a server, which holds what it serves, has ended; one time for tasks that end together.
+    """Collect garbage once the thread of a server has ended; one collection for tasks that end together.
 
     A collection looks at all that was imported, and this process stands still meanwhile.
     """
@@ -567,7 +569,7 @@ def _collect(loop: asyncio.AbstractEventLoop, thread: threading.Thread | None) -
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    """Let the event loop call something, from another thread; a loop that is closed has nobody who waits."""
+    """Let the event loop call a function, from another thread; without effect if the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)
 
@@ -584,7 +586,7 @@ def _set(answered: asyncio.Future[Answer], answer: Answer) -> None:
 
 
 def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failure | Refusal:
-    """A server's refusal in the words of the task that asked: its master decides what it means."""
+    """A server's refusal, reworded by the asking task; the notebook decides on the consequences."""
     match answer:
         case Failure():
             return answer
@@ -602,7 +604,9 @@ def _peers(meta: Mapping[str, Any]) -> dict[int, Peer]:
 
 
 def _missed(answer: Failure, error: TfnbError | None) -> Failure:
-    """The answer of a part; where another one is gone, the notebook says whether it is lost."""
+    """The failure of a part; if caused by a lost connection, marked for the notebook to find out whether a task is
+    lost.
+    """
     if isinstance(error, Unavailable) and error.peers:
         return replace(answer, details={"missed": True, "peer": error.peers[0]})
     return answer
@@ -621,9 +625,9 @@ def _devices() -> list[str]:
 
 
 def _ignore_interrupts() -> None:
-    """Ctrl-C in a notebook reaches its process group, worker processes included: it is the notebook's to handle.
+    """Ignore Ctrl-C: in a notebook the signal reaches the whole process group, for the notebook alone to handle.
 
-    Only in a process that a nanny started, which ends it by message; a worker started by hand keeps its Ctrl-C.
+    Only in a process started by a nanny, which ends its process by message; a worker started by hand keeps its Ctrl-C.
     """
     if multiprocessing.parent_process() is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""All loops of a task, those of ranks among them, and what they need: data, updates, and where ranks meet."""
+"""All loops of a task, ranks included, with their data, updates, and the meeting points of ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Loops:
         return report
 
     async def reset(self) -> None:
-        """End all loops, whatever servers answer, and drop the data; what is lent to these loops comes too late."""
+        """End all loops regardless of their servers, and drop the data; later pieces for these loops are refused."""
         loops = list(self._loops.values())
         self._left.extend(self._loops)
         self._loops.clear()
@@ -78,7 +78,7 @@ class Loops:
         await self._host.stop_reading()
 
     def end(self) -> None:
-        """Their task ends, whatever they wait for."""
+        """Cancel all loops: their task ends."""
         for loop in self._loops.values():
             loop.cancel()
 
@@ -96,7 +96,7 @@ class Loops:
         return Ok()
 
     async def _lend(self, request: Request) -> Ok | Refusal:
-        """One more piece for a loop, which begins with its first one."""
+        """Lend one more piece to a loop; a new loop begins with its first piece."""
         meta, name = request.meta, str(request.meta["loop"])
         if name in self._left:
             return Refusal("stale", "this loop is over")
@@ -128,7 +128,7 @@ class Loops:
         return Replica(*about, updates=programs, meeting=meeting, store=store, here=self._host.host)
 
     async def _meet(self, request: Request) -> Ok:
-        """Let the other ranks of a generation meet here; an earlier one of its training is over."""
+        """Let the other ranks of a generation meet here; earlier meeting points of the same training are closed."""
         name = str(request.meta["name"])
         training = name.rpartition("/")[0]
         for other in [other for other in self._stores if other.rpartition("/")[0] == training and other != name]:
@@ -141,11 +141,11 @@ class Loops:
         return await self._registered(self._updates, ShardProgram, request)
 
     async def register_late(self, request: Request) -> Ok:
-        """Know the plan of late fetches."""
+        """Register a plan of late fetches."""
         return await self._registered(self._late, LateProgram, request)
 
     async def _registered(self, programs: OrderedDict[str, Any], kind: Callable[..., Any], request: Request) -> Ok:
-        """Compile a plan that is not known yet, in the compute thread."""
+        """Compile a plan in the compute thread, unless registered already."""
         plan = str(request.meta["plan"])
         if plan not in programs:
             compiled = partial(kind, request.meta, request.tensors)

@@ -1,7 +1,7 @@
-"""What travels between processes, and how.
+"""Messages between processes, and their transport.
 
 `messages` has identities, requests and outcomes, `envelope` their bytes, `lending` the tensors that lie in shared
 memory instead. `transport` makes calls over Dask's connections, `streams` over sockets of their own, `encryption`
-lets these be TLS, and `asking` makes calls to several shards of one process one message. `posting` is what tasks of one
-step send each other, one way. `sparse_values` writes large tables of which few rows are not zero.
+lets these be TLS, and `asking` makes calls to several shards of one process one message. `posting` has the one-way
+messages between tasks of one step. `sparse_values` writes large tables of which few rows are not zero.
 """

@@ -1,8 +1,8 @@
-"""Calls to several shards of one process as one message: what a step needs of it takes one way there and back.
+"""Calls to several shards of one process as one message, so that a step takes one way there and back.
 
-A call to one shard travels as it is. Several are the parts of a ``batch``, each under its own identity; the answer
-holds one outcome for each, as soon as all are there, or one has failed: the others may wait for that one inside, and
-have to be asked again. So has a part whose values find no room in the answer.
+A single call travels as it is. Several are the parts of a ``batch``, each under its own identity; the answer holds one
+outcome for each part, as soon as all are there, or one has failed: the other parts may wait inside for the failed one,
+and are to be asked again. The same holds for a part whose values find no room in the answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Send = Callable[..., Awaitable[Outcome]]  # of (method, meta, tensors, op=...)
 
 
 def identified(asks: Sequence[Ask], link: Link) -> list[Ask]:
-    """Each call under an identity, which it keeps when it is repeated."""
+    """Calls with identities, kept when a call is repeated."""
     return [ask if ask.op is not None else ask._replace(op=link.op()) for ask in asks]
 
 
@@ -59,13 +59,13 @@ def message(asks: Sequence[Ask]) -> Ask:
 
 
 def batch(asks: Sequence[Ask]) -> Ask:
-    """Calls as one, whose answer comes as soon as one of them failed or waits for long."""
+    """Calls as one message, answered as soon as one of them has failed, or has waited for long."""
     parts = [[ask.shard, ask.method, ask.op, dict(ask.meta), len(ask.tensors)] for ask in asks]
     return Ask(asks[0].shard, "batch", {"parts": parts}, [tensor for ask in asks for tensor in ask.tensors])
 
 
 def ends(asks: Sequence[Ask], outcome: Outcome) -> list[Outcome]:
-    """What the outcome of their message says of each call."""
+    """The outcome of each call, from the outcome of their message."""
     return outcomes(outcome) if isinstance(outcome, Ok) and "outcomes" in outcome.meta else [outcome] * len(asks)
 
 
@@ -76,7 +76,7 @@ async def sent(send: Send, asks: Sequence[Ask], form: Callable[[Sequence[Ask]], 
 
 
 async def persisted(link: Link, peer: Peer, asks: Sequence[Ask], *, epoch: int) -> list[Outcome]:
-    """The outcome of each call to the shards of a process, repeated while it is silence or ``again``.
+    """The outcome of each call to the shards of a process, repeated while the outcome is silence or ``again``.
 
     A silent process is tried for PATIENCE seconds after its last answer: whether it is dead is the notebook's to say.
     Where one call fails the others may stay at ``again``: they may wait inside for the one that failed.
@@ -103,7 +103,7 @@ async def persisted(link: Link, peer: Peer, asks: Sequence[Ask], *, epoch: int) 
 
 
 async def gathered(calls: Sequence[Coroutine[Any, Any, T]], *, may_leave: bool) -> list[T]:
-    """What each call gives; the first failure is told when all have ended.
+    """The results of all calls; the first failure is raised when all have ended.
 
     may_leave: after a failure the others are left. A server may wait with its answer for the one that failed.
     """
@@ -123,12 +123,12 @@ async def gathered(calls: Sequence[Coroutine[Any, Any, T]], *, may_leave: bool) 
 
 
 def is_failure(outcome: Outcome) -> bool:
-    """Whether nothing more is to be had of the call."""
+    """Whether the call has failed for good, neither silent nor waiting."""
     return not isinstance(outcome, Ok) and not is_again(outcome) and not is_silence(outcome)
 
 
 def is_silence(outcome: Outcome) -> bool:
-    """Whether nobody answered: the call may be repeated under its identity."""
+    """Whether there was no answer: the call may be repeated under its identity."""
     return isinstance(outcome, NotSent | Unknown)
 
 
@@ -161,7 +161,7 @@ def _entries(ask: Ask) -> int:
 
 
 def outcomes(answer: Ok) -> list[Outcome]:
-    """What the answer to a batch says of each part."""
+    """The outcome of each part, from the answer to a batch."""
     tensors = iter(answer.tensors)
     return [read_outcome(header, list(islice(tensors, count))) for header, count in answer.meta["outcomes"]]
 
@@ -189,7 +189,7 @@ def answered(answers: Sequence[Ok | Failure | Refusal], most: int) -> Ok:
 
     >>> values = Ok({}, [torch.zeros(8)])
     >>> [type(end).__name__ for end in outcomes(answered([values, Failure("Internal", ""), values], 40))]
-    ['Ok', 'Failed', 'Refused']
+    ['Ok', 'Failure', 'Refusal']
     """
     found: list[list[Any]] = []
     tensors: list[torch.Tensor] = []
@@ -211,14 +211,14 @@ class Answers:
         self._reply, self._most = reply, most
 
     def take(self, place: int, answer: Ok | Failure | Refusal) -> None:
-        """One of them."""
+        """Take the answer of one part."""
         self._found[place] = answer
         self._left -= 1
         self._has_failed |= not isinstance(answer, Ok)
         self._end()
 
     def begun(self) -> None:
-        """Every part was seen; what is not answered waits."""
+        """Note that every part was begun: parts without an answer wait inside."""
         self._is_begun = True
         self._end()
 

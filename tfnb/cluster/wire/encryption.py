@@ -1,4 +1,4 @@
-"""Sockets that are encrypted as Dask's connections of the same cluster are, with the face of plain ones."""
+"""Encrypted sockets with the interface of plain ones, using the TLS settings of Dask's connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD = 16 << 10  # bytes that are encrypted together
 
 
 class _EncryptedSocket(ssl.SSLSocket):
-    """An encrypted socket with the face of a plain one."""
+    """An encrypted socket with the interface of a plain one."""
 
     def sendmsg(self, buffers: Iterable[Buffer], *_: object) -> int:  # type: ignore[override]
         """Send the first of the buffers, or as many small ones as make one record."""
@@ -30,14 +30,14 @@ class _EncryptedSocket(ssl.SSLSocket):
         return self.send(together[0] if len(together) == 1 else b"".join(together))
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """As of a plain socket that does not block."""
+        """Like `send` of a plain non-blocking socket."""
         try:
             return super().send(data, flags)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:  # type: ignore[override]
-        """As of a plain socket that does not block."""
+        """Like `recv_into` of a plain non-blocking socket."""
         try:
             return super().recv_into(buffer, nbytes, flags)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
@@ -45,7 +45,7 @@ class _EncryptedSocket(ssl.SSLSocket):
 
 
 def encryption(address: str, security: Security, *, listens: bool) -> ssl.SSLContext | None:
-    """How a stream of a worker at this address is encrypted: as Dask's connections there, or not."""
+    """The TLS context of a stream of a worker at this address, as of Dask's connections; None if not encrypted."""
     if parse_address(address)[0] != "tls":
         return None
     args = security.get_listen_args("worker") if listens else security.get_connection_args("worker")
@@ -57,7 +57,7 @@ def encryption(address: str, security: Security, *, listens: bool) -> ssl.SSLCon
 
 
 def encrypted(sock: socket.socket, context: ssl.SSLContext | None, *, listens: bool) -> socket.socket:
-    """The socket that speaks the protocol; a client's has shaken hands. Raises OSError."""
+    """The socket for the protocol; a client's has completed its handshake. Raises OSError."""
     if context is None:
         return sock
     return context.wrap_socket(sock, server_side=listens, do_handshake_on_connect=not listens)

@@ -2,8 +2,8 @@
 
 ``TFN1 | text length u32 | text JSON | numbers i64 | padding | small tensors``, then one buffer for each larger tensor.
 A tensor travels as its bytes, little-endian, with a dtype tag; nothing is pickled. Between processes that share memory
-a larger tensor is lent: what travels is where it lies, `tfnb.cluster.wire.lending`. The decoder checks every size
-before it allocates anything, so that bytes from anywhere cost a `ProtocolError`, not memory.
+a larger tensor is lent: only its address travels, `tfnb.cluster.wire.lending`. The decoder checks every size before it
+allocates anything, so that bytes from anywhere cost a `ProtocolError`, not memory.
 
 The messages of a training differ in their numbers only: a step, a version. So the numbers of a simple header stand
 behind its text, which names them. The text is the same from step to step, and both ends remember it: JSON is written,
@@ -94,10 +94,11 @@ _texts: dict[Any, _Text] = {}  # by what they say
 def encode(
     header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, budget: int = BUDGET, lend: Lend | None = None
 ) -> list[Buffer]:  # fmt: skip
-    """The envelope and the frames of a message. ``header``: JSON types only. ``lend``: to who gets it.
+    """The envelope and the frames of a message. ``header``: JSON types only. ``lend``: lends larger tensors to the
+    receiver.
 
     Contiguous CPU tensors are not copied, so they must not be written before the message is sent. Raises
-    UnsupportedDtype for what cannot travel, ResourceExhausted for a message over a cap.
+    UnsupportedDtype for tensors without a wire form, ResourceExhausted for a message over a cap.
     """
     sizes = _sizes(tensors)
     _within("bytes of tensors in a message", sum(sizes), 0, budget)
@@ -139,7 +140,7 @@ _Names = tuple[tuple[bool, str, int], ...]  # whether it is one of `meta`, its n
 
 
 def _split(header: Mapping[str, Any]) -> tuple[Any, _Names, list[int]]:
-    """The fixed part of a header, hashable, and names and values of its numbers; no numbers of one that is not simple.
+    """The fixed part of a header, hashable, and names and values of its numbers; none of a header that is not simple.
 
     >>> _split({"method": "pull", "meta": {"step": 3, "since": [1, 2]}})
     (((False, 'method', 'pull'),), ((True, 'step', 0), (True, 'since', 2)), [3, 1, 2])
@@ -173,7 +174,7 @@ _HALF = 1 << 63
 
 
 def _text(header: Mapping[str, Any], fixed: Any, names: _Names, entries: tuple[tuple[Any, ...], ...]) -> _Text:
-    """The text of a message; a new one only where its fixed part, names or tensors are new."""
+    """The text of a message; encoded anew only if its fixed part, names or tensors are new."""
     key = fixed, names, entries
     found = _texts.get(key) if fixed is not None else None
     if found is not None:
@@ -206,7 +207,7 @@ def _count(names: _Names, words: int) -> int:
 
 
 def _remember(kept: dict[Any, Any], key: Any, value: _Text | _CheckedText) -> None:
-    """At most `KEPT` of them, of at most `KEPT_BYTES`: when there would be more, all are forgotten."""
+    """Keep a text; at most `KEPT` texts of `KEPT_BYTES` in all: beyond these limits all are forgotten first."""
     used = sum(len(one.text) for one in [*kept.values()])  # a copy: other threads remember too
     if len(kept) >= KEPT or used + len(value.text) > KEPT_BYTES:
         kept.clear()
@@ -214,7 +215,7 @@ def _remember(kept: dict[Any, Any], key: Any, value: _Text | _CheckedText) -> No
 
 
 def _large(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Those that are not sent beside the header, by position."""
+    """The tensors too large to be sent beside the header, by position."""
     found = {}
     for position, (tensor, nbytes) in enumerate(zip(tensors, sizes, strict=True)):
         if nbytes > INLINE:
@@ -224,7 +225,7 @@ def _large(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> dict[int, t
 
 
 def bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
-    """The values of a tensor as bytes; shares memory where it can. Raises UnsupportedDtype for what cannot travel.
+    """The values of a tensor as bytes, in shared memory if possible. Raises UnsupportedDtype for other tensors.
 
     position: of the tensor in its message, for the error.
     """
@@ -241,7 +242,9 @@ def bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
 
 
 def check(tensor: torch.Tensor, position: int) -> None:
-    """Raise UnsupportedDtype for what cannot travel. position: of the tensor in its message, for the error."""
+    """Raise UnsupportedDtype for a tensor without a wire form. position: of the tensor in its message, for the
+    error.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         _unsupported(position, f"is a {type(tensor).__name__}, not a plain tensor")
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -259,7 +262,7 @@ def _unsupported(position: int, why: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _CheckedText:
-    """A text as it was read and checked. ``count``: of the numbers behind it.
+    """A text that was read and checked. ``count``: of the numbers behind the text.
 
     small: bytes that the small tensors take at least; frames: sizes of the larger ones.
     """
@@ -281,7 +284,7 @@ _known: dict[bytes, _CheckedText] = {}  # by text
 def decode(
     message: Sequence[Buffer], *, budget: int = BUDGET, borrow: Borrow | None = None
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:  # fmt: skip
-    """Header and tensors of a message; the tensors are private and writable, but for those that ``borrow`` gives.
+    """Header and tensors of a message. The tensors are private and writable, unless lent by ``borrow``.
 
     Lists in the header are shared with other messages. Raises ProtocolError for bytes that are no envelope,
     ResourceExhausted for a message over a cap.
@@ -304,7 +307,7 @@ def decode(
     if [frame.nbytes for frame in frames] != known.frames:
         _broken(f"{len(frames)} frames, but the header names others, or other lengths")
     if borrow is None and known.lent:
-        _broken("a tensor is lent to who borrows none")
+        _broken("a tensor is lent on a connection without shared memory")
     _within("bytes of tensors in a message", known.lent + known.sent, 0, budget)
     MOVED["shared memory"] += known.lent
     MOVED["sockets"] += known.sent
@@ -315,7 +318,7 @@ def decode(
 
 
 def _filled(known: _CheckedText, numbers: Sequence[int]) -> tuple[dict[str, Any], int]:
-    """The header with its numbers, and how many those are."""
+    """The header with its numbers, and the count of these numbers."""
     header, at = dict(known.header), 0
     if known.names and "meta" in header:
         header["meta"] = dict(header["meta"])
@@ -338,7 +341,7 @@ def _text_of(envelope: memoryview) -> bytes:
 
 
 def _read(text: bytes) -> _CheckedText:
-    """A text that is new here, with every size proved that it names."""
+    """Read a new text, and prove every size in its entries."""
     try:
         header = _READ.decode(str(text, "utf-8"))
     except (ValueError, RecursionError) as error:
@@ -388,7 +391,7 @@ _READ = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_unique_pairs
 
 
 class _Place(NamedTuple):
-    """Where a tensor is: the offset of a small one, the number of a frame, or the segment and offset of a lent one."""
+    """The place of a tensor: offset of a small one, number of a frame, or segment and offset of a lent one."""
 
     lane: str
     ref: Any
@@ -449,7 +452,7 @@ def _tensor(
 
 
 def tensor_of(data: bytearray | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of bytes that `bytes_of` gave; at least one. It keeps them, if they are aligned.
+    """The tensor from the bytes of `bytes_of`, one byte at least. Aligned bytes are kept as its memory.
 
     >>> tensor_of(bytearray(bytes_of(torch.tensor([[1, 2]]), 0)), torch.int64, (1, 2))
     tensor([[1, 2]])

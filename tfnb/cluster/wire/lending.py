@@ -1,10 +1,10 @@
 """Lane M: a task and a server of one host lend each other tensors in shared memory, message by message on their stream.
 
-A server lends values as they lie in its slabs. The task copies them at once and says so in the word of a segment that
-both have; until then the server writes into another generation. Should the server have given up that reader meanwhile,
-the word of the generation has changed, and the task asks again: what it copied is never torn.
-A task lends gradients in a region of its own, which the server reads where it lies. The region is written again when
-its word says that the server holds no tensor of it any more; those of a stream that is over are never.
+A server lends values in place, in its slabs. The task copies them at once and acknowledges the copy in the word of a
+shared segment; until then the server writes into another generation. If the server has given up that reader meanwhile,
+the word of the generation has changed, and the task asks again: a copy is never torn.
+A task lends gradients in a region of its own, read in place by the server. The region is written again when its word
+says that the server holds no tensor of it any more; regions of a closed stream are never written again.
 
 Both prove first that they share memory: each maps a segment of the other, by `tfnb.state.shared_memory`.
 """
@@ -27,9 +27,9 @@ FREE, HELD = 0, 1  # words of a region
 
 
 class TaskLoans:
-    """The task's side of one connection. Raises OSError where there is no shared memory.
+    """The task's side of one connection. Raises OSError without shared memory.
 
-    most: regions that are lent at a time; what finds no place is sent.
+    most: regions that are lent at a time; further tensors are sent by the socket.
     """
 
     def __init__(self, most: int = REGIONS) -> None:
@@ -42,20 +42,20 @@ class TaskLoans:
 
     @property
     def name(self) -> str:
-        """What the server maps."""
+        """Name of the segment for the server to map."""
         return self._read.name
 
     @property
     def has_let_go(self) -> bool:
-        """Whether nobody reads a region."""
+        """Whether all regions are free of readers."""
         return all(region.word == FREE for region in self._regions)
 
     def prove(self, name: str) -> None:
-        """Map what the server offers. Raises OSError."""
+        """Map the server's segment. Raises OSError."""
         self._maps.get(name)
 
     def lend(self, large: Mapping[int, torch.Tensor]) -> dict[int, Loan]:
-        """Copy gradients to where the server reads them; nothing of it where there is no room."""
+        """Copy gradients to a region that the server reads; lends nothing if there is no free region."""
         region = self._region(sum(map(_room, large.values()))) if large else None
         if region is None:
             return {}
@@ -68,7 +68,7 @@ class TaskLoans:
         return loans
 
     def _region(self, nbytes: int) -> Segment | None:
-        """One that nobody reads."""
+        """A region without readers, of so many bytes; None if there is no room."""
         free = [region for region in self._regions if region.word == FREE]
         fits = [region for region in free if region.flat.numel() >= nbytes]
         if fits:
@@ -84,7 +84,7 @@ class TaskLoans:
         return made
 
     def borrow(self, loan: Loan, nbytes: int) -> torch.Tensor:
-        """A copy of a value. Raises OSError where it is not there, or was written meanwhile."""
+        """A copy of a value. Raises OSError if the memory is missing, or was written meanwhile."""
         name, start, word = loan
         memory_of = self._maps.get(name)
         copy = self._room_for(nbytes).copy_(_within(memory_of.flat, start, nbytes))
@@ -93,7 +93,7 @@ class TaskLoans:
         return copy
 
     def _room_for(self, nbytes: int) -> torch.Tensor:
-        """Memory for a value: that of an older one, if nobody holds it any more, so that no page is new."""
+        """Memory for a value, reused from an older value without references if possible, so that no page is new."""
         fits = (one for one, _ in self._copies if one.flat.numel() == nbytes and not one.is_read)
         found = next(fits, None) or WatchedBytes(memory(nbytes))
         self._copies = [entry for entry in self._copies if entry[0] is not found] + [(found, self._answer)]
@@ -101,7 +101,7 @@ class TaskLoans:
         return found.read()
 
     def read(self) -> None:
-        """An answer was read whole; the server may write what it lent."""
+        """Acknowledge an answer that was read whole: the server may write the lent values."""
         self._read.word += 1
         if self._has_borrowed:
             self._copies = [entry for entry in self._copies if entry[1] > self._answer - ANSWERS]
@@ -109,7 +109,7 @@ class TaskLoans:
 
 
 class ServerLoans:
-    """The server's side of one stream. Raises OSError where the task's memory is not to be had."""
+    """The server's side of one stream. Raises OSError if the task's memory cannot be mapped."""
 
     def __init__(self, name: str) -> None:
         self._read = MappedSegment(name)
@@ -118,7 +118,7 @@ class ServerLoans:
         self._sent = 0  # answers
 
     def lend(self, large: Mapping[int, torch.Tensor]) -> dict[int, Loan]:
-        """Values that lie in shared memory; they are kept as they are until the task has copied them."""
+        """Lend values that lie in shared memory; they stay unchanged until the task has copied them."""
         loans: dict[int, Loan] = {}
         self._lent = []
         for position, tensor in large.items():
@@ -134,13 +134,13 @@ class ServerLoans:
         self._sent += 1
 
     def has_let_go(self) -> bool:
-        """Whether nothing is lent any more: the last answer was read, and nobody is kept from writing by this task."""
+        """Whether nothing is lent any more, as the task has read the last answer."""
         if self._lent and self._read.word >= self._sent:
             self._lent = []
         return not self._lent
 
     def borrowing(self) -> Borrow:
-        """For one message: its tensors where they lie. Their region is free when nobody holds one of them."""
+        """A function that maps the lent tensors of one message in place. Their region is free when all are released."""
         regions: dict[str, torch.Tensor] = {}
 
         def borrow(loan: Loan, nbytes: int) -> torch.Tensor:

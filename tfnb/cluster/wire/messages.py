@@ -1,4 +1,4 @@
-"""What travels between the parts of a cluster: identities, requests, and the five outcomes of a call.
+"""Messages between the parts of a cluster: identities, requests, and the five outcomes of a call.
 
 Plain data without Dask, clock or socket. `transport` produces outcomes, `core` and `plan` reason about them,
 and errors cross a process as tagged data (`failed`) that becomes an error class again with `raised`.
@@ -33,14 +33,14 @@ class Peer(NamedTuple):
 
 
 class OpId(NamedTuple):
-    """Identity of one call: the same for every repetition of it, so that a mutation is applied once."""
+    """Identity of one call, the same for every repetition, so that a mutation is applied once."""
 
     client: str
     seq: int
 
     @classmethod
     def read(cls, client: object, seq: object) -> OpId:
-        """The identity that a message names. Raises ValueError for what is no name, or no number of a call."""
+        """The identity named in a message. Raises ValueError for an invalid client name or call number."""
         if isinstance(client, str) and len(client) <= NAME_CAP and isinstance(seq, int) and 0 <= seq < 1 << 63:
             return cls(client, seq)
         raise ValueError(f"a client's name has up to {NAME_CAP} characters, the number of its call is a count")
@@ -105,7 +105,7 @@ class NotSent:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Sent, and no answer: it may or may not have been executed. ``lost`` tells a broken connection from silence."""
+    """Sent, and no answer: maybe executed, maybe not. ``lost`` tells a broken connection from silence."""
 
     message: str = ""
     lost: bool = False
@@ -115,7 +115,7 @@ Outcome = Ok | Failure | Refusal | NotSent | Unknown
 
 
 class NotDone(Exception):
-    """A call on the way did not come through; its outcome."""
+    """A call on the way did not come through; carries its outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
@@ -139,7 +139,7 @@ _FIELDS = ("node", "op", "cell", "line", "device", "step", "inputs", "peers", "t
 
 
 def failed(error: BaseException, task: str | None = None) -> Failure:
-    """The error as data: its class by name, its message, and where it happened. Never a tensor's values."""
+    """The error as data: class by name, message, and place. Never a tensor's values."""
     if isinstance(error, TfnbError):
         details = {name: getattr(error, name) for name in _FIELDS if getattr(error, name) not in (None, ())}
         details.setdefault("task", task)
@@ -150,7 +150,7 @@ def failed(error: BaseException, task: str | None = None) -> Failure:
 
 
 def aborted(error: BaseException) -> StepAborted:
-    """What a step fails with whose kernel raised SystemExit or its like, which must not end the process.
+    """The failure of a step whose kernel raised SystemExit or its like: these must not end the process.
 
     >>> aborted(SystemExit(3)).message, aborted(KeyboardInterrupt()).message[:33]
     ('a kernel raised SystemExit: 3; nothing was written', 'a kernel raised KeyboardInterrupt')
@@ -160,7 +160,7 @@ def aborted(error: BaseException) -> StepAborted:
 
 
 def raised(failure: Failure) -> TfnbError:
-    """The error that a Failed stands for; an unknown tag becomes Internal."""
+    """The error for a `Failure`; an unknown tag becomes Internal."""
     kind = _CLASSES.get(failure.tag, errors.Internal)
     known = {name: failure.details[name] for name in _FIELDS if failure.details.get(name) is not None}
     for name in ("inputs", "peers"):

@@ -4,7 +4,7 @@
 The body is a number, or the sizes of a tensor and then its values; of a meta tensor only the sizes; of a tensor that is
 lent in shared memory (`tfnb.cluster.wire.lending`) its sizes and where it lies. All is little-endian.
 
-`Sender` never waits: what the socket does not take at once is kept, and goes out in the thread of
+`Sender` never waits: bytes that the socket does not take at once are kept, and go out in the thread of
 `tfnb.cluster.server.serving`. `PostReader` takes bytes in pieces of any size, and proves every number before it takes
 memory.
 Both ends of a connection are a `HostedConnection` of that thread.
@@ -57,7 +57,7 @@ IS_LITTLE = sys.byteorder == "little"
 
 
 class Post(NamedTuple):
-    """One message: the value of an edge for a tag, or why it is dead. ``nbytes``: of its tensor."""
+    """One message: the value of an edge for a tag, or the reason of a dead value. ``nbytes``: of its tensor."""
 
     round: int
     edge: int
@@ -73,9 +73,9 @@ class Post(NamedTuple):
 def written(
     round: int, edge: int, tag: Tag, value: Any, dead: Dead | None, loans: TaskLoans | None = None
 ) -> list[Buffer]:  # fmt: skip
-    """The bytes of a post: one buffer, or two of which the second is the memory of the tensor.
+    """The bytes of a post: one buffer, or two of them, the second being the memory of the tensor.
 
-    Raises InvalidArgument or UnsupportedDtype for what cannot travel.
+    Raises InvalidArgument or UnsupportedDtype for values that cannot travel.
 
     >>> reader = PostReader()
     >>> reader.feed(b"".join(written(3, 7, (0, 2), torch.tensor([1.5, 2.5]), None)))
@@ -121,7 +121,7 @@ def written(
 
 
 def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoans | None) -> list[Buffer] | None:
-    """The bytes of a tensor that numpy takes as it is, and that is not lent: nothing else has to be looked at."""
+    """The bytes of a tensor by the fast path: a numpy array, not lent. None for other tensors."""
     code = _CODES.get(value.dtype)
     if code is None or len(tag) > TAG_CAP or not IS_LITTLE:
         return None
@@ -140,7 +140,7 @@ def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoan
 
 
 def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[int, ...], bytes, memoryview | None]:
-    """Kind and sizes of a tensor, where it is lent, and its values where it is not."""
+    """Kind and sizes of a tensor, its loan if lent, and its values if not."""
     if value.is_meta:
         check(value, 0)
         return _META, tuple(value.shape), b"", None
@@ -159,7 +159,7 @@ def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[in
 
 
 class _Head(NamedTuple):
-    """A header that was proved. ``nbytes``: of the tensor."""
+    """A checked header. ``nbytes``: of the tensor."""
 
     round: int
     edge: int
@@ -194,7 +194,7 @@ class PostReader:
         return self._rest if self._large is not None else self._view[self._filled :]
 
     def feed(self, data: Buffer) -> list[Post]:
-        """Posts that end with bytes that are there already."""
+        """Copy bytes in; returns the posts completed by them."""
         found: list[Post] = []
         view = memoryview(data).cast("B")
         while view.nbytes:
@@ -206,7 +206,9 @@ class PostReader:
         return found
 
     def came(self, count: int) -> list[Post]:
-        """Posts that end with the next ``count`` bytes. Raises ProtocolError, ResourceExhausted, or as ``borrow``."""
+        """The posts completed by the next ``count`` bytes. Raises ProtocolError, ResourceExhausted, and the errors of
+        ``borrow``.
+        """
         if self._large is not None:
             self._rest = self._rest[count:]
             if self._rest.nbytes:
@@ -247,14 +249,14 @@ class PostReader:
         return found
 
     def _check(self, whole: int, kind: int, least: int) -> None:
-        """The bytes behind a header, of which ``least`` are no values."""
+        """Check the number of bytes behind a header; ``least`` of them are no values."""
         if whole < least or (whole > least and kind != _TENSOR):
             _broken(f"{whole} bytes behind a header of kind {kind}, which has {least}")
         if whole - least > self._budget:
             raise ResourceExhausted(f"bytes of a tensor: asked {whole - least}, used 0, limit {self._budget}")
 
     def _begin(self, head: _Head, start: int) -> int:
-        """A large tensor, whose memory takes what has come of it; no page of the rest is the process's own yet."""
+        """Begin a large tensor with the bytes that have come; memory pages of the rest are not touched yet."""
         view = (np.empty(head.nbytes, np.uint8) if head.nbytes <= LEND else memory(head.nbytes).numpy()).data
         have = min(head.nbytes, self._filled - start)
         view[:have] = self._view[start : start + have]
@@ -262,7 +264,7 @@ class PostReader:
         return self._filled
 
     def _small(self, head: _Head, at: int) -> Post:
-        """A post that lies in the buffer whole."""
+        """The post that lies in the buffer whole."""
         buffer, kind = self._buffer, head.kind
         if kind == _TENSOR:
             if not head.nbytes:
@@ -271,7 +273,7 @@ class PostReader:
             return _post(head, tensor_of(buffer[at : at + head.nbytes], head.dtype, head.sizes))
         if kind == _LENT:
             if self._borrow is None:
-                _broken("a tensor is lent to who borrows none")
+                _broken("a tensor is lent on a connection without shared memory")
             name, start, word = _LOAN.unpack_from(buffer, at)
             loan = str(name.rstrip(b"\0"), "latin-1"), start, word
             MOVED["shared memory"] += head.nbytes
@@ -288,7 +290,7 @@ class PostReader:
 
 @lru_cache(1024)
 def _least(kind: int, tags: int, code: int, dims: int) -> int:
-    """The bytes behind a header of these numbers that are no values; they are proved before what lies there is read."""
+    """The number of bytes behind a header that are no values; proved before these bytes are read."""
     is_tensor = kind in (_META, _TENSOR, _LENT)
     if kind > _LENT or tags > TAG_CAP or dims > DIMS_CAP or code >= len(DTYPES) or ((dims or code) and not is_tensor):
         _broken(f"kind {kind}, {tags} numbers of a tag, dtype {code}, {dims} dimensions")
@@ -315,24 +317,24 @@ def _broken(why: str) -> NoReturn:
 
 
 class HostedConnection(Protocol):
-    """One end of a connection, as the thread that hosts it sees it."""
+    """One end of a connection, as seen by its hosting thread."""
 
     sock: socket.socket
 
     def events(self) -> int:
-        """What it waits for; 0: for nothing."""
+        """The selector events that this end waits for; 0 for none."""
 
     def ready(self, events: int) -> None:
-        """What it waited for is there. An exception ends it."""
+        """Process the awaited events. An exception closes the connection."""
 
     def over(self, error: Exception) -> None:
-        """It is closed."""
+        """Close the connection."""
 
 
 class Sender:
     """The sending end; from any thread. Until `connect` messages are kept.
 
-    lost: called once, with what ended it.
+    lost: called once, with the error that ended the connection.
     """
 
     sock: socket.socket
@@ -343,25 +345,25 @@ class Sender:
         self._kept: deque[memoryview] = deque()
         self._loans: TaskLoans | None = None
         self._is_open = self._is_over = False
-        self._error: OSError | None = None  # that a thread met which is not the hosting one
+        self._error: OSError | None = None  # met by a thread other than the hosting one
 
     @property
     def is_open(self) -> bool:
-        """Whether it has a socket."""
+        """Whether the sender has a socket."""
         return self._is_open
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing goes out any more."""
+        """Whether the sender is closed."""
         return self._is_over
 
     @property
     def has_let_go(self) -> bool:
-        """Whether the other end holds nothing that it was lent."""
+        """Whether the other end holds no loans."""
         return self._loans is None or self._loans.has_let_go
 
     def connect(self, sock: socket.socket, loans: TaskLoans | None) -> None:
-        """Go on by this socket; ``loans`` where both ends share memory. Then it is to be hosted."""
+        """Continue with a socket, to be hosted from now on; ``loans`` if both ends share memory."""
         sock.setblocking(False)
         with self._guard:
             self.sock, self._loans, self._is_open = sock, loans, True
@@ -369,9 +371,9 @@ class Sender:
                 sock.close()
 
     def post(self, round: int, edge: int, tag: Tag, value: Any, dead: Dead | None) -> bool:
-        """Send a message as it is now; returns whether the thread has to look: something is kept, or went wrong.
+        """Send a message at once; returns whether the thread has to look, as something is kept, or went wrong.
 
-        Raises as `written`, and Broken where it is over.
+        Raises the errors of `written`, and StreamBroken when the sender is over.
         """
         with self._guard:
             if self._is_over:
@@ -380,7 +382,7 @@ class Sender:
             if not self._is_open:
                 self._kept.append(memoryview(b"".join(buffers)))
                 return True
-            if isinstance(self.sock, ssl.SSLSocket):  # what it could not send has to be given to it once more, whole
+            if isinstance(self.sock, ssl.SSLSocket):  # an unsent rest has to be offered again, whole
                 buffers = [piece for buffer in buffers for piece in _pieces(buffer)]
             count = 0
             if not self._kept and self._error is None:
@@ -403,7 +405,7 @@ class Sender:
             return bool(self._kept)
 
     def take(self, most: int) -> bytearray:
-        """Messages that are kept for want of a socket, whole ones and about ``most`` bytes, for another way."""
+        """Pending messages for another transport, in absence of a socket: whole ones of about ``most`` bytes."""
         found: list[memoryview] = []
         nbytes = 0
         with self._guard:
@@ -413,13 +415,15 @@ class Sender:
         return bytearray().join(found)
 
     def events(self) -> int:
-        """What the thread waits for: the end, and room for what is kept. Raises OSError where sending failed."""
+        """The awaited selector events: the other end's close, and room for kept bytes. Raises OSError if sending
+        failed.
+        """
         if self._error is not None:
             raise self._error
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._kept else 0)
 
     def ready(self, events: int) -> None:
-        """Send what is kept. Raises OSError or Broken: the other end says nothing, so what can be read is its end."""
+        """Send kept bytes. Raises OSError, or StreamBroken at the other end's close: the other end sends nothing."""
         with self._guard:
             while self._kept and not self._is_over:
                 try:
@@ -432,7 +436,7 @@ class Sender:
                     raise StreamBroken("the other end closed the connection")
 
     def over(self, error: Exception) -> None:
-        """Nothing goes out any more."""
+        """Close the sender; kept messages are dropped."""
         with self._guard:
             if self._is_over:
                 return
@@ -445,7 +449,7 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end, in the thread that hosts it. ``take``: gets what came; ``lost``: called once, with the end."""
+    """The receiving end, in its hosting thread. ``take``: gets posts; ``lost``: called once, with the error."""
 
     def __init__(
         self, sock: socket.socket, loans: ServerLoans | None, take: Callable[[Sequence[Post]], None],
@@ -457,11 +461,11 @@ class Receiver:
         self._is_over = False
 
     def events(self) -> int:
-        """What the thread waits for: nothing while it is paused."""
+        """The awaited selector events: none while paused."""
         return 0 if self.is_paused else selectors.EVENT_READ
 
     def ready(self, events: int) -> None:
-        """Read what is there. Raises OSError, Broken, ProtocolError, ResourceExhausted or MemoryError."""
+        """Read the bytes at hand. Raises OSError, StreamBroken, ProtocolError, ResourceExhausted or MemoryError."""
         for _ in range(TURNS):
             if self.is_paused:
                 return
@@ -479,7 +483,7 @@ class Receiver:
                 return
 
     def over(self, error: Exception) -> None:
-        """Nothing comes any more."""
+        """Close the receiver."""
         if not self._is_over:
             self._is_over = True
             self.sock.close()

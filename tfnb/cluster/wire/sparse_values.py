@@ -1,4 +1,4 @@
-"""Values in messages: a large table of which few rows are not zero travels as these rows.
+"""Values in messages: a large table with few rows that are not zero travels as these rows.
 
 Between a notebook and servers only; a task asks for rows. See `tfnb.graph.lazy_memory`.
 """
@@ -18,7 +18,7 @@ from tfnb.graph import lazy_memory
 def written(
     values: Mapping[str, torch.Tensor], is_table: Callable[[str], bool] | None = None
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Facts and tensors of a message. ``tables``: by key the lengths of those of which rows travel, in new memory.
+    """Facts and tensors of a message. ``tables``: by key the lengths of tables that travel as rows, in new memory.
 
     is_table: whether rows of a key are to travel, where that is known; else it is looked up.
     """
@@ -34,13 +34,13 @@ def written(
 
 
 def read(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values of a message that `written` made. Raises InvalidArgument for one that it did not."""
+    """The values of a message of `written`. Raises InvalidArgument for other messages."""
     found = _parts(keys, tables, tensors)
     return {key: part if isinstance(part, torch.Tensor) else lazy_memory.unpacked(*part) for key, part in found.items()}
 
 
 def taking(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes that the values of a message take once they are read. Rows far apart take a page each, on their way not."""
+    """Bytes of a message's values in memory. Rows far apart take a page each, but not in the message."""
     total = 0
     for part in _parts(keys, tables, tensors).values():
         if isinstance(part, torch.Tensor):
@@ -55,7 +55,7 @@ def taking(keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[tor
 def _parts(
     keys: Sequence[str], tables: Mapping[str, Any], tensors: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor, int]]:
-    """Of each key its value, or of a table the numbers of rows, these rows, and how many there are in all."""
+    """By key, the value; for a table the row numbers, the rows, and the table's length."""
     if len(tensors) != len(keys) + sum(key in tables for key in keys):
         raise InvalidArgument(f"{len(keys)} keys, {len(tables)} of tables, but {len(tensors)} tensors")
     rest = iter(tensors)

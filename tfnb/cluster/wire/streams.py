@@ -1,9 +1,9 @@
 """Direct streams: one connection from a compute task to a server process, for the messages of resident loops.
 
 A server listens on the interface of its own worker, with the encryption of the cluster if that has one
-(`distributed.Security`). Who wants to connect asks for a key by Dask's connections; the key serves once, and both
-ends prove that they know it before anything else is read. Each message is a prefix with the sizes of its frames,
-which are checked before memory is taken, and the frames of the envelope (`tfnb.cluster.wire.envelope`), received
+(`distributed.Security`). A task that wants to connect asks for a key by Dask's connections; the key serves once, and
+both ends prove that they know it before anything else is read. Each message is a prefix with the sizes of its frames,
+checked before memory is taken, and the frames of the envelope (`tfnb.cluster.wire.envelope`), received
 straight into the buffers that the tensors keep. The caller is a thread that blocks, always with a deadline. A stream
 that fails in any way is closed: its caller goes on by Dask's connections, under the same operation identity.
 
@@ -61,15 +61,15 @@ _NAME, _NONCE, _PROOF = 8, 32, 32  # bytes
 _PREFIX = struct.Struct("<8sQQ")  # magic, bytes of the envelope, number of further frames
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
-Filling = Generator["memoryview | list[envelope.Buffer]", None, None]  # what is to be filled next, or a whole message
+Filling = Generator["memoryview | list[envelope.Buffer]", None, None]  # the next buffer to fill, or a whole message
 
 
 class StreamBroken(Exception):
-    """The other end is gone, or sent what is no stream."""
+    """The other end is gone, or does not speak the protocol."""
 
 
 class StreamOffer(NamedTuple):
-    """Where a server listens, and the key for one connection."""
+    """The address of a listening server, and the key for one connection."""
 
     host: str
     port: int
@@ -87,7 +87,7 @@ def host_of(address: str) -> str | None:
 
 
 def kept(sock: socket.socket) -> socket.socket:
-    """A socket that a forked child closes: it belongs to its parent."""
+    """Register a socket to be closed in forked children, since only the parent owns the connection."""
     _open.add(sock)
     return sock
 
@@ -145,7 +145,7 @@ def frames(afford: Callable[[int], None]) -> Filling:
 
 
 def within(asked: int, used: int, budget: int) -> None:
-    """Raises ResourceExhausted for a message that is too large."""
+    """Raise ResourceExhausted for a message that is too large."""
     limit = budget + envelope.FACTS_CAP
     if asked + used > limit:
         raise ResourceExhausted(f"bytes of a message: asked {asked}, used {used}, limit {limit}")
@@ -177,7 +177,7 @@ class Keys:
         return any(until >= now for _, until in self._keys.values())
 
     def take(self, name: bytes, now: float) -> bytes:
-        """The key of that name; one that nobody knows where there is none."""
+        """The key of a name, used up; a random key if the name is unknown or its time is over."""
         key, until = self._keys.pop(name, (b"", 0.0))
         return key if now <= until else secrets.token_bytes(32)
 
@@ -190,7 +190,7 @@ def _proof(key: bytes, who: bytes, mine: bytes, yours: bytes) -> bytes:
 
 
 class Connection:
-    """The server's end of one stream; it never blocks. ``until``: by when what is under way has to be done."""
+    """The server's end of one stream; never blocks. ``until``: the deadline of the work under way."""
 
     def __init__(self, sock: socket.socket, keys: Keys, afford: Callable[[int], None], now: float) -> None:
         sock.setblocking(False)
@@ -228,7 +228,7 @@ class Connection:
         yield from frames(taken)
 
     def read(self, now: float) -> list[envelope.Buffer] | None:
-        """A whole message, if there is one now. Raises Broken, ProtocolError, ResourceExhausted or OSError."""
+        """A whole message, if there is one now. Raises StreamBroken, ProtocolError, ResourceExhausted or OSError."""
         while True:
             if self._want is None:
                 part = next(self._parts)
@@ -251,7 +251,7 @@ class Connection:
             self._want = self._want[count:] if count < self._want.nbytes else None
 
     def send(self, buffers: Sequence[envelope.Buffer], now: float) -> None:
-        """Give the buffers to the system, now as far as it takes them."""
+        """Queue buffers, and write as many as the system takes at once."""
         self._out.extend(memoryview(buffer) for buffer in buffers)
         self.write()
         if self._out and self.is_proved:
@@ -268,7 +268,7 @@ class Connection:
             self.until = None
 
     def close(self) -> None:
-        """Nothing more comes or goes."""
+        """Close the connection; unsent buffers are dropped."""
         self.socket.close()
         self._out.clear()
         self._parts.close()
@@ -279,7 +279,7 @@ class Connection:
 
 
 class Stream:
-    """The task's end: a message there and one back, in a thread that waits for it. One call at a time."""
+    """The task's end: a request and its answer at a time, in a thread that blocks for the answer."""
 
     def __init__(self, sock: socket.socket, budget: int) -> None:
         self._socket = kept(sock)
@@ -291,12 +291,12 @@ class Stream:
 
     @property
     def is_over(self) -> bool:
-        """Whether it can be used no more."""
+        """Whether the stream can be used no more."""
         return self._is_over
 
     @classmethod
     def connect(cls, offer: StreamOffer, budget: int, context: ssl.SSLContext | None = None) -> Stream:
-        """Raises OSError (a deadline is one) or Broken."""
+        """Connect and prove the key. Raises OSError (a deadline is one) or StreamBroken."""
         until = time.monotonic() + CONNECT
         sock = socket.create_connection((offer.host, offer.port), timeout=CONNECT)
         try:
@@ -334,7 +334,7 @@ class Stream:
     ) -> tuple[socket.socket, TaskLoans | None]:  # fmt: skip
         """Let the connection carry posts from here on (`tfnb.cluster.wire.posting`); the stream is over.
 
-        Its socket, and what lends if both ends share memory. Raises OSError or Broken.
+        Returns its socket, and the loans if both ends share memory. Raises OSError or StreamBroken.
         """
         loans, until = None, time.monotonic() + CONNECT
         with suppress(OSError):
@@ -356,11 +356,11 @@ class Stream:
 
     @property
     def lend(self) -> envelope.Lend | None:
-        """For the tensors of a request."""
+        """The function that lends tensors of a request; None without shared memory."""
         return self._loans.lend if self._loans is not None else None
 
     def send(self, message: Sequence[envelope.Buffer], until: float) -> Outcome | None:
-        """Send a request; None: its answer is to be received. NotSent before the first byte, Unknown after it."""
+        """Send a request. None if an answer is to be received; NotSent before the first byte, Unknown afterwards."""
         with self._guard:
             if self._is_over:
                 return NotSent("the stream is over")
@@ -394,7 +394,7 @@ class Stream:
             self._leave(is_broken)
 
     def leave(self) -> None:
-        """Wait for no answer any more."""
+        """Give up the answer, and the stream."""
         self._leave(is_broken=True)
 
     def fileno(self) -> int:
@@ -409,7 +409,7 @@ class Stream:
                 self._socket.close()
 
     def end(self) -> None:
-        """From any thread: close it, and wake who waits on it."""
+        """From any thread: close the stream, and wake the thread that waits on its answer."""
         with self._guard:
             self._is_over = True
             if not self._is_used:
@@ -426,21 +426,21 @@ class Streams:
         self._link, self._security = link, security
         self._streams: dict[Peer, Stream] = {}
         self._not_before: dict[Peer, float] = {}  # where one could not be opened
-        self._apart: set[Peer] = set()  # who shares no memory with this task
+        self._apart: set[Peer] = set()  # servers that share no memory with this task
 
     def op(self) -> OpId:
         """A fresh operation identity."""
         return self._link.op()
 
     def lacks(self, peers: Iterable[Peer]) -> list[Peer]:
-        """Those to whom a stream is to be opened now."""
+        """The peers to whom a stream is to be opened now."""
         if not is_on:
             return []
         now = time.monotonic()
         return [peer for peer in peers if self._found(peer) is None and self._not_before.get(peer, 0.0) <= now]
 
     async def open(self, peer: Peer, *, epoch: int) -> None:
-        """Open a stream, if that server and what lies between allow it; else it is tried again later."""
+        """Open a stream, if the server and the network allow one; after a failure another try comes later."""
         if not self.lacks([peer]):
             return  # another loop opens it, or has
         self._not_before[peer] = time.monotonic() + AGAIN
@@ -462,7 +462,7 @@ class Streams:
         self._not_before.pop(peer, None)
 
     def _share(self, stream: Stream, peer: Peer) -> None:
-        """Both ends lend from now on; if only this end cannot, the stream is over, and the next one is without."""
+        """Agree to lend on both ends; if only this end cannot, the stream ends, and the next one is without."""
         try:
             if not stream.share(peer, self.op()):
                 self._apart.add(peer)
@@ -478,7 +478,7 @@ class Streams:
         A contribution is answered when all servers have all contributions to the same round. So it is sent to all
         servers or to none, and waits no longer where this thread is needed for something that others may wait for.
 
-        is_thread_wanted: whether somebody else waits for this thread.
+        is_thread_wanted: whether another call waits for this thread.
         """
         methods = {ask.method for mine in asks.values() for ask in mine}
         is_joint, may_leave = "contribute" in methods, "push" not in methods
@@ -524,7 +524,7 @@ class Streams:
         return stream if stream is not None and not stream.is_over else None
 
     def end(self) -> None:
-        """Close all of them; a call that waits on one ends at once."""
+        """Close all streams; a call that waits on one ends at once."""
         for peer in list(self._streams):
             self._streams.pop(peer).end()
         self._not_before.clear()
@@ -532,7 +532,7 @@ class Streams:
 
 
 def _readable(waiting: Mapping[Peer, tuple[Stream, float]], is_thread_wanted: Callable[[], bool]) -> Peer | None:
-    """Who has answered first, or is broken, or is late; None where this thread is wanted meanwhile."""
+    """The first peer with an answer, an error or a missed deadline; None if this thread is wanted meanwhile."""
     first, (_, until) = next(iter(waiting.items()))
     with selectors.PollSelector() as selector:
         for peer, (stream, _) in waiting.items():
@@ -568,7 +568,7 @@ def _send(
 
 
 def gone(out: deque[memoryview], count: int) -> None:
-    """So many bytes of ``out`` are gone."""
+    """Remove so many sent bytes from ``out``."""
     while out and count >= out[0].nbytes:
         count -= out.popleft().nbytes
     if count:

@@ -2,8 +2,8 @@
 
 `Link.call` reaches the one method of a task (`actor_execute` of its worker) and ends, by its deadline plus 50 ms, in
 one of the five outcomes of `messages`. An address that failed once is suspect and is not dialled again until it is
-confirmed. `ClientLink` adds the blocking side: the calling thread waits in short turns, so Ctrl-C is seen, and what was
-begun goes on in the event loop.
+confirmed. `ClientLink` adds the blocking side: the calling thread waits in short turns, so Ctrl-C is seen, and begun
+work goes on in the event loop.
 
 ``actor_execute`` is not public Dask API (read in distributed 2026.8); tests/cluster/test_transport.py is its contract.
 """
@@ -69,7 +69,7 @@ class Wait(NamedTuple):
 
 
 class Reread(NamedTuple):
-    """Ask who is alive before trying again."""
+    """Find out whether the peer is alive before trying again."""
 
 
 class GiveUp(NamedTuple):
@@ -77,7 +77,7 @@ class GiveUp(NamedTuple):
 
 
 def retry(outcome: Outcome, attempt: int, now: float, deadline: float, jitter: float = 0.5) -> Wait | Reread | GiveUp:
-    """What to do after attempt number ``attempt`` (from 0); ``jitter`` in [0, 1) spreads the waits.
+    """The reaction to the outcome of attempt number ``attempt`` (from 0); ``jitter`` in [0, 1) spreads the waits.
 
     >>> retry(Unknown(), 0, now=0.0, deadline=1.0)
     Wait(seconds=0.05)
@@ -126,7 +126,7 @@ class Link:
         self.suspect.discard(addr)
 
     async def refuses(self, addr: str) -> bool:
-        """Whether an address refuses connections: its process is gone. The kernel accepts those of a stopped process.
+        """Whether an address refuses connections, as its process is gone: a stopped process still accepts connections.
 
         False where that cannot be known from here.
         """
@@ -143,7 +143,7 @@ class Link:
         return False
 
     def deadline(self, method: str, nbytes: int = 0) -> float:
-        """The default instant by which a call that starts now ends."""
+        """The default deadline of a call that starts now."""
         return time.monotonic() + allowance(method, nbytes, self.latencies[method])
 
     async def call(
@@ -152,7 +152,7 @@ class Link:
     ) -> Outcome:  # fmt: skip
         """Call a method of a task; ``deadline`` is an instant of `time.monotonic`. Raises nothing but bad arguments.
 
-        Raises UnsupportedDtype, ResourceExhausted or InvalidArgument for what cannot be encoded, before sending.
+        Raises UnsupportedDtype, ResourceExhausted or InvalidArgument if the message cannot be encoded, before sending.
         """
         op = op or self.op()
         deadline = deadline or self.deadline(method, envelope.size(tensors))
@@ -187,7 +187,7 @@ class Link:
         raise AssertionError("unreachable")
 
     async def _bounded(self, peer: Peer, message: Sequence[Buffer], deadline: float) -> Outcome:
-        """An exchange that ends by its deadline; a late one is cancelled behind the caller's back."""
+        """An exchange that ends by its deadline; a late one is cancelled in the background."""
         sent: list[bool] = []
         task = asyncio.ensure_future(self._exchange(peer, message, deadline, sent))
         try:
@@ -242,7 +242,7 @@ class Link:
 
 
 def _outcome(reply: Any, budget: int) -> Outcome:
-    """What the callee answered."""
+    """The outcome of a call, from Dask's reply."""
     if not isinstance(reply, Mapping) or reply.get("status") != "OK":
         cause = reply.get("exception") if isinstance(reply, Mapping) else reply
         return failed(cause) if isinstance(cause, BaseException) else Failure("Internal", f"odd reply {cause!r:.200}")
@@ -256,7 +256,7 @@ def write_request(
     peer: Peer, method: str, meta: Mapping[str, Any] | None, tensors: Sequence[torch.Tensor], *, epoch: int, op: OpId,
     seconds: float, budget: int, lend: envelope.Lend | None = None,
 ) -> list[Buffer]:  # fmt: skip
-    """The caller's side: the request as a message. Raises what `envelope.encode` does."""
+    """The caller's side: the request as a message. Raises the errors of `envelope.encode`."""
     header = {
         "method": method, "epoch": epoch, "incarnation": peer.incarnation, "client": op.client, "seq": op.seq,
         "ms_left": max(0, int(seconds * 1000)), "meta": dict(meta or {}),
@@ -299,7 +299,9 @@ def outcome_header(outcome: Ok | Failure | Refusal) -> dict[str, Any]:
 
 
 def read_answer(message: Sequence[Buffer], budget: int, borrow: envelope.Borrow | None = None) -> Outcome:
-    """The caller's side: the outcome in a message; one that cannot be read is a failure. Raises as ``borrow``."""
+    """The caller's side: the outcome in a message; an unreadable message is a failure. Raises the errors of
+    ``borrow``.
+    """
     try:
         header, tensors = envelope.decode(message, budget=budget, borrow=borrow)
         return read_outcome(header, tensors)
@@ -308,7 +310,7 @@ def read_answer(message: Sequence[Buffer], budget: int, borrow: envelope.Borrow 
 
 
 def read_outcome(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Outcome:
-    """The caller's side: what an answer says."""
+    """The caller's side: the outcome in an answer."""
     match header:
         case {"outcome": "ok", "meta": dict(meta), "dup": bool(dup)}:
             return Ok(meta, tensors, dup)
@@ -347,11 +349,11 @@ class ClientLink(Link):
         return "direct"
 
     def start(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Handle[T]:
-        """Begin ``await function(*args)`` in the event loop; it goes on whatever happens to the calling thread."""
+        """Begin ``await function(*args)`` in the event loop, independently of the calling thread."""
         return self._start(function, args, is_waited_for=True)
 
     def start_aside(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Handle[T]:
-        """`start` for what may take long and changes no values: who lets all come to an end does not wait for it."""
+        """`start` for long work without changes of values: a wait for the end of all calls leaves such work out."""
         return self._start(function, args, is_waited_for=False)
 
     def _start(
@@ -363,7 +365,7 @@ class ClientLink(Link):
         return handle
 
     def post(self, function: Callable[..., Any], *args: Any) -> bool:
-        """Let the event loop call ``function(*args)``; False where it runs no more."""
+        """Let the event loop call ``function(*args)``; False if the loop does not run any more."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
             return self.loop.is_running()
@@ -382,9 +384,9 @@ class ClientLink(Link):
     def wait(
         self, handle: Handle[T], timeout: float | None, what: str, every: Callable[[], None] | None = None
     ) -> T:  # fmt: skip
-        """The result of what was begun. Raises DeadlineExceeded after ``timeout`` seconds; the work goes on.
+        """The result of begun work. Raises DeadlineExceeded after ``timeout`` seconds; the work goes on.
 
-        Raises SchedulerLost where nobody does the work any more.
+        Raises SchedulerLost if the event loop has ended without the work.
         """
 
         def look() -> None:
@@ -401,7 +403,7 @@ def _no_client(what: str) -> SchedulerLost:
 
 
 class Handle(Generic[T]):
-    """Work begun elsewhere, as the blocking side sees it.
+    """Work begun in another thread, as seen by the blocking side.
 
     A bare lock that only one side releases: an interrupt between any two bytecodes leaves nothing locked that
     the other side needs, which a `concurrent.futures.Future` does not promise.
@@ -413,7 +415,7 @@ class Handle(Generic[T]):
         self.gate.acquire()
 
     def finish(self, task: asyncio.Task[T] | concurrent.futures.Future[T]) -> None:
-        """Called where the work is done, when it is."""
+        """Called at the end of the work, in its own thread."""
         if not task.cancelled():
             task.exception()  # seen, also if nobody waits any more
         self.task.append(task)
@@ -436,7 +438,7 @@ def wait(handle: Handle[T], timeout: float | None, what: str, every: Callable[[]
 
 
 def scheduler_of(client: Client) -> Any:
-    """What asks a client's scheduler; raises ConnectionError where the client is closed meanwhile."""
+    """The RPC to a client's scheduler; raises ConnectionError if the client was closed meanwhile."""
     if client.scheduler is None:
         raise ConnectionError("the Dask client is closed")
     return client.scheduler
@@ -464,7 +466,7 @@ def is_local(address: str) -> bool:
 
 
 def _is_ours(host: str | int) -> bool:
-    """Loopback, or an address of an interface of this machine (then a socket can be bound to it)."""
+    """Whether an address is loopback, or belongs to an interface of this machine (so a socket can be bound)."""
     address = ip_address(str(host).partition("%")[0])
     if address.is_loopback:
         return True
