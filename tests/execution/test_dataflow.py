@@ -245,7 +245,5 @@ def test_what_is_not_there_says_so() -> None:
         tfnb.Session(g, executor="native")
     with pytest.raises(InvalidArgument, match="must be fed"):
         dataflow(g).run(y)
-    with pytest.raises(Unimplemented, match="traced"):
-        dataflow(g).run(y, {x: 1.0}, trace=True)
     with pytest.raises(Unimplemented, match="in parts"):
         dataflow(g).step([y], [x])

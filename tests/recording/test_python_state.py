@@ -588,3 +588,27 @@ def test_comparisons_cost_at_most_a_twentieth_of_the_time_with_what_they_do_to_c
     user_code_ran()
     watched.check(pytest.fail)
     assert len(comparisons) == before + 1
+
+
+log: list[float] = []
+
+
+def logged(x: torch.Tensor) -> torch.Tensor:
+    """Twice ``x``; a number is kept beside."""
+    log.append(1.0)
+    return x * 2
+
+
+def test_a_list_that_only_grows_is_no_number_of_the_graph(recwarn: pytest.WarningsRecorder) -> None:
+    history = [0.5]
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,))
+        y = logged(x)
+        history.append(2.0)
+    session = tfnb.Session(graph)
+    session.run(y, {x: torch.ones(3)})
+    log.append(3.0)
+    history.append(3.0)
+    for _ in range(100):
+        session.run(y, {x: torch.ones(3)})
+    assert not list(recwarn)

@@ -41,7 +41,7 @@ from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
 from tfnb.session.divided_feeds import Division
-from tfnb.session.saved_state import Ahead
+from tfnb.session.saved_state import NewerCheckpoint
 from tfnb.session.structures import graph_of
 from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
@@ -686,7 +686,7 @@ class _Run:
         self._session.state.inputs.ahead = None
         if written is not None and written[0] > from_here:
             step, file = written
-            self._session.state.inputs.ahead = Ahead(file, taken.steps, taken.run)
+            self._session.state.inputs.ahead = NewerCheckpoint(file, taken.steps, taken.run)
             return (
                 f"\n  The same call with resume=True goes on from step {step}, of {file}, here or on another cluster; "
                 "with that path in another process, too."

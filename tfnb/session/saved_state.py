@@ -59,7 +59,7 @@ class Moment(NamedTuple):
         return self._replace(values=values, queues={label: one.copy() for label, one in self.queues.items()})
 
 
-class Ahead(NamedTuple):
+class NewerCheckpoint(NamedTuple):
     """A checkpoint that is ahead of the values: its file, and where these are: steps of training, and the next run."""
 
     file: Path | str
@@ -86,7 +86,7 @@ class Inputs:
     trained: int = 0
     has_gaps: bool = False  # other steps than the first ones are among those
     training: StepsTaken | None = None
-    ahead: Ahead | None = None
+    ahead: NewerCheckpoint | None = None
 
 
 class SavedState:

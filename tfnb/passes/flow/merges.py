@@ -67,7 +67,7 @@ def _of(reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> Merge:
     return lambda values, weights: reduce(torch.stack(list(values)), 0).to(values[0].dtype)
 
 
-class Row(NamedTuple):
+class ValueMerge(NamedTuple):
     """A way: what makes one value of several, by the weights of their rows.
 
     carried: the op by which a loop over microbatches takes one more; empty where it stacks them, or cannot.
@@ -77,17 +77,17 @@ class Row(NamedTuple):
     carried: str = ""
 
 
-MERGES: Mapping[str, Row] = {
-    "grad": Row(mean, "tfnb.add_share.default"),  # a derivative
-    "mean": Row(mean, "tfnb.add_share.default"),
-    "sum": Row(_of(torch.sum), "aten.add.Tensor"),
-    "max": Row(_of(torch.amax), "aten.maximum.default"),
-    "min": Row(_of(torch.amin), "aten.minimum.default"),
-    "rows": Row(weighted),  # of a row-sparse derivative
-    "entries": Row(_joined),  # what goes with these, such as their row numbers
-    "value": Row(_first),  # sent to a server along no derivative
-    "first": Row(_first),
-    "none": Row(_nan),
+MERGES: Mapping[str, ValueMerge] = {
+    "grad": ValueMerge(mean, "tfnb.add_share.default"),  # a derivative
+    "mean": ValueMerge(mean, "tfnb.add_share.default"),
+    "sum": ValueMerge(_of(torch.sum), "aten.add.Tensor"),
+    "max": ValueMerge(_of(torch.amax), "aten.maximum.default"),
+    "min": ValueMerge(_of(torch.amin), "aten.minimum.default"),
+    "rows": ValueMerge(weighted),  # of a row-sparse derivative
+    "entries": ValueMerge(_joined),  # what goes with these, such as their row numbers
+    "value": ValueMerge(_first),  # sent to a server along no derivative
+    "first": ValueMerge(_first),
+    "none": ValueMerge(_nan),
 }
 
 EXTREMES: Mapping[str, Way] = {"max": "max", "amax": "max", "min": "min", "amin": "min"}

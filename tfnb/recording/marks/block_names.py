@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tfnb.recording.marks.user_code import is_foreign
 
 _FEW = 64  # items of a list, tuple or dict of numbers
+_GROWS = ("append", "extend", "insert", "clear")  # methods of a list that do not read it
 _WITH = re.compile(r"\s*(async )?with\b")
 _ITEMS = 20  # lines that the items of a with statement may take
 _SCOPES = (
@@ -63,6 +64,10 @@ def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameR
         return
     if isinstance(node, _SCOPES):
         bound = bound | _own_names(node)
+    if isinstance(node, ast.Call) and _only_grows(node.func):
+        for given in (*node.args, *node.keywords):  # the list is a log, which the block does not read
+            yield from _reads(given, bound)
+        return
     read = node.target if isinstance(node, ast.AugAssign) else node
     if isinstance(read, ast.Name) and read.id not in bound and (read is not node or isinstance(read.ctx, ast.Load)):
         yield NameRead(read.id)
@@ -70,6 +75,10 @@ def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameR
         yield NameRead(node.value.id, node.attr)
     for child in ast.iter_child_nodes(node):
         yield from _reads(child, bound)
+
+
+def _only_grows(called: ast.expr) -> bool:
+    return isinstance(called, ast.Attribute) and called.attr in _GROWS and isinstance(called.value, ast.Name)
 
 
 def _own_names(scope: ast.AST) -> set[str]:
@@ -110,7 +119,10 @@ def _walk(function: FunctionType, found: dict[str, dict[str, Any]], seen: set[Co
 def _globals_of(code: CodeType) -> tuple[str, ...]:
     """Names that code, and the functions inside of it, take from the global table."""
     steps = list(dis.get_instructions(code))
-    own = [step.argval for step in steps if step.opname == "LOAD_GLOBAL"]
+    own = [
+        step.argval for step, after in zip(steps, [*steps[1:], None], strict=True)
+        if step.opname == "LOAD_GLOBAL" and (after is None or after.argval not in _GROWS)
+    ]  # fmt: skip
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _globals_of(each)]
     return tuple(dict.fromkeys((*own, *inner)))
 
