@@ -173,11 +173,11 @@ TOGETHER = """
 import gc, time, weakref
 from distributed import Client
 import tfnb
-from tfnb.cluster.tasks.task import Task
+from tfnb.cluster.tasks.task import ClusterTask
 if __name__ == "__main__":
     client = Client(processes=False, n_workers=8, threads_per_worker=1, dashboard_address=":0")
     cluster = tfnb.connect(client, ps=2, timeout=100)
-    held = [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is Task]
+    held = [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is ClusterTask]
     gc.collect(), gc.disable()
     before, end = gc.get_stats()[2]["collections"], time.monotonic() + 60
     cluster.close()

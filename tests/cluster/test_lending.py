@@ -72,7 +72,10 @@ def test_only_the_very_memory_that_was_meant_is_mapped():
 @pytest.mark.slow
 def test_c11_memory_of_another_namespace_of_processes_is_not_found():
     one = Segment(100)
-    code = f"from tfnb.state.shared_memory import Mapped\ntry: Mapped({one.name!r})\nexcept OSError: print('not found')"
+    code = f"""
+from tfnb.state.shared_memory import MappedSegment
+try: MappedSegment({one.name!r})
+except OSError: print('not found')"""
     command = ["unshare", "-rpf", "--mount-proc", sys.executable, "-c", code]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -87,14 +90,14 @@ def test_c11_memory_of_another_namespace_of_processes_is_not_found():
 def test_a_forked_child_gives_up_nothing_of_its_parent():
     script = """
 import os
-from tfnb.state.shared_memory import Mapped, Segment
+from tfnb.state.shared_memory import MappedSegment, Segment
 one = Segment(8)
 pid = os.fork()
 if not pid:
     del one
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-print(one.word, Mapped(one.name).word)
+print(one.word, MappedSegment(one.name).word)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "0 0\n", ended.stderr

@@ -100,8 +100,10 @@ def test_spare_tasks_take_steps_with_such_values_one_after_the_other(connect):
     connect(2)
     with pytest.warns(UserWarning, match="one step after the other: .* with spare tasks"):
         there, weights = trained(["norm"], **PASSES, backup=1)
-    assert [epoch["norm"] for epoch in there] == [epoch["norm"] for epoch in here]
-    assert all(map(torch.equal, weights, expected))
+    # A task has one thread, this process as many as there are cores: sums of products may differ in the last place.
+    assert [epoch["norm"] for epoch in there] == pytest.approx([epoch["norm"] for epoch in here], rel=1e-12)
+    for found, wanted in zip(weights, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("tasks", [1, 2])

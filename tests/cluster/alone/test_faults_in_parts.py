@@ -493,4 +493,4 @@ def test_a_step_over_tasks_is_done_once_or_not_at_all_whatever_happens(examples:
 
     random_events()
     assert set(reached) >= STATES, "each event came in each state"
-    assert set(causes) == {"NoneType", "Interrupted", "TimedOut", "TasksLost", "ServerLost", "Failure"}
+    assert set(causes) == {"NoneType", "UserStop", "TimedOut", "TasksLost", "ServerLost", "Failure"}

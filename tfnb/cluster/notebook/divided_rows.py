@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -53,7 +53,7 @@ class Observation:
 def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds) -> Observation:
     """`look` at a step over ``count`` microbatches in this process."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
-    seen = look(step, homes, count, [batch], step.fetches)
+    seen = look(step, homes, count, [batch])
     return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
 
 
@@ -64,16 +64,11 @@ def _of_microbatches(note: str) -> str:
     return note
 
 
-def look(
-    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], averaged: Collection[Value] | None = None
-) -> Observation:
+def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds]) -> Observation:
     """Compare gradients on ``batches``, on more than one if quick. ``tasks``: the number of replicas that divide a
     batch.
-
-    averaged: fetches whose values are averaged by rows; by default those that tasks of a cluster average.
     """
-    if averaged is None:
-        averaged = [value for value, way in zip(step.fetches, joins(step), strict=True) if way == "mean"]
+    averaged = [value for value, way in zip(step.fetches, joins(step), strict=True) if way == "mean"]
     found = probe(step, homes)
     if found is None:
         return Observation()

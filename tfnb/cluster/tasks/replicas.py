@@ -167,11 +167,16 @@ class Replica(TrainingLoop):
             averages = self._bucket.values() if group.size > 1 else pushes
             before = self._before_late(share)
             self._update(averages, share, compute)
-            out = self._seen_late(given, index, share, before, averages, out, compute)
             self._latest = given.first + index
-            self._seconds = time.monotonic() - begin
-            if share.rows:
-                self._log.append(_AppliedPart(given.number, index, share.place, share.parts, share.rows, out))
+            late = self._late_program
+            if late is not None and share.rows:  # the step is applied, and counts with or without their values
+                out = [*out, *[None] * late.count]
+            try:
+                out = self._seen_late(given, index, share, before, averages, out, compute)
+            finally:
+                self._seconds = time.monotonic() - begin
+                if share.rows:
+                    self._log.append(_AppliedPart(given.number, index, share.place, share.parts, share.rows, out))
             index += 1
             if self._latest % EVERY == 0:
                 ensure_equal(group, self._values, f"round {self._latest}")
@@ -206,21 +211,20 @@ class Replica(TrainingLoop):
         self, given: PieceOrder, index: int, share: Share, before: Mapping[str, torch.Tensor],
         averages: Sequence[torch.Tensor], out: Out, compute: Compute,
     ) -> Out:  # fmt: skip
-        """All fetches of an applied step, late ones included."""
+        """All fetches of an applied step, of which the late ones had no values yet in ``out``."""
         late = self._late_program
-        if late is None or not share.rows:
+        if late is None or not share.rows or share.place:
             return out
-        if share.place:
-            return [*out, *[None] * late.count]
         feeds = [(shard, at) for shard, update in self._updates.items() for at in range(len(update.kinds))]
         found = self._of_late(
             late, given, index, share, before, self._values, dict(zip(feeds, averages, strict=True)), compute
         )
-        return [*out, *self._kept(found)]
+        return [*out[: -late.count], *self._kept(found)] if late.count else out
 
     def _kept(self, out: Out) -> Out:
-        """Fetched values, copied if they share memory with a Variable, since the next step overwrites that memory."""
-        own = {value.untyped_storage().data_ptr() for value in self._values.values()}
+        """Fetched values, copied from memory of Variables and of the bucket, since the next step overwrites both."""
+        overwritten = itertools.chain(self._values.values(), self._bucket.flats.values())
+        own = {value.untyped_storage().data_ptr() for value in overwritten}
         return [v.clone() if v is not None and v.untyped_storage().data_ptr() in own else v for v in out]
 
     def _in_order(self, pushes: Sequence[Push]) -> list[torch.Tensor]:

@@ -322,9 +322,12 @@ class TrainingLoop:
             await self._ask(sent.asks, sent.outcomes)
             done = sent.done
             if self._late_program is not None:
-                done = await self._host.computing.work(
-                    self._key, lambda compute: self._with_late(given, index, sent.done, compute)
-                )
+                try:
+                    done = await self._host.computing.work(
+                        self._key, lambda compute: self._with_late(given, index, sent.done, compute)
+                    )
+                except Cancelled:
+                    done = self._without_late(sent.done)
             self._applied(given, index, done)
             index += self._is_over(given, index)
         await self._level(given)
@@ -452,19 +455,27 @@ class TrainingLoop:
         In a round, the replica at the first place computes them, from all rows; other replicas have no values of them.
         """
         late, share = self._late_program, done.share
-        if late is None or not share.rows:
-            return done
-        if share.place:
-            return done._replace(out=[*done.out, *[None] * late.count])
+        if late is None or not share.rows or share.place:
+            return self._without_late(done)
         after = {key: value for key, (_, value) in self._held.items()}
         averages, number = self._averages, given.first + index
-        if given.part is not None and any(latest != number for latest in self._rounds.values()):
-            raise Internal(f"late fetches of round {number} are to be computed of values of {self._rounds}, by shard")
         if given.part is None:  # the averages are this worker's own gradients
             averages = {(push.shard, at): t for push in done.pushes for at, t in enumerate(push.tensors)}
-        return done._replace(
-            out=[*done.out, *self._of_late(late, given, index, share, done.before, after, averages, compute)]
-        )
+        try:
+            if given.part is not None and any(latest != number for latest in self._rounds.values()):
+                raise Internal(f"late fetches of round {number} cannot be computed of values of {self._rounds}")
+            found = self._of_late(late, given, index, share, done.before, after, averages, compute)
+        except Cancelled:  # the step is written, and counts without them
+            return self._without_late(done)
+        except Exception:
+            self._applied(given, index, self._without_late(done))
+            raise
+        return done._replace(out=[*done.out, *found])
+
+    def _without_late(self, done: _StepResult) -> _StepResult:
+        """The result of a written step whose late fetches have no values here."""
+        late = self._late_program
+        return done if late is None or not done.share.rows else done._replace(out=[*done.out, *[None] * late.count])
 
     def _of_late(
         self, late: LateProgram, given: PieceOrder, index: int, share: Share, before: Mapping[str, torch.Tensor],

@@ -277,10 +277,17 @@ class TensorGuard:
             return False
         if now.shape != self.value.shape or now.dtype != self.value.dtype or now.device != self.value.device:
             return False
-        if not torch.equal(now, self.value):
+        if not _are_equal(now, self.value):
             return True
         self.seen = at
         return False
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one shape and dtype have equal elements, NaN being equal to NaN."""
+    if torch.equal(one, other) or one.layout is not torch.strided:
+        return torch.equal(one, other)
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def stamp(tensor: torch.Tensor) -> Any:

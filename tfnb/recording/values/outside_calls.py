@@ -20,6 +20,7 @@ from tfnb.interrupts import from_signal_handler
 from tfnb.recording.marks.notes import calling_line
 
 _WRITES = frozenset({"__set__", "__delete__", "__setitem__", "requires_grad_"})  # of which no op tells
+_FACTS = frozenset({"dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf"})  # properties
 _PLAIN = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]  # by which programs get at a number
 _KINDS: Mapping[type[Exception], type[TfnbError]] = {
     RuntimeError: FailedPrecondition, NotImplementedError: FailedPrecondition, ValueError: InvalidArgument,
@@ -57,7 +58,7 @@ class RecordedTensor(torch.Tensor):
         if not all(issubclass(kind, torch.Tensor) for kind in types):  # a Variable, which reads itself
             return NotImplemented
         if current.stack.open or torch._C._get_tracing_state() is not None:  # TorchScript follows this very tensor
-            if current.stack.open and not _may_write(func) and any(map(_is_foreign, tree_leaves((args, kwargs)))):
+            if current.stack.open and not _asks_or_writes(func) and any(map(_is_foreign, tree_leaves((args, kwargs)))):
                 # A tensor of another graph is a constant here. Its sizes are numbers, too: as symbols they would be
                 # taken for sizes of this graph, which have the same names.
                 args, kwargs = tree_map(lambda x: x.sample if _is_foreign(x) else x, (args, kwargs))
@@ -94,9 +95,11 @@ def _is_foreign(x: Any) -> bool:
     return isinstance(x, RecordedTensor) and x.is_foreign()
 
 
-def _may_write(func: Callable[..., Any]) -> bool:
+def _asks_or_writes(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch asks for a fact that is the same without a sample, or may write into its operand."""
     name = getattr(func, "__name__", "")
-    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in _WRITES or getattr(getattr(func, "__self__", None), "__name__", "") in _FACTS
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
