@@ -316,11 +316,13 @@ def test_numbers_of_the_program_are_said_once_and_samples_are_not(monkeypatch: p
 
 def test_numbers_of_one_name_in_two_modules_are_both_said() -> None:
     tables: list[dict[str, Any]] = [{"rate": 2.0}, {"rate": 5.0}]
-    for table in tables:
-        exec(compile("def times(x):\n    return x * rate", __file__, "exec"), table)
+    exec(compile("def divided(x):\n    return x / rate", __file__, "exec"), tables[1])
+    tables[0]["divided"] = tables[1]["divided"]
+    exec(compile("def both(x):\n    return divided(x * rate)", __file__, "exec"), tables[0])
+    both: Any = tables[0]["both"]
     with tfnb.record():
         x = tfnb.placeholder(torch.zeros(rows, 3))
-        y = tables[1]["times"](tables[0]["times"](x))
+        y = both(x)
     run(y, x)
     for table, was in zip(tables, ("2.0", "5.0"), strict=True):
         table["rate"] = 7.0

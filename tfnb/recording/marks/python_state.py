@@ -464,7 +464,7 @@ class PythonReads:
 
     def _follow(self, function: FunctionType) -> None:
         """The block calls a function of the program, as far as is known: what that reads of its globals."""
-        for name, table in globals_read(function).items():
+        for name, table in globals_read(function):
             self._globals.setdefault((id(table), name), (Namespace(table), table.get(name)))
 
     def enter(self, module: torch.nn.Module) -> None:
