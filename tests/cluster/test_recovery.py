@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +155,50 @@ def test_none_of_the_budget_is_an_error_at_once(connect: Any) -> None:
         tfnb.fit(counters.train, counters.rows(STEPS), callbacks=[Killer(cluster, 20)], restarts=0)
     assert counters.counts() == [caught.value.details["pulled_step"]] * 2
     assert len(tfnb.recovery_log()) == before
+
+
+def test_a_run_that_writes_nothing_leaves_the_newer_checkpoint_of_a_lost_cluster_ahead(
+    connect: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    """Here and on another cluster; what a step, a restore or another training wrote since then is not thrown away."""
+    w = tfnb.Variable(torch.zeros(3), name="w")
+    with tfnb.record("ahead") as graph:
+        x = tfnb.placeholder(torch.ones(4, 3), name="x")
+        loss = (w - x).square().mean()
+        train = tfnb.train.SGD(0.1).minimize(loss)
+    data, fed, state = {x: torch.ones(400, 3)}, {x: torch.ones(4, 3)}, default_session(graph).state
+    cluster, saver = connect(1), tfnb.train.Saver(tmp_path)
+
+    def strike(progress: Any) -> None:
+        if saver.written is None:
+            saver.begin()
+            saver.settle()
+            kill_server(cluster)
+
+    monkeypatch.setattr("tfnb.cluster.notebook.variables_there.REFRESH", 1e9)  # no value comes here before the end
+    fitted = partial(tfnb.fit, train, data, batch_size=4, checkpoint=saver, checkpoint_every=1e9)
+    with pytest.raises(ParameterServerLost, match=r"resume=True goes on from step \d+, of "):
+        fitted(callbacks=[Each(strike)], restarts=0)
+    assert saver.latest is not None
+    with pytest.warns(UserWarning, match="runs are here now"):
+        tfnb.run(loss, fed)
+    assert tfnb.run(loss, fed) == 1 and state.ahead == saver.latest
+    there = state.inputs.ahead
+    with closing(connect(2)):
+        tfnb.run(loss, fed)
+        assert state.ahead == saver.latest
+        tfnb.run(train, fed)
+        assert state.ahead is None
+    for write in (lambda: tfnb.run(train, fed), lambda: w.assign(torch.zeros(3)), lambda: state.restore(saver.latest)):
+        state.fell_behind(there.file, state.trained)
+        assert state.ahead == there.file
+        write()
+        assert state.ahead is None
+    w.assign(torch.zeros(3))
+    state.inputs.trained = there.trained
+    state.fell_behind(there.file, there.trained)
+    tfnb.run(loss, fed)
+    assert fitted(resume=True).steps == 100 - int(Path(there.file).stem.removeprefix("ckpt-"))
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["begun here", "begun there"])

@@ -7,6 +7,7 @@ import resource
 import signal
 import warnings
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import fsspec
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 import tfnb
-from tests.cluster.conftest import WORKERS, workers
+from tests.cluster.conftest import WORKERS, until, workers
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.tasks import shard_writes
 from tfnb.errors import CheckpointWriteError
-from tfnb.state import checkpoint, checkpoint_stores, manifests
+from tfnb.state import checkpoint, checkpoint_stores, manifests, queue_contents
 
 
 class Model:
@@ -191,3 +193,81 @@ def test_a_server_killed_while_it_writes_leaves_no_manifest_and_the_training_goe
     whole_files(tmp_path)
     values, about = checkpoint.load(saver.latest)
     assert about["training"]["steps"] == 300 and [*{float(-value[0]) for value in values.values()}] == [300]
+
+
+def pins_there(dask_worker: Any) -> int:
+    """How many pinned moments the servers of a worker process hold."""
+    return sum(len(core.pins) for actor in dask_worker.state.actors.values() for core in actor.task.cores)
+
+
+def test_pinned_values_that_nobody_will_write_are_given_up(
+    connect: Any, dask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails after the pinning, at once: a kept error keeps its frames, and so the values."""
+    model, errors = Model(), []
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("no more")
+
+    def held() -> int:
+        return sum(dask.run(pins_there).values())
+
+    with connect(2):
+        model.run(1)
+        saver = tfnb.train.Saver(tmp_path, session=model.session)
+        for owner, name in (
+            (saver._folder, "make"), (saver._folder, "_whole"), (queue_contents, "written"), (Thread, "start"),
+        ):  # fmt: skip
+            with monkeypatch.context() as broken, pytest.raises(OSError, match="no more") as caught:
+                broken.setattr(owner, name, fail)
+                saver.begin() if name == "start" else saver.save(1)
+            errors.append(caught)
+            until(lambda: held() == 0)
+        state = model.session.state.unwritten(pins=True)
+        assert held() > 0
+        del state  # as after an interrupt of the call that pinned them
+        until(lambda: held() == 0)
+        assert saver.save(1).meta["graph"] == "shards"
+        until(lambda: held() == 0)
+
+
+@pytest.mark.slow
+def test_a_server_whose_disk_hangs_fails_its_write_and_the_next_one_works(
+    connect: Any, dask: Any, tmp_path: Path
+) -> None:
+    model = Model()
+    with connect(2) as cluster:
+        model.run(1)
+        saver = tfnb.train.Saver(tmp_path, session=model.session)
+        last = [cluster._engine.servers[-1].peer.addr]
+        dask.run(hang, workers=last)
+        try:
+            with pytest.raises(CheckpointWriteError, match="its disk or store hangs"):
+                saver.save(1)
+        finally:
+            dask.run(go_on, workers=last)
+        assert saver.latest is None
+        saver.save(1)
+        assert_same(checkpoint.load(saver.latest)[0], model.values())
+    whole_files(tmp_path)
+
+
+_hanging: list[Any] = []
+
+
+def hang() -> None:
+    """From now on this process waits in each write, and says so soon."""
+    gate, (replace, stalled) = Event(), (checkpoint_stores.replace_file, shard_writes.STALLED)
+    _hanging[:] = gate, replace, stalled
+    shard_writes.STALLED = 0.5
+
+    def put(path: Path, write: Any) -> None:
+        gate.wait()
+        replace(path, write)
+
+    checkpoint_stores.replace_file = put
+
+
+def go_on() -> None:
+    gate, checkpoint_stores.replace_file, shard_writes.STALLED = _hanging
+    gate.set()

@@ -314,6 +314,23 @@ def test_numbers_of_the_program_are_said_once_and_samples_are_not(monkeypatch: p
     run(y, x)
 
 
+def test_numbers_of_one_name_in_two_modules_are_both_said() -> None:
+    tables: list[dict[str, Any]] = [{"rate": 2.0}, {"rate": 5.0}]
+    exec(compile("def divided(x):\n    return x / rate", __file__, "exec"), tables[1])
+    tables[0]["divided"] = tables[1]["divided"]
+    exec(compile("def both(x):\n    return divided(x * rate)", __file__, "exec"), tables[0])
+    both: Any = tables[0]["both"]
+    with tfnb.record():
+        x = tfnb.placeholder(torch.zeros(rows, 3))
+        y = both(x)
+    run(y, x)
+    for table, was in zip(tables, ("2.0", "5.0"), strict=True):
+        table["rate"] = 7.0
+        with pytest.warns(UserWarning, match=f"rate was {was} when"):
+            run(y, x)
+    run(y, x)
+
+
 def test_an_attribute_that_the_block_itself_reads_of_a_module() -> None:
     net = nn.Linear(3, 3)
     net.temperature, net.epoch = 1.0, 0

@@ -41,7 +41,6 @@ from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
 from tfnb.session.divided_feeds import Division
-from tfnb.session.saved_state import NewerCheckpoint
 from tfnb.session.structures import graph_of
 from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
@@ -467,6 +466,7 @@ class _Run:
             if cluster is None
             else StepsThere(begin, reads, session.runs, lambda: cluster.step, in_order=mode.is_joint)
         )
+        session.state.went_on()
         session.state.inputs.training = self.steps
         self.is_over = False  # all steps were taken
         self.is_waiting = False  # for data
@@ -683,10 +683,10 @@ class _Run:
         """How the training goes on whose cluster was lost: from the values here, or a newer checkpoint."""
         taken, written = self.steps.applied, self._checkpoints.resumable
         from_here = taken.steps if taken.is_whole else 0
-        self._session.state.inputs.ahead = None
+        self._session.state.went_on()
         if written is not None and written[0] > from_here:
             step, file = written
-            self._session.state.inputs.ahead = NewerCheckpoint(file, taken.steps, taken.run)
+            self._session.state.fell_behind(file, taken.steps)
             return (
                 f"\n  The same call with resume=True goes on from step {step}, of {file}, here or on another cluster; "
                 "with that path in another process, too."

@@ -20,7 +20,7 @@ from tfnb.graph import Contents, Graph, Variable, lazy_memory
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import queues_of
-from tfnb.graph.variable_locks import LOCKS
+from tfnb.graph.variable_locks import LOCKS, versions
 from tfnb.interrupts import no_interrupt
 from tfnb.recording.marks.notes import user_level
 from tfnb.session.checkpoint_graphs import settable
@@ -60,11 +60,11 @@ class Moment(NamedTuple):
 
 
 class NewerCheckpoint(NamedTuple):
-    """A checkpoint that is ahead of the values: its file, and where these are: steps of training, and the next run."""
+    """A checkpoint that is ahead of the values: its file, and the steps of training and writes of each of these."""
 
     file: Path | str
     trained: int
-    run: int
+    versions: Mapping[Variable, int]
 
 
 @dataclass
@@ -110,6 +110,10 @@ class SavedState:
     def unwritten(self, *, pins: bool = False) -> checkpoint.Unwritten:
         """The state to `save`, in memory, of one moment. pins: without values pinned by servers, which write them."""
         moment = self.moment(pins=pins)
+        with checkpoint.released_on_error(moment.pinned):
+            return self._unwritten(moment)
+
+    def _unwritten(self, moment: Moment) -> checkpoint.Unwritten:
         queued, tensors = queue_contents.written(self._queues(), moment.queues)
         for label, (facts, kept) in self.inputs.contents.items():
             if label not in queued:
@@ -127,6 +131,8 @@ class SavedState:
                 found = self._moment(training, pins)
                 if self.inputs.training is training:  # else another thread began, or ended, one
                     return found
+            if found.pinned is not None:
+                found.pinned.release()
 
     @contextmanager
     def _standing(self, training: StepsTaken | None) -> Iterator[None]:
@@ -140,9 +146,10 @@ class SavedState:
         variables, queues, pinned = self._graph.contents.variables, self._queues(), None
         if (cluster := connected(self._cluster)) is not None:
             values, there, step, pinned = cluster.cut(variables, queues.values(), pins=pins)
-            held = {label: there[queue] for label, queue in queues.items()}
-            taken = training.at(step) if isinstance(training, StepsThere) else None
-            positions = self._positions_behind(taken, held)
+            with checkpoint.released_on_error(pinned):
+                held = {label: there[queue] for label, queue in queues.items()}
+                taken = training.at(step) if isinstance(training, StepsThere) else None
+                positions = self._positions_behind(taken, held)
         else:
             with LOCKS.read(*variables.values()):  # no step in between
                 values = {label: variable.value() for label, variable in variables.items()}
@@ -186,6 +193,7 @@ class SavedState:
             param_groups.ensure_alike(label, scheduler.optimizer, states.get(label, {}).get("groups"))
         with standing(self.inputs.sources.values()), self._restoring(values, queues, held) as become, no_interrupt():
             become()
+            self.went_on()
             self.go_to(moment.positions)
             changes = {
                 label: param_groups.write_back(one, groups[label])
@@ -367,10 +375,19 @@ class SavedState:
 
     @property
     def ahead(self) -> Path | str | None:
-        """The checkpoint with which a training goes on that lost its cluster, unless something ran since then."""
-        ahead = self.inputs.ahead
-        now = self.inputs.trained, self._steps.runs.next
-        return ahead.file if ahead is not None and (ahead.trained, ahead.run) == now else None
+        """The checkpoint with which a training goes on that lost its cluster, unless values were written since then."""
+        if (ahead := self.inputs.ahead) is None:
+            return None
+        now = self.inputs.trained, versions(ahead.versions)
+        return ahead.file if (ahead.trained, ahead.versions) == now else None
+
+    def fell_behind(self, file: Path | str, trained: int) -> None:
+        """A training lost its cluster after a checkpoint that is newer than the values here."""
+        self.inputs.ahead = NewerCheckpoint(file, trained, versions(settable(self._graph).values()))
+
+    def went_on(self) -> None:
+        """Values were written, here or on a cluster: no earlier checkpoint is ahead of them any more."""
+        self.inputs.ahead = None
 
     def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
         """A training stands still: its data and the random numbers go on behind the last step that counts."""

@@ -498,7 +498,10 @@ class Session:
 
         def run() -> list[Any]:
             options = {"timeout": timeout, "run": self.runs.take(), "check": check, "see": prepared.see, "trace": trace}
-            return list(self.cluster.run(self._sent(prepared), tensors, compile=self._mode, **options))
+            results = list(self.cluster.run(self._sent(prepared), tensors, compile=self._mode, **options))
+            if prepared.code.step.writes:
+                self.state.went_on()
+            return results
 
         return [*self._steps.stoppable(prepared.code.step, None, run), *prepared.after()]
 

@@ -8,7 +8,8 @@ worked out by the pure function `match` before anything is assigned.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -44,6 +45,22 @@ class ShardWriter(Protocol):
     def write_shards(self, store: CheckpointStore, whole: Collection[Shard]) -> Layout:
         """As `tfnb.state.manifests.write_shards`, once: the values are given up then."""
         ...
+
+    @property
+    def release(self) -> Callable[[], Any]:
+        """Gives the values up, unwritten; harmless if they are."""
+        ...
+
+
+@contextmanager
+def released_on_error(pinned: ShardWriter | None) -> Iterator[None]:
+    """A block between the pinning of values and their writing: servers give the values up if it raises."""
+    try:
+        yield
+    except BaseException:
+        if pinned is not None:
+            pinned.release()
+        raise
 
 
 class Unwritten(NamedTuple):

@@ -130,7 +130,8 @@ class CheckpointFolder:
     ) -> checkpoint.Checkpoint:
         """Write a checkpoint, then delete the checkpoints that the policy drops. Raises CheckpointWriteError."""
         name, about = _name(step), {"taken": time.time(), "values": dict(values)}
-        whole = self._whole()  # a damaged one is written again
+        with checkpoint.released_on_error(unwritten.pinned):
+            whole = self._whole()  # a damaged one is written again
         try:
             meta = {**unwritten.meta, _ABOUT: about}
             written, manifest = checkpoint.save_shards(self.store, name, unwritten, meta, whole)

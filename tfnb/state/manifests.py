@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,15 +135,20 @@ def _shards_at(label: str, numbers: Any, shards: list[Shard]) -> tuple[Shard, ..
 
 
 def write_shards(
-    store: CheckpointStore, tensors: Mapping[str, torch.Tensor], whole: Collection[Shard] = ()
-) -> dict[str, tuple[Shard, ...]]:
-    """Write tensors to shards, skipping undamaged shards in ``whole``; raises CheckpointWriteError."""
+    store: CheckpointStore, tensors: Mapping[str, torch.Tensor], whole: Collection[Shard] = (),
+    on_shard: Callable[[], object] = lambda: None,
+) -> dict[str, tuple[Shard, ...]]:  # fmt: skip
+    """Write tensors to shards, skipping undamaged shards in ``whole``; raises CheckpointWriteError.
+
+    on_shard: called after each shard.
+    """
     found = dict[str, list[Shard]]()
     for group in _groups(tensors):
         draft = drafted(store, group, _ABOUT)
         shard = Shard(draft.digest, draft.nbytes)
         if shard not in whole:
             store.put(shard.name, draft.write)
+        on_shard()
         for label in group:
             found.setdefault(label, []).append(shard)
     return {label: tuple(found[label]) for label in tensors}

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, InvalidType
 from tfnb.recording.marks.notes import user_level
-from tfnb.state.checkpoint import Checkpoint, Unwritten
+from tfnb.state.checkpoint import Checkpoint, Unwritten, released_on_error
 from tfnb.state.checkpoint_folder import CheckpointFolder, CheckpointRecord, Retention, name_of
 from tfnb.train.callbacks import Progress
 
@@ -134,7 +134,8 @@ class Saver:
         unwritten = self._taken()
         if step is None:
             step = unwritten.steps or unwritten.meta["streams"]["runs"]
-        self._folder.make()
+        with released_on_error(unwritten.pinned):
+            self._folder.make()
         return self._write(step, unwritten, _NO_VALUES)
 
     def on_epoch(self, progress: Progress) -> None:
@@ -178,8 +179,7 @@ class Saver:
         except PASSING as error:
             self._failed(error, self._session.state.trained)
             return
-        self._begun = step = unwritten.steps
-        self._writing = future = Future[Checkpoint]()
+        step, future = unwritten.steps, Future[Checkpoint]()
 
         def write() -> None:
             try:
@@ -188,7 +188,9 @@ class Saver:
                 error.add_note(f"{unwritten.nbytes} bytes of tensors were to be written")
                 future.set_exception(error)
 
-        Thread(target=write, name=f"tfnb-saver-{step}", daemon=True).start()
+        with released_on_error(unwritten.pinned):
+            Thread(target=write, name=f"tfnb-saver-{step}", daemon=True).start()
+        self._begun, self._writing = step, future
 
     def settle(self) -> None:
         """Wait for the current file, and warn if it could not be written."""

@@ -8,6 +8,7 @@ the folder, and a file in it that it wrote: a server that does not see this file
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,12 +19,13 @@ import torch
 from tfnb.cluster.tasks.computing import in_thread
 from tfnb.cluster.wire import sparse_values
 from tfnb.cluster.wire.messages import POLL, Failure, Ok, OpId, Refusal, Request, failed
-from tfnb.errors import InvalidArgument
+from tfnb.errors import CheckpointWriteError, InvalidArgument
 from tfnb.state import manifests
 from tfnb.state.checkpoint_stores import CheckpointStore, store_of
 from tfnb.state.manifests import Shard
 
 Answer = Ok | Failure | Refusal
+STALLED = 60.0  # seconds without a written shard, of at most 16 MiB, after which a disk or store counts as stalled
 
 
 class ShardWrites:
@@ -33,19 +35,32 @@ class ShardWrites:
         self._serve = serve
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfnb-shards")
         self._writes: dict[OpId, asyncio.Task[Answer]] = {}
+        self._moved = 0.0  # when something was last written, by `time.monotonic`
 
     async def on(self, request: Request) -> Answer:
         """Write ``labels`` (of each shard: label by key) to ``store``, unless ``probe`` is not seen there.
 
         The answer has the `Shard`s of each key. While they are written the notebook asks again, so that it notices a
-        server that died.
+        server that died. The write fails where nothing moves on a disk or store.
         """
         if request.op not in self._writes:
             self._writes = {op: write for op, write in self._writes.items() if not write.done()}
+            if not self._writes:
+                self._move()
             self._writes[request.op] = asyncio.ensure_future(self._answer(request))
         write = self._writes[request.op]
         await asyncio.wait({write}, timeout=min(POLL, request.seconds_left / 2))
-        return write.result() if write.done() else Refusal("again", "its shards are being written")
+        if write.done():
+            return write.result()
+        if (seconds := time.monotonic() - self._moved) < STALLED:
+            return Refusal("again", "its shards are being written")
+        self._writes.pop(request.op, write).cancel()  # it is not begun any more, and its values are given up
+        where = request.meta["store"]
+        text = f"cannot write shards to {where}: nothing was written for {seconds:.0f} s; its disk or store hangs"
+        return failed(CheckpointWriteError(text))
+
+    def _move(self) -> None:
+        self._moved = time.monotonic()
 
     async def _answer(self, request: Request) -> Answer:
         meta, pinned = request.meta, dict[int, Ok]()
@@ -56,7 +71,7 @@ class ShardWrites:
                 return answer
             pinned[shard] = answer
         try:
-            return await in_thread(self._thread, lambda: _written(meta, request.tensors, pinned))
+            return await in_thread(self._thread, lambda: _written(meta, request.tensors, pinned, self._move))
         except Exception as error:  # of a disk or a store: it becomes data at this edge
             return failed(error)
 
@@ -65,8 +80,11 @@ class ShardWrites:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _written(meta: Mapping[str, Any], tensors: Iterable[torch.Tensor], pinned: dict[int, Ok]) -> Ok:
+def _written(
+    meta: Mapping[str, Any], tensors: Iterable[torch.Tensor], pinned: dict[int, Ok], on_shard: Callable[[], object]
+) -> Ok:  # fmt: skip
     """Write the shards, in the thread."""
+    on_shard()  # its turn came
     try:
         store = store_of(str(meta["store"]))
         is_seen = manifests.is_seen(store, str(meta["probe"]))
@@ -75,15 +93,17 @@ def _written(meta: Mapping[str, Any], tensors: Iterable[torch.Tensor], pinned: d
     if not is_seen:
         return Ok({"seen": False})
     whole = set(unpacked(*tensors))
-    found = {shard: _of_shard(store, meta["labels"][str(shard)], pinned.pop(shard), whole) for shard in [*pinned]}
+    found = {
+        shard: _of_shard(store, meta["labels"][str(shard)], pinned.pop(shard), whole, on_shard) for shard in [*pinned]
+    }  # fmt: skip
     return Ok({"seen": True, "found": found})
 
 
 def _of_shard(
-    store: CheckpointStore, labels: Mapping[str, str], answer: Ok, whole: set[Shard]
+    store: CheckpointStore, labels: Mapping[str, str], answer: Ok, whole: set[Shard], on_shard: Callable[[], object]
 ) -> dict[str, tuple[Shard, ...]]:  # fmt: skip
     values = sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
-    layout = manifests.write_shards(store, {label: values[key] for key, label in labels.items()}, whole)
+    layout = manifests.write_shards(store, {label: values[key] for key, label in labels.items()}, whole, on_shard)
     return {key: layout[label] for key, label in labels.items()}
 
 

@@ -88,21 +88,21 @@ def _own_names(scope: ast.AST) -> set[str]:
     return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
-def globals_read(function: FunctionType) -> dict[str, dict[str, Any]]:
+def globals_read(function: FunctionType) -> list[tuple[str, dict[str, Any]]]:
     """Global names that the user's function reads, with their tables, also those of user functions that it names.
 
     >>> def scaled(x):
     ...     return x * factor
-    >>> list(globals_read(lambda x: scaled(x) + offset))
+    >>> [name for name, _ in globals_read(lambda x: scaled(x) + offset)]
     ['scaled', 'factor', 'offset']
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[tuple[str, int], dict[str, Any]] = {}
     seen: set[CodeType] = set()
     _walk(function, found, seen)
-    return found
+    return [(name, table) for (name, _), table in found.items()]
 
 
-def _walk(function: FunctionType, found: dict[str, dict[str, Any]], seen: set[CodeType]) -> None:
+def _walk(function: FunctionType, found: dict[tuple[str, int], dict[str, Any]], seen: set[CodeType]) -> None:
     while isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
         function = wrapped
     code, table = function.__code__, function.__globals__
@@ -110,7 +110,7 @@ def _walk(function: FunctionType, found: dict[str, dict[str, Any]], seen: set[Co
         return
     seen.add(code)
     for name in _globals_of(code):
-        found.setdefault(name, table)
+        found.setdefault((name, id(table)), table)
         if isinstance(value := table.get(name), FunctionType):
             _walk(value, found, seen)
 

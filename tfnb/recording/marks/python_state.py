@@ -255,6 +255,11 @@ class NumberGuard(NamedTuple):
     value: Any
     namespace: Namespace
 
+    @property
+    def key(self) -> Any:
+        """The name and where it is bound: several modules may have one of that name."""
+        return id(self.namespace.names), self.namespace.function, self.read
+
     def now(self) -> Any:
         """The numbers bound to the name now; None if its value is no number, or the name is unbound."""
         return numbers(self.namespace.get(self.read.name))
@@ -307,7 +312,7 @@ class PythonGuards:
     groups: list[GroupGuard] = field(default_factory=list)
     numbers: list[NumberGuard] = field(default_factory=list)
     tensors: list[TensorGuard] = field(default_factory=list)
-    told: set[str] = field(default_factory=set)  # notes, once each
+    told: set[Any] = field(default_factory=set)  # notes, once each
 
     def needed(self, ids: Collection[int], variables: Collection[Variable], *, trains: bool) -> PythonGuards | None:
         """The guards for a run of these nodes; None for none. trains: whether the run includes gradients or updates."""
@@ -351,8 +356,8 @@ class PythonGuards:
         """Notes of changes that do not make the block stale, once each."""
         for guard in self.numbers:
             now = guard.now()
-            if now is not None and now != guard.value and str(guard.read) not in self.told:
-                self.told.add(str(guard.read))
+            if now is not None and now != guard.value and guard.key not in self.told:
+                self.told.add(guard.key)
                 yield (
                     f"{guard.read} was {_short(guard.value)} when {self.label} was recorded, and is {_short(now)} now: "
                     f"the graph computes with the former. To change it from run to run make it a placeholder or a "
@@ -466,7 +471,7 @@ class PythonReads:
 
     def _follow(self, function: FunctionType) -> None:
         """The block calls a function of the program, as far as is known: what that reads of its globals."""
-        for name, table in globals_read(function).items():
+        for name, table in globals_read(function):
             self._globals.setdefault((id(table), name), (Namespace(table), table.get(name)))
 
     def enter(self, module: torch.nn.Module) -> None:
