@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
-from tfnb.graph import Guard
-from tfnb.passes.microbatches import divide
+from tfnb.placement.row_guards import RowGuards
 from tfnb.recording.marks.notes import user_level
 from tfnb.session.feeding import MOST_FITTING, Fed, Feeder, Shapes, T
 
@@ -34,8 +33,8 @@ class DividedFeeder:
 
     repeats = True  # no step is one call on what is fed
 
-    def __init__(self, whole: Feeder, divided: Sequence[bool], most: int) -> None:
-        self.whole, self.divided, self.most = whole, divided, most
+    def __init__(self, whole: Feeder, guards: RowGuards, divided: Sequence[bool], most: int) -> None:
+        self.whole, self.guards, self.divided, self.most = whole, guards, divided, most
         self.values, self.names = whole.values, whole.names
         self._sizes: dict[Shapes, list[int]] = {}  # of microbatches, by the shapes of a batch
         self._is_told = False  # that guards make them fewer
@@ -72,14 +71,8 @@ class DividedFeeder:
         """The rows of each microbatch: of as many microbatches as the guards of the recording allow."""
         found = self._sizes.get(shapes)
         if found is None:
-            broken: Guard | None = None
-            for parts in range(min(self.most, rows), 0, -1):  # one has the rows of the batch, which was checked
-                found = [stop - start for start, stop in divide(rows, parts)]
-                why = [self.whole.broken(shapes, self.divided, size) for size in {found[0], found[-1]} if parts > 1]
-                if not any(why):
-                    break
-                broken = broken or next(filter(None, why))
-            assert found is not None  # there are rows
+            ranges, broken = self.guards.divide(shapes, self.divided, rows, self.most)
+            found = [stop - start for start, stop in ranges]
             if broken is not None and not self._is_told:
                 self._is_told = True
                 warnings.warn(

@@ -144,26 +144,14 @@ class Feeder:
     def _ensure_fit(self, shapes: Shapes) -> None:
         __tracebackhide__ = True
         symbols: dict[str, int] = {}
-        for shape, row in self._by_row(shapes) * 2:  # a size may be an expression of one that a later feed shows
+        places = itertools.accumulate([row.count for row in self._rows], initial=0)
+        fed = [(shapes[place], row) for row, place in zip(self._rows, places, strict=False)]
+        for shape, row in fed * 2:  # a size may be an expression of one that a later feed shows
             _fit(shape, row, symbols)
         self._check_guards(self._guards, symbols)
         if len(self._fitting) == MOST_FITTING:
             self._fitting.clear()
         self._fitting.add(shapes)
-
-    def _by_row(self, given: Sequence[T]) -> list[tuple[T, _Row]]:
-        """What is given for each of ``values``, once for each key."""
-        places = itertools.accumulate([row.count for row in self._rows], initial=0)
-        return [(given[place], row) for row, place in zip(self._rows, places, strict=False)]
-
-    def broken(self, shapes: Shapes, divided: Sequence[bool], rows: int) -> Guard | None:
-        """A guard that holds for a batch of these shapes, and not for ``rows`` rows of its ``divided`` values."""
-        parts = [torch.Size((rows, *s[1:])) if cut else s for s, cut in zip(shapes, divided, strict=True)]
-        fed = list(zip(self._by_row(parts), self._by_row(divided), strict=True))
-        symbols: dict[str, int] = {}
-        for (shape, row), _ in [*sorted(fed, key=lambda pair: not pair[1][0]), *fed]:  # divided ones say what B is
-            row.spec.fits(shape, symbols)
-        return next((guard for guard in self._guards if not _holds(guard, symbols)), None)
 
     @property
     def names(self) -> list[str]:
