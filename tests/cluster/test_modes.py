@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 import tfnb
 from tests.cluster.conftest import stats, stop
@@ -235,6 +237,28 @@ def test_sync_replicas_name_what_they_need(connect, problem):
     for bad in ((0,), (True,), (2, 1), (1, 0)):
         with pytest.raises(InvalidArgument, match="SyncReplicas"):
             SyncReplicas(*bad)
+
+
+@pytest.mark.parametrize("mode", ["sync", "allreduce"])
+def test_the_rows_of_a_short_batch_go_to_fewer_tasks_where_one_of_a_single_row_breaks_batch_norm(connect, mode):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    rows, twin = torch.randn(10, 4, dtype=torch.float64), copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    for first, *others in ((rows[:2], rows[2:4]), (rows[4:6], rows[6:8]), (rows[8:],)):
+        parts = [(twin, first), *((copy.deepcopy(twin), part) for part in others)]
+        losses = [net(part).square().mean() / len(parts) for net, part in parts]
+        grads = [torch.autograd.grad(loss, [*net.parameters()]) for loss, (net, _) in zip(losses, parts, strict=True)]
+        for parameter, *of_parts in zip(twin.parameters(), *grads, strict=True):
+            parameter.grad = sum(of_parts)
+        optimizer.step()
+    with tfnb.record("short"):
+        x = tfnb.placeholder(rows[:4])
+        train = tfnb.train.SGD(0.1).minimize(model(x).square().mean())
+    connect(2)
+    tfnb.fit(train, {x: rows}, batch_size=4, shuffle=False, mode=mode, exact=False)
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, msg=name)
 
 
 def test_c62_each_fit_has_a_mode_of_its_own_and_goes_on_where_the_last_one_ended(connect, problem):

@@ -130,6 +130,51 @@ def test_batch_norm_moves_once_for_each_microbatch_as_accumulated_by_hand():
     assert net.state["1.num_batches_tracked"] == 12
 
 
+def test_a_short_batch_has_fewer_microbatches_where_one_of_a_single_row_breaks_batch_norm():
+    net, made = Net(norm=True), Net(norm=True)
+    x, y = net.feeds
+    optimizer = torch.optim.SGD(made.model.parameters(), 0.3, momentum=0.5)
+    for start, stop in ((0, 6), (6, 11)):  # 11 rows by 6: the last 5 are 3, 2 and not 2, 2, 1
+        optimizer.zero_grad()
+        for one, other in zip(
+            *(t[start:stop].tensor_split(3 if start == 0 else 2) for t in (made.x, made.y)), strict=True
+        ):
+            (F.mse_loss(made.model(one), other) * (len(one) / (stop - start))).backward()
+        optimizer.step()
+    with pytest.warns(UserWarning, match="recorded for B .*, so that a batch of 5 rows is divided into 2 of 3"):
+        tfnb.fit(net.train, {x: net.x, y: net.y}, batch_size=6, shuffle=False, microbatches=3, exact=False)
+    for name, value in made.state.items():
+        torch.testing.assert_close(net.state[name], value, msg=name)
+
+
+class Branching(nn.Module):
+    """A branch of Python by the number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.line(x) if x.shape[0] >= 4 else self.line(x) * 0
+
+
+def test_microbatches_take_no_branch_that_their_rows_would_not():
+    net, model = Net(), Branching()
+    with tfnb.record() as graph:
+        x, y = tfnb.placeholder(net.x, name="x"), tfnb.placeholder(net.y, name="y")
+        loss = F.mse_loss(model(x), y)
+        count = torch.ones_like(y[:, 0]).mean() * y.shape[0]  # rows of a microbatch; of all of them the mean by rows
+        train = tfnb.train.SGD(0.1).minimize(loss)
+    call = default_session(graph).make_callable((train, count), (x, y), microbatches=4)
+    with pytest.warns(
+        UserWarning, match=r"test_microbatches.py.*recorded for B >= 4, so that a batch of 11 rows .* 2 of 4"
+    ):
+        assert float(call(net.x, net.y)[1]) == pytest.approx((6 * 6 + 5 * 5) / 11)
+    assert float(call(net.x[:7], net.y[:7])[1]) == pytest.approx(7)  # the whole of it
+    with pytest.raises(ShapeError, match="recorded for B >= 4"):
+        call(net.x[:3], net.y[:3])
+
+
 @pytest.mark.parametrize("executor", ["dataflow", "parts"])
 def test_values_do_not_depend_on_the_executor(executor):
     here, there = Net(dropout=True), Net(dropout=True)

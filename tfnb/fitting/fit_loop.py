@@ -140,7 +140,8 @@ def fit(
     the training between two steps.
 
     microbatches: each step divides its rows into so many consecutive ranges of nearly equal length (fewer where there
-    are fewer rows), does one after the other, and updates once, so that it holds what one of them needs. Gradients are
+    are fewer rows, or where some would have fewer than the recording relies on, such as the one row that batch norm
+    refuses), does one after the other, and updates once, so that it holds what one of them needs. Gradients are
     added up weighted by rows, as the tasks of a cluster with as many of them do it in mode ``"sync"``, with the same
     random numbers; a loss that is a mean over rows trains as with the whole batch, and ``exact`` says whether one that
     is none is looked for. Watched numbers are means by rows, whole numbers sums, maxima and minima those of

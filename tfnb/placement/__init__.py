@@ -2,6 +2,7 @@
 
 `placement` is the result, for the cluster: node -> devices, variable -> pieces, edge -> transfer. `partition` cuts a
 pruned step into a part for the compute tasks and one for each server; `shards` assigns Variables to servers; `lookups`
-finds the large Variables of which a task needs only rows; `requests` checks requests of nodes for devices; `row_means`
-checks that the gradients of parts of a batch average to the gradient of the whole batch.
+finds the large Variables of which a task needs only rows; `requests` checks requests of nodes for devices;
+`row_means` checks that the gradients of parts of a batch average to the gradient of the whole batch; `row_guards`
+says into how many parts the sizes that a recording relies on let a batch be divided.
 """

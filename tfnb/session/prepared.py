@@ -20,6 +20,7 @@ from tfnb.graph.variable_locks import VariableSnapshot
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.microbatches import Microbatches, in_microbatches
 from tfnb.placement.requests import NodeRequest, asked
+from tfnb.placement.row_guards import RowGuards
 from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.python_state import StepGuards, watched
@@ -144,8 +145,10 @@ def prepare_divided(
     """`prepare` for a step over microbatches. Raises Unimplemented if the graph has breakpoints."""
     microbatches, schedule = division
     made: list[Microbatches] = []
+    guards: list[RowGuards] = []
 
     def divided(step: StepGraph) -> StepCode:
+        guards.append(RowGuards.of(step))
         made.append(in_microbatches(step, microbatches if schedule else 1, schedule))
         return code(made[0].step)
 
@@ -158,7 +161,8 @@ def prepare_divided(
             f"the step writes {names} itself, not along a gradient: with microbatches={microbatches} it is written "
             "once for each of them, in their order, from the rows of that one"
         )
-    return replace(prepared, feeder=DividedFeeder(prepared.feeder, made[0].divided, microbatches))  # type: ignore[arg-type]
+    feeder = DividedFeeder(prepared.feeder, guards[0], made[0].divided, microbatches)
+    return replace(prepared, feeder=feeder)  # type: ignore[arg-type]
 
 
 def _warn(note: str) -> None:

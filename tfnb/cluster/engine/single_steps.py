@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -138,6 +139,7 @@ class SingleSteps:
                 machine = p.StepMachine(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
                 machine.lost, machine.places = lost, {task: self.engine.first(task) for task in tasks}
                 machine.senders = placed.senders
+                machine.into_parts = partial(_into_parts, placed, batch)
                 if record is not None:
                     await self._prepare_trace(placed, tasks[: len(placed.parts) or 1])
                     record.start()
@@ -461,3 +463,7 @@ def _unpacked(answer: Ok) -> list[Any]:
     """The fetches of a task's answer, None where a fetch has no value."""
     tensors = iter(answer.tensors)
     return [next(tensors) if some else None for some in answer.meta["some"]]
+
+
+def _into_parts(placed: PlacedStep, batch: StepFeeds, rows: int, most: int) -> list[tuple[int, int]]:
+    return placed.guards.divide([tensor.shape for tensor in batch.tensors], batch.split, rows, most)[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -474,11 +474,31 @@ class Training:
             self._steps_of[piece.number] = piece.steps
             start = piece.steps[0]
             meta |= {"order": list(self.data.order), "steps": start, "run": self.data.run(start)}
+            meta["fewer"] = self._fewer(part, self._shapes(self.data, piece.steps))
             return self._lent(task, loop, meta, [])
         batches: Sequence[StepFeeds] = piece.steps
         self._steps_of[piece.number] = [batch.number for batch in batches]
+        meta["fewer"] = self._fewer(part, [([t.shape for t in b.tensors], b.split, b.rows or 0) for b in batches])
         meta["batches"] = [[len(b.tensors), b.rows or 0, b.run_index, list(b.split)] for b in batches]
         return self._lent(task, loop, meta, [tensor for batch in batches for tensor in batch.tensors])
+
+    def _shapes(self, data: Ahead, steps: Iterable[int]) -> Iterator[tuple[list[Sequence[int]], list[bool], int]]:
+        """The shapes of feeds, which of them have the rows of a batch, and the rows, for each number of rows."""
+        shapes = [(len(a), *a.tail) if isinstance(a, ChunkedArray) else a.shape for a in data.arrays]
+        for rows in {stop - start for _, start, stop in map(data.order.place, steps)}:
+            yield [(rows, *shape[1:]) if shape else shape for shape in shapes], [bool(shape) for shape in shapes], rows
+
+    def _fewer(
+        self, part: tuple[int, int, int] | None, batches: Iterable[tuple[Sequence[Sequence[int]], Sequence[bool], int]]
+    ) -> list[tuple[int, int]]:
+        """By rows, of how many parts a batch is made where guards of the recording make them fewer."""
+        fewer: dict[int, int] = {}
+        if part is not None and self.placed.guards.guards:
+            for shapes, split, rows in batches:
+                ranges, why = self.placed.guards.divide(shapes, split, rows, part[2])
+                if why is not None:
+                    fewer[rows] = min(len(ranges), fewer.get(rows, len(ranges)))
+        return [*fewer.items()]
 
     def _stream(self, stream: int) -> str:
         """The client name under which the steps of a stream are applied."""

@@ -11,7 +11,7 @@ Every attempt has a round number of its own, so that late messages of an earlier
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -146,7 +146,8 @@ class StepMachine:
     ``rows``: rows of the batch, None where it has none. ``whole``: one task computes all of them. ``shards``: those
     that the step writes. ``once``: it puts elements into queues, so it is not tried again. ``numbers``: fresh round
     numbers. ``senders``: of a graph over several tasks, each of which does its part of the whole batch, the workers
-    that send to each shard. States: planned, running, preparing, committing, over.
+    that send to each shard.
+    ``into_parts``: the ranges of rows, in at most so many parts. States: planned, running, preparing, committing, over.
     """
 
     tasks: list[int]
@@ -165,6 +166,7 @@ class StepMachine:
     lost: list[int] = field(default_factory=list)  # dead tasks, one of each attempt; each stands for its successors
     places: Mapping[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
     senders: Mapping[int, tuple[int, ...]] | None = None
+    into_parts: Callable[[int, int], list[tuple[int, int]]] = divide
 
     def on(self, event: Event, now: float) -> list[Instruction]:
         """The next instructions."""
@@ -207,7 +209,7 @@ class StepMachine:
             return self._stop(e.TasksLost())
         self.state, self.number = "running", next(self.numbers)
         parts = 1 if self.whole else len(self.tasks)
-        ranges = [(0, 0)] if self.rows is None else divide(self.rows, parts)
+        ranges = [(0, 0)] if self.rows is None else self.into_parts(self.rows, parts)
         if self.senders is not None:
             ranges = [(0, self.rows or 0)] * len(self.tasks)
         self.ranges = dict(zip(self.tasks, ranges, strict=False))

@@ -47,6 +47,7 @@ from tfnb.execution.tracing.trace import Trace
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
 from tfnb.placement.requests import asked, ensure_on_servers, ensure_stages, numbers_of, tasks_of
+from tfnb.placement.row_guards import RowGuards
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
 from tfnb.state.step_groups import StepGroup, of_one
@@ -503,7 +504,7 @@ class Steps:
                 homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
                 cut = split(step, homes, parallel=parallel and len(tasks) < 2, tasks=tasks)
                 ensure_on_servers(found, cut.placement.devices, cut.undivided)
-                placed = place(cut, check=check, compile=compile)
+                placed = replace(place(cut, check=check, compile=compile), guards=RowGuards.of(step))
                 if len(tasks) > 1:
                     parts, senders = part_plans(cut, placed.servers, numbers_of(names), check)
                     placed = replace(placed, parts=parts, senders=senders)

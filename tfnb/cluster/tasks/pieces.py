@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,10 @@ class TaskShare(NamedTuple):
 class PieceOrder:
     """One piece of training. ``steps``: of the data sent ahead; else ``batches`` holds (feeds, rows, run index).
 
-    ``part``: None for whole batches. ``needs_all``: whether the worker at the first place looks at all rows.
+    ``part``: None for whole batches. ``fewer``: by rows of a batch, of how many parts it is made at most where guards
+    of the recording ask for more rows than its parts would have.
+
+    ``needs_all``: whether the worker at the first place looks at all rows.
     """
 
     number: int
@@ -67,6 +70,7 @@ class PieceOrder:
     part: TaskShare | None = None
     batches: Sequence[tuple[Sequence[torch.Tensor], int, int, Sequence[bool]]] = ()
     needs_all: bool = False
+    fewer: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> PieceOrder:
@@ -78,6 +82,7 @@ class PieceOrder:
         return cls(
             int(meta["number"]), str(meta["stream"]), int(meta["first"]), int(meta["count"]), meta["steps"],
             int(meta["run"]), None if part is None else TaskShare(*part), tuple(batches),
+            fewer=dict(meta.get("fewer", ())),
         )  # fmt: skip
 
     def share(self, index: int, data: Rows | None, place: int) -> Share:
@@ -114,7 +119,8 @@ class PieceOrder:
 
     def _parts(self, index: int, data: Rows | None) -> list[tuple[int, int]]:
         """The rows of a batch from and to, for each of its parts."""
-        return divide(self.whole(index, data), 1 if self.part is None else self.part.places)
+        rows, places = self.whole(index, data), 1 if self.part is None else self.part.places
+        return divide(rows, min(places, self.fewer.get(rows, places)))
 
     def whole(self, index: int, data: Rows | None) -> int:
         """Number of rows of a batch; 0 for a batch without rows."""

@@ -43,6 +43,7 @@ from tfnb.passes import step_graph
 from tfnb.placement.lookups import lookups
 from tfnb.placement.partition import Late, Server, Split
 from tfnb.placement.placement import Homes, Piece, Placement, joined, read_from
+from tfnb.placement.row_guards import NO_GUARDS, RowGuards
 from tfnb.state.queue_machine import whole_steps
 
 Meta = Mapping[str, Any]
@@ -89,6 +90,7 @@ class PlacedStep:
     puts: bool = False  # into one of them
     read: tuple[str, ...] = ()  # keys of Variables that no other step may write while a step with queues waits
     parts: tuple[PartPlan, ...] = ()  # of a step over several tasks, in place of ``compute``
+    guards: RowGuards = NO_GUARDS  # for the rows of a task
     senders: Mapping[int, tuple[int, ...]] | None = None  # then of each shard the parts that send to it, by position
 
     @property
