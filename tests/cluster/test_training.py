@@ -19,6 +19,7 @@ from tfnb.cluster.modes.leases import Offer, TaskPause
 from tfnb.cluster.modes.rounds import CutAt
 from tfnb.cluster.wire.messages import Ok, Peer
 from tfnb.errors import Cancelled, Internal
+from tfnb.placement.row_guards import RowGuards
 
 
 class Quiet(Training):
@@ -35,7 +36,9 @@ def listening(tasks, mode="sync", ways=("mean",)):
         link=SimpleNamespace(client="c"), names=itertools.count(), step=0, interrupts=0, tasks=members,
         forget=lambda _: None, later=lambda work: work.close(),
     )  # fmt: skip
-    placed = SimpleNamespace(writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"), late=None)
+    placed = SimpleNamespace(
+        writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"), late=None, guards=RowGuards()
+    )
     training = Quiet(engine, placed, Mode(mode), ways, None, list(tasks), float("inf"))
     training.feed(e.Start())
 

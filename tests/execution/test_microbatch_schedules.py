@@ -28,6 +28,7 @@ from tfnb.passes import step_graph
 from tfnb.passes.flow.microbatch_schedules import SCHEDULES, window
 from tfnb.passes.flow.step_flow import StepFlow, in_parts
 from tfnb.passes.microbatches import in_microbatches
+from tfnb.placement.row_guards import NO_GUARDS
 from tfnb.session.divided_feeds import DividedFeeder
 from tfnb.session.feeding import Feeder
 
@@ -66,7 +67,7 @@ def planned(stages: int, schedule: str) -> tuple[StepFlow, list[MachinePlan], Di
         for part in found.parts
     ]
     feeder = Feeder(graph, [(x, (x.value,))])
-    return found, plans, DividedFeeder(feeder, made.divided, MOST), Dataflow(found)
+    return found, plans, DividedFeeder(feeder, NO_GUARDS, made.divided, MOST), Dataflow(found)
 
 
 class Stage:
