@@ -1,6 +1,6 @@
 """The slow tests for which one run of ``.ci/run`` has time. The same commit has the same tests.
 
-``TFNB_SLOW_SECONDS=240`` turns the choice on. Tests of the rooms that changed since a base commit come first, then
+``TFNB_SLOW_SECONDS=180`` turns the choice on. Tests of the rooms that changed since a base commit come first, then
 those of the rooms directly above, by the table of ``tests/test_layers.py``, then a third of the others, which differs
 from commit to commit. By ``tests/durations.json`` they fit into so many seconds of wall time; the others are left out.
 ``TFNB_SLOW_DEADLINE``, in seconds since the epoch, is for slow machines: no slow test is begun later.
