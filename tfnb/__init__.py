@@ -86,12 +86,10 @@ sys.modules[__name__].__class__ = _Package
 
 def __getattr__(name: str) -> Any:
     """Load a public name, or a room, at its first use."""
-    if name in _FROM:
-        value = getattr(import_module(_FROM[name]), name)
-    elif name in _ROOMS:
-        value = import_module(f"tfnb.{name}")
-    else:
+    if name not in _FROM and name not in _ROOMS:
         raise AttributeError(f"module 'tfnb' has no attribute {name!r}")
+    with import_module("tfnb.interrupts").no_interrupt():  # a library loaded by half stays broken in this process
+        value = getattr(import_module(_FROM[name]), name) if name in _FROM else import_module(f"tfnb.{name}")
     setattr(sys.modules[__name__], name, value)
     return value
 
