@@ -149,3 +149,52 @@ def test_another_task_computes_them_where_the_first_one_is_killed(connect, mode)
     assert killed and there.steps == 80 and there.history[-1] == pytest.approx(here.history[-1], rel=1e-11)
     for a, b in zip(weights, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+class StopsAt:
+    """A callback that stops a training at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, progress):
+        if progress.step >= self.step:
+            progress.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "tasks"), [("async", 2), ("bounded", 2), ("allreduce", 1), ("sync", 2)])
+def test_a_step_counts_though_the_training_stops_while_its_late_values_are_computed(connect, mode, tasks):
+    """Each step takes 1 from each element of ``w``; the values behind it take long."""
+    cluster = connect(tasks)
+    for stop in (3, 6, 9):
+        w = tfnb.Variable(torch.zeros(300, 300, dtype=torch.float64), name=f"{mode}{stop}")
+        rows = torch.ones(400, 1, dtype=torch.float64)
+        with tfnb.record(f"stopped_{mode}_{stop}"):
+            x = tfnb.placeholder(rows[:4], name="x")
+            step = tfnb.train.SGD(1.0).minimize((w * x.mean()).sum())
+            late = w * 1.0
+            for _ in range(30):
+                late = late @ late / (1 + late.abs().max())
+            watch = {"late": late.sum() + w[0, 0]}
+        options = {"mode": mode, "timeout": 60, "exact": False} | ({"staleness": 2} if mode == "bounded" else {})
+        found = tfnb.fit(step, {x: rows}, batch_size=4, watch=watch, callbacks=[StopsAt(stop)], **options)
+        cluster.pull()
+        assert stop <= found.steps < 100 and set(w.value().unique().tolist()) == {-float(found.steps)}
+
+
+def test_an_averaged_gradient_of_an_all_reduce_is_kept_when_the_next_is_summed(connect):
+    """A watched view of a gradient lies in the memory that the next step sums in."""
+    connect(2)
+    curves = []
+    for mode in ("sync", "allreduce"):
+        torch.manual_seed(0)
+        layer, rows = nn.Linear(3, 2).double(), torch.randn(64, 3, dtype=torch.float64)
+        with tfnb.record(f"views_{mode}"):
+            x = tfnb.placeholder(rows[:8], name="x")
+            loss = layer(x).square().mean()
+            first = tfnb.gradients(loss, [layer.bias])[0][0]
+            train = tfnb.train.SGD(0.1).minimize(loss)
+        options = {"batch_size": 8, "shuffle": False, "mode": mode, "timeout": 60}
+        curves.append([point["first"] for point in tfnb.fit(train, {x: rows}, watch={"first": first}, **options).curve])
+    assert len(set(curves[0])) == 8 and curves[1] == pytest.approx(curves[0], rel=1e-12)

@@ -316,6 +316,17 @@ def test_extremes_over_rows_are_those_of_all_rows(microbatches):
     assert values[3].dtype is torch.int64 and values[5].dtype is torch.float16
 
 
+def test_a_watched_extreme_is_no_mean_and_is_not_said_to_be_one(recwarn):
+    net = Net()
+    with tfnb.record(net.graph):
+        largest = net.feeds[0].max()
+    feeds = dict(zip(net.feeds, (net.x, net.y), strict=True))
+    found = tfnb.fit(net.train, feeds, batch_size=6, epochs=1, shuffle=False, microbatches=3, watch={"max": largest})
+    assert not [note for note in recwarn if "no mean over rows" in str(note.message)]
+    starts = range(0, len(net.x), 6)
+    assert found.history[0]["max"] <= max(net.x[start : start + 6].max().item() for start in starts)
+
+
 def test_fit_accumulates_and_says_which_loss_is_no_mean_over_rows():
     many, one = Net(), Net()
     told = tfnb.fit([many.train, many.loss], dict(zip(many.feeds, (many.x, many.y), strict=True)), batch_size=6,

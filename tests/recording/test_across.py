@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 import tfnb
 from tests.recording.test_cells import Notebook
-from tfnb.errors import Unsupported
+from tfnb.errors import InvalidArgument, TfnbError, Unsupported
 
 FIRST = """
 x = tfnb.placeholder(torch.arange(12.0).view(4, 3), name='x')
@@ -118,3 +120,18 @@ def test_a_tensor_of_another_graph_is_a_constant_with_the_numbers_of_its_sample_
     assert tfnb.Session(g).run(y, {z: ones}) == 6 * 4 + 12 + 4  # both graphs call the size of their rows B
     expected = 6 * torch.nn.functional.cross_entropy(x.sample, torch.zeros(4, dtype=torch.int64))
     torch.testing.assert_close(tfnb.Session(g).run(w, {z: ones}), expected)
+
+
+def test_facts_of_another_graphs_tensor_want_no_sample_and_out_does_not_write_into_it():
+    with tfnb.record("other"):
+        x = tfnb.placeholder(torch.rand(4, 3))
+        unknown = tfnb.placeholder(shape=(None, 2), dtype=torch.float64)
+    before = x.sample.clone()
+    with tfnb.record("this"):
+        z = tfnb.placeholder(torch.rand(4, 3))
+        assert (unknown.dtype, unknown.ndim, unknown.device.type) == (torch.float64, 2, "cpu")
+        with pytest.raises(InvalidArgument, match="has no value while recording"):
+            _ = unknown.shape[0] + 1
+        with contextlib.suppress(TfnbError):
+            torch.add(z, z, out=x)
+    assert torch.equal(x.sample, before)

@@ -160,6 +160,10 @@ GRADIENTS: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], Any], st
     "frozen": (lambda n, o: n[0].requires_grad_(False), "requires_grad of 0.weight was True, and is False now"),
     "parameter hook": (lambda n, o: n[0].weight.register_hook(lambda g: g * 0), "gradient hooks of 0.weight"),
     "group": (lambda n, o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "groups of SGD"),
+    "assign": (
+        lambda n, o: n.load_state_dict(copy.deepcopy(n.state_dict()), assign=True),
+        "0.weight is another Parameter now, of which SGD does not know",
+    ),
     "list": (lambda n, o: o.param_groups[0]["params"].pop(), r"the groups of SGD had \[4\] parameters, and have \[3\]"),
 }
 
@@ -628,3 +632,20 @@ def test_a_list_that_only_grows_is_no_number_of_the_graph(recwarn: pytest.Warnin
     for _ in range(100):
         session.run(y, {x: torch.ones(3)})
     assert not list(recwarn)
+
+
+def test_an_equal_tensor_in_the_place_of_a_captured_one_is_no_change(recwarn: pytest.WarningsRecorder) -> None:
+    table = torch.tensor([1.0, float("nan"), 3.0])
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,))
+        y = x + table
+    session = tfnb.Session(graph)
+    session.run(y, {x: torch.ones(3)})
+    table = table.clone()
+    for _ in range(100):
+        session.run(y, {x: torch.ones(3)})
+    assert not list(recwarn)
+    table[0] = 2.0
+    with pytest.warns(UserWarning, match="table has other values now"):
+        for _ in range(100):
+            session.run(y, {x: torch.ones(3)})

@@ -58,7 +58,8 @@ class RecordedTensor(torch.Tensor):
         if not all(issubclass(kind, torch.Tensor) for kind in types):  # a Variable, which reads itself
             return NotImplemented
         if current.stack.open or torch._C._get_tracing_state() is not None:  # TorchScript follows this very tensor
-            if current.stack.open and not _asks_or_writes(func) and any(map(_is_foreign, tree_leaves((args, kwargs)))):
+            may_be = current.stack.open and not _asks_or_writes(func) and "out" not in (kwargs or {})
+            if may_be and any(map(_is_foreign, tree_leaves((args, kwargs)))):
                 # A tensor of another graph is a constant here. Its sizes are numbers, too: as symbols they would be
                 # taken for sizes of this graph, which have the same names.
                 args, kwargs = tree_map(lambda x: x.sample if _is_foreign(x) else x, (args, kwargs))
