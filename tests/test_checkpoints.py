@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
-from tfnb.errors import CheckpointCorrupt, FailedPrecondition, InvalidArgument, NotFound
+from tfnb.errors import CheckpointCorrupt, CheckpointWriteError, FailedPrecondition, InvalidArgument, NotFound
 from tfnb.fitting import fit_display, fit_loop
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import CheckpointFolder, CheckpointRecord, Retention
@@ -148,6 +148,14 @@ def test_drafts_of_dead_processes_are_swept_and_those_of_live_ones_stay(tmp_path
         fcntl.flock(file, fcntl.LOCK_EX)
         Saver(tmp_path, session=tfnb.Session(Net().graph)).save(1)
         assert names(tmp_path) == sorted([other.name, alive.name, "ckpt-1.json"])
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    net = Net()
+    (tmp_path / "file").write_text("a file where the folder is to be")
+    with pytest.raises(CheckpointWriteError, match=r"cannot keep checkpoints in .*file/run"):
+        tfnb.fit(net.step, net.data, checkpoint=tmp_path / "file" / "run", **net.options)
+    assert tfnb.Session(net.graph).runs.next == 0
 
 
 def test_a_saver_that_was_told_nothing_says_so(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_short_batch_has_fewer_microbatches_where_one_of_a_single_row_breaks_b
         ):
             (F.mse_loss(made.model(one), other) * (len(one) / (stop - start))).backward()
         optimizer.step()
-    with pytest.warns(UserWarning, match="recorded for B .*, so that a batch of 5 rows is divided into 2 of 3"):
+    with pytest.warns(UserWarning, match=r"recorded for B .*, so that a batch of 5 rows .* into 2 microbatches, not 3"):
         tfnb.fit(net.train, {x: net.x, y: net.y}, batch_size=6, shuffle=False, microbatches=3, exact=False)
     for name, value in made.state.items():
         torch.testing.assert_close(net.state[name], value, msg=name)
@@ -167,7 +167,8 @@ def test_microbatches_take_no_branch_that_their_rows_would_not():
         train = tfnb.train.SGD(0.1).minimize(loss)
     call = default_session(graph).make_callable((train, count), (x, y), microbatches=4)
     with pytest.warns(
-        UserWarning, match=r"test_microbatches.py.*recorded for B >= 4, so that a batch of 11 rows .* 2 of 4"
+        UserWarning,
+        match=r"test_microbatches.py.*recorded for B >= 4, so that a batch of 11 rows .* into 2 microbatches, not 4",
     ):
         assert float(call(net.x, net.y)[1]) == pytest.approx((6 * 6 + 5 * 5) / 11)
     assert float(call(net.x[:7], net.y[:7])[1]) == pytest.approx(7)  # the whole of it

@@ -77,7 +77,7 @@ class DividedFeeder:
                 self._is_told = True
                 warnings.warn(
                     f"{broken.source or 'the graph'}: recorded for {broken.expr}, so that a batch of {rows} rows is "
-                    f"divided into {len(found)} of {self.most} microbatches", stacklevel=user_level(None),
+                    f"divided into {len(found)} microbatches, not {self.most}", stacklevel=user_level(None),
                 )  # fmt: skip
             if len(self._sizes) == MOST_FITTING:
                 self._sizes.clear()

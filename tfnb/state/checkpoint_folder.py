@@ -105,8 +105,11 @@ class CheckpointFolder:
         return self.store.path if isinstance(self.store, LocalStore) else str(self.store)
 
     def make(self) -> None:
-        """Create the folder and delete drafts of killed processes; raises OSError."""
-        self.store.make(_DRAFTS)
+        """Create the folder and delete drafts of killed processes; raises CheckpointWriteError, which is an OSError."""
+        try:
+            self.store.make(_DRAFTS)
+        except OSError as error:
+            raise CheckpointWriteError(f"cannot keep checkpoints in {self.store}: {error.strerror or error}") from error
 
     def path_of(self, step: int) -> Path | str:
         """The path or URL of the checkpoint of a step."""
