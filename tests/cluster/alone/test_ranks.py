@@ -96,6 +96,27 @@ def test_a_save_from_before_a_cut_is_not_taken_for_a_later_one():
     assert Standstill() in play(machine, SaveResult(save))
 
 
+def test_a_rank_that_saves_is_given_nothing_until_its_values_are_written():
+    machine = ranks(0)
+    number = play(machine, Offer("ab"))[0].piece.number
+    play(machine, PieceProgress(0, number, 2))
+    (save,) = play(machine, e.Drain())
+    assert play(machine, e.Resume(), Offer("cd")) == []
+    assert [i.piece.steps for i in play(machine, SaveResult(save))] == ["cd"]
+
+
+def test_a_save_from_before_a_cut_counts_where_its_rank_is_lost_in_the_cut():
+    """The servers hold all steps that were told, so the loss of the last rank that had applied them loses none."""
+    machine = ranks(0)
+    number = play(machine, Offer("a"))[0].piece.number
+    play(machine, PieceProgress(0, number, 1))
+    (early,) = play(machine, e.Drain())
+    play(machine, e.TaskJoin(1))
+    assert machine.state == "cutting" and play(machine, SaveResult(early)) == []
+    assert not any(isinstance(i, e.Finish) for i in play(machine, e.TaskLoss(0, is_silent=True)))
+    assert machine.saved == machine.reported == 1
+
+
 def test_who_looks_while_there_is_no_rank_keeps_one_that_comes_from_beginning():
     machine = ranks(0)
     play(machine, Offer("ab"), e.TaskLoss(0, is_silent=True))
@@ -113,6 +134,7 @@ class World:
         self.values, self.given, self.alive = {}, {}, set(range(tasks))
         self.ended: dict[int, list[int]] = {}
         self.todo, self.pieces, self.end, self.is_held = [], {}, None, False
+        self.cuts, self.issued = 0, {}  # cuts so far, and how many there were when a save was asked for
         self.feed(e.Start())
 
     def feed(self, event):
@@ -131,10 +153,12 @@ class World:
                 case e.Finish():
                     self.end = did
                 case Cut():
+                    self.cuts += 1
                     applied = {task: self.done(task) for task in self.alive & self.values.keys()}
                     self.todo.append((applied, set(self.machine.waits)))
                     self.ended, self.values, self.given = self.values, {}, {}
                 case _:
+                    self.issued[id(did)] = self.cuts
                     self.todo.append(did)
 
     def answer(self):
@@ -145,7 +169,10 @@ class World:
                 for task in self.draw(st.permutations(sorted(waits))):
                     self.feed(Stood(task, applied.get(task)))
             case Save(task) if task in self.alive:
-                self.servers = list((self.values if self.machine.state == "open" else self.ended)[task])
+                is_open = self.machine.state == "open"
+                if self.cuts - self.issued[id(did)] > (not is_open) * (did is not self.machine.saver):
+                    return self.feed(SaveResult(did, BAD))  # of a loop whose values are gone
+                self.servers = list((self.values if is_open else self.ended)[task])
                 self.feed(SaveResult(did))
 
     def done(self, task):

@@ -67,10 +67,11 @@ class Ranks(Rounds):
             case "cutting", LoopFailure(_, failure, is_fatal=True) if self.waits:  # others heard of it as a missing sum
                 self.cause = self.cause or failure
                 return []
-            case "open" | "cutting", SaveResult(save, failure) if (
-                save is self.saver
-            ):  # an earlier one may end after a cut
+            case "open" | "cutting", SaveResult(save, failure) if save is self.saver:
                 return self._saved(failure, now)
+            case "cutting", SaveResult(save, None):  # an earlier one, which ended after the cut began: it is written
+                self.saved = max(self.saved, self.steps_at(save.latest))
+                return []
             case "open" | "cutting", e.Drain():
                 self.is_hold_wanted = True
                 return self._next()
@@ -99,8 +100,10 @@ class Ranks(Rounds):
         return [*super()._begin(now), *held]  # the servers hold all that is applied
 
     def _next(self) -> list[Any]:
+        if self.state == "open" and self.saver is not None:  # a rank that saves stands: its values must not change
+            return []
         if self.state == "open" and self.is_hold_wanted:
-            return self._hold() if not self.out and self.saver is None else []
+            return self._hold() if not self.out else []
         return super()._next()
 
     def _hold(self) -> list[Any]:
