@@ -91,6 +91,7 @@ LATE = {
     ("tfnb/summary.py", "tensorboard.compat.proto.graph_pb2"): "optional extra [tensorboard]",
     ("tfnb/view/export.py", "resvg_py"): "optional extra [png]",
     ("tfnb/view/export.py", "networkx"): "half a second, for one format of export",
+    ("tfnb/execution/tiers/fused.py", "torch"): "inductor takes seconds to load, which tasks without a GPU do not need",
     ("tfnb/execution/tiers/compiled_loops.py", "tfnb.execution.tiers.cpp"): "inductor takes seconds to load",
 }
 

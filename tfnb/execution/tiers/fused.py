@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import _inductor
 
 from tfnb.execution.compiling.compiled_packages import PackageFolder, compiled
 from tfnb.execution.compiling.compiler_process import NOBODY, OverBudget
@@ -65,6 +64,8 @@ def obstacle(program: Program) -> str | None:
 
 def opened(package: PackageFolder, program: Program, operands: Sequence[Operand]) -> FusedStep:
     """The step of a package; one that cannot be loaded is dropped."""
+    from torch import _inductor
+
     try:
         with _inductor.config.patch(compile_threads=1):  # else loading starts a process for each core
             code = _inductor.CompiledArtifact.load(path=str(package.folder / CODE))
