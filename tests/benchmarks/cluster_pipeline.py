@@ -1,15 +1,17 @@
 """A step of ``fit(mode="pipeline")`` beside the same microbatches in one process, and beside torch's own pipelines.
 
 `python -m tests.benchmarks.cluster_pipeline [--width 512] [--rows 128] [--stages 4] [--microbatches 8] [--steps 4]
-[--turns 3]`. A stage is two dense layers, updated by SGD. There are processes of one thread each: one for
-``fit(microbatches=M)``, one for each stage of ``fit(mode="pipeline")`` with a parameter server and the notebook, and one
-for each stage of `torch.distributed.pipelining` on gloo. All start from the same weights, and their weights are compared
-first: ours bit for bit. Then they train in turns. A step's cost is the difference of a long and a short training, so
-that no start and no end is in it.
+[--turns 3]`. A stage is two dense layers, updated by SGD. Processes have one thread each: one for
+``fit(microbatches=M)``, one for each stage of ``fit(mode="pipeline")`` beside a parameter server and the notebook, and
+one for each stage of `torch.distributed.pipelining` on gloo. All start from the same weights, and their weights are
+compared first: ours bit for bit. Then they train in turns. A step's cost is the difference of a long and a short
+training, so that no start and no end is in it.
 
 Prints medians in milliseconds: the processor time of all processes that take part, which is what a pipeline may cost on
-any number of cores, the time on the clock, and the bubble: the schedule's idle share, and the measured one of the cores
-that the stages can use. The ratios are medians of pairs.
+any number of cores, and the time on the clock; and the bubble: the schedule's idle share, and the measured one of the
+cores that the stages can use. The ratios are medians of pairs. The processes of a cluster take some processor time for
+each second that they live (Dask's monitors and heartbeats), which counts more for each step the busier a machine is:
+that is measured between the turns, and printed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -128,9 +131,7 @@ def rank(at: int, port: int, sizes: Sizes, pipe: Any) -> None:
     optimizer = torch.optim.SGD(layer.parameters(), RATE)
     stage = PipelineStage(layer, at, sizes.stages, torch.device("cpu"))
     first, last = at == 0, at == sizes.stages - 1
-    schedules = {
-        name: kind(stage, sizes.microbatches, loss_fn=nn.functional.mse_loss) for name, kind in THEIRS.items()
-    }
+    schedules = {name: kind(stage, sizes.microbatches, loss_fn=nn.functional.mse_loss) for name, kind in THEIRS.items()}
     while (asked := pipe.recv()) is not None:
         name, steps = asked
         for _ in range(steps):
@@ -187,7 +188,10 @@ def processes(*args: Any, **options: Any) -> Iterator[Processes]:
 
 
 def measured(sizes: Sizes, steps: int, turns: int) -> dict[str, list[Row]]:
-    """The costs of a step, by the name of who takes it: ``one`` process, each of our schedules, each of torch's."""
+    """The costs of a step, by the name of who takes it: ``one`` process, each of our schedules, each of torch's.
+
+    ``idle second``: what the processes of our cluster take while nothing is asked of them.
+    """
     with (
         processes([alone], sizes) as one, processes([rank] * sizes.stages, sizes, meets=True) as ranks,
         workers(sizes.stages + 1) as client, tfnb.connect(client, ps=1),
@@ -204,10 +208,12 @@ def measured(sizes: Sizes, steps: int, turns: int) -> dict[str, list[Row]]:
             assert expected is not None and theirs is not None
             torch.testing.assert_close(flat(net.layers), expected, rtol=0, atol=0)
             torch.testing.assert_close(theirs, expected, rtol=1e-4, atol=1e-6)
-        rows: dict[str, list[Row]] = {name: [] for name in ways}
+        rows: dict[str, list[Row]] = {name: [] for name in (*ways, "idle second")}
         for run, _ in ways.values():
             run(2)
+        idle = ways["1f1b"][1]
         for _ in range(turns):
+            rows["idle second"].append(idle(partial(time.sleep, 1.0)))
             for name, (run, clock) in ways.items():
                 some, more = clock(partial(run, steps)), clock(partial(run, 3 * steps))
                 rows[name].append(Row(*((b - a) / (2 * steps) for a, b in zip(some, more, strict=True))))
@@ -223,6 +229,8 @@ def show(sizes: Sizes, rows: dict[str, list[Row]]) -> None:
         f"{sizes}: {stage:.1f} ms of a stage's microbatch (at least {LEAST} are meant); {os.cpu_count()} cores; bubble "
         f"by the schedule {sizes.bubble:.3f}"
     )
+    idle_second = statistics.median(row.processors for row in rows.pop("idle second"))
+    print(f"the idle cluster takes {idle_second:.0f} ms of processor time a second")
     for name, each in rows.items():
         wall, processors = (statistics.median(values) for values in zip(*each, strict=True))
         ratio = statistics.median(a.processors / b.processors for a, b in zip(each, rows["one"], strict=True))
@@ -235,7 +243,10 @@ def show(sizes: Sizes, rows: dict[str, list[Row]]) -> None:
             f"{name:11} {processors:8.1f} processors {wall:8.1f} wall; {ratio:.3f} of one process's processor time "
             f"(target {TARGET}), {faster:.2f} times as fast, idle {idle:.2f}"
         )
-    said("pipeline", {"sizes": sizes._asdict(), "stage": stage, "bubble": sizes.bubble, "rows": found})
+    said(
+        "pipeline",
+        {"sizes": sizes._asdict(), "stage": stage, "bubble": sizes.bubble, "idle second": idle_second, "rows": found},
+    )
 
 
 def main() -> None:
