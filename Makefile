@@ -88,6 +88,7 @@ bench-cluster: $(INSTALLED) ## a step on a cluster beside plain Dask actors doin
 	$(BIN)/python -m tests.benchmarks.cluster_bulk
 	$(BIN)/python -m tests.benchmarks.cluster_rows
 	$(BIN)/python -m tests.benchmarks.bench_parts
+	$(BIN)/python -m tests.benchmarks.cluster_pipeline
 	$(BIN)/python -m tests.benchmarks.bench_messages
 
 bench-peers: ## TensorFlow and JAX, in an environment of their own

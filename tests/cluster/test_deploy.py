@@ -94,6 +94,11 @@ def test_the_default_deadline_is_for_busy_machines() -> None:
     assert TfnbMagics.tfcluster.parser.parse_args([]).timeout == 120
 
 
+def _looks(server: Any) -> tuple[float, ...]:
+    """Milliseconds between two looks of a worker's or a nanny's monitors: of its process, and of its memory."""
+    return tuple(server.periodic_callbacks[name].callback_time for name in ("monitor", "memory_monitor"))
+
+
 def _settings() -> tuple[object, ...]:
     """What a worker does of what costs: a profile of Dask's tasks, and putting large messages together again."""
     profile = dask.config.get("distributed.worker.profile.enabled")
@@ -138,6 +143,9 @@ def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_a
         assert [(w["nthreads"], w["memory_limit"]) for w in workers] == [(2, 900_000_000)] * 2
         assert set(cluster.client.run(torch.get_num_threads).values()) == {2}
         assert set(cluster.client.run(_settings).values()) == {(False, False, 512 << 20)}
+        looks = [*map(_looks, cluster.client.cluster.workers.values())]  # of the nannies, in this process
+        looks += cluster.client.run(lambda dask_worker: _looks(dask_worker)).values()
+        assert looks == [(2000, 500)] * 4
         assert cluster.dashboard_link.startswith("http") == has_bokeh
         with pytest.raises(InvalidArgument, match=r"threads=2: this cluster runs already"):
             tfnb.connect(cluster.client, threads=2)

@@ -60,6 +60,8 @@ _BEFORE = "distributed.nanny.pre-spawn-environ.DASK_DISTRIBUTED__COMM__"  # Dask
 SETTINGS = {
     f"{_BEFORE}OFFLOAD": "False", f"{_BEFORE}SHARD": "512MiB",  # a large message is not put together again
     "distributed.admin.tick.interval": "500ms",  # 20 ms of Dask's own take two percent of a core in the notebook
+    "distributed.admin.system-monitor.interval": "2s",  # each look of Dask's own reads files of /proc, for each process
+    "distributed.worker.memory.monitor-interval": "500ms",  # 100 ms take a percent of a core for each worker
     "distributed.worker.profile.enabled": False,  # takes two percent of a core in each worker: no Dask task runs a step
     "distributed.scheduler.worker-ttl": "90s", "distributed.comm.timeouts.connect": "30s",
     "distributed.deploy.lost-worker-timeout": "24h",
