@@ -113,10 +113,12 @@ class Session:
     ``"channels_last"`` lets convolutions of images on the CPU run with channels last where that is faster, with other
     last digits (a deep net with batch norm in training mode makes them 2e-3 of its outputs). None: the environment's
     TFNB_LAYOUT, else "torch". On a cluster and by dataflow it is torch's.
-    memory_budget: the most bytes, as a number or as text such as ``"2GB"``, that a step may hold at once beside feeds,
-    constants and Variables, as predicted from shapes. A step that fits runs as it does without a budget; of one that
-    does not, values are computed again, with the same bits, in generated code. A run that cannot keep the budget raises
-    ResourceExhausted with the smallest budget that it could; `status` tells what is planned. What loops keep for
+    memory_budget: the most bytes, as a number or as text such as ``"2GB"``, that a step may hold at once on its
+    device: its Variables (weights, slots of the optimizer, buffers), gradients and all other values, as predicted from
+    shapes, and the scratch of convolutions, each of which is run once on zeros to measure it. Feeds and constants do
+    not count. A step that fits runs as it does without a budget; of one that does not, values are computed again, with
+    the same bits, in generated code. A run that cannot keep the budget raises ResourceExhausted with its largest node
+    and the smallest budget that it could; `status` tells what is planned. What loops keep for
     their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
     costs less as predicted (see ``swap_memory`` of `while_loop`).
 
@@ -700,8 +702,8 @@ def limit(graph: Graph, memory_budget: int | str | None) -> Session:
     smallest, largest = least_budgets(graph)
     if budget is not None and budget < smallest:
         raise InvalidArgument(
-            f"a memory budget of {budget:,} bytes holds no value of graph {graph.name}; the least sensible "
-            f"one is {largest:,} bytes, the needs of its largest node for feeds of one row"
+            f"a memory budget of {budget:,} bytes holds no value of graph {graph.name}; the least sensible one is "
+            f"{largest:,} bytes, the needs of its largest node for feeds of one row, and the Variables of a step"
         )
     session = default_session(graph)
     session.memory_budget = budget
