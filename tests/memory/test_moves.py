@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tfnb.errors import ResourceExhausted
 from tfnb.memory.lane_clock import lane_times
-from tfnb.memory.moves import Act, Policy, Schedule, Victims, best_schedule, need, schedule
-from tfnb.memory.pack_tasks import Item, PackTask, Phase, Piece, Role, tasks_of
+from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_schedule, need, schedule
+from tfnb.memory.pack_tasks import DeviceItem, PackTask, Phase, PackPiece, Role, tasks_of
 
 POLICIES = [
-    Policy(victims, ahead, writes_back)
+    MovePolicy(victims, ahead, writes_back)
     for victims in Victims for ahead in (0, 1, 2) for writes_back in (False, True)
 ]  # fmt: skip
 
@@ -23,18 +23,18 @@ POLICIES = [
 def chain(
     packs: int, microbatches: int, sizes: Sequence[int] = (4,), *, skips: Sequence[int] = (), tied: bool = False,
     fused: bool = True, **order: bool,
-) -> tuple[list[PackTask], dict[Item, int]]:  # fmt: skip
+) -> tuple[list[PackTask], dict[DeviceItem, int]]:  # fmt: skip
     """Tasks of a chain of packs with weights, two state tensors each, gradients and borders.
 
     sizes: of weights, in turn. skips: packs whose output the last pack takes, too. tied: the last pack reads the
     weights of the first, and makes a part of its gradient, a border value. fused: the last pack has no forward piece.
     """
-    last, pieces, known = packs - 1, [], dict[Item, int]()
+    last, pieces, known = packs - 1, [], dict[DeviceItem, int]()
     for k in range(last if fused else packs):
         takes = (("x", k - 1),) if k else ()
         more = tuple(("x", j) for j in skips if j < k - 1 and k == last)
         gives = (("x", k),) if k < last else ()
-        pieces.append(Piece(Phase.FORWARD, k, (("w", k),), takes=(*takes, *more), gives=gives, work=1 + k % 3))
+        pieces.append(PackPiece(Phase.FORWARD, k, (("w", k),), takes=(*takes, *more), gives=gives, work=1 + k % 3))
     for k in reversed(range(packs)):
         takes = [("x", k - 1)] if k else []
         takes += [("x", j) for j in skips if j < k - 1 and k == last]
@@ -45,26 +45,28 @@ def chain(
             gives += [("part", 0)] if k == last else []
             takes += [("part", 0)] if k == 0 else []
         pieces.append(
-            Piece(Phase.BACKWARD, k, tuple(weights), (), frozenset(), (("d", k),), tuple(takes), tuple(gives), 2)
+            PackPiece(Phase.BACKWARD, k, tuple(weights), (), frozenset(), (("d", k),), tuple(takes), tuple(gives), 2)
         )
         state = (("m", k), ("v", k))
-        pieces.append(Piece(Phase.UPDATE, k, (("w", k),), state, frozenset({("w", k), *state}), (("d", k),), work=1))
+        pieces.append(
+            PackPiece(Phase.UPDATE, k, (("w", k),), state, frozenset({("w", k), *state}), (("d", k),), work=1)
+        )
     for k in range(packs):
         size = sizes[k % len(sizes)]
-        known |= {Item(Role.WEIGHT, ("w", k)): size, Item(Role.GRADIENT, ("d", k)): size}
-        known |= {Item(Role.STATE, (name, k)): size for name in "mv"}
+        known |= {DeviceItem(Role.WEIGHT, ("w", k)): size, DeviceItem(Role.GRADIENT, ("d", k)): size}
+        known |= {DeviceItem(Role.STATE, (name, k)): size for name in "mv"}
         for name in ("x", "g", "part"):
-            known |= {Item(Role.BORDER, (name, k), micro): 1 + k % 2 for micro in range(microbatches)}
+            known |= {DeviceItem(Role.BORDER, (name, k), micro): 1 + k % 2 for micro in range(microbatches)}
     return tasks_of(pieces, microbatches, **order), known
 
 
-def replay(plan: Schedule, tasks: Sequence[PackTask], sizes: Mapping[Item, int], budget: int) -> None:
+def replay(plan: Schedule, tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int) -> None:
     """Check a schedule move by move: copies exist, reads are there and newest, and all of it keeps the budget."""
-    here: dict[Item, int] = {}  # versions
+    here: dict[DeviceItem, int] = {}  # versions
     host = {item: 0 for item in sizes if item.role in (Role.WEIGHT, Role.STATE)}
     newest, leaving, ran, most = dict(host), [], [], 0
     for act, item, at in plan.moves:
-        if act is Act.RUN:
+        if act is MoveKind.RUN:
             task = tasks[at]
             assert all(here[read] == newest[read] for read in task.reads)
             assert not {*task.makes} & {*here}
@@ -76,18 +78,18 @@ def replay(plan: Schedule, tasks: Sequence[PackTask], sizes: Mapping[Item, int],
         else:
             assert item is not None
             held = 0
-            if act is Act.IN:
+            if act is MoveKind.IN:
                 assert item not in here and item not in leaving and host[item] == newest[item]
                 here[item] = host[item]
-            elif act is Act.OUT:
+            elif act is MoveKind.OUT:
                 host[item] = here.pop(item)
                 leaving.append(item)
-            elif act is Act.WAIT:
+            elif act is MoveKind.WAIT:
                 leaving.remove(item)
             else:
                 version = here.pop(item)
-                assert act is Act.FREE or host.get(item) == version
-                assert act is Act.DROP or all(item not in task.reads for task in tasks[len(ran) :])
+                assert act is MoveKind.FREE or host.get(item) == version
+                assert act is MoveKind.DROP or all(item not in task.reads for task in tasks[len(ran) :])
         held += sum(sizes[x] for x in (*here, *leaving))
         assert held <= budget
         most = max(most, held)
@@ -96,7 +98,7 @@ def replay(plan: Schedule, tasks: Sequence[PackTask], sizes: Mapping[Item, int],
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[PackTask], dict[Item, int]]:
+def steps(draw: st.DrawFn) -> tuple[list[PackTask], dict[DeviceItem, int]]:
     packs = draw(st.integers(1, 6))
     return chain(
         packs, draw(st.integers(1, 4)), draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)),
@@ -108,7 +110,7 @@ def steps(draw: st.DrawFn) -> tuple[list[PackTask], dict[Item, int]]:
 @settings(max_examples=60, deadline=None)
 @given(step=steps(), share=st.floats(0, 1.2), policy=st.sampled_from(POLICIES))
 def test_every_copy_exists_every_read_is_there_and_the_budget_is_kept(
-    step: tuple[list[PackTask], dict[Item, int]], share: float, policy: Policy
+    step: tuple[list[PackTask], dict[DeviceItem, int]], share: float, policy: MovePolicy
 ) -> None:
     """P4, P5, P13: also with bytes on their way out, and nothing is left on the device."""
     tasks, sizes = step
@@ -120,13 +122,13 @@ def test_every_copy_exists_every_read_is_there_and_the_budget_is_kept(
 @settings(max_examples=40, deadline=None)
 @given(step=steps(), share=st.floats(0, 1.2))
 def test_the_chosen_schedule_copies_no_more_than_lru(
-    step: tuple[list[PackTask], dict[Item, int]], share: float
+    step: tuple[list[PackTask], dict[DeviceItem, int]], share: float
 ) -> None:
     """P8, and P6: what is feasible stays so; with room for everything Variables go in and out once."""
     tasks, sizes = step
     budget = max(need(task, sizes) for task in tasks) + int(share * sum(sizes.values()))
     chosen = best_schedule(tasks, sizes, budget)
-    assert chosen.moved <= schedule(tasks, sizes, budget, Policy(Victims.LRU, 0)).moved
+    assert chosen.moved <= schedule(tasks, sizes, budget, MovePolicy(Victims.LRU, 0)).moved
     free = best_schedule(tasks, sizes, sum(sizes.values()) + 10)
     assert free.moved <= chosen.moved
     assert free.of(Role.GRADIENT) == free.of(Role.BORDER) == 0
@@ -136,15 +138,15 @@ def test_the_chosen_schedule_copies_no_more_than_lru(
 @settings(max_examples=40, deadline=None)
 @given(step=steps(), more=st.integers(1, 30))
 def test_with_equal_sizes_copies_in_do_not_grow_with_the_budget(
-    step: tuple[list[PackTask], dict[Item, int]], more: int
+    step: tuple[list[PackTask], dict[DeviceItem, int]], more: int
 ) -> None:
     """P6, for farthest next use without prefetch: with unequal sizes, or counting copies out, it is no theorem."""
     tasks, sizes = step[0], dict.fromkeys(step[1], 1)
     least = max(need(task, sizes) for task in tasks)
 
     def copied(budget: int) -> int:
-        plan = schedule(tasks, sizes, budget, Policy(ahead=0))
-        return sum(size for (act, _), size in plan.bytes.items() if act is Act.IN)
+        plan = schedule(tasks, sizes, budget, MovePolicy(ahead=0))
+        return sum(size for (act, _), size in plan.bytes.items() if act is MoveKind.IN)
 
     assert copied(least + more) <= copied(least)
 
@@ -155,12 +157,12 @@ def test_closed_forms_of_published_systems(microbatches: int) -> None:
     m, packs = microbatches, 6
     tasks, sizes = chain(packs, m, fused=False, grouped=False, just_in_time=False)
     budget, whole = max(need(task, sizes) for task in tasks), 4 * packs
-    nothing_stays = schedule(tasks, sizes, budget + 4 * m * packs, Policy(Victims.ALL, 0, writes_back=True))
+    nothing_stays = schedule(tasks, sizes, budget + 4 * m * packs, MovePolicy(Victims.ALL, 0, writes_back=True))
     assert nothing_stays.of(Role.WEIGHT) == (4 * m + 2) * whole
     assert nothing_stays.of(Role.GRADIENT) == 2 * m * whole
     assert nothing_stays.of(Role.STATE) == 2 * 2 * whole
     tasks, sizes = chain(packs, m)
-    harmony = schedule(tasks, sizes, budget + 4 * m * packs, Policy(Victims.ALL, 0))
+    harmony = schedule(tasks, sizes, budget + 4 * m * packs, MovePolicy(Victims.ALL, 0))
     assert harmony.of(Role.WEIGHT) == 3 * whole - 4
     assert harmony.of(Role.GRADIENT) == 0 and harmony.of(Role.STATE) == 2 * 2 * whole
     assert best_schedule(tasks, sizes, budget + 4 * m * packs).of(Role.WEIGHT) <= harmony.of(Role.WEIGHT)
@@ -169,7 +171,7 @@ def test_closed_forms_of_published_systems(microbatches: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(step=steps(), share=st.floats(0, 1), policy=st.sampled_from(POLICIES), rate=st.floats(0.5, 50))
 def test_a_step_lasts_at_least_as_long_as_its_busiest_lane_and_at_most_as_all_of_them(
-    step: tuple[list[PackTask], dict[Item, int]], share: float, policy: Policy, rate: float
+    step: tuple[list[PackTask], dict[DeviceItem, int]], share: float, policy: MovePolicy, rate: float
 ) -> None:
     """P9; tasks do not overlap, and none begins before what it reads has arrived."""
     tasks, sizes = step
@@ -177,14 +179,14 @@ def test_a_step_lasts_at_least_as_long_as_its_busiest_lane_and_at_most_as_all_of
     plan = schedule(tasks, sizes, budget, policy)
     times = lane_times(plan, tasks, sizes, rate, lambda task: 1.0 + task.piece.pack)
     assert max(times.busy.values()) <= times.end * (1 + 1e-9) and times.end <= sum(times.busy.values()) * (1 + 1e-9)
-    assert times.busy[Act.IN] + times.busy[Act.OUT] == pytest.approx(plan.moved / rate)
+    assert times.busy[MoveKind.IN] + times.busy[MoveKind.OUT] == pytest.approx(plan.moved / rate)
     arrived: dict[object, float] = {}
     ended = 0.0
     for lane, subject, start, end in times.bars:
         if isinstance(subject, PackTask):
             assert start >= max([ended, *(arrived.get(read, 0.0) for read in subject.reads)])
             ended = end
-        elif lane is Act.IN:
+        elif lane is MoveKind.IN:
             arrived[subject] = end
 
 

@@ -16,10 +16,10 @@ from math import inf
 from typing import NamedTuple
 
 from tfnb.errors import ResourceExhausted
-from tfnb.memory.pack_tasks import Item, PackTask, Role
+from tfnb.memory.pack_tasks import DeviceItem, PackTask, Role
 
 
-class Act(StrEnum):
+class MoveKind(StrEnum):
     """IN, OUT: copies from and to the host. WAIT: until an OUT is over. DROP: a clean copy. FREE: a dead value."""
 
     IN, OUT, WAIT, DROP, FREE, RUN = "in", "out", "wait", "drop", "free", "run"
@@ -28,8 +28,8 @@ class Act(StrEnum):
 class Move(NamedTuple):
     """One act, and the tensor, or the place of the task."""
 
-    act: Act
-    item: Item | None = None
+    act: MoveKind
+    item: DeviceItem | None = None
     task: int = -1
 
 
@@ -40,7 +40,7 @@ class Victims(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class MovePolicy:
     """How a schedule is made.
 
     victims: who leaves. ahead: tasks whose tensors are loaded beside the running one. writes_back: clean ones, too.
@@ -56,9 +56,9 @@ class Schedule:
     """Moves in order. bytes: copied, by act and role. most: bytes on the device at once, work and leaving included."""
 
     moves: tuple[Move, ...]
-    bytes: Mapping[tuple[Act, Role], int]
+    bytes: Mapping[tuple[MoveKind, Role], int]
     most: int
-    policy: Policy
+    policy: MovePolicy
 
     @property
     def moved(self) -> int:
@@ -67,28 +67,30 @@ class Schedule:
 
     def of(self, role: Role) -> int:
         """The bytes of one role that are copied in and out."""
-        return self.bytes.get((Act.IN, role), 0) + self.bytes.get((Act.OUT, role), 0)
+        return self.bytes.get((MoveKind.IN, role), 0) + self.bytes.get((MoveKind.OUT, role), 0)
 
 
-def best_schedule(tasks: Sequence[PackTask], sizes: Mapping[Item, int], budget: int, ahead: int = 1) -> Schedule:
+def best_schedule(tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, ahead: int = 1) -> Schedule:
     """The schedule of farthest next use, prefetched if that copies no more than LRU; never more bytes than LRU.
 
     Farthest next use alone may copy more where sizes differ. Raises ResourceExhausted, as `schedule`.
     """
-    least = schedule(tasks, sizes, budget, Policy(Victims.LRU, 0))
+    least = schedule(tasks, sizes, budget, MovePolicy(Victims.LRU, 0))
     for tried in dict.fromkeys((ahead, 0)):
-        found = schedule(tasks, sizes, budget, Policy(ahead=tried))
+        found = schedule(tasks, sizes, budget, MovePolicy(ahead=tried))
         if found.moved <= least.moved:
             return found
     return least
 
 
-def need(task: PackTask, sizes: Mapping[Item, int]) -> int:
+def need(task: PackTask, sizes: Mapping[DeviceItem, int]) -> int:
     """Bytes on the device while a task runs, with nothing beside it."""
     return task.work + sum(map(sizes.__getitem__, {*task.reads, *task.makes}))
 
 
-def schedule(tasks: Sequence[PackTask], sizes: Mapping[Item, int], budget: int, policy: Policy = Policy()) -> Schedule:
+def schedule(
+    tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, policy: MovePolicy = MovePolicy()
+) -> Schedule:
     """The moves of one step, which begins and ends with all Variables on the host and nothing on the device.
 
     Raises ResourceExhausted with the smallest budget, the need of the largest task; every larger one is feasible.
@@ -110,30 +112,30 @@ class _Planner:
     """The state of a device while its moves are planned."""
 
     tasks: Sequence[PackTask]
-    sizes: Mapping[Item, int]
+    sizes: Mapping[DeviceItem, int]
     budget: int
-    policy: Policy
+    policy: MovePolicy
     moves: list[Move] = field(default_factory=list)
-    bytes: dict[tuple[Act, Role], int] = field(default_factory=dict)
+    bytes: dict[tuple[MoveKind, Role], int] = field(default_factory=dict)
     most: int = 0
     used: int = 0  # by what is here
     going: int = 0  # by what is on its way out
 
     def __post_init__(self) -> None:
-        self.uses: dict[Item, list[int]] = {}
+        self.uses: dict[DeviceItem, list[int]] = {}
         for at, task in enumerate(self.tasks):
             for item in task.reads:
                 self.uses.setdefault(item, []).append(at)
         self.on_host = {item for item in self.sizes if item.role in (Role.WEIGHT, Role.STATE)}
-        self.here: dict[Item, int] = {}  # and the place of the task that used it last
-        self.changed: set[Item] = set()
-        self.leaving: list[Item] = []
+        self.here: dict[DeviceItem, int] = {}  # and the place of the task that used it last
+        self.changed: set[DeviceItem] = set()
+        self.leaving: list[DeviceItem] = []
 
     def planned(self) -> Schedule:
         for at, task in enumerate(self.tasks):
             self._before(at, task)
             self.most = max(self.most, self.used + self.going + self._made(task))
-            self.moves.append(Move(Act.RUN, task=at))
+            self.moves.append(Move(MoveKind.RUN, task=at))
             self._after(at, task)
         for item in list(self.here):
             self._leave(item)
@@ -166,24 +168,24 @@ class _Planner:
         self.changed.update(task.makes, task.writes)
         for item in task.frees:
             self._forget(item)
-            self.moves.append(Move(Act.FREE, item))
+            self.moves.append(Move(MoveKind.FREE, item))
         if self.policy.victims is Victims.ALL:
             kept = self.tasks[at + 1].reads if at + 1 < len(self.tasks) and not self.policy.writes_back else ()
             for item in [item for item in self.here if item.role is not Role.BORDER and item not in kept]:
                 self._leave(item)
 
-    def _next(self, item: Item, at: int) -> float:
+    def _next(self, item: DeviceItem, at: int) -> float:
         """The place of the next task from ``at`` on that reads a tensor."""
         uses = self.uses.get(item, [])
         found = bisect_left(uses, at)
         return uses[found] if found < len(uses) else inf
 
-    def _rank(self, item: Item, at: int) -> tuple[float, int]:
+    def _rank(self, item: DeviceItem, at: int) -> tuple[float, int]:
         """First of those that leave is the least."""
         used = self.here[item] if self.policy.victims is Victims.LRU else -self._next(item, at + 1)
         return used, -self.sizes[item]
 
-    def _has_room(self, wanted: int, pinned: Collection[Item], at: int, *, is_needed: bool) -> bool:
+    def _has_room(self, wanted: int, pinned: Collection[DeviceItem], at: int, *, is_needed: bool) -> bool:
         """Make room for so many bytes beside the pinned tensors; a prefetch evicts nothing that is used sooner."""
         short, victims = self.used + wanted - self.budget, []
         if short > 0:
@@ -205,35 +207,35 @@ class _Planner:
         while self.leaving and self.used + self.going + wanted > self.budget:
             item = self.leaving.pop(0)
             self.going -= self.sizes[item]
-            self.moves.append(Move(Act.WAIT, item))
+            self.moves.append(Move(MoveKind.WAIT, item))
 
-    def _load(self, item: Item, at: int) -> None:
+    def _load(self, item: DeviceItem, at: int) -> None:
         if item in self.leaving:  # its copy out is over before it comes back
             while self.leaving and item in self.leaving:
                 gone = self.leaving.pop(0)
                 self.going -= self.sizes[gone]
-                self.moves.append(Move(Act.WAIT, gone))
-        self._copied(Act.IN, item)
+                self.moves.append(Move(MoveKind.WAIT, gone))
+        self._copied(MoveKind.IN, item)
         self.here[item] = at
         self.used += self.sizes[item]
         self.most = max(self.most, self.used + self.going)
 
-    def _leave(self, item: Item) -> None:
+    def _leave(self, item: DeviceItem) -> None:
         is_copied = item in self.changed or (self.policy.writes_back and item.role is not Role.BORDER)
         self._forget(item)
         if is_copied:
-            self._copied(Act.OUT, item)
+            self._copied(MoveKind.OUT, item)
             self.on_host.add(item)
             self.leaving.append(item)
             self.going += self.sizes[item]
         else:
-            self.moves.append(Move(Act.DROP, item))
+            self.moves.append(Move(MoveKind.DROP, item))
 
-    def _forget(self, item: Item) -> None:
+    def _forget(self, item: DeviceItem) -> None:
         self.used -= self.sizes[item]
         del self.here[item]
         self.changed.discard(item)
 
-    def _copied(self, act: Act, item: Item) -> None:
+    def _copied(self, act: MoveKind, item: DeviceItem) -> None:
         self.moves.append(Move(act, item))
         self.bytes[act, item.role] = self.bytes.get((act, item.role), 0) + self.sizes[item]

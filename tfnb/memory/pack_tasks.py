@@ -25,7 +25,7 @@ class Phase(StrEnum):
     FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
-class Item(NamedTuple):
+class DeviceItem(NamedTuple):
     """A tensor that a plan keeps on the device or on the host. micro: the microbatch of a border value, else -1."""
 
     role: Role
@@ -34,7 +34,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PackPiece:
     """One phase of one pack, by the keys of its tensors.
 
     weights, state: Variables that it reads. written: of which it writes. gradients: accumulated over microbatches, made
@@ -53,9 +53,12 @@ class Piece:
     work: int = 0
 
     @property
-    def variables(self) -> tuple[Item, ...]:
+    def variables(self) -> tuple[DeviceItem, ...]:
         """The Variables that it reads."""
-        return (*(Item(Role.WEIGHT, key) for key in self.weights), *(Item(Role.STATE, key) for key in self.state))
+        return (
+            *(DeviceItem(Role.WEIGHT, key) for key in self.weights),
+            *(DeviceItem(Role.STATE, key) for key in self.state),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,12 @@ class PackTask:
     frees: those that no later task takes. work: bytes beside them while it runs.
     """
 
-    piece: Piece
+    piece: PackPiece
     micro: int
-    reads: tuple[Item, ...]
-    makes: tuple[Item, ...] = ()
-    writes: tuple[Item, ...] = ()
-    frees: tuple[Item, ...] = ()
+    reads: tuple[DeviceItem, ...]
+    makes: tuple[DeviceItem, ...] = ()
+    writes: tuple[DeviceItem, ...] = ()
+    frees: tuple[DeviceItem, ...] = ()
 
     @property
     def work(self) -> int:
@@ -84,7 +87,7 @@ class PackTask:
 
 
 def tasks_of(
-    pieces: Sequence[Piece], microbatches: int, *, grouped: bool = True, just_in_time: bool = True
+    pieces: Sequence[PackPiece], microbatches: int, *, grouped: bool = True, just_in_time: bool = True
 ) -> list[PackTask]:
     """The tasks of one step. pieces: forward in order, then backward in order; updates anywhere.
 
@@ -114,18 +117,18 @@ def tasks_of(
     ]  # fmt: skip
 
 
-def _computing(piece: Piece, micro: int) -> PackTask:
-    sums = tuple(Item(Role.GRADIENT, key) for key in piece.gradients)
-    takes = tuple(Item(Role.BORDER, key, micro) for key in piece.takes)
-    gives = tuple(Item(Role.BORDER, key, micro) for key in piece.gives)
+def _computing(piece: PackPiece, micro: int) -> PackTask:
+    sums = tuple(DeviceItem(Role.GRADIENT, key) for key in piece.gradients)
+    takes = tuple(DeviceItem(Role.BORDER, key, micro) for key in piece.takes)
+    gives = tuple(DeviceItem(Role.BORDER, key, micro) for key in piece.gives)
     written = tuple(item for item in piece.variables if item.key in piece.written)
     reads = (*piece.variables, *takes, *(sums if micro else ()))
     return PackTask(piece, micro, reads, (*gives, *(() if micro else sums)), (*written, *sums))
 
 
-def _updating(piece: Piece) -> PackTask:
-    sums = tuple(Item(Role.GRADIENT, key) for key in piece.gradients)
-    takes = tuple(Item(Role.BORDER, key) for key in piece.takes)
-    gives = tuple(Item(Role.BORDER, key) for key in piece.gives)
+def _updating(piece: PackPiece) -> PackTask:
+    sums = tuple(DeviceItem(Role.GRADIENT, key) for key in piece.gradients)
+    takes = tuple(DeviceItem(Role.BORDER, key) for key in piece.takes)
+    gives = tuple(DeviceItem(Role.BORDER, key) for key in piece.gives)
     written = tuple(item for item in piece.variables if item.key in piece.written)
     return PackTask(piece, -1, (*piece.variables, *sums, *takes), gives, written)
