@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tfnb.errors import ResourceExhausted
 from tfnb.memory.lane_clock import lane_times
 from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_schedule, need, schedule
-from tfnb.memory.pack_tasks import DeviceItem, PackTask, Phase, PackPiece, Role, tasks_of
+from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
 
 POLICIES = [
     MovePolicy(victims, ahead, writes_back)

@@ -2,89 +2,92 @@
 
 Each piece of `tfnb.memory.pack_cut` is lowered to a program of its own, which computes on copies of its Variables; the
 moves of `tfnb.memory.moves` say when they come and go. New values of Variables stay in a second generation on the host
-until the last move: a step that is stopped before has written nothing.
+until the commit of the step: one that is stopped before has written nothing. The device is virtual: tensors are those
+of the CPU, and what it holds is counted and enforced.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
-from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.errors import Unimplemented
 from tfnb.execution.commit import Pending, commit
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.lowering.program import Program
 from tfnb.graph import Contents, Dim, Node, Spec, Value, Variable
 from tfnb.graph.graph import new_id
-from tfnb.graph.variable_locks import LOCKS, Access
+from tfnb.graph.variable_locks import LOCKS, Access, Use, VariableSnapshot
 from tfnb.kernels.random import REPLICA
 from tfnb.kernels.virtual_device import VirtualDevice
-from tfnb.memory.moves import MoveKind, Schedule, best_schedule
+from tfnb.memory import MemoryPlan
+from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_schedule, need, schedule
 from tfnb.memory.pack_cut import CutPiece, PackCut
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
 from tfnb.memory.rematerialize import counted
 from tfnb.passes import StepGraph, feed_symbols
 from tfnb.passes.flow.merges import begin, way_of
 from tfnb.passes.liveness import nominal
-from tfnb.passes.microbatches import divide
 from tfnb.passes.pipeline import with_fed
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
+Rows = tuple[int, ...]  # of each microbatch
 
 
 @dataclass
 class PackRun:
-    """A finished step. most: bytes on the device at once. loaded, stored: bytes copied. seconds: of each task."""
+    """A computed step. most: bytes on the device at once. loaded, stored: bytes copied. seconds: of each task."""
 
-    fetched: dict[Value, torch.Tensor]
+    fetched: dict[Value, torch.Tensor] = field(default_factory=dict)
     most: int = 0
     loaded: int = 0
     stored: int = 0
     seconds: dict[PackTask, float] = field(default_factory=dict)
 
 
-class PackStep:
-    """The programs, tasks and sizes of one step, cut into packs of layers, for feeds of so many rows.
+class PackPrograms:
+    """The pieces of a step, each lowered once for all sizes.
 
-    rows: of the whole batch, which microbatches divide evenly. pack_of: the pack of each layer, by default one for each.
+    pack_of: the pack of each layer, by default one for each.
     """
 
-    def __init__(
-        self, step: StepGraph, rows: int, microbatches: int, pack_of: Sequence[int] | None = None, **order: bool
-    ) -> None:  # fmt: skip
-        self.cut, self.step, self.microbatches = PackCut(step, pack_of), step, microbatches
-        self.ranges = divide(rows, microbatches)
-        if len({stop - start for start, stop in self.ranges}) > 1 or len(self.ranges) < microbatches:
-            raise InvalidArgument(f"a step in packs divides its rows evenly, not {rows} into {microbatches}")
+    def __init__(self, step: StepGraph, pack_of: Sequence[int] | None = None) -> None:
+        self.step, self.cut = step, PackCut(step, pack_of)
         self.by_id = self.cut.graph.contents.by_id
         shown = feed_symbols(step.whole.contents, step.feeds)
-        axes = {symbol: axis for symbol, (_, axis) in shown.items()}
-        if any(axes.values()) or len(axes) != 1:
-            raise Unimplemented(f"packs divide the one axis 0 that all feeds share; here sizes vary by {sorted(axes)}")
-        self.sizes_of = dict.fromkeys(axes, rows // microbatches)
-        self.divided = frozenset(
-            value for value in step.feeds if any(isinstance(n, Dim) for n in self.spec(value).shape)
-        )
+        self.axes = {symbol: axis for symbol, (_, axis) in shown.items()}
+        if any(self.axes.values()) or len(self.axes) != 1:
+            names = ", ".join(self.axes) or "none"
+            raise Unimplemented(f"packs divide the one size, on axis 0, that feeds share, and here sizes vary: {names}")
+        self.divided = frozenset(v for v in step.feeds if any(isinstance(size, Dim) for size in self.spec(v).shape))
         for value in step.fetches:
             self._ensure_mean(value)
-        self.programs: dict[PackPiece, tuple[CutPiece, Program]] = {}
-        lowered = [(cut, self._lowered(cut)) for cut in self.cut.pieces]
-        read = {v for cut, program in lowered if cut.phase is not Phase.UPDATE for v in program.variables}
-        for cut, program in lowered:
-            self.programs[self._piece(cut, program, read)] = cut, program
-        self.tasks = tasks_of([*self.programs], microbatches, **order)
-        items = {item for task in self.tasks for item in (*task.reads, *task.makes)}
-        self.sizes = {item: self._bytes(item) for item in items}
+        self.lowered = [(cut, self._lowered(cut)) for cut in self.cut.pieces]
+        self.variables = tuple(dict.fromkeys(v for _, program in self.lowered for v in program.variables))
+        self.writes = tuple(dict.fromkeys(v for cut, _ in self.lowered for v in cut.written))
+        for variable in self.variables:
+            if variable.spec.device != "cpu":
+                raise Unimplemented(
+                    f"{variable.name} is on {variable.spec.device}: packs keep Variables on the host, and run on a "
+                    "virtual device of the CPU only; leave out microbatches or memory_budget"
+                )
+
+    def spec(self, value: Value) -> Spec:
+        """The spec of a value of the step."""
+        return self.by_id[value.node].outputs[value.index]
 
     def _ensure_mean(self, value: Value) -> None:
         node = self.step.whole.contents.by_id[value.node]
         if node.outputs and way_of(self.step.whole.contents, value, is_fed=value in self.step.feeds) != "mean":
             raise Unimplemented(
-                f"{node.name} is fetched, and packs give the mean of real numbers over microbatches only"
+                f"{node.name} is fetched, and packs give means of real numbers over microbatches: leave it out, or run "
+                "without memory_budget"
             )
 
     def _lowered(self, cut: CutPiece) -> Program:
@@ -92,38 +95,55 @@ class PackStep:
         fetches = (*cut.gives, *(cut.gradients if cut.phase is not Phase.UPDATE else ()), *cut.fetched)
         graph = self.cut.graph
         if cut.written:
-            group = Node(
-                id=new_id(), name=f"{cut.phase}.{cut.pack}", op="tfnb.group", inputs=tuple(cut.written.values())
-            )
+            name, inputs = f"{cut.phase}.{cut.pack}", tuple(cut.written.values())
+            group = Node(id=new_id(), name=name, op="tfnb.group", inputs=inputs)
             graph = graph.derive(Contents((*graph.nodes, group), graph.contents.guards))
             fetches = (*fetches, Value(group.id))
         given = (*cut.takes, *(cut.gradients if cut.phase is Phase.UPDATE else ()))
         return lower(graph, fetches, dict.fromkeys((*given, *self.step.feeds)))
 
+
+class PackStep:
+    """The tasks and sizes of a step in packs, for microbatches of so many rows."""
+
+    def __init__(self, programs: PackPrograms, rows: Rows, **order: bool) -> None:
+        self.of, self.rows = programs, rows
+        self.stops = [sum(rows[: at + 1]) for at in range(len(rows))]
+        seen = programs.lowered
+        read = {v for cut, program in seen if cut.phase is not Phase.UPDATE for v in program.variables}
+        self.programs = {self._piece(cut, program, read): (cut, program) for cut, program in seen}
+        self.tasks = tasks_of([*self.programs], len(rows), **order)
+        items = dict.fromkeys(item for task in self.tasks for item in (*task.reads, *task.makes))
+        self.sizes = {item: self._bytes(item) for item in items}
+
+    def _sizes(self, micro: int) -> dict[str, int]:
+        return dict.fromkeys(self.of.axes, self.rows[micro])
+
     def _piece(self, cut: CutPiece, program: Program, read: set[Variable]) -> PackPiece:
-        """The piece as the planner sees it: what is read by updates alone is optimizer state."""
-        seen = with_fed(program.graph, program.whole, program.feeds)
-        peak = counted(seen, program.fetches, program.feeds, self.sizes_of).peak()
+        """The piece as the planner sees it: Variables read by updates alone are optimizer state."""
+        largest = self.rows.index(max(self.rows))
+        graph = with_fed(program.graph, program.whole, program.feeds)
+        peak = counted(graph, program.fetches, program.feeds, self._sizes(largest)).peak()
         return PackPiece(
             cut.phase, cut.pack, tuple(v for v in program.variables if v in read),
             tuple(v for v in program.variables if v not in read), frozenset(cut.written), cut.gradients, cut.takes,
-            cut.gives, max(0, peak - sum(map(self._value_bytes, cut.gives))),
+            cut.gives, max(0, peak - sum(self._value_bytes(value, largest) for value in cut.gives)),
         )  # fmt: skip
 
-    def spec(self, value: Value) -> Spec:
-        """The spec of a value of the step."""
-        return self.by_id[value.node].outputs[value.index]
-
-    def _value_bytes(self, value: Value, wide: bool = False) -> int:
-        spec = self.spec(value)
+    def _value_bytes(self, value: Value, micro: int, wide: bool = False) -> int:
+        spec = self.of.spec(value)
         size = 4 if wide and spec.dtype in _NARROW else spec.dtype.itemsize
-        return size * torch.Size(nominal(spec, self.sizes_of)).numel()
+        return size * torch.Size(nominal(spec, self._sizes(micro))).numel()
 
     def _bytes(self, item: DeviceItem) -> int:
-        key: Any = item.key
-        if isinstance(key, Variable):
-            return torch.Size(map(int, key.spec.shape)).numel() * key.spec.dtype.itemsize
-        return self._value_bytes(key, wide=item.role is Role.GRADIENT)
+        if isinstance(item.key, Variable):
+            return torch.Size(map(int, item.key.spec.shape)).numel() * item.key.spec.dtype.itemsize
+        value: Any = item.key
+        return self._value_bytes(value, max(item.micro, 0), wide=item.role is Role.GRADIENT)
+
+    def need(self, task: PackTask) -> int:
+        """Bytes on the device while a task runs, with nothing beside it."""
+        return need(task, self.sizes)
 
     def planned(self, budget: int) -> Schedule:
         """The moves of a step; raises ResourceExhausted with the smallest budget and its largest task."""
@@ -134,48 +154,45 @@ class PackStep:
         """Bytes of all Variables: weights, buffers, and optimizer state."""
         return sum(size for item, size in self.sizes.items() if item.role in (Role.WEIGHT, Role.STATE))
 
-    def run(self, feeds: Mapping[Value, torch.Tensor], plan: Schedule, budget: int, run: int = 0) -> PackRun:
-        """Carry a plan out on a virtual device of ``budget`` bytes, and write the Variables at its end."""
-        variables = [item for item in self.sizes if item.role in (Role.WEIGHT, Role.STATE)]
-        written = [item for item in variables if any(item in task.writes for task in self.tasks)]
-        with LOCKS.held(Access([_variable(item) for item in variables], [_variable(item) for item in written])):
-            storages = {item: _variable(item).storage for item in variables}
-            device = VirtualDevice(budget, dict(storages))
-            done = PackRun({})
-            for kind, item, at in plan.moves:
-                match kind:
-                    case MoveKind.RUN:
-                        self._compute(self.tasks[at], device, feeds, run, done)
-                    case MoveKind.IN:
-                        device.load(item)
-                    case MoveKind.OUT:
-                        device.store(item)
-                    case MoveKind.WAIT:
-                        device.settle(item)
-                    case _:
-                        device.drop(item)
-            device.close()
-            targets, values = [storages[item] for item in written], [device.host[item] for item in written]
-            commit(Pending(targets, values, [], tuple(_variable(item) for item in written)))
+    def compute(
+        self, feeds: Mapping[Value, torch.Tensor], storages: Mapping[Variable, torch.Tensor], plan: Schedule,
+        budget: int, run: int = 0,
+    ) -> tuple[PackRun, dict[Variable, torch.Tensor]]:  # fmt: skip
+        """Carry a plan out on a device of ``budget`` bytes; the new values of Variables. No storage is written."""
+        items = {item: _variable(item) for item in self.sizes if item.role in (Role.WEIGHT, Role.STATE)}
+        device = VirtualDevice(budget, {item: storages[variable] for item, variable in items.items()})
+        done = PackRun()
+        for kind, item, at in plan.moves:
+            match kind:
+                case MoveKind.RUN:
+                    self._task(self.tasks[at], device, feeds, run, done)
+                case MoveKind.IN:
+                    device.load(item)
+                case MoveKind.OUT:
+                    device.store(item)
+                case MoveKind.WAIT:
+                    device.settle(item)
+                case _:
+                    device.drop(item)
+        device.close()
         done.most, done.loaded, done.stored = device.most, device.loaded, device.stored
-        return done
+        written = set(self.of.writes)
+        return done, {variable: device.host[item] for item, variable in items.items() if variable in written}
 
-    def _compute(
+    def _task(
         self, task: PackTask, device: VirtualDevice, feeds: Mapping[Value, torch.Tensor], run: int, done: PackRun
     ) -> None:  # fmt: skip
         """Run one task on the device's tensors; what it makes stays there."""
         cut, program = self.programs[task.piece]
         micro = max(task.micro, 0)
-        start, stop = self.ranges[micro]
-        share = (stop - start) / self.ranges[-1][1]
-        here = device.here
-        given = {
-            value: feeds[value][start:stop] if value in self.divided else feeds[value] for value in self.step.feeds
-        }
+        stop, here = self.stops[micro], device.here
+        start, share = stop - self.rows[micro], self.rows[micro] / self.stops[-1]
+        whole = self.of.step.feeds
+        given = {value: feeds[value][start:stop] if value in self.of.divided else feeds[value] for value in whole}
         given |= {value: here[DeviceItem(Role.BORDER, value, task.micro)] for value in cut.takes}
         if cut.phase is Phase.UPDATE:
             sums = {value: here[DeviceItem(Role.GRADIENT, value)] for value in cut.gradients}
-            given |= {value: total.to(self.spec(value).dtype) for value, total in sums.items()}
+            given |= {value: total.to(self.of.spec(value).dtype) for value, total in sums.items()}
         roles = {item.key: item for item in task.piece.variables}
         with device.working(task.work + sum(self.sizes[item] for item in task.makes)):
             began = time.thread_time()
@@ -213,3 +230,137 @@ def _zeros(value: torch.Tensor) -> torch.Tensor:
     """The sum of no values; adding one to it changes no bit of that."""
     dtype = torch.float32 if value.dtype in _NARROW else value.dtype
     return torch.full_like(value, begin("mean", dtype), dtype=dtype, memory_format=torch.contiguous_format)
+
+
+class PackProgram:
+    """A step in packs as one program: it computes from whole batches and what `DividedFeeder` adds to them."""
+
+    waits: ClassVar[bool] = False  # for what other steps do
+    commit = staticmethod(commit)
+
+    def __init__(self, programs: PackPrograms, fetches: tuple[Value, ...], planned: Callable[[Rows], PackPlan]) -> None:
+        self.programs, self.fetches, self._planned = programs, fetches, planned
+        step = programs.step
+        self.graph = self.whole = step.whole
+        self.feeds, self.variables, self.writes = step.feeds, programs.variables, programs.writes
+        self.access, self.commit_access = (Access(self.variables, self.writes) if self.variables else None), None
+        self.use: Use = LOCKS.use(self.variables)
+
+    def compute(
+        self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0,
+        forward: Callable[..., Any] | None = None, cut: VariableSnapshot | None = None,
+    ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
+        """Fetched values, and the writes of the step; nothing is written."""
+        feeds = list(feeds)
+        plan = self._planned(rows_of(self.programs, feeds))
+        read = storages if cut is None else map(cut.copies.get, self.variables, storages)
+        given = dict(zip(self.feeds, feeds[: len(self.feeds)], strict=True))
+        state: Any = dict(zip(self.variables, read, strict=True))
+        plan.last, new = plan.step.compute(given, state, plan.schedule, plan.budget, run)
+        values = self.programs.cut.state.same
+        fetched = [plan.last.fetched.get(values.get(value, value)) for value in self.fetches]
+        targets = [storages[self.variables.index(variable)] for variable in self.writes]
+        return fetched, Pending(targets, [new[variable] for variable in self.writes], [], self.writes)
+
+
+def rows_of(programs: PackPrograms, feeds: Sequence[torch.Tensor]) -> Rows:
+    """The rows of each microbatch, from the shapes that `DividedFeeder` feeds behind the batch."""
+    return tuple(feeds[len(programs.step.feeds)][:, 0].tolist())
+
+
+@dataclass(eq=False)
+class PackPlan:
+    """The plan of a step in packs, for microbatches of so many rows. last: the last step that was computed."""
+
+    step: PackStep
+    schedule: Schedule
+    budget: int
+    last: PackRun | None = None
+
+    @cached_property
+    def lru(self) -> int:
+        """Bytes that swapping the least recently used tensors moves, in program order, written back if clean."""
+        program_order = PackStep(self.step.of, self.step.rows, grouped=False, just_in_time=False)
+        return schedule(program_order.tasks, program_order.sizes, self.budget, MovePolicy(Victims.LRU, 0, True)).moved
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The most bytes that the device holds, and the bytes of all Variables, on the host."""
+        return MemoryPlan(self.schedule.most, self.budget - self.schedule.most, self.step.state_bytes)
+
+    def __str__(self) -> str:
+        packs, microbatches = self.step.of.cut.packs, len(self.step.rows)
+        return (
+            f"at most {self.schedule.most:,} bytes of {self.budget:,} on the device, Variables of "
+            f"{self.step.state_bytes:,} on the host: {packs} packs x {microbatches} microbatches, "
+            f"{self.schedule.moved:,} bytes a step move (least recently used: {self.lru:,})"
+        )
+
+
+class PackCode:
+    """The code of a step in packs and microbatches, within a memory budget: as `StepCode` to a session."""
+
+    is_dataflow = is_cut = False
+
+    def __init__(self, step: StepGraph, budget: int) -> None:
+        self.step, self.limit = step, budget
+        self._plans: dict[Rows, PackPlan] = {}
+        self._lock = threading.Lock()
+
+    @cached_property
+    def program(self) -> PackProgram:
+        """The step, cut and lowered."""
+        return PackProgram(PackPrograms(self.step), self.step.fetches, self._planned)
+
+    @property
+    def whole(self) -> PackCode:
+        """Tracers and checks look at steps as a whole; raises Unimplemented."""
+        raise Unimplemented("a step in packs is neither traced nor checked: run it without memory_budget")
+
+    @property
+    def budget(self) -> PackBudget:
+        """Its plans."""
+        return PackBudget(self.limit, self._plans, self.program.programs)
+
+    def _planned(self, rows: Rows) -> PackPlan:
+        found = self._plans.get(rows)
+        if found is None:
+            with self._lock:
+                step = PackStep(self.program.programs, rows)
+                found = self._plans[rows] = PackPlan(step, step.planned(self.limit), self.limit)
+        return found
+
+    def at(self, shapes: tuple[torch.Size, ...]) -> tuple[PackProgram, Callable[..., Any] | None]:
+        """The program; the rows of its microbatches are fed."""
+        return self.program, None
+
+    def code(self, shapes: tuple[torch.Size, ...] | None = None) -> str:
+        """The kind of code that runs the step."""
+        return "generated code in packs"
+
+    def status(self) -> list[str]:
+        """A line for each plan."""
+        return [f"{at}: {self.code()}; {found}" for at, found in self.budget.plans()]
+
+    def close(self) -> None:
+        """Nothing waits for this code."""
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether the step has run here."""
+        return "program" in self.__dict__
+
+
+@dataclass(frozen=True)
+class PackBudget:
+    """The plans of a step in packs under one budget."""
+
+    budget: int
+    found: Mapping[Rows, PackPlan]
+    programs: PackPrograms
+
+    def plans(self) -> Iterator[tuple[str, PackPlan]]:
+        """The plans made so far, with the names of the feeds and the rows of their microbatches."""
+        names = [self.programs.step.whole.contents.by_id[value.node].name for value in self.programs.divided]
+        for rows, plan in tuple(self.found.items()):
+            yield f"{', '.join(sorted(names))}, {len(rows)} microbatches of {sum(rows)} rows", plan

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.errors import Unimplemented
 from tfnb.graph import Contents, Node, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.memory.pack_tasks import Phase
@@ -57,12 +57,7 @@ class PackCut:
         self.step, self.state = step, resolve(step.graph, step.feeds)
         nodes = tuple(self.state.nodes.values())
         layer = layers(nodes)
-        self.packs = max(layer.values(), default=-1) + 1 if pack_of is None else max(pack_of, default=-1) + 1
-        if self.packs < 2:
-            raise InvalidArgument(
-                "a step in packs needs layers in numbered children of a module, such as those of nn.Sequential or "
-                f"nn.ModuleList, and this one has {self.packs}"
-            )
+        self.packs = 1 + max(layer.values() if pack_of is None else pack_of, default=0)
         self._pack = layer if pack_of is None else {node: pack_of[at] for node, at in layer.items()}
         self.graph = step.whole.derive(Contents((*self._fed(), *nodes, *self._assigns()), step.graph.contents.guards))
         self.time: dict[int, int] = {}

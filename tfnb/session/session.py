@@ -26,6 +26,7 @@ from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
 from tfnb.execution import TRACERS, CheckedTracer, Trace, profiling
 from tfnb.execution.budgeted import SizedPlan
 from tfnb.execution.dataflow.executor import EXECUTORS
+from tfnb.execution.pack_step import PackCode, PackPlan
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.gradients import IndexedSlices
@@ -86,11 +87,7 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
         "cluster",
     ): "microbatches are of trainings in this process, and of fit(mode='pipeline'): close the cluster, or leave them "
     "out, as its tasks divide the rows of a step",
-    (
-        "microbatches",
-        "memory_budget",
-    ): "microbatches hold what one of them needs, and a memory_budget plans whole steps: "
-    "use a session without memory_budget",
+    ("schedule", "memory_budget"): "a pipeline has no memory_budget: leave out one of the two",
     ("microbatches", "watch"): "a watched step is looked at as a whole: take tfnb.watch off, or leave out microbatches",
     ("training", "queues"): (
         "fit divides the rows of a step over tasks and gives the part of a lost one to another, and an element of a "
@@ -536,9 +533,10 @@ class Session:
                 old = None if prepared is None else prepared.code
                 code = partial(self._code, old=old)
                 if division.microbatches > 1:
-                    for option in ("microbatches", *(() if division.schedule else ("accumulation",))):
+                    for option in ("microbatches", "schedule" if division.schedule else "accumulation"):
                         self._ensure_together(option, None)
-                    prepared = prepare_divided(self.graph, fetches, feed_keys, code, division)
+                    packs = None if self.memory_budget is None else partial(self._packs, old=old)
+                    prepared = prepare_divided(self.graph, fetches, feed_keys, code, division, packs)
                 else:
                     prepared = prepare(self.graph, fetches, feed_keys, code)
             self._prepared[key] = prepared
@@ -560,6 +558,11 @@ class Session:
         )
         self._ensure_together("memory_budget", code)
         return code
+
+    def _packs(self, step: StepGraph, *, old: Any) -> PackCode:
+        """The code of a step in packs and microbatches, within the memory budget."""
+        assert self.memory_budget is not None
+        return old if isinstance(old, PackCode) and same_step(old.step, step) else PackCode(step, self.memory_budget)
 
     # -- files ----------------------------------------------------------------------------------------------
 
@@ -646,7 +649,7 @@ class Session:
         finally:
             self.memory_budget = kept
 
-    def plans(self) -> list[tuple[str, SizedPlan]]:
+    def plans(self) -> list[tuple[str, SizedPlan | PackPlan]]:
         """With a memory budget: names and sizes of the feeds of each signature run here, and the plan."""
         budgets = (code.budget for code in self._codes())
         return [row for found in budgets if found and found.budget == self.memory_budget for row in found.plans()]
