@@ -190,6 +190,18 @@ def test_a_step_lasts_at_least_as_long_as_its_busiest_lane_and_at_most_as_all_of
             arrived[subject] = end
 
 
+def test_packs_are_several_times_as_quick_as_lru_on_a_slow_link() -> None:
+    """GPT-like: 12 packs, 8 microbatches, a budget of a quarter of weights and state, borders of little beside them."""
+    sizes = [40]
+    packs = [chain(12, 8, sizes, grouped=how, just_in_time=how) for how in (True, False)]
+    budget = 12 * 3 * 40 // 4
+    ours, lru = best_schedule(*packs[0], budget), schedule(*packs[1], budget, MovePolicy(Victims.LRU, 0, True))
+    rate = ours.moved / 120  # copies of ours take about half of the time of its tasks
+    both = [lane_times(plan, *of, rate, lambda task: 1.0) for plan, of in zip((ours, lru), packs, strict=True)]
+    assert ours.moved < lru.moved / 4 and ours.of(Role.GRADIENT) == 0
+    assert both[0].end < 1.5 * both[0].busy[MoveKind.RUN] and both[1].end > 3 * both[0].end
+
+
 def test_an_update_waits_for_the_last_backward_piece_that_reads_its_weights() -> None:
     tasks, _ = chain(3, 2, tied=True)
     names = [str(task) for task in tasks]
