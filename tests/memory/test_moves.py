@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from tfnb.errors import ResourceExhausted
 from tfnb.memory.lane_clock import lane_times
 from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_schedule, need, schedule
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
+from tfnb.memory.packs import balanced, greedy, greedy_reverse
 
 POLICIES = [
     MovePolicy(victims, ahead, writes_back)
@@ -200,6 +202,24 @@ def test_packs_are_several_times_as_quick_as_lru_on_a_slow_link() -> None:
     both = [lane_times(plan, *of, rate, lambda task: 1.0) for plan, of in zip((ours, lru), packs, strict=True)]
     assert ours.moved < lru.moved / 4 and ours.of(Role.GRADIENT) == 0
     assert both[0].end < 1.5 * both[0].busy[MoveKind.RUN] and both[1].end > 3 * both[0].end
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=7), packs=st.integers(1, 7))
+def test_balanced_packs_are_the_best_of_all_and_greedy_ones_keep_the_capacity(sizes: list[int], packs: int) -> None:
+    """S-192: beside brute force; every layer in one pack, packs in order."""
+
+    def sums(of: Sequence[int]) -> list[int]:
+        return [sum(size for size, pack in zip(sizes, of, strict=True) if pack == k) for k in range(max(of) + 1)]
+
+    count = min(packs, len(sizes))
+    cuts = [[sum(at >= cut for cut in chosen) for at in range(len(sizes))]
+            for chosen in combinations(range(1, len(sizes)), count - 1)]  # fmt: skip
+    assert max(sums(balanced(sizes, packs))) == min(max(sums(of)) for of in cuts)
+    for heuristic in (greedy, greedy_reverse):
+        found = heuristic(sizes, 9)
+        assert found == sorted(found) and max(sums(found)) <= 9
+        assert max(sums(balanced(sizes, max(found) + 1))) <= max(sums(found))
 
 
 def test_an_update_waits_for_the_last_backward_piece_that_reads_its_weights() -> None:

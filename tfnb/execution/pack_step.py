@@ -31,6 +31,7 @@ from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_sche
 from tfnb.memory.pack_cut import CutPiece, PackCut
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
 from tfnb.memory.rematerialize import counted
+from tfnb.memory.scratch import variable_bytes
 from tfnb.passes import StepGraph, feed_symbols
 from tfnb.passes.flow.merges import begin, way_of
 from tfnb.passes.liveness import nominal
@@ -137,7 +138,7 @@ class PackStep:
 
     def _bytes(self, item: DeviceItem) -> int:
         if isinstance(item.key, Variable):
-            return torch.Size(map(int, item.key.spec.shape)).numel() * item.key.spec.dtype.itemsize
+            return variable_bytes(item.key)
         value: Any = item.key
         return self._value_bytes(value, max(item.micro, 0), wide=item.role is Role.GRADIENT)
 
@@ -198,7 +199,7 @@ class PackStep:
             began = time.thread_time()
             copies = [here[roles[variable]] for variable in program.variables]
             fetched, pending = program.compute([given[v] for v in program.feeds], copies, run + micro * REPLICA)
-            values = dict(zip(program.fetches, fetched, strict=True))
+            values: dict[Value, Any] = dict(zip(program.fetches, fetched, strict=True))
             pending.variables = ()  # they are written at the end of the step
             commit(pending)
             made = {DeviceItem(Role.BORDER, value, task.micro): _own(values[value]) for value in cut.gives}

@@ -1,4 +1,4 @@
-"""The plan of which tensors are on a device when: tasks in an order, sizes and a budget give moves. Pure.
+"""The plan of tensor transfers of a device: tasks in an order, sizes and a budget give moves. Pure.
 
 One planner for weights, optimizer state, gradients and border values (semantics S-189): before a task runs, what it
 reads is loaded; victims are those of the farthest next use, clean ones are dropped and changed ones copied out; what
@@ -91,7 +91,7 @@ def need(task: PackTask, sizes: Mapping[DeviceItem, int]) -> int:
 def schedule(
     tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, policy: MovePolicy = MovePolicy()
 ) -> Schedule:
-    """The moves of one step, which begins and ends with all Variables on the host and nothing on the device.
+    """The moves of one step. At its beginning and end all Variables are on the host, and nothing is on the device.
 
     Raises ResourceExhausted with the smallest budget, the need of the largest task; every larger one is feasible.
     """
@@ -145,7 +145,7 @@ class _Planner:
         return task.work + sum(self.sizes[item] for item in task.makes)
 
     def _before(self, at: int, task: PackTask) -> None:
-        """Load what a task reads, and what the next tasks read, if there is room."""
+        """Load the inputs of a task; prefetch the inputs of the next tasks if there is room."""
         made = self._made(task)
         missing = [item for item in task.reads if item not in self.here]
         self._has_room(sum(self.sizes[item] for item in missing) + made, task.reads, at, is_needed=True)
@@ -181,7 +181,7 @@ class _Planner:
         return uses[found] if found < len(uses) else inf
 
     def _rank(self, item: DeviceItem, at: int) -> tuple[float, int]:
-        """First of those that leave is the least."""
+        """Sort key of eviction: the least leaves first."""
         used = self.here[item] if self.policy.victims is Victims.LRU else -self._next(item, at + 1)
         return used, -self.sizes[item]
 

@@ -85,7 +85,7 @@ class PackCut:
         return (Phase.UPDATE if (time - self.packs) % 2 else Phase.BACKWARD), pack
 
     def _place(self, node: Node) -> None:
-        """Set the time of a node; never before those of its inputs."""
+        """Set the time of a node; never before its inputs."""
         if node.op in _ANYWHERE:
             return
         if uses_queues(node) or node.op == "tfnb.print":

@@ -54,7 +54,7 @@ class PackPiece:
 
     @property
     def variables(self) -> tuple[DeviceItem, ...]:
-        """The Variables that it reads."""
+        """The Variables read by the piece, as items."""
         return (
             *(DeviceItem(Role.WEIGHT, key) for key in self.weights),
             *(DeviceItem(Role.STATE, key) for key in self.state),

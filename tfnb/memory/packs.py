@@ -47,7 +47,7 @@ def balanced(sizes: Sequence[float], packs: int) -> list[int]:
     """The pack of each layer, by bytes or by seconds, with the least largest sum: exact, by dynamic programming.
 
     >>> balanced([4, 1, 1, 4, 2], 3)
-    [0, 1, 1, 1, 2]
+    [0, 0, 1, 1, 2]
     """
     count, sums = len(sizes), [0.0, *accumulate(sizes)]
     packs = min(packs, count)

@@ -62,7 +62,7 @@ def infeasible(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None,
     budget: int, lowest: int,
 ) -> ResourceExhausted:  # fmt: skip
-    """The error of a step that no plan fits into the budget; ``lowest``: what its smallest plan takes."""
+    """The error of a step that no plan fits into the budget; ``lowest``: bytes of the smallest plan."""
     memory = counted(graph, fetches, feeds, sizes or {})
     working, state = _working(memory), state_bytes(graph)
     place = max(range(len(working)), key=working.__getitem__)
@@ -81,7 +81,7 @@ def infeasible(
 def counted(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int]
 ) -> Memory:  # fmt: skip
-    """The memory of a graph as a budget counts it: without rows of loops, with the scratch of convolutions.
+    """The memory of a graph under a budget: without rows of loops, with the scratch of convolutions.
 
     The graph has the nodes of what is fed.
     """

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tfnb.errors import FailedPrecondition
-from tfnb.graph import Contents, Graph, Node, Ref, Spec
+from tfnb.graph import Contents, Graph, Node, Ref, Spec, Variable
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
@@ -27,14 +27,18 @@ _LOCK = threading.Lock()  # torch has one profiler for each process
 
 
 def state_bytes(graph: Graph) -> int:
-    """Bytes of the Variables that a step uses on its device: the accelerator, if it computes on one, else the CPU."""
+    """Bytes of the Variables of a step on its device: the accelerator, if there is one, else the CPU."""
     found = {spec.device.partition(":")[0] for node in graph.nodes for spec in node.outputs}
     is_accelerated = bool(found - {"cpu", "meta"})
     return sum(
-        prod(map(int, variable.spec.shape)) * variable.spec.dtype.itemsize
-        for variable in graph.variables
+        variable_bytes(variable) for variable in graph.variables
         if (variable.spec.device.partition(":")[0] != "cpu") == is_accelerated
-    )
+    )  # fmt: skip
+
+
+def variable_bytes(variable: Variable) -> int:
+    """Bytes of the value of a Variable."""
+    return prod(variable.shape) * variable.dtype.itemsize
 
 
 def scratch(node: Node, contents: Contents, sizes: Mapping[str, int]) -> int:
@@ -49,14 +53,14 @@ def scratch(node: Node, contents: Contents, sizes: Mapping[str, int]) -> int:
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             value = node.inputs[leaf.input]
-            return _Operand(contents.by_id[value.node].outputs[value.index], sizes, LAID_OUT in node.tags)
+            return _KernelOperand(contents.by_id[value.node].outputs[value.index], sizes, LAID_OUT in node.tags)
         return leaf.evaluate(symbols | dict(sizes)) if isinstance(leaf, Dim) else leaf
 
     given = map_leaves(plain, node.attrs)
     return _measured(node.op, _Arguments(given), torch.get_num_threads())
 
 
-class _Operand:
+class _KernelOperand:
     """A tensor argument of a measured kernel: its shape, dtype, device and layout."""
 
     def __init__(self, spec: Spec, sizes: Mapping[str, int], is_laid_out: bool) -> None:
@@ -89,8 +93,10 @@ def _measured(op: str, arguments: _Arguments, threads: int) -> int:
     """The most bytes that the kernel holds on its device, less the bytes of its results."""
     schema = overload(op)._schema
     given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    given |= map_leaves(lambda leaf: leaf.zeros() if isinstance(leaf, _Operand) else leaf, arguments.given)
-    device = next(leaf.device for leaf in arguments.given.values() if isinstance(leaf, _Operand)).partition(":")[0]
+    given |= map_leaves(lambda leaf: leaf.zeros() if isinstance(leaf, _KernelOperand) else leaf, arguments.given)
+    device = next(leaf.device for leaf in arguments.given.values() if isinstance(leaf, _KernelOperand)).partition(":")[
+        0
+    ]
     if device == "meta":
         return 0
     most, made = allocated(partial(overload(op), **given), device)
@@ -98,7 +104,7 @@ def _measured(op: str, arguments: _Arguments, threads: int) -> int:
 
 
 def allocated(call: Any, device: str) -> tuple[int, list[torch.Tensor]]:
-    """The most bytes that a call holds at once of what it allocates on a device, and the tensors that it returns."""
+    """The most bytes that a call allocates on a device and holds at once, and the returned tensors."""
     with _LOCK, torch.no_grad():
         if torch.autograd._profiler_enabled():
             raise FailedPrecondition(

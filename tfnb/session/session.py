@@ -115,7 +115,11 @@ class Session:
     shapes, and the scratch of convolutions, each of which is run once on zeros to measure it. Feeds and constants do
     not count. A step that fits runs as it does without a budget; of one that does not, values are computed again, with
     the same bits, in generated code. A run that cannot keep the budget raises ResourceExhausted with its largest node
-    and the smallest budget that it could; `status` tells what is planned. What loops keep for
+    and the smallest budget that it could; `status` tells what is planned. Steps over microbatches (`make_callable`,
+    `fit`) run in packs, one for each numbered layer of a module: Variables and sums of gradients lie on the host, and
+    copies of those that a pack needs come to the device and go, so that both may be many times the budget; values are
+    bitwise those without it. That device is virtual, on the CPU: its bytes are counted and enforced, and RAM holds the
+    Variables beside it. What loops keep for
     their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
     costs less as predicted (see ``swap_memory`` of `while_loop`).
 
