@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tfnb.errors import ResourceExhausted, Unimplemented
+from tfnb.errors import InvalidArgument, ResourceExhausted, Unimplemented
 from tfnb.execution.pack_step import PackPrograms, PackStep
 from tfnb.memory.pack_cut import PackCut
 from tfnb.memory.pack_tasks import Phase
@@ -222,3 +222,26 @@ def test_an_update_that_takes_a_value_of_rows_is_refused() -> None:
         out = v.assign(slope.sum() * loss)
     with pytest.raises(Unimplemented, match="no dense gradient"):
         _ = PackCut(step_graph(graph, (out.value,), (x.value,))).pieces
+
+
+def test_an_error_in_a_pack_names_the_line_and_writes_nothing() -> None:
+    made = Training()
+    session = tfnb.Session(made.graph, memory_budget=10**9)
+    call = session.make_callable([made.loss, made.train], [made.x, made.y], microbatches=2)
+    before = [variable.value().clone() for variable in made.graph.variables]
+    with pytest.raises(InvalidArgument, match=r"(?s)failed: .*test_pack_steps.py line \d+:"):
+        call(made.rows, made.labels + VOCABULARY)
+    assert all(map(torch.equal, before, [variable.value() for variable in made.graph.variables]))
+
+
+def test_a_buffer_that_two_packs_use_is_refused() -> None:
+    """Grouped microbatches would read it in another order than they write it."""
+    net = nn.ModuleList([nn.BatchNorm1d(3), nn.Linear(3, 3)])
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(4, 3), name="x")
+        h = net[0](x)
+        loss = (net[1](h) + net[0].running_mean).square().mean()
+        train = tfnb.train.SGD(0.1).minimize(loss)
+    call = tfnb.Session(graph, memory_budget=10**9).make_callable([train], [x], microbatches=2)
+    with pytest.raises(Unimplemented, match="running_mean"):
+        call(torch.randn(4, 3))

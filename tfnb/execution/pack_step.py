@@ -17,13 +17,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from tfnb.errors import Unimplemented
+from tfnb.errors import TfnbError, Unimplemented
 from tfnb.execution.commit import Pending, commit
-from tfnb.execution.lowering.lower import lower
+from tfnb.execution.explain import explained
+from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program
 from tfnb.graph import Contents, Dim, Node, Spec, Value, Variable
 from tfnb.graph.graph import new_id
 from tfnb.graph.variable_locks import LOCKS, Access, Use, VariableSnapshot
+from tfnb.interrupts import from_signal_handler
 from tfnb.kernels.random import REPLICA
 from tfnb.kernels.virtual_device import VirtualDevice
 from tfnb.memory import MemoryPlan
@@ -32,7 +34,7 @@ from tfnb.memory.pack_cut import CutPiece, PackCut
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
 from tfnb.memory.rematerialize import counted
 from tfnb.memory.scratch import variable_bytes
-from tfnb.passes import StepGraph, feed_symbols
+from tfnb.passes import StepGraph, feed_symbols, step_graph
 from tfnb.passes.flow.merges import begin, way_of
 from tfnb.passes.liveness import nominal
 from tfnb.passes.pipeline import with_fed
@@ -72,6 +74,7 @@ class PackPrograms:
         self.lowered = [(cut, self._lowered(cut)) for cut in self.cut.pieces]
         self.variables = tuple(dict.fromkeys(v for _, program in self.lowered for v in program.variables))
         self.writes = tuple(dict.fromkeys(v for cut, _ in self.lowered for v in cut.written))
+        self._ensure_ordered()
         for variable in self.variables:
             if variable.spec.device != "cpu":
                 raise Unimplemented(
@@ -91,6 +94,20 @@ class PackPrograms:
                 "without memory_budget"
             )
 
+    def _ensure_ordered(self) -> None:
+        """A buffer that microbatches write is used by one pack alone; raises Unimplemented.
+
+        All microbatches pass a pack before the next one, which would read the value of the last of them.
+        """
+        for writer, _ in self.lowered:
+            for variable in writer.written if writer.phase is not Phase.UPDATE else ():
+                other = next((cut for cut, of in self.lowered if cut is not writer and variable in of.variables), None)
+                if other is not None:
+                    raise Unimplemented(
+                        f"{variable.name} is written in {writer.phase} of pack {writer.pack} and used in {other.phase} "
+                        f"of pack {other.pack}, which would see it after all microbatches: leave out memory_budget"
+                    )
+
     def _lowered(self, cut: CutPiece) -> Program:
         """The program of a piece; a group stands for the Variables that it writes."""
         fetches = (*cut.gives, *(cut.gradients if cut.phase is not Phase.UPDATE else ()), *cut.fetched)
@@ -101,7 +118,16 @@ class PackPrograms:
             graph = graph.derive(Contents((*graph.nodes, group), graph.contents.guards))
             fetches = (*fetches, Value(group.id))
         given = (*cut.takes, *(cut.gradients if cut.phase is Phase.UPDATE else ()))
-        return lower(graph, fetches, dict.fromkeys((*given, *self.step.feeds)))
+        step = step_graph(graph, fetches, dict.fromkeys((*given, *self.step.feeds)))
+        run = {node.id for node in step.graph.nodes if node.id in self.cut.time}
+        for strayed in sorted(run ^ (cut.nodes & self.cut.time.keys())):
+            node = self.by_id[strayed]
+            if "update" not in node.tags:  # an update may be absorbed by its write
+                raise Unimplemented(
+                    f"{node.name} is a check, or ordered behind another pack: leave out microbatches or memory_budget"
+                    + (f"  {node.source}" if node.source else "")
+                )
+        return lower_step(step)
 
 
 class PackStep:
@@ -198,7 +224,13 @@ class PackStep:
         with device.working(task.work + sum(self.sizes[item] for item in task.makes)):
             began = time.thread_time()
             copies = [here[roles[variable]] for variable in program.variables]
-            fetched, pending = program.compute([given[v] for v in program.feeds], copies, run + micro * REPLICA)
+            fed = [given[value] for value in program.feeds]
+            try:
+                fetched, pending = program.compute(fed, copies, run + micro * REPLICA)
+            except Exception as error:
+                if isinstance(error, TfnbError) or from_signal_handler(error):
+                    raise
+                raise explained(program, error, fed) from error
             values: dict[Value, Any] = dict(zip(program.fetches, fetched, strict=True))
             pending.variables = ()  # they are written at the end of the step
             commit(pending)
@@ -243,6 +275,7 @@ class PackProgram:
         self.programs, self.fetches, self._planned = programs, fetches, planned
         step = programs.step
         self.graph = self.whole = step.whole
+        self.inner = tuple(program for _, program in programs.lowered)  # in which an error or a deadline finds its node
         self.feeds, self.variables, self.writes = step.feeds, programs.variables, programs.writes
         self.access, self.commit_access = (Access(self.variables, self.writes) if self.variables else None), None
         self.use: Use = LOCKS.use(self.variables)
