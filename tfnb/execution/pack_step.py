@@ -22,12 +22,12 @@ from tfnb.execution.commit import Pending, commit
 from tfnb.execution.explain import explained
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program
+from tfnb.execution.virtual_device import VirtualDevice
 from tfnb.graph import Contents, Dim, Node, Spec, Value, Variable
 from tfnb.graph.graph import new_id
 from tfnb.graph.variable_locks import LOCKS, Access, Use, VariableSnapshot
 from tfnb.interrupts import from_signal_handler
 from tfnb.kernels.random import REPLICA
-from tfnb.kernels.virtual_device import VirtualDevice
 from tfnb.memory import MemoryPlan
 from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_schedule, need, schedule
 from tfnb.memory.pack_cut import CutPiece, PackCut
