@@ -434,7 +434,7 @@ class TfnbMagics(RunMagics):
         argument("--off", action="store_true", help="no budget"),
     )
     def tfbudget(self, line: str, cell: str | None = None) -> Any:
-        """The memory that a step may hold, beside feeds and variables; values are computed again to keep it.
+        """The memory that a step may hold, variables included, feeds not; values are computed again to keep it.
 
         %tfbudget 512MB
         """
@@ -449,12 +449,12 @@ class TfnbMagics(RunMagics):
             except tfnb.errors.InvalidArgument as error:
                 raise UsageError(str(error)) from None
         budget = session.memory_budget
+        plans = [(at, found.plan) for at, found in session.plans()]
         rows: list[tuple[Any, ...]] = [
-            (at, found.plan.peak, budget, len(found.plan.values), "; ".join(map(str, found.plan.loops)))
-            for at, found in session.plans()
+            (at, plan.peak, plan.state, budget, len(plan.values), "; ".join(map(str, plan.loops))) for at, plan in plans
         ]
-        columns = ("feeds", "peak", "budget", "nodes again", "loops")
-        return self._out(options, Table(columns, rows or [("any", "", budget, "", "")]))
+        columns = ("feeds", "peak", "variables", "budget", "nodes again", "loops")
+        return self._out(options, Table(columns, rows or [("any", "", "", budget, "", "")]))
 
     @magic(argument("file", nargs="?", type=Path, help="a .safetensors file"))
     def tfsave(self, line: str, cell: str | None = None) -> Any:

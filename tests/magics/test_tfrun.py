@@ -271,16 +271,16 @@ def test_variables_are_listed(net):
 
 
 def test_a_memory_budget_is_set_shown_and_taken_back(net):
-    assert list(net.ok("%tfbudget 1.5KiB").result) == [("any", "", 1536, "", "")]
+    assert list(net.ok("%tfbudget 1.5KiB").result) == [("any", "", "", 1536, "", "")]
     value = net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result
     (row,) = net.ok("%tfbudget").result
-    assert row[0] == "x [5, 3]" and 0 < row[1] <= 1536 and row[2:4] == (1536, 0)
+    assert row[0] == "x [5, 3]" and 32 < row[1] <= 1536 and row[2:5] == (32, 1536, 0)  # 24 bytes of weight, 8 of bias
     net.ok("%tfbudget 9B")
     ran = net.run("%tfrun loss -f x=torch.zeros(5, 3)")
     assert isinstance(ran.error, tfnb.errors.ResourceExhausted) and f"budget is {row[1]:,} bytes" in str(ran.error)
     refused = net.run("%tfbudget 1").err
     assert refused.startswith("UsageError: a memory budget of 1 bytes holds no value of graph net; the least sensible")
-    assert net.ok("%tfbudget").result.rows[-1][2] == 9
+    assert net.ok("%tfbudget").result.rows[-1][3] == 9
     net.ok("%tfbudget --off")
     assert torch.equal(net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result, value)
     assert "not 'much'" in net.run("%tfbudget much").err

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import tfnb
-from tfnb.errors import InvalidArgument, ResourceExhausted
+from tfnb.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from tfnb.graph.graph import new_id
 from tfnb.memory import rematerialize
+from tfnb.memory.scratch import allocated
+from tfnb.passes import peak
 
 
 def deep(width: int = 64, depth: int = 6, rows: int = 256) -> tuple[tfnb.Graph, tfnb.Value, tfnb.Value]:
@@ -136,3 +138,51 @@ def test_an_op_on_a_fed_value_is_not_simplified_by_the_op_that_made_it(op: objec
     fed = torch.tensor([[-1.0, 2, -3], [4, -5, 6], [-7, 8, -9]])
     assert torch.equal(session.run(y, {h: fed}), op(fed))  # type: ignore[operator]
     assert torch.equal(session.run(z, {values: -torch.ones(3, 2), places: torch.ones(3, 2).long()}), -torch.ones(3, 2))
+
+
+def test_variables_count_in_the_peak_the_error_and_the_answer() -> None:
+    """The weights, and with Adam two slots and a step count for each of them."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(256, 256)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(2, 256), name="x")
+        train = tfnb.train.Adam(1e-3).minimize(net(x).square().mean())
+    weights, feed = 4 * (256 * 256 + 256), {x: torch.randn(2, 256)}
+    session = tfnb.Session(graph, compile="off", memory_budget="1GB")
+    session.run(train, feed)
+    ((_, found),) = session.plans()
+    assert 0 <= found.plan.state - 3 * weights < 64  # counts of steps
+    assert found.plan.peak >= found.plan.state + weights  # gradients
+    assert f"at most {found.plan.peak:,} bytes, {found.plan.state:,} of them Variables" in session.status()[0]
+    with pytest.raises(ResourceExhausted, match=rf"its Variables are {found.plan.state:,} bytes, and .* largest node"):
+        tfnb.Session(graph, compile="off", memory_budget=found.plan.state + weights - 1).run(train, feed)
+
+
+def convolved(dtype: torch.dtype) -> tuple[tfnb.Graph, tfnb.Value, tfnb.Value]:
+    """A net whose step holds more scratch of convolutions than values, in float64."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))).to(dtype)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(4, 8, 16, 16, dtype=dtype), name="x")
+        train = tfnb.train.SGD(0.1).minimize(net(x).square().mean())
+    return graph, x, train
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_of_convolutions_allocates_no_more_than_was_planned(dtype: torch.dtype) -> None:
+    graph, x, train = convolved(dtype)
+    session = tfnb.Session(graph, compile="off", memory_budget="1GB")
+    feed = {x: torch.randn(4, 8, 16, 16, dtype=dtype)}
+    session.run(train, feed)
+    plan = session.plans()[0][1].plan
+    measured, _ = allocated(lambda: [session.run(train, feed)], "cpu")
+    planned = plan.peak - plan.state
+    assert 0.8 * planned < measured <= 1.05 * planned
+    if dtype is torch.float64:
+        assert planned > 2 * peak(graph, [train.value], [x.value], {"B": 4})
+
+
+def test_scratch_is_not_measured_inside_of_a_profiler() -> None:
+    graph, x, train = convolved(torch.float32)
+    with torch.profiler.profile(), pytest.raises(FailedPrecondition, match="before its block"):
+        tfnb.Session(graph, compile="off", memory_budget="1GB").run(train, {x: torch.randn(5, 8, 16, 16)})

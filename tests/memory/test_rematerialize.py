@@ -21,6 +21,7 @@ from tfnb.graph import Graph
 from tfnb.graph.check import check
 from tfnb.memory import spare, step_passes, within
 from tfnb.memory.rematerialize import AGAIN, plans
+from tfnb.memory.scratch import state_bytes
 from tfnb.passes import ONCE, optimize, peak, table
 
 BATCH, WIDTH = 256, 64
@@ -41,13 +42,13 @@ def dropping() -> tuple[Graph, nn.Module, list[Any], dict[Any, torch.Tensor]]:
 
 
 def losses(budget: int | None, steps: int = 4) -> tuple[list[torch.Tensor], int]:
-    """The loss curve and final weights, and the measured peak of a step."""
+    """The loss curve and final weights, and the measured peak of a step with its Variables."""
     g, net, (loss, step), fed = dropping()
     session = tfnb.Session(g, compile="off", memory_budget=budget)
     curve = [session.run([loss, step], fed)[0] for _ in range(steps)]
     session.run([loss, step], fed, trace=True)
     assert session.trace is not None
-    return [*curve, *(v.detach().clone() for v in net.state_dict().values())], session.trace.peak
+    return [*curve, *(v.detach().clone() for v in net.state_dict().values())], session.trace.peak + state_bytes(g)
 
 
 def smallest(budget: int) -> int:
@@ -63,7 +64,7 @@ def test_a_quarter_of_the_memory_gives_the_same_loss_curve() -> None:
     want, most = losses(None)
     least = smallest(1)
     budget = max(most // 4, least)
-    assert budget < 0.45 * most
+    assert budget < 0.55 * most
     got, measured = losses(budget)
     assert measured <= 1.01 * budget  # a reshape that has to copy is predicted to share memory
     for a, b in zip(got, want, strict=True):
@@ -111,7 +112,7 @@ def test_a_binary_search_finds_the_smallest_budget_that_is_said() -> None:
             found = lower(g, *ask, step_passes(ONCE, within(budget, sizes)))
         except ResourceExhausted:
             return False
-        return peak(found.graph, *ask, sizes) <= budget
+        return state_bytes(g) + peak(found.graph, *ask, sizes) <= budget
 
     said = smallest(1)
     low, high = 1, 1 << 30
@@ -223,5 +224,6 @@ def test_the_table_of_passes_shows_what_a_budget_saves() -> None:
     g, _, fetches, fed = dropping()
     ask = [f.value for f in fetches], [x.value for x in fed]
     most = peak(lower(g, *ask).graph, *ask)
-    rows = {stage.name: stage for stage in table(g, *ask, last=step_passes(ONCE, within(3 * most // 4)))}
+    limit = state_bytes(g) + 3 * most // 4
+    rows = {stage.name: stage for stage in table(g, *ask, last=step_passes(ONCE, within(limit)))}
     assert rows["recompute"].nodes > rows["prune"].nodes and rows["recompute"].peak <= 3 * most // 4

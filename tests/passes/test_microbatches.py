@@ -298,8 +298,6 @@ def test_what_microbatches_cannot_do_is_refused_by_name():
     call = default_session(net.graph).make_callable(net.train, net.feeds, microbatches=2)
     with pytest.raises((InvalidArgument, ShapeError)):
         call(net.x[:0], net.y[:0])
-    with pytest.raises(Unimplemented, match="memory_budget"):
-        Session(net.graph, memory_budget=10**9).make_callable(net.train, net.feeds, microbatches=2)
 
 
 @pytest.mark.parametrize("microbatches", [2, 5, 16])

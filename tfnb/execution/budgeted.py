@@ -32,7 +32,8 @@ class SizedPlan:
     offloaded: OffloadCounts | None = None
 
     def __str__(self) -> str:
-        text = f"at most {self.plan.peak:,} bytes, {len(self.plan.values)} nodes again"
+        state = f", {self.plan.state:,} of them Variables" if self.plan.state else ""
+        text = f"at most {self.plan.peak:,} bytes{state}, {len(self.plan.values)} nodes again"
         kept = self.offloaded
         if kept is not None and kept.saved:
             text += (
@@ -52,7 +53,7 @@ class SizedPlan:
 
 
 class Budget:
-    """The programs of one signature that hold at most ``budget`` bytes beside feeds, constants and Variables."""
+    """The programs of one signature that hold at most ``budget`` bytes beside feeds and constants."""
 
     def __init__(self, program: Program, budget: int, once: Sequence[Pass] = ONCE) -> None:
         self.first, self.budget, self.once = program, budget, once

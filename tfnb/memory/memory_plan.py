@@ -17,9 +17,10 @@ from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.node import leaves
 from tfnb.graph.ops import WHILE
 from tfnb.graph.subgraph import row_places
-from tfnb.memory.loop_rows import LoopRows, kept_by_loops, loop_rows, of_rows, working
+from tfnb.memory.loop_rows import LoopRows, loop_rows, of_rows, working
 from tfnb.memory.prices import computing, cost, moving
-from tfnb.memory.rematerialize import AGAIN, infeasible, plans, spare
+from tfnb.memory.rematerialize import AGAIN, counted, infeasible, plans, spare
+from tfnb.memory.scratch import state_bytes
 from tfnb.passes.donate import donate
 from tfnb.passes.liveness import Memory
 from tfnb.passes.pipeline import ONCE, with_fed
@@ -68,11 +69,13 @@ class Decision:
 class MemoryPlan:
     """The most bytes that a step holds, as predicted, and a decision for each value and loop that does not stay.
 
-    peak: without rows of loops whose bytes the run counts. left: what the budget leaves for those.
+    peak: with Variables, gradients and the scratch of convolutions, without rows of loops whose bytes the run counts.
+    state: of which Variables. left: what the budget leaves for those rows.
     """
 
     peak: int
     left: int
+    state: int = 0
     decisions: tuple[Decision, ...] = ()
 
     @property
@@ -98,10 +101,11 @@ def memory_plan(
 
     whole: what it was pruned from; it has the nodes of what is fed.
     """
-    memory = Memory(graph, fetches, feeds, sizes, kept_by_loops(graph, fetches, sizes))
-    peak = memory.peak()
-    decisions = (*_of_values(with_fed(graph, whole, feeds), memory, sizes), *_of_loops(graph, fetches, memory, sizes))
-    return MemoryPlan(peak, budget - peak, decisions)
+    seen = with_fed(graph, whole, feeds)
+    memory, state = counted(seen, fetches, feeds, sizes), state_bytes(graph)
+    peak = state + memory.peak()
+    decisions = (*_of_values(seen, memory, sizes), *_of_loops(seen, fetches, memory, sizes))
+    return MemoryPlan(peak, budget - peak, state, decisions)
 
 
 def _of_values(graph: Graph, memory: Memory, sizes: Mapping[str, int]) -> Iterator[Decision]:
@@ -148,33 +152,33 @@ def _restarts(node: Node, kept: Collection[Value], sizes: Mapping[str, int]) -> 
 
 
 def within(budget: int, sizes: Mapping[str, int] | None = None) -> Pass:
-    """The pass that keeps the predicted peak at or below ``budget`` bytes, for these sizes of symbols.
+    """The pass that keeps the predicted peak, Variables included, at or below ``budget`` bytes.
 
-    Where loops keep rows beside it, the peak leaves room for some iterations of those, if there is such a plan.
-    It raises ResourceExhausted where no plan fits, with the smallest budget for which one does.
+    sizes: of symbols. Where loops keep rows beside it, the peak leaves room for some iterations of those, if there is
+    such a plan. It raises ResourceExhausted where no plan fits, with the smallest budget for which one does.
     """
 
     def recompute(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
         lowest: int | None = None
         fits: Graph | None = None
-        rows = working(graph, fetches, sizes or {})
+        rows, room = working(graph, fetches, sizes or {}), budget - state_bytes(graph)
         for peak, planned in plans(graph, fetches, feeds, sizes):
-            if peak <= budget:
+            if peak <= room:
                 fits = planned
-            if peak <= budget - rows:
+            if peak <= room - rows:
                 break
             lowest = peak
         if fits is not None:
             return fits
-        _refuse_rows(graph, fetches, sizes or {}, budget, lowest or 0)
-        raise infeasible(graph, fetches, feeds, sizes, budget, lowest or 0)
+        _refuse_rows(graph, fetches, sizes or {}, room, lowest or 0)
+        raise infeasible(graph, fetches, feeds, sizes, budget, budget - room + (lowest or 0))
 
     return recompute
 
 
-def _refuse_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int], budget: int, lowest: int) -> None:
-    """Raise ResourceExhausted for a loop with a number of rows known from the feeds, if its rows exceed the budget."""
+def _refuse_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int], room: int, lowest: int) -> None:
+    """Raise ResourceExhausted for a loop with a number of rows known from the feeds, if its rows exceed the room."""
     for found in loop_rows(graph, fetches, sizes):
-        if not found.leaves and found.iterations is not None and found.iterations * found.bytes > lowest - budget:
-            left = budget - lowest + found.iterations * found.bytes
+        if not found.leaves and found.iterations is not None and found.iterations * found.bytes > lowest - room:
+            left = room - lowest + found.iterations * found.bytes
             raise found.refused(left // found.bytes + 1, left)

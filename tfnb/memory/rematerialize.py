@@ -9,8 +9,9 @@ every value has the bits that it has without.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tfnb.errors import ResourceExhausted
 from tfnb.graph import Graph, Node, Value
@@ -19,6 +20,7 @@ from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.memory.loop_rows import kept_by_loops
 from tfnb.memory.prices import cost, repeats
+from tfnb.memory.scratch import scratch, state_bytes
 from tfnb.passes.donate import donate
 from tfnb.passes.liveness import Memory
 from tfnb.passes.rewrite import with_nodes
@@ -39,7 +41,7 @@ def spare(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
     """
     if not any(facts_of(node.op).cheap for node in graph.nodes):
         return graph
-    dropping = _Dropping(graph, fetches, feeds, {})
+    dropping = _Dropping(graph, fetches, feeds, {}, _nominal)
     curve = dropping.memory.curve()
     most = max(curve, default=0)
     chosen = dropping.spared(curve.index(most)) if most >= WORTH_SPARING else {}
@@ -49,21 +51,42 @@ def spare(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
     return with_nodes(graph, found.nodes) if most - found.peak >= most / GAIN else graph
 
 
+def _nominal(
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int]
+) -> Memory:  # fmt: skip
+    """The memory of a graph by its shapes alone: no kernel is run to measure its scratch."""
+    return Memory(graph, fetches, feeds, sizes, kept_by_loops(graph, fetches, sizes))
+
+
 def infeasible(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None,
     budget: int, lowest: int,
 ) -> ResourceExhausted:  # fmt: skip
-    """The error of a step that no plan fits into the budget."""
-    working = _working(Memory(graph, fetches, feeds, sizes, kept_by_loops(graph, fetches, sizes or {})))
+    """The error of a step that no plan fits into the budget; ``lowest``: bytes of the smallest plan."""
+    memory = counted(graph, fetches, feeds, sizes or {})
+    working, state = _working(memory), state_bytes(graph)
     place = max(range(len(working)), key=working.__getitem__)
-    node = graph.nodes[place]
+    node, inside = graph.nodes[place], memory.scratch[place]
     where = f" ({node.source})" if node.source else ""
+    variables = f"its Variables are {state:,} bytes, and " if state else ""
+    beside = f" with {inside:,} bytes of scratch" if inside else ""
     return ResourceExhausted(
-        f"a memory budget of {budget:,} bytes is too small for this step: the inputs and outputs of its largest node, "
-        f"{node.name}{where}, are {working[place]:,} bytes; the smallest feasible budget is {lowest:,} bytes. Give at "
-        "least that, or feed fewer rows",
+        f"a memory budget of {budget:,} bytes is too small for this step: {variables}the inputs and outputs of its "
+        f"largest node, {node.name}{where}, are {working[place]:,} bytes{beside}; the smallest feasible budget is "
+        f"{lowest:,} bytes. Give at least that, or feed fewer rows",
         **node.where,
     )
+
+
+def counted(
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int]
+) -> Memory:  # fmt: skip
+    """The memory of a graph under a budget: without rows of loops, with the scratch of convolutions.
+
+    The graph has the nodes of what is fed.
+    """
+    aside = kept_by_loops(graph, fetches, sizes)
+    return Memory(graph, fetches, feeds, sizes, aside, partial(scratch, contents=graph.contents, sizes=sizes))
 
 
 def least_budgets(graph: Graph) -> tuple[int, int]:
@@ -77,15 +100,16 @@ def least_budgets(graph: Graph) -> tuple[int, int]:
 
 
 def _working(memory: Memory) -> list[int]:
-    """Bytes of the inputs and outputs of each node."""
-    return [sum(memory.size[owner] for owner in touched) for touched in memory.touched]
+    """Bytes of the inputs, outputs and scratch of each node."""
+    sums = (sum(memory.size[owner] for owner in touched) for touched in memory.touched)
+    return [size + inside for size, inside in zip(sums, memory.scratch, strict=True)]
 
 
 def plans(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, Graph]]:
-    """The graph itself, and then graphs of lower and lower predicted peaks, each with its peak."""
-    dropping = _Dropping(graph, fetches, feeds, sizes or {})
+    """The graph itself, and then graphs of lower and lower predicted peaks, each with its peak without Variables."""
+    dropping = _Dropping(graph, fetches, feeds, sizes or {}, counted)
     found = dropping.tried({})
     yield found.peak, graph
     while True:
@@ -111,11 +135,11 @@ class _Dropping:
     """The search for pieces to drop: a graph, and its memory without drops."""
 
     def __init__(
-        self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int]
-    ) -> None:
-        self.graph, self.fetches, self.feeds, self.sizes = graph, fetches, feeds, sizes
-        self.aside = kept_by_loops(graph, fetches, sizes)
-        self.memory = Memory(graph, fetches, feeds, sizes, self.aside)
+        self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int],
+        measure: Callable[[Graph, Collection[Value], Collection[Value], Mapping[str, int]], Memory],
+    ) -> None:  # fmt: skip
+        self.graph, self.fetches, self.feeds, self.sizes, self._measure = graph, fetches, feeds, sizes, measure
+        self.memory = measure(graph, fetches, feeds, sizes)
         self.last = self.memory.last()
         self.uses: dict[Value, list[int]] = {}
         for place, touched in enumerate(self.memory.touched):
@@ -128,7 +152,7 @@ class _Dropping:
         """The program after dropping these pieces."""
         nodes, places = _Copying(self, dropped).program()
         graph = donate(self.graph if not dropped else with_nodes(self.graph, nodes), self.fetches, self.feeds)
-        curve = Memory(graph, self.fetches, self.feeds, self.sizes, self.aside).curve()
+        curve = self._measure(graph, self.fetches, self.feeds, self.sizes).curve()
         peak = max(curve, default=0)
         at = next((i for i, held in enumerate(curve) if held == peak), 0)
         return _Trial(dropped, nodes, peak, curve.count(peak), places[at] if places else 0)

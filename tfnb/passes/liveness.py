@@ -2,12 +2,12 @@
 
 Semantics S-141. What the step does not make (feeds, constants, Variables) costs nothing. Values are freed at their last
 use; what is fetched or written lives to the end, and so do gradients of optimizer updates, which are done at commit.
-What kernels hold inside does not count. Imports graph, and kernels for which updates there are.
+Scratch of kernels counts where the caller says what it is. Imports graph, and kernels for which updates there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from math import prod
 
@@ -26,14 +26,16 @@ class Memory:
 
     size: bytes of each piece that the step makes. touched: the pieces that each node (by place) takes or makes, in an
     order that no id decides. made: those that it makes. kept: pieces that live to the end. aside: values
-    that do not count.
+    that do not count. scratch: bytes that the kernel of each node (by place) holds beside its results.
     """
 
     def __init__(
         self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value],
         sizes: Mapping[str, int] | None = None, aside: Collection[Value] = (),
+        scratch: Callable[[Node], int] | None = None,
     ) -> None:  # fmt: skip
         self._aside = aside
+        self.scratch = [0 if scratch is None else scratch(node) for node in graph.nodes]
         self.owner: dict[Value, Value] = {value: value for value in feeds}
         self.size: dict[Value, int] = {}
         self.touched: list[tuple[Value, ...]] = []
@@ -82,7 +84,7 @@ class Memory:
         for place in order:
             for owner in self.made[place]:
                 held += self.size[owner]
-            found.append(held)
+            found.append(held + self.scratch[place])
             for owner in self.touched[place]:
                 if last[owner] == place and owner not in self.kept:
                     held -= self.size[owner]

@@ -140,9 +140,13 @@ def prepare(
 
 
 def prepare_divided(
-    graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode], division: Division
+    graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode], division: Division,
+    packs: Callable[[StepGraph], Any] | None = None,
 ) -> PreparedRun:  # fmt: skip
-    """`prepare` for a step over microbatches. Raises Unimplemented if the graph has breakpoints."""
+    """`prepare` for a step over microbatches. Raises Unimplemented if the graph has breakpoints.
+
+    packs: what makes the code of a step that divides itself into microbatches, and into packs.
+    """
     microbatches, schedule = division
     made: list[Microbatches] = []
     guards: list[RowGuards] = []
@@ -150,7 +154,7 @@ def prepare_divided(
     def divided(step: StepGraph) -> StepCode:
         guards.append(RowGuards.of(step))
         made.append(in_microbatches(step, microbatches if schedule else 1, schedule))
-        return code(made[0].step)
+        return code(made[0].step) if packs is None else packs(step)
 
     prepared = prepare(graph, fetches, feed_keys, divided)
     if prepared.looks:

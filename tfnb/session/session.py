@@ -26,6 +26,7 @@ from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
 from tfnb.execution import TRACERS, CheckedTracer, Trace, profiling
 from tfnb.execution.budgeted import SizedPlan
 from tfnb.execution.dataflow.executor import EXECUTORS
+from tfnb.execution.pack_step import PackCode, PackPlan
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.gradients import IndexedSlices
@@ -86,11 +87,7 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
         "cluster",
     ): "microbatches are of trainings in this process, and of fit(mode='pipeline'): close the cluster, or leave them "
     "out, as its tasks divide the rows of a step",
-    (
-        "microbatches",
-        "memory_budget",
-    ): "microbatches hold what one of them needs, and a memory_budget plans whole steps: "
-    "use a session without memory_budget",
+    ("schedule", "memory_budget"): "a pipeline has no memory_budget: leave out one of the two",
     ("microbatches", "watch"): "a watched step is looked at as a whole: take tfnb.watch off, or leave out microbatches",
     ("training", "queues"): (
         "fit divides the rows of a step over tasks and gives the part of a lost one to another, and an element of a "
@@ -113,10 +110,16 @@ class Session:
     ``"channels_last"`` lets convolutions of images on the CPU run with channels last where that is faster, with other
     last digits (a deep net with batch norm in training mode makes them 2e-3 of its outputs). None: the environment's
     TFNB_LAYOUT, else "torch". On a cluster and by dataflow it is torch's.
-    memory_budget: the most bytes, as a number or as text such as ``"2GB"``, that a step may hold at once beside feeds,
-    constants and Variables, as predicted from shapes. A step that fits runs as it does without a budget; of one that
-    does not, values are computed again, with the same bits, in generated code. A run that cannot keep the budget raises
-    ResourceExhausted with the smallest budget that it could; `status` tells what is planned. What loops keep for
+    memory_budget: the most bytes, as a number or as text such as ``"2GB"``, that a step may hold at once on its
+    device: its Variables (weights, slots of the optimizer, buffers), gradients and all other values, as predicted from
+    shapes, and the scratch of convolutions, each of which is run once on zeros to measure it. Feeds and constants do
+    not count. A step that fits runs as it does without a budget; of one that does not, values are computed again, with
+    the same bits, in generated code. A run that cannot keep the budget raises ResourceExhausted with its largest node
+    and the smallest budget that it could; `status` tells what is planned. Steps over microbatches (`make_callable`,
+    `fit`) run in packs, one for each numbered layer of a module: Variables and sums of gradients lie on the host, and
+    copies of those that a pack needs come to the device and go, so that both may be many times the budget; values are
+    bitwise those without it. That device is virtual, on the CPU: its bytes are counted and enforced, and RAM holds the
+    Variables beside it. What loops keep for
     their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
     costs less as predicted (see ``swap_memory`` of `while_loop`).
 
@@ -534,9 +537,10 @@ class Session:
                 old = None if prepared is None else prepared.code
                 code = partial(self._code, old=old)
                 if division.microbatches > 1:
-                    for option in ("microbatches", *(() if division.schedule else ("accumulation",))):
+                    for option in ("microbatches", "schedule" if division.schedule else "accumulation"):
                         self._ensure_together(option, None)
-                    prepared = prepare_divided(self.graph, fetches, feed_keys, code, division)
+                    packs = None if self.memory_budget is None else partial(self._packs, old=old)
+                    prepared = prepare_divided(self.graph, fetches, feed_keys, code, division, packs)
                 else:
                     prepared = prepare(self.graph, fetches, feed_keys, code)
             self._prepared[key] = prepared
@@ -558,6 +562,11 @@ class Session:
         )
         self._ensure_together("memory_budget", code)
         return code
+
+    def _packs(self, step: StepGraph, *, old: Any) -> PackCode:
+        """The code of a step in packs and microbatches, within the memory budget."""
+        assert self.memory_budget is not None
+        return old if isinstance(old, PackCode) and same_step(old.step, step) else PackCode(step, self.memory_budget)
 
     # -- files ----------------------------------------------------------------------------------------------
 
@@ -644,7 +653,7 @@ class Session:
         finally:
             self.memory_budget = kept
 
-    def plans(self) -> list[tuple[str, SizedPlan]]:
+    def plans(self) -> list[tuple[str, SizedPlan | PackPlan]]:
         """With a memory budget: names and sizes of the feeds of each signature run here, and the plan."""
         budgets = (code.budget for code in self._codes())
         return [row for found in budgets if found and found.budget == self.memory_budget for row in found.plans()]
@@ -700,8 +709,8 @@ def limit(graph: Graph, memory_budget: int | str | None) -> Session:
     smallest, largest = least_budgets(graph)
     if budget is not None and budget < smallest:
         raise InvalidArgument(
-            f"a memory budget of {budget:,} bytes holds no value of graph {graph.name}; the least sensible "
-            f"one is {largest:,} bytes, the needs of its largest node for feeds of one row"
+            f"a memory budget of {budget:,} bytes holds no value of graph {graph.name}; the least sensible one is "
+            f"{largest:,} bytes, the needs of its largest node for feeds of one row, and the Variables of a step"
         )
     session = default_session(graph)
     session.memory_budget = budget

@@ -1,0 +1,400 @@
+"""A training step in packs x microbatches, planned on a byte budget and run on a device that holds no more.
+
+Each piece of `tfnb.memory.pack_cut` is lowered to a program of its own, which computes on copies of its Variables; the
+moves of `tfnb.memory.moves` say when they come and go. New values of Variables stay in a second generation on the host
+until the commit of the step: one that is stopped before has written nothing. The device is virtual: tensors are those
+of the CPU, and what it holds is counted and enforced.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from tfnb.errors import TfnbError, Unimplemented
+from tfnb.execution.commit import Pending, commit
+from tfnb.execution.explain import explained
+from tfnb.execution.lowering.lower import lower_step
+from tfnb.execution.lowering.program import Program
+from tfnb.execution.virtual_device import VirtualDevice
+from tfnb.graph import Contents, Dim, Node, Spec, Value, Variable
+from tfnb.graph.graph import new_id
+from tfnb.graph.variable_locks import LOCKS, Access, Use, VariableSnapshot
+from tfnb.interrupts import from_signal_handler
+from tfnb.kernels.random import REPLICA
+from tfnb.memory import MemoryPlan
+from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_schedule, need, schedule
+from tfnb.memory.pack_cut import CutPiece, PackCut
+from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
+from tfnb.memory.rematerialize import counted
+from tfnb.memory.scratch import variable_bytes
+from tfnb.passes import StepGraph, feed_symbols, step_graph
+from tfnb.passes.flow.merges import begin, way_of
+from tfnb.passes.liveness import nominal
+from tfnb.passes.pipeline import with_fed
+
+_NARROW = (torch.float16, torch.bfloat16)  # summed in float32
+Rows = tuple[int, ...]  # of each microbatch
+
+
+@dataclass
+class PackRun:
+    """A computed step. most: bytes on the device at once. loaded, stored: bytes copied. seconds: of each task."""
+
+    fetched: dict[Value, torch.Tensor] = field(default_factory=dict)
+    most: int = 0
+    loaded: int = 0
+    stored: int = 0
+    seconds: dict[PackTask, float] = field(default_factory=dict)
+
+
+class PackPrograms:
+    """The pieces of a step, each lowered once for all sizes.
+
+    pack_of: the pack of each layer, by default one for each.
+    """
+
+    def __init__(self, step: StepGraph, pack_of: Sequence[int] | None = None) -> None:
+        self.step, self.cut = step, PackCut(step, pack_of)
+        self.by_id = self.cut.graph.contents.by_id
+        shown = feed_symbols(step.whole.contents, step.feeds)
+        self.axes = {symbol: axis for symbol, (_, axis) in shown.items()}
+        if any(self.axes.values()) or len(self.axes) != 1:
+            names = ", ".join(self.axes) or "none"
+            raise Unimplemented(f"packs divide the one size, on axis 0, that feeds share, and here sizes vary: {names}")
+        self.divided = frozenset(v for v in step.feeds if any(isinstance(size, Dim) for size in self.spec(v).shape))
+        for value in step.fetches:
+            self._ensure_mean(value)
+        self.lowered = [(cut, self._lowered(cut)) for cut in self.cut.pieces]
+        self.variables = tuple(dict.fromkeys(v for _, program in self.lowered for v in program.variables))
+        self.writes = tuple(dict.fromkeys(v for cut, _ in self.lowered for v in cut.written))
+        self._ensure_ordered()
+        for variable in self.variables:
+            if variable.spec.device != "cpu":
+                raise Unimplemented(
+                    f"{variable.name} is on {variable.spec.device}: packs keep Variables on the host, and run on a "
+                    "virtual device of the CPU only; leave out microbatches or memory_budget"
+                )
+
+    def spec(self, value: Value) -> Spec:
+        """The spec of a value of the step."""
+        return self.by_id[value.node].outputs[value.index]
+
+    def _ensure_mean(self, value: Value) -> None:
+        node = self.step.whole.contents.by_id[value.node]
+        if node.outputs and way_of(self.step.whole.contents, value, is_fed=value in self.step.feeds) != "mean":
+            raise Unimplemented(
+                f"{node.name} is fetched, and packs give means of real numbers over microbatches: leave it out, or run "
+                "without memory_budget"
+            )
+
+    def _ensure_ordered(self) -> None:
+        """A buffer that microbatches write is used by one pack alone; raises Unimplemented.
+
+        All microbatches pass a pack before the next one, which would read the value of the last of them.
+        """
+        for writer, _ in self.lowered:
+            for variable in writer.written if writer.phase is not Phase.UPDATE else ():
+                other = next((cut for cut, of in self.lowered if cut is not writer and variable in of.variables), None)
+                if other is not None:
+                    raise Unimplemented(
+                        f"{variable.name} is written in {writer.phase} of pack {writer.pack} and used in {other.phase} "
+                        f"of pack {other.pack}, which would see it after all microbatches: leave out memory_budget"
+                    )
+
+    def _lowered(self, cut: CutPiece) -> Program:
+        """The program of a piece; a group stands for the Variables that it writes."""
+        fetches = (*cut.gives, *(cut.gradients if cut.phase is not Phase.UPDATE else ()), *cut.fetched)
+        graph = self.cut.graph
+        if cut.written:
+            name, inputs = f"{cut.phase}.{cut.pack}", tuple(cut.written.values())
+            group = Node(id=new_id(), name=name, op="tfnb.group", inputs=inputs)
+            graph = graph.derive(Contents((*graph.nodes, group), graph.contents.guards))
+            fetches = (*fetches, Value(group.id))
+        given = (*cut.takes, *(cut.gradients if cut.phase is Phase.UPDATE else ()))
+        step = step_graph(graph, fetches, dict.fromkeys((*given, *self.step.feeds)))
+        run = {node.id for node in step.graph.nodes if node.id in self.cut.time}
+        for strayed in sorted(run ^ (cut.nodes & self.cut.time.keys())):
+            node = self.by_id[strayed]
+            if "update" not in node.tags:  # an update may be absorbed by its write
+                raise Unimplemented(
+                    f"{node.name} is a check, or ordered behind another pack: leave out microbatches or memory_budget"
+                    + (f"  {node.source}" if node.source else "")
+                )
+        return lower_step(step)
+
+
+class PackStep:
+    """The tasks and sizes of a step in packs, for microbatches of so many rows."""
+
+    def __init__(self, programs: PackPrograms, rows: Rows, **order: bool) -> None:
+        self.of, self.rows = programs, rows
+        self.stops = [sum(rows[: at + 1]) for at in range(len(rows))]
+        seen = programs.lowered
+        read = {v for cut, program in seen if cut.phase is not Phase.UPDATE for v in program.variables}
+        self.programs = {self._piece(cut, program, read): (cut, program) for cut, program in seen}
+        self.tasks = tasks_of([*self.programs], len(rows), **order)
+        items = dict.fromkeys(item for task in self.tasks for item in (*task.reads, *task.makes))
+        self.sizes = {item: self._bytes(item) for item in items}
+
+    def _sizes(self, micro: int) -> dict[str, int]:
+        return dict.fromkeys(self.of.axes, self.rows[micro])
+
+    def _piece(self, cut: CutPiece, program: Program, read: set[Variable]) -> PackPiece:
+        """The piece as the planner sees it: Variables read by updates alone are optimizer state."""
+        largest = self.rows.index(max(self.rows))
+        graph = with_fed(program.graph, program.whole, program.feeds)
+        peak = counted(graph, program.fetches, program.feeds, self._sizes(largest)).peak()
+        return PackPiece(
+            cut.phase, cut.pack, tuple(v for v in program.variables if v in read),
+            tuple(v for v in program.variables if v not in read), frozenset(cut.written), cut.gradients, cut.takes,
+            cut.gives, max(0, peak - sum(self._value_bytes(value, largest) for value in cut.gives)),
+        )  # fmt: skip
+
+    def _value_bytes(self, value: Value, micro: int, wide: bool = False) -> int:
+        spec = self.of.spec(value)
+        size = 4 if wide and spec.dtype in _NARROW else spec.dtype.itemsize
+        return size * torch.Size(nominal(spec, self._sizes(micro))).numel()
+
+    def _bytes(self, item: DeviceItem) -> int:
+        if isinstance(item.key, Variable):
+            return variable_bytes(item.key)
+        value: Any = item.key
+        return self._value_bytes(value, max(item.micro, 0), wide=item.role is Role.GRADIENT)
+
+    def need(self, task: PackTask) -> int:
+        """Bytes on the device while a task runs, with nothing beside it."""
+        return need(task, self.sizes)
+
+    def planned(self, budget: int) -> Schedule:
+        """The moves of a step; raises ResourceExhausted with the smallest budget and its largest task."""
+        return best_schedule(self.tasks, self.sizes, budget)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all Variables: weights, buffers, and optimizer state."""
+        return sum(size for item, size in self.sizes.items() if item.role in (Role.WEIGHT, Role.STATE))
+
+    def compute(
+        self, feeds: Mapping[Value, torch.Tensor], storages: Mapping[Variable, torch.Tensor], plan: Schedule,
+        budget: int, run: int = 0,
+    ) -> tuple[PackRun, dict[Variable, torch.Tensor]]:  # fmt: skip
+        """Carry a plan out on a device of ``budget`` bytes; the new values of Variables. No storage is written."""
+        items = {item: _variable(item) for item in self.sizes if item.role in (Role.WEIGHT, Role.STATE)}
+        device = VirtualDevice(budget, {item: storages[variable] for item, variable in items.items()})
+        done = PackRun()
+        for kind, item, at in plan.moves:
+            match kind:
+                case MoveKind.RUN:
+                    self._task(self.tasks[at], device, feeds, run, done)
+                case MoveKind.IN:
+                    device.load(item)
+                case MoveKind.OUT:
+                    device.store(item)
+                case MoveKind.WAIT:
+                    device.settle(item)
+                case _:
+                    device.drop(item)
+        device.close()
+        done.most, done.loaded, done.stored = device.most, device.loaded, device.stored
+        written = set(self.of.writes)
+        return done, {variable: device.host[item] for item, variable in items.items() if variable in written}
+
+    def _task(
+        self, task: PackTask, device: VirtualDevice, feeds: Mapping[Value, torch.Tensor], run: int, done: PackRun
+    ) -> None:  # fmt: skip
+        """Run one task on the device's tensors; what it makes stays there."""
+        cut, program = self.programs[task.piece]
+        micro = max(task.micro, 0)
+        stop, here = self.stops[micro], device.here
+        start, share = stop - self.rows[micro], self.rows[micro] / self.stops[-1]
+        whole = self.of.step.feeds
+        given = {value: feeds[value][start:stop] if value in self.of.divided else feeds[value] for value in whole}
+        given |= {value: here[DeviceItem(Role.BORDER, value, task.micro)] for value in cut.takes}
+        if cut.phase is Phase.UPDATE:
+            sums = {value: here[DeviceItem(Role.GRADIENT, value)] for value in cut.gradients}
+            given |= {value: total.to(self.of.spec(value).dtype) for value, total in sums.items()}
+        roles = {item.key: item for item in task.piece.variables}
+        with device.working(task.work + sum(self.sizes[item] for item in task.makes)):
+            began = time.thread_time()
+            copies = [here[roles[variable]] for variable in program.variables]
+            fed = [given[value] for value in program.feeds]
+            try:
+                fetched, pending = program.compute(fed, copies, run + micro * REPLICA)
+            except Exception as error:
+                if isinstance(error, TfnbError) or from_signal_handler(error):
+                    raise
+                raise explained(program, error, fed) from error
+            values: dict[Value, Any] = dict(zip(program.fetches, fetched, strict=True))
+            pending.variables = ()  # they are written at the end of the step
+            commit(pending)
+            made = {DeviceItem(Role.BORDER, value, task.micro): _own(values[value]) for value in cut.gives}
+            for value in cut.gradients if cut.phase is Phase.BACKWARD else ():
+                item = DeviceItem(Role.GRADIENT, value)
+                total = here.get(item)
+                if total is None:
+                    total = made[item] = _zeros(values[value])
+                total.add_(values[value].to(total.dtype), alpha=share)
+            for value in cut.fetched:
+                total = done.fetched.setdefault(value, _zeros(values[value]))
+                total.add_(values[value].to(total.dtype), alpha=share)
+            done.seconds[task] = time.thread_time() - began
+        for item, tensor in made.items():
+            device.put(item, tensor)
+
+
+def _variable(item: DeviceItem) -> Variable:
+    found: Variable = item.key  # type: ignore[assignment]
+    return found
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    """The value in memory of its size: a view would keep what it is a part of."""
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+
+
+def _zeros(value: torch.Tensor) -> torch.Tensor:
+    """The sum of no values; adding one to it changes no bit of that."""
+    dtype = torch.float32 if value.dtype in _NARROW else value.dtype
+    return torch.full_like(value, begin("mean", dtype), dtype=dtype, memory_format=torch.contiguous_format)
+
+
+class PackProgram:
+    """A step in packs as one program: it computes from whole batches and what `DividedFeeder` adds to them."""
+
+    waits: ClassVar[bool] = False  # for what other steps do
+    commit = staticmethod(commit)
+
+    def __init__(self, programs: PackPrograms, fetches: tuple[Value, ...], planned: Callable[[Rows], PackPlan]) -> None:
+        self.programs, self.fetches, self._planned = programs, fetches, planned
+        step = programs.step
+        self.graph = self.whole = step.whole
+        self.inner = tuple(program for _, program in programs.lowered)  # in which an error or a deadline finds its node
+        self.feeds, self.variables, self.writes = step.feeds, programs.variables, programs.writes
+        self.access, self.commit_access = (Access(self.variables, self.writes) if self.variables else None), None
+        self.use: Use = LOCKS.use(self.variables)
+
+    def compute(
+        self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0,
+        forward: Callable[..., Any] | None = None, cut: VariableSnapshot | None = None,
+    ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
+        """Fetched values, and the writes of the step; nothing is written."""
+        feeds = list(feeds)
+        plan = self._planned(rows_of(self.programs, feeds))
+        read = storages if cut is None else map(cut.copies.get, self.variables, storages)
+        given = dict(zip(self.feeds, feeds[: len(self.feeds)], strict=True))
+        state: Any = dict(zip(self.variables, read, strict=True))
+        plan.last, new = plan.step.compute(given, state, plan.schedule, plan.budget, run)
+        values = self.programs.cut.state.same
+        fetched = [plan.last.fetched.get(values.get(value, value)) for value in self.fetches]
+        targets = [storages[self.variables.index(variable)] for variable in self.writes]
+        return fetched, Pending(targets, [new[variable] for variable in self.writes], [], self.writes)
+
+
+def rows_of(programs: PackPrograms, feeds: Sequence[torch.Tensor]) -> Rows:
+    """The rows of each microbatch, from the shapes that `DividedFeeder` feeds behind the batch."""
+    return tuple(feeds[len(programs.step.feeds)][:, 0].tolist())
+
+
+@dataclass(eq=False)
+class PackPlan:
+    """The plan of a step in packs, for microbatches of so many rows. last: the last step that was computed."""
+
+    step: PackStep
+    schedule: Schedule
+    budget: int
+    last: PackRun | None = None
+
+    @cached_property
+    def lru(self) -> int:
+        """Bytes that swapping the least recently used tensors moves, in program order, written back if clean."""
+        program_order = PackStep(self.step.of, self.step.rows, grouped=False, just_in_time=False)
+        return schedule(program_order.tasks, program_order.sizes, self.budget, MovePolicy(Victims.LRU, 0, True)).moved
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The most bytes that the device holds, and the bytes of all Variables, on the host."""
+        return MemoryPlan(self.schedule.most, self.budget - self.schedule.most, self.step.state_bytes)
+
+    def __str__(self) -> str:
+        packs, microbatches = self.step.of.cut.packs, len(self.step.rows)
+        return (
+            f"at most {self.schedule.most:,} bytes of {self.budget:,} on the device, Variables of "
+            f"{self.step.state_bytes:,} on the host: {packs} packs x {microbatches} microbatches, "
+            f"{self.schedule.moved:,} bytes a step move (least recently used: {self.lru:,})"
+        )
+
+
+class PackCode:
+    """The code of a step in packs and microbatches, within a memory budget: as `StepCode` to a session."""
+
+    is_dataflow = is_cut = False
+
+    def __init__(self, step: StepGraph, budget: int) -> None:
+        self.step, self.limit = step, budget
+        self._plans: dict[Rows, PackPlan] = {}
+        self._lock = threading.Lock()
+
+    @cached_property
+    def program(self) -> PackProgram:
+        """The step, cut and lowered."""
+        return PackProgram(PackPrograms(self.step), self.step.fetches, self._planned)
+
+    @property
+    def whole(self) -> PackCode:
+        """Tracers and checks look at steps as a whole; raises Unimplemented."""
+        raise Unimplemented("a step in packs is neither traced nor checked: run it without memory_budget")
+
+    @property
+    def budget(self) -> PackBudget:
+        """Its plans."""
+        return PackBudget(self.limit, self._plans, self.program.programs)
+
+    def _planned(self, rows: Rows) -> PackPlan:
+        found = self._plans.get(rows)
+        if found is None:
+            with self._lock:
+                step = PackStep(self.program.programs, rows)
+                found = self._plans[rows] = PackPlan(step, step.planned(self.limit), self.limit)
+        return found
+
+    def at(self, shapes: tuple[torch.Size, ...]) -> tuple[PackProgram, Callable[..., Any] | None]:
+        """The program; the rows of its microbatches are fed."""
+        return self.program, None
+
+    def code(self, shapes: tuple[torch.Size, ...] | None = None) -> str:
+        """The kind of code that runs the step."""
+        return "generated code in packs"
+
+    def status(self) -> list[str]:
+        """A line for each plan."""
+        return [f"{at}: {self.code()}; {found}" for at, found in self.budget.plans()]
+
+    def close(self) -> None:
+        """Nothing waits for this code."""
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether the step has run here."""
+        return "program" in self.__dict__
+
+
+@dataclass(frozen=True)
+class PackBudget:
+    """The plans of a step in packs under one budget."""
+
+    budget: int
+    found: Mapping[Rows, PackPlan]
+    programs: PackPrograms
+
+    def plans(self) -> Iterator[tuple[str, PackPlan]]:
+        """The plans made so far, with the names of the feeds and the rows of their microbatches."""
+        names = [self.programs.step.whole.contents.by_id[value.node].name for value in self.programs.divided]
+        for rows, plan in tuple(self.found.items()):
+            yield f"{', '.join(sorted(names))}, {len(rows)} microbatches of {sum(rows)} rows", plan

@@ -1,0 +1,179 @@
+"""A training step cut into forward, backward and update pieces of packs: sites of the one cut of steps. Pure.
+
+Each node has a time at which its piece runs: forward pieces ascending, then each backward piece and its update
+descending (semantics S-191). A forward node is done anew by the backward piece of its pack, so that a pack keeps only
+what enters it (S-196); the last pack's forward is a part of its backward. What crosses is read off
+`tfnb.passes.flow.cut.Partition`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tfnb.errors import Unimplemented
+from tfnb.graph import Contents, Node, Value, Variable
+from tfnb.graph.subgraph import uses_queues
+from tfnb.memory.pack_tasks import Phase
+from tfnb.memory.packs import layers
+from tfnb.passes.flow import frames
+from tfnb.passes.flow.cut import End, Partition
+from tfnb.passes.flow.places import Place, homes
+from tfnb.passes.flow.step_flow import symbols_of
+from tfnb.passes.prune import StepGraph
+from tfnb.passes.resolve import resolve
+
+_ANYWHERE = frozenset({"tfnb.read", "tfnb.constant", "tfnb.placeholder"})
+_EFFECTS = frozenset({"tfnb.guard", "tfnb.print"})
+
+
+@dataclass(frozen=True)
+class CutPiece:
+    """One piece of the cut.
+
+    takes: values of other pieces. gives: values for other pieces, gradients left out. gradients: values that are summed
+    over microbatches, made by a backward piece and taken by an update. fetched: values that the caller wants. written:
+    Variables, by the nodes that assign them. nodes: ids of what it does.
+    """
+
+    phase: Phase
+    pack: int
+    takes: tuple[Value, ...]
+    gives: tuple[Value, ...]
+    gradients: tuple[Value, ...]
+    fetched: tuple[Value, ...]
+    written: Mapping[Variable, Value]
+    nodes: frozenset[int]
+
+
+class PackCut:
+    """The cut of a step. pack_of: the pack of each layer, in order, by default one for each.
+
+    graph: pure dataflow, with one assign for each written Variable at its end.
+    """
+
+    def __init__(self, step: StepGraph, pack_of: Sequence[int] | None = None) -> None:
+        self.step, self.state = step, resolve(step.graph, step.feeds)
+        nodes = tuple(self.state.nodes.values())
+        layer = layers(nodes)
+        self.packs = 1 + max(layer.values() if pack_of is None else pack_of, default=0)
+        self._pack = layer if pack_of is None else {node: pack_of[at] for node, at in layer.items()}
+        self.graph = step.whole.derive(Contents((*self._fed(), *nodes, *self._assigns()), step.graph.contents.guards))
+        self.time: dict[int, int] = {}
+        self._rows = frozenset(step.feeds)
+        self._gradient: set[int] = set()  # nodes that depend on a derivative
+        for node in nodes:
+            self._place(node)
+
+    def _fed(self) -> list[Node]:
+        fed = dict.fromkeys(v.node for v in self.step.feeds if v.node not in self.state.nodes)
+        return [self.step.whole.contents.by_id[i] for i in fed]
+
+    def _assigns(self) -> list[Node]:
+        last = {node.attrs["variable"]: node for node in self.step.graph.nodes if node.op == "tfnb.assign"}
+        return [replace(node, inputs=(self.state.final[v], *node.inputs[1:]), control=()) for v, node in last.items()]
+
+    def backward(self, pack: int) -> int:
+        """The time of a pack's backward piece; its update follows."""
+        return self.packs + 2 * (self.packs - 1 - pack)
+
+    def _piece(self, time: int) -> tuple[Phase, int]:
+        if time < self.packs:
+            return Phase.FORWARD, time
+        pack = self.packs - 1 - (time - self.packs) // 2
+        return (Phase.UPDATE if (time - self.packs) % 2 else Phase.BACKWARD), pack
+
+    def _place(self, node: Node) -> None:
+        """Set the time of a node; never before its inputs."""
+        if node.op in _ANYWHERE:
+            return
+        if uses_queues(node) or node.op == "tfnb.print":
+            raise Unimplemented(f"{node.name} is done once in a step, and packs do microbatches one after the other")
+        times = [self.time[v.node] for v in node.inputs if v.node in self.time]
+        last = max([*times, *([0] if any(v in self._rows for v in node.inputs) else [])], default=None)
+        of_gradient = "gradient" in node.tags or any(v.node in self._gradient for v in node.inputs)
+        if of_gradient:
+            self._gradient.add(node.id)
+        if node.id in self.state.updated - self._dense or (of_gradient and not self._is_derivative(node)):
+            last = max(last or 0, self.packs)
+            self.time[node.id] = last if self._piece(last)[0] is Phase.UPDATE else last + 1
+        elif of_gradient or node.forward is not None:
+            own = self.time.get(node.forward) if node.forward is not None else None
+            own = self.packs if own is None or own >= self.packs else self.backward(own)
+            self.time[node.id] = max(own, last or 0)
+        elif last is not None or node.id in self._pack:  # else it depends on no row and no layer: done anew anywhere
+            time = max(self._pack.get(node.id, 0), last or 0)
+            self.time[node.id] = self.packs if time == self.packs - 1 else time  # the last pack is fused
+
+    @cached_property
+    def _dense(self) -> frozenset[int]:
+        return frozenset(node.id for node in self.state.nodes.values() if "densified" in node.tags)
+
+    def _is_derivative(self, node: Node) -> bool:
+        return "gradient" in node.tags or node.id in self._dense
+
+    @cached_property
+    def partition(self) -> Partition:
+        """The cut of the dataflow form."""
+        moved = {v for v, value in self.state.final.items() if self.time.get(value.node, self.packs) <= self.packs}
+        flow, written = frames.resolved(frames.lower(
+            self.graph.contents, self.step.feeds, symbols_of(self.step.whole, self.step.feeds), native=lambda node: True
+        ))  # fmt: skip
+        found = list(homes(flow, {node: Place(time) for node, time in self.time.items()}))
+        for number, op in enumerate(flow.ops):
+            node = op.node
+            if op.kind != frames.NODE or node is None:
+                continue
+            if node.id not in self.time and node.attrs.get("variable") not in moved:
+                found[number] = found[number]._replace(place=None)
+            reads = {self.graph.contents.by_id[v.node].attrs.get("variable") for v in node.inputs}
+            time = self.time.get(node.id, self.packs)
+            if time < self.packs and node.op not in _EFFECTS and moved.isdisjoint(reads):
+                found[number] = found[number]._replace(also=frozenset({Place(self.backward(time))}))
+        fetched = [self.state.resolved(v) for v in self.step.fetches if self.step.whole.contents.by_id[v.node].outputs]
+        self._ends = tuple(dict.fromkeys(value for value in fetched if value not in self.step.feeds))
+        ends = [End(flow.ports[value], (), Place(self._end(value))) for value in self._ends]
+        ends += [End(port, (), Place(self._end(self.state.final[v]))) for v, port in written.items()]
+        return Partition(flow, ends, found)
+
+    def _end(self, value: Value) -> int:
+        """The time of the piece that gives a value to the caller or to a Variable."""
+        return self.time.get(value.node, self.packs)
+
+    @cached_property
+    def pieces(self) -> tuple[CutPiece, ...]:
+        """The pieces in the order of time."""
+        cut = self.partition
+        return tuple(self._cut_piece(place.number) for place in sorted(cut.done) if cut.nodes(place))
+
+    def _cut_piece(self, time: int) -> CutPiece:
+        cut, (phase, pack) = self.partition, self._piece(time)
+        value = {edge: cut.flow.value(edge.port) for edge in cut.edges}
+        in_update = {edge: self._piece(edge.to.number)[0] is Phase.UPDATE for edge in cut.edges}
+        sums = {
+            edge for edge in cut.edges if in_update[edge] and self._piece(edge.source.number)[0] is not Phase.UPDATE
+        }
+        here = [edge for edge in cut.edges if time in (edge.to.number, edge.source.number)]
+        summed = dict.fromkeys(self._summed(value[edge]) for edge in here if edge in sums)
+        takes = dict.fromkeys(value[edge] for edge in here if edge.to.number == time and edge not in sums)
+        gives = dict.fromkeys(value[edge] for edge in here if edge.source.number == time and edge not in sums)
+        assigns = {node.attrs["variable"]: node for node in self.graph.nodes if node.op == "tfnb.assign"}
+        written = {
+            variable: assigns[variable].value() for variable, final in self.state.final.items()
+            if self._end(final) == time
+        }  # fmt: skip
+        fetched = tuple(v for v in self._ends if self._end(v) == time)
+        nodes = frozenset(node.id for node in cut.nodes(Place(time)) if node.op not in _ANYWHERE | {"tfnb.assign"})
+        return CutPiece(phase, pack, tuple(takes), tuple(gives), tuple(summed), fetched, written, nodes)  # type: ignore[arg-type]
+
+    def _summed(self, value: Value | None) -> Value:
+        """A gradient, which microbatches sum; raises Unimplemented for other values that an update takes."""
+        node = None if value is None else self.graph.contents.by_id[value.node]
+        if value is None or node is None or not self._is_derivative(node) or node.op == "tfnb.slices.default":
+            name = "a size" if node is None else f"{node.name}"
+            where = f"  {node.source}" if node is not None and node.source else ""
+            raise Unimplemented(
+                f"an update takes {name}, which is no dense gradient: packs sum gradients over microbatches{where}"
+            )
+        return value
