@@ -237,9 +237,6 @@ BENT: dict[str, tuple[Callable[..., Any], str, str]] = {
         lambda m, x: (lambda loss: tfnb.cond(loss < 99, lambda: loss, lambda: loss / 2))(m(x).square().mean()), "x",
         "cond of a mean over rows is no mean of cond",
     ),
-    "a mask of ones": (
-        lambda m, x, w: (m(x).mean(1) * (w >= 0)).sum() / (w >= 0).sum(), "xw", "such as that of a mask",
-    ),
 }  # fmt: skip
 
 

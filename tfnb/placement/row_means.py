@@ -208,8 +208,6 @@ def _bend(step: StepGraph, losses: Collection[Value], rows: frozenset[str]) -> R
         op = node.op.split(".")[1] if node.op.startswith("aten.") else ""
         if node.op in REGIONS or op in _BENDS:
             return Reason("bent", node)
-        if op == "div" and len(node.inputs) == 2 and node.inputs[1] in means:
-            return Reason("weighted", node)
     return None
 
 
