@@ -230,6 +230,24 @@ NAMED: dict[str, tuple[Callable[..., Any], str, str]] = {
 }  # fmt: skip
 
 
+BENT: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "flooding": (lambda m, x: (m(x).square().mean() + 5).abs() - 5, "x", "abs of a mean over rows is no mean of abs"),
+    "a clamp": (lambda m, x: m(x).square().mean().clamp(max=99.0), "x", "clamp of a mean over rows is no mean of"),
+    "a branch": (
+        lambda m, x: (lambda loss: tfnb.cond(loss < 99, lambda: loss, lambda: loss / 2))(m(x).square().mean()), "x",
+        "cond of a mean over rows is no mean of cond",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_loss_that_other_rows_may_make_none_is_named(name: str) -> None:
+    loss, letters, why = BENT[name]
+    module = flat()
+    (note,) = seen(lambda *feeds: loss(module, *feeds), letters).notes
+    assert "a mean over the rows that were looked at, and may be none over others" in note and why in note, note
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_a_loss_that_is_none_is_named(name: str) -> None:
     loss, letters, why = NAMED[name]

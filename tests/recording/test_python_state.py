@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -345,6 +348,111 @@ def test_an_attribute_that_the_block_itself_reads_of_a_module() -> None:
     net.temperature = 2.0
     with pytest.raises(StaleNode, match=r"attribute temperature of net \(Linear\) was 1.0, and is 2.0 now"):
         run(y, x)
+
+
+def squared(x: torch.Tensor) -> torch.Tensor:
+    return x.square()
+
+
+class Criterion:
+    """An object of the program that is called, one method of which reads an attribute."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.calls = weight, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.weight
+
+
+def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * factor
+
+
+SETTINGS: dict[str, tuple[str, Any, Callable[[Any], Any], str]] = {
+    "attribute": ("x * its.beta", SimpleNamespace(beta=1.0), lambda its: setattr(its, "beta", 2.0), "its.beta was 1.0"),
+    "path": (
+        "x * its.loss.beta", SimpleNamespace(loss=SimpleNamespace(beta=1.0)),
+        lambda its: setattr(its.loss, "beta", 2.0), "its.loss.beta was 1.0 when .*, and is 2.0 now",
+    ),
+    "dict with texts": (
+        "x * its['beta']", {"name": "run", "beta": 1.0}, lambda its: its.update(beta=2.0),
+        r"its was \{'name': 'run', 'beta': 1.0\} when",
+    ),
+    "text": ("x * 2 if its == 'plain' else -x", "plain", lambda its: "negative", "its was 'plain' when"),
+    "NumPy number": ("x * its", np.float32(1.0), lambda its: np.float32(2.0), "its was 1.0 when .*, and is 2.0 now"),
+    "NumPy array": (
+        "x * torch.from_numpy(its)", np.ones(3, np.float32), lambda its: its.fill(2.0), r"its was \[1.0, 1.0, 1.0\]",
+    ),
+    "module": ("its(x)", nn.Linear(3, 3), lambda its: nn.Linear(3, 3), "its is another Linear now than when"),
+    "function": ("its(x)", squared, lambda its: torch.abs, "its is another function now than when"),
+    "lambda": ("its(x)", lambda x: x + 1, lambda its: lambda x: x + 2, "its is another function now than when"),
+    "enclosed": ("its(x)", times(2.0), lambda its: times(3.0), "its is another function now than when"),
+    "partial": (
+        "its(x)", partial(torch.add, other=1.0), lambda its: partial(torch.add, other=2.0), "its is another function",
+    ),
+    "callable": ("its(x)", Criterion(1.0), lambda its: setattr(its, "weight", 2.0), "its.weight was 1.0 when"),
+    "method": ("its.part(x)", Criterion(1.0), lambda its: Criterion(2.0), "its.weight was 1.0 when"),
+    "attribute of a global": ("read(x)", None, lambda its: setattr(options, "beta", 2.0), "options.beta was 1.0 when"),
+}  # fmt: skip
+options = SimpleNamespace(beta=1.0)
+
+
+def read(x: torch.Tensor) -> torch.Tensor:
+    return x * options.beta
+
+
+def block(tmp_path: Path, formula: str) -> Callable[[dict[str, Any]], Any]:
+    """A block of a file that records ``y = formula`` from names of its module."""
+    file = tmp_path / "block.py"
+    file.write_text(f"with tfnb.record():\n    x = tfnb.placeholder(X)\n    y = {formula}\n")
+    return lambda names: exec(compile(file.read_text(), str(file), "exec"), names)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_setting_of_the_program_that_changed_is_said_once(kind: str, tmp_path: Path) -> None:
+    formula, before, change, said = copy.deepcopy(SETTINGS[kind])
+    names: dict[str, Any] = {"tfnb": tfnb, "torch": torch, "X": X, "its": before, "read": read}
+    block(tmp_path, formula)(names)
+    y, x = names["y"], names["x"]
+    run(y, x)
+    after = change(before)
+    names["its"] = before if after is None else after
+    try:
+        with pytest.warns(UserWarning, match=said):
+            run(y, x)
+        run(y, x)
+    finally:
+        options.beta = 1.0
+
+
+def test_an_optimizer_that_another_one_replaced_is_said(tmp_path: Path) -> None:
+    net = nn.Linear(3, 3)
+    names: dict[str, Any] = {"tfnb": tfnb, "X": X, "net": net, "opt": torch.optim.SGD(net.parameters(), lr=0.1)}
+    block(tmp_path, "net(x); opt.zero_grad(); y.sum().backward(); step = opt.step()")(names)
+    run(names["step"], names["x"])
+    names["opt"] = torch.optim.SGD(net.parameters(), lr=0.01)
+    with pytest.warns(UserWarning, match="opt is another SGD now than when .* was recorded: the graph computes with"):
+        run(names["step"], names["x"])
+
+
+def test_what_is_recorded_alike_is_no_other_setting(tmp_path: Path) -> None:
+    def names_of(lines: str) -> dict[str, Any]:
+        table: dict[str, Any] = {"torch": torch}
+        exec(compile(f"{lines}def its(x, scale=2.0):\n    return (lambda z: z * scale)(x)\n", "<cell>", "exec"), table)
+        return table
+
+    names: dict[str, Any] = {"tfnb": tfnb, "X": X, "its": names_of("")["its"], "log": {"losses": []}, "c": Criterion(1)}
+    block(tmp_path, "its(x) * c.part(x); log['losses'].append(y)")(names)
+    run(names["y"], names["x"])
+    names["its"] = names_of("# the cell has another first line now\n\n")["its"]
+    names["log"]["losses"].append(1.0)
+    names["c"].calls += 1
+    run(names["y"], names["x"])
+    names["its"] = "a text, of another purpose"
+    run(names["y"], names["x"])
 
 
 gain, offset = 2.0, torch.ones(3)

@@ -24,6 +24,22 @@ def _forked() -> None:
         torch.random.manual_seed(1)
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x, g: torch.rand(x.shape, generator=g), lambda x, g: torch.randn(x.shape[0], 3, generator=g),
+        lambda x, g: torch.randint(0, 5, x.shape, generator=g), lambda x, g: x[torch.randperm(x.shape[0], generator=g)],
+    ],
+    ids=["rand", "randn", "randint", "randperm"],
+)  # fmt: skip
+def test_sizes_vary_beside_a_generator(draw: Callable[[Any, torch.Generator], Any]) -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.arange(12.0).view(4, 3))
+        y = draw(x, torch.Generator().manual_seed(3))
+    found = [tfnb.run(y, {x: torch.arange(90.0).view(30, 3)}) for _ in range(2)]
+    assert found[0].shape == (30, 3) and not torch.equal(*found)
+
+
 @pytest.mark.parametrize(("change", "name"), [
     (lambda: torch.manual_seed(3), "manual_seed"), (lambda: torch.random.manual_seed(3), "manual_seed"),
     (lambda: manual_seed(3), "manual_seed"), (torch.seed, "seed"), (torch.random.seed, "seed"),

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value
+from tfnb.graph.ops import REGIONS
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import map_nodes, nested
-from tfnb.passes import StepGraph, feed_symbols
+from tfnb.passes import StepGraph, feed_symbols, step_graph
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Homes, Transfer
 
@@ -33,6 +34,10 @@ _REDUCTIONS: Mapping[str, str] = {name: kind for kind, names in {
     "product": "mm bmm mv dot addmm addmv baddbmm matmul einsum",
     "entropy": "nll_loss_forward nll_loss2d_forward nll_loss nll_loss2d",
 }.items() for name in names.split()}  # fmt: skip
+_BENDS = {
+    "abs", "relu", "leaky_relu", "hardtanh", "threshold", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
+    "fmax", "fmin", "where", "huber_loss", "smooth_l1_loss", "max", "min", "amax", "amin",
+}  # fmt: skip
 _PICKS = {"index", "nonzero", "masked_select", "_unsafe_index"}
 
 SAID: Mapping[str, tuple[str, str]] = {
@@ -59,6 +64,10 @@ SAID: Mapping[str, tuple[str, str]] = {
     "statistic": ("{op} is a statistic of all rows, and a task has only its own", ""),
     "product": ("{op} multiplies rows with each other, and a task has only its own", ""),
     "function": ("{op} of a mean over rows is no mean of {op} over parts of them", "take the mean last"),
+    "bent": (
+        "{op} of a mean over rows is no mean of {op} over parts of them where these lie on both sides of its bend",
+        "",
+    ),
     "across": ("its rows are computed with each other, and a task has only its own", ""),
 }
 """Why a loss is no mean over rows, and what to write in its place."""
@@ -103,6 +112,7 @@ class MeansProbe:
     watched: tuple[Value, ...]
     numbers: tuple[Value, ...]
     norms: tuple[Node, ...]
+    bent: Reason | None  # of a loss whose gradients may be alike for some rows, and not for others
     why_not: str = ""
 
     def alike(self, value: Value, drawn: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -180,8 +190,25 @@ def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
     fetches = (*(border.value for border in borders), *(at for _, at in known))
     return MeansProbe(
         graph, cut.feeds, borders, fetches, drawn, rows, losses, watched, tuple(number for number, _ in known), norms,
-        why_not,
+        _bend(step, losses, rows), why_not,
     )  # fmt: skip
+
+
+def _bend(step: StepGraph, losses: Collection[Value], rows: frozenset[str]) -> Reason | None:
+    """The first function with a bend that is taken of a mean over rows, and leads to a loss."""
+    contents = step.whole.contents
+    means = {value for value in step.feeds if _has_rows(contents.by_id[value.node].outputs[value.index], rows)}
+    for node in step_graph(step.whole, losses, step.feeds).graph.nodes if losses else ():
+        inputs = [value for value in node.inputs if value in means]
+        if not inputs:
+            continue
+        means.update(node.value(i) for i in range(len(node.outputs)))
+        if any(_has_rows(contents.by_id[v.node].outputs[v.index], rows) for v in inputs):
+            continue
+        op = node.op.split(".")[1] if node.op.startswith("aten.") else ""
+        if node.op in REGIONS or op in _BENDS:
+            return Reason("bent", node)
+    return None
 
 
 def _operations(step: StepGraph) -> tuple[Value, ...]:

@@ -84,6 +84,8 @@ def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds]
         return Observation((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
     except Exception:  # of the step: it will say so itself, with its line
         return Observation(tuple(notes), is_settled=False)
+    if not seen.notes and found.bent is not None:
+        return Observation((*notes, _of_bend(found.bent, tasks)), seen.is_settled)
     return Observation((*notes, *seen.notes), seen.is_settled)
 
 
@@ -109,6 +111,15 @@ def _of_norms(norms: Sequence[Node], tasks: int) -> str:
         f"one of {tasks} parts of a batch, and the running statistics are those of the first task, as with "
         "DistributedDataParallel without SyncBatchNorm. Larger batches, GroupNorm, or the module in eval mode make no "
         "such difference; tfnb.run(step, feeds) in a loop gives whole steps to one task"
+    )
+
+
+def _of_bend(reason: Reason, tasks: int) -> str:
+    """The note on a loss whose gradients are alike for the rows that were looked at, and may not be for others."""
+    return (
+        f"{reason.node.source or reason.node.name}: the loss is a mean over the rows that were looked at, and may be "
+        f"none over others: {reason.text}. {tasks} tasks divide the rows of each step and average their gradients by "
+        f"rows. Give each step to one task, tfnb.run(step, feeds) in a loop. {_TURNED_OFF}"
     )
 
 

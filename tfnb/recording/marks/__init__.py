@@ -2,7 +2,8 @@
 
 `scopes` names module paths and torch functions, `notes` words what a user is told, `user_code` tells whose code a file
 holds. `while_recording` changes things of torch for as long as any thread records. `held_interrupts` keeps Ctrl-C out
-of half-made nodes. `python_state` guards the attributes, hooks, flags and numbers that a recording read;
-`attribute_reads` and `block_names` find them in the code of classes and cells. `carried_gradients` notes where plain
-PyTorch would add to the ``.grad`` of another block or turn.
+of half-made nodes. `python_state` guards the attributes, hooks, flags and settings that a recording read;
+`attribute_reads` and `block_names` find them in the code of classes and cells, and `settings` compares numbers, texts,
+functions and objects. `carried_gradients` notes where plain PyTorch would add to the ``.grad`` of another block or
+turn.
 """

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-_found: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[type, dict[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _BY_NAME = ("getattr", "hasattr")  # whose second argument is a text
 
 
-def attribute_reads(kind: type) -> tuple[str, ...]:
-    """Names of attributes that ``forward`` of a module's class may read before setting them, on any object.
+def attribute_reads(kind: type, method: str = "forward") -> tuple[str, ...]:
+    """Names of attributes that a method of a class may read before setting them, on any object.
 
     >>> class Counted(torch.nn.Module):
     ...     def forward(self, x):
@@ -30,13 +30,13 @@ def attribute_reads(kind: type) -> tuple[str, ...]:
     >>> attribute_reads(Counted)
     ('n', 'scale')
     """
-    found = _found.get(kind)
-    if found is None:
+    of_kind = _found.setdefault(kind, {})
+    if method not in of_kind:
         first: dict[str, bool] = {}  # name -> whether it is read before it is set
-        for name, is_read in _uses(kind, "forward", set()):
+        for name, is_read in _uses(kind, method, set()):
             first.setdefault(name, is_read)
-        found = _found[kind] = tuple(name for name, is_read in first.items() if is_read)
-    return found
+        of_kind[method] = tuple(name for name, is_read in first.items() if is_read)
+    return of_kind[method]
 
 
 def _uses(kind: type, name: str, seen: set[CodeType]) -> Iterator[tuple[str, bool]]:

@@ -1,4 +1,4 @@
-"""Names that the code of a cell or block reads before assigning them, and numbers bound to such names."""
+"""Names, and paths of their attributes, that the code of a cell or block reads before assigning the names."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from textwrap import dedent
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
+from tfnb.recording.marks.settings import MISSING, at_path
 from tfnb.recording.marks.user_code import is_foreign
 
-_FEW = 64  # items of a list, tuple or dict of numbers
 _GROWS = ("append", "extend", "insert", "clear")  # methods of a list that do not read it
 _WITH = re.compile(r"\s*(async )?with\b")
 _ITEMS = 20  # lines that the items of a with statement may take
 _SCOPES = (
     ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
 )  # fmt: skip
-NUMBERS = (bool, int, float, complex)
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _SAMPLES = "placeholder"  # a function whose arguments are samples: what they are made of is no part of the graph
 
 
 class NameRead(NamedTuple):
-    """A name read, or an attribute read of the name's value."""
+    """A name read, or an attribute read of the name's value; the attribute may be a path, as in ``args.model.beta``."""
 
     name: str
     attribute: str = ""
@@ -43,6 +43,8 @@ def names_read(statements: Sequence[ast.stmt]) -> list[NameRead]:
 
     >>> names_read(ast.parse("y = x * model.beta; n = 3; z = y * n").body)
     [NameRead(name='x', attribute=''), NameRead(name='model', attribute='beta'), NameRead(name='model', attribute='')]
+    >>> [str(read) for read in names_read(ast.parse("y = args.model.beta").body)]
+    ['args.model.beta', 'args.model', 'args']
     """
     found: dict[NameRead, None] = {}
     assigned: set[str] = set()
@@ -71,14 +73,29 @@ def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameR
     read = node.target if isinstance(node, ast.AugAssign) else node
     if isinstance(read, ast.Name) and read.id not in bound and (read is not node or isinstance(read.ctx, ast.Load)):
         yield NameRead(read.id)
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in bound:
-        yield NameRead(node.value.id, node.attr)
+    if isinstance(node, ast.Attribute) and (found := _path(node)) is not None and found.name not in bound:
+        yield found
     for child in ast.iter_child_nodes(node):
         yield from _reads(child, bound)
 
 
+def _path(node: ast.expr) -> NameRead | None:
+    """The read of an attribute, or of one of an attribute's value; None for attributes of what calls give."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return NameRead(node.id, ".".join(reversed(names))) if isinstance(node, ast.Name) else None
+
+
 def _only_grows(called: ast.expr) -> bool:
-    return isinstance(called, ast.Attribute) and called.attr in _GROWS and isinstance(called.value, ast.Name)
+    """Whether a method is called that makes a list grow, also one in a dict or an attribute."""
+    if not isinstance(called, ast.Attribute) or called.attr not in _GROWS:
+        return False
+    grown = called.value
+    while isinstance(grown, ast.Attribute | ast.Subscript):
+        grown = grown.value
+    return isinstance(grown, ast.Name)
 
 
 def _own_names(scope: ast.AST) -> set[str]:
@@ -88,43 +105,49 @@ def _own_names(scope: ast.AST) -> set[str]:
     return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
-def globals_read(function: FunctionType) -> list[tuple[str, dict[str, Any]]]:
-    """Global names that the user's function reads, with their tables, also those of user functions that it names.
+def globals_read(function: FunctionType) -> list[tuple[NameRead, dict[str, Any]]]:
+    """Globals that the user's function reads, with their tables, also those of user functions that it names.
 
     >>> def scaled(x):
-    ...     return x * factor
-    >>> [name for name, _ in globals_read(lambda x: scaled(x) + offset)]
-    ['scaled', 'factor', 'offset']
+    ...     return x * settings.factor
+    >>> [str(read) for read, _ in globals_read(lambda x: scaled(x) + offset)]
+    ['scaled', 'settings.factor', 'settings', 'offset']
     """
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    found: dict[tuple[NameRead, int], dict[str, Any]] = {}
     seen: set[CodeType] = set()
     _walk(function, found, seen)
-    return [(name, table) for (name, _), table in found.items()]
+    return [(read, table) for (read, _), table in found.items()]
 
 
-def _walk(function: FunctionType, found: dict[tuple[str, int], dict[str, Any]], seen: set[CodeType]) -> None:
+def _walk(function: FunctionType, found: dict[tuple[NameRead, int], dict[str, Any]], seen: set[CodeType]) -> None:
     while isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
         function = wrapped
     code, table = function.__code__, function.__globals__
     if code in seen or is_foreign(code.co_filename):
         return
     seen.add(code)
-    for name in _globals_of(code):
-        found.setdefault((name, id(table)), table)
-        if isinstance(value := table.get(name), FunctionType):
+    for read in _globals_of(code):
+        found.setdefault((read, id(table)), table)
+        if not read.attribute and isinstance(value := table.get(read.name), FunctionType):
             _walk(value, found, seen)
 
 
 @lru_cache(4096)
-def _globals_of(code: CodeType) -> tuple[str, ...]:
-    """Names that code, and the functions inside of it, take from the global table."""
+def _globals_of(code: CodeType) -> tuple[NameRead, ...]:
+    """Names, and paths of their attributes, that code and the functions inside of it take from the global table."""
     steps = list(dis.get_instructions(code))
-    own = [
-        step.argval for step, after in zip(steps, [*steps[1:], None], strict=True)
-        if step.opname == "LOAD_GLOBAL" and (after is None or after.argval not in _GROWS)
-    ]  # fmt: skip
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _globals_of(each)]
-    return tuple(dict.fromkeys((*own, *inner)))
+    found: dict[NameRead, None] = {}
+    for at, step in enumerate(steps):
+        if step.opname == "LOAD_GLOBAL":
+            path = [each.argval for each in takewhile(lambda s: s.opname in _LOADS, steps[at + 1 :])]
+            if path and path[-1] in _GROWS:
+                continue
+            reads = (NameRead(step.argval, ".".join(path[:n])) for n in range(len(path), -1, -1))
+            found |= dict.fromkeys(reads)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            found |= dict.fromkeys(_globals_of(each))
+    return tuple(found)
 
 
 def block_of(frame: FrameType) -> list[ast.stmt]:
@@ -171,13 +194,7 @@ class Namespace:
             frame = frame.f_back
         return missing if frame is None else frame.f_locals.get(name, missing)
 
-
-def numbers(value: Any) -> Any:
-    """A number, or a copy of a short list, tuple or dict of numbers; None for other values."""
-    if type(value) in NUMBERS:
-        return value
-    if type(value) is dict and len(value) < _FEW and all(type(each) in NUMBERS for each in value.values()):
-        return dict(value)
-    if type(value) in (list, tuple) and len(value) < _FEW and all(type(each) in NUMBERS for each in value):
-        return type(value)(value)
-    return None
+    def at(self, read: NameRead) -> Any:
+        """The current value of a name, or at the end of a path from one; MISSING if there is none."""
+        value = self.get(read.name, MISSING)
+        return at_path(value, read.attribute) if read.attribute and value is not MISSING else value

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,9 @@ from tfnb.graph import Node, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.attribute_reads import attribute_reads
-from tfnb.recording.marks.block_names import NameRead, Namespace, globals_read, numbers
+from tfnb.recording.marks.block_names import NameRead, Namespace, globals_read
+from tfnb.recording.marks.settings import FEW, MISSING, Picture, at_path, picture
+from tfnb.recording.marks.user_code import is_foreign
 
 GUARDS = "python guards"  # key of what is attached to a graph: the guards of each owner
 SHARE = 20  # a comparison may cost one of so many parts of the time since the last one
@@ -35,8 +37,6 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _OF_CHILDREN = {"_modules", "children", "named_children", "modules", "named_modules"}
 _KEPT = (list, dict, set)
-_FEW = 64  # items of a list or dict that is looked at
-_MISSING = object()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE = frozenset(vars(torch.nn.Module()))  # attributes that torch keeps itself
 _NO_HOOKS = ((),) * len(_HOOKS)
@@ -248,21 +248,31 @@ def _step_hooks(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
     return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
 
 
-class NumberGuard(NamedTuple):
-    """A number, or a list of some, that the code of a block or of a function read by a name of the program."""
+class SettingGuard(NamedTuple):
+    """A setting that the code of a block or of a function read by a name of the program, or by a path from one."""
 
     read: NameRead
-    value: Any
+    value: Picture
     namespace: Namespace
 
     @property
     def key(self) -> Any:
-        """The name and where it is bound: several modules may have one of that name."""
+        """The path and where its name is bound: several modules may have one of that name."""
         return id(self.namespace.names), self.namespace.function, self.read
 
-    def now(self) -> Any:
-        """The numbers bound to the name now; None if its value is no number, or the name is unbound."""
-        return numbers(self.namespace.get(self.read.name))
+    def now(self) -> Picture | None:
+        """The setting that is there now; None if there is none, or something of another kind."""
+        found = picture(self.namespace.at(self.read))
+        return found if found is not None and found.kind == self.value.kind else None
+
+    def change(self, label: str) -> str:
+        """The change of the setting since the recording of ``label``, in words; empty for none."""
+        now = self.now()
+        if now is None or now == self.value:
+            return ""
+        if self.value.is_shown:
+            return f"{self.read} was {_short(self.value.of)} when {label} was recorded, and is {_short(now.of)} now"
+        return f"{self.read} is another {now.label} now than when {label} was recorded"
 
 
 @dataclass(slots=True)
@@ -310,7 +320,7 @@ class PythonGuards:
     modules: list[ModuleGuard] = field(default_factory=list)
     flags: list[FlagGuard] = field(default_factory=list)
     groups: list[GroupGuard] = field(default_factory=list)
-    numbers: list[NumberGuard] = field(default_factory=list)
+    settings: list[SettingGuard] = field(default_factory=list)
     tensors: list[TensorGuard] = field(default_factory=list)
     told: set[Any] = field(default_factory=set)  # notes, once each
 
@@ -320,10 +330,10 @@ class PythonGuards:
             self.label, self.is_cell,
             [guard for guard in self.modules if guard.is_of(ids)],
             [guard for guard in self.flags if trains and guard.variable in variables],
-            [guard for guard in self.groups if not guard.nodes.isdisjoint(ids)], self.numbers,
+            [guard for guard in self.groups if not guard.nodes.isdisjoint(ids)], self.settings,
             [guard for guard in self.tensors if guard.node in ids], self.told,
         )  # fmt: skip
-        return found if found.all or found.numbers or found.tensors else None
+        return found if found.all or found.settings or found.tensors else None
 
     @property
     def cure(self) -> str:
@@ -350,18 +360,17 @@ class PythonGuards:
     @property
     def has_notes(self) -> bool:
         """Whether there is anything that `notes` could say."""
-        return bool(self.numbers or self.tensors) or any(guard.training is not None for guard in self.modules)
+        return bool(self.settings or self.tensors) or any(guard.training is not None for guard in self.modules)
 
     def notes(self) -> Iterator[str]:
         """Notes of changes that do not make the block stale, once each."""
-        for guard in self.numbers:
-            now = guard.now()
-            if now is not None and now != guard.value and guard.key not in self.told:
+        for guard in self.settings:
+            if guard.key not in self.told and (change := guard.change(self.label)):
                 self.told.add(guard.key)
+                vary = "To change it from run to run make it a placeholder or a tfnb.Variable; else "
                 yield (
-                    f"{guard.read} was {_short(guard.value)} when {self.label} was recorded, and is {_short(now)} now: "
-                    f"the graph computes with the former. To change it from run to run make it a placeholder or a "
-                    f"tfnb.Variable; else {self.cure}"
+                    f"{change}: the graph computes with the former. "
+                    f"{vary if guard.value.kind in ('number', 'items') else 'For the new one '}{self.cure}"
                 )
         for each in self.tensors:
             if each.name not in self.told and each.differs():
@@ -457,12 +466,14 @@ class PythonReads:
         self._entered: dict[int, _ModuleVisit] = {}
         self._open: list[tuple[_ModuleVisit, int, int]] = []  # with the first id, and how many nodes there were
         self._updates: dict[torch.optim.Optimizer, set[int]] = {}
-        values = {} if namespace is None else {read: namespace.get(read.name, _MISSING) for read in reads}
-        self._reads = {read: value for read, value in values.items() if value is not _MISSING}
-        self._globals: dict[tuple[int, str], tuple[Namespace, Any]] = {}  # that functions of the program read
-        for value in self._reads.values():
+        values = {} if namespace is None else {read: namespace.get(read.name, MISSING) for read in reads}
+        self._reads = {read: value for read, value in values.items() if value is not MISSING}
+        self._globals: dict[tuple[int, NameRead], tuple[Namespace, Any]] = {}  # that functions of the program read
+        for read, value in list(self._reads.items()):
             if isinstance(value, FunctionType):
                 self._follow(value)
+            else:
+                self._reads |= dict.fromkeys(self._of_method(read, value), value)
         self._attributes = {
             read: vars(module)[read.attribute]
             for read, module in self._reads.items()
@@ -471,8 +482,21 @@ class PythonReads:
 
     def _follow(self, function: FunctionType) -> None:
         """The block calls a function of the program, as far as is known: what that reads of its globals."""
-        for name, table in globals_read(function):
-            self._globals.setdefault((id(table), name), (Namespace(table), table.get(name)))
+        for read, table in globals_read(function):
+            namespace = Namespace(table)
+            self._globals.setdefault((id(table), read), (namespace, namespace.at(read)))
+
+    def _of_method(self, read: NameRead, value: Any) -> Iterator[NameRead]:
+        """The attributes of an object that a method of the program reads, which the block names or calls."""
+        name = read.attribute or "__call__"
+        kind = type(value)
+        if isinstance(value, type | ModuleType | torch.Tensor) or "." in name:
+            return
+        method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        if isinstance(method, FunctionType) and not is_foreign(method.__code__.co_filename):
+            self._follow(method)
+            for attribute in attribute_reads(kind, name):
+                yield NameRead(read.name, attribute)
 
     def enter(self, module: torch.nn.Module) -> None:
         """A module's forward begins, in its scope."""
@@ -480,7 +504,7 @@ class PythonReads:
         if found is None:
             own = module.__dict__
             before = {name: own[name] for name in attribute_reads(type(module)) if name in own and name != "training"}
-            copies = {n: _items(v) for n, v in before.items() if type(v) in _KEPT and len(v) < _FEW}
+            copies = {n: _items(v) for n, v in before.items() if type(v) in _KEPT and len(v) < FEW}
             label = f"{'.'.join(self._rec.scopes.path)} ({type(module).__name__})"
             found = _ModuleVisit(module, label, self._rec.where(), before, copies, [], module.training)
             self._entered[id(module)] = found
@@ -529,17 +553,19 @@ class PythonReads:
             if tensor is not None:
                 found.flags.append(FlagGuard(weakref.ref(tensor), variable, _flags(tensor)))
         for read, namespace, value in self._names():
-            if namespace.get(read.name) is value and (before := numbers(value)) is not None:
-                found.numbers.append(NumberGuard(read, before, namespace))
+            if namespace.at(read) is value and (before := picture(value)) is not None:
+                found.settings.append(SettingGuard(read, before, namespace))
         found.tensors = list(self._captured(nodes))
         return found
 
     def _names(self) -> Iterator[tuple[NameRead, Namespace, Any]]:
-        """Names that the block and functions of the program read, with the values that they had before."""
+        """Names and paths that the block and functions of the program read, with the values that they had before."""
         if self._namespace is not None:
-            yield from ((read, self._namespace, v) for read, v in self._reads.items() if not read.attribute)
-        for (_, name), (namespace, value) in self._globals.items():
-            yield NameRead(name), namespace, value
+            for read, value in self._reads.items():
+                if not _is_plain(self._attributes.get(read, MISSING)):
+                    yield read, self._namespace, at_path(value, read.attribute)
+        for (_, read), (namespace, value) in self._globals.items():
+            yield read, namespace, value
 
     def _captured(self, nodes: Iterable[Node]) -> Iterator[TensorGuard]:
         """Guards of the plain tensors that constants were copied from, by the name or attribute that holds them."""
@@ -552,8 +578,8 @@ class PythonReads:
                     find = partial(_attribute, module, name)
                     places[id(value)] = f"attribute {name} of {entered.label}", find
         for read, namespace, value in self._names():
-            if isinstance(value, torch.Tensor) and namespace.get(read.name) is value:
-                places[id(value)] = str(read), partial(namespace.get, read.name)
+            if isinstance(value, torch.Tensor) and namespace.at(read) is value:
+                places[id(value)] = str(read), partial(namespace.at, read)
         for node in nodes:
             if node.id in captured and isinstance(value := node.attrs.get("value"), torch.Tensor):
                 tensor, at = captured[node.id]
@@ -620,7 +646,7 @@ class PythonReads:
                 continue
             if name in entered.copies and own[name] is before:
                 copy, now = entered.copies[name], _items(before)
-                if any(self._is_carried(copy.get(key, _MISSING), item) for key, item in now.items()):
+                if any(self._is_carried(copy.get(key, MISSING), item) for key, item in now.items()):
                     yield name
             elif self._is_carried(before, own[name]):
                 yield name
@@ -636,7 +662,7 @@ class PythonReads:
             return handle._family.version > 0 if now is before else self._is_computed(now)
         if _is_plain(before):
             return self._is_computed(now) or (_is_plain(now) and before != now)
-        return before is _MISSING and self._is_computed(now)
+        return before is MISSING and self._is_computed(now)
 
     def _is_computed(self, value: Any) -> bool:
         """Whether a value is a recorded tensor that is not the same in every run."""
@@ -697,4 +723,4 @@ def _is_setting(name: str, value: Any, copies: Mapping[str, dict[Any, Any]]) -> 
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and len(value) < _FEW and all(map(_is_plain, value)))
+    return type(value) in _PLAIN or (type(value) is tuple and len(value) < FEW and all(map(_is_plain, value)))

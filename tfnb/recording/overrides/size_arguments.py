@@ -49,6 +49,22 @@ def _new_tensor(rec: Recording, x: Any, data: Any, **kwargs: Any) -> Any:
     return _tensor(rec, data, **{"dtype": x.dtype, "device": x.device, **kwargs})
 
 
+def _without_generator(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """The row of a function of sizes that draws: torch refuses varying sizes beside a generator, which no run asks."""
+
+    def drawn(rec: Recording, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+        if generator is None:
+            return NotImplemented
+        rec.streams_differ("generator=")
+        return draw(*args, **kwargs)
+
+    return drawn
+
+
+for _draw in (torch.rand, torch.randn, torch.randint, torch.randperm):
+    override(Stage.FUNCTION, _draw)(_without_generator(_draw))
+
+
 @override(Stage.FUNCTION, F.pad)
 def _pad(rec: Recording, x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     if mode == "constant" and isinstance(value, (torch.SymInt, torch.SymFloat)):
