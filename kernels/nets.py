@@ -221,7 +221,7 @@ def _backward(net: Net, wanted: Sequence[bool], dys: Sequence[Tensor | None], ou
     return [found for found, is_wanted in zip(every, wanted, strict=True) if is_wanted]
 
 
-def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def lstm(*args: object) -> tuple[Tensor, Tensor, Tensor]:
     """`aten.lstm.input`, without grad mode, under which oneDNN would save values for autograd, many times
     the output.
     """

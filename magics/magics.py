@@ -43,7 +43,7 @@ NOTHING = (
 class TfnbMagics(RunMagics):
     """Settings and magics; ``%config TfnbMagics`` lists the settings."""
 
-    def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
+    def __init__(self, shell: InteractiveShell, **kwargs: object) -> None:
         super().__init__(shell=shell, **kwargs)
         self.lives, self.cells = Lives(), Cells()
         self.sticky = Sticky(lambda: self.watch.is_running)

@@ -29,7 +29,7 @@ class SharedMagics(Magics):
 
     shell: InteractiveShell  # never None here, as it may be in IPython's class
 
-    def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
+    def __init__(self, shell: InteractiveShell, **kwargs: object) -> None:
         super().__init__(shell=shell, **kwargs)
         self.watch = CellWatch(shell)
 
@@ -69,11 +69,11 @@ class SharedMagics(Magics):
             raise UsageError(f"%{method.__name__} is a line magic: write it with one %")
         return parsed(method, line)
 
-    def _out(self, options: Namespace, result: Any) -> Any:
+    def _out(self, options: Namespace, result: object) -> Any:
         self._store(options, result)
         return None if options.quiet else result
 
-    def _store(self, options: Namespace, result: Any) -> None:
+    def _store(self, options: Namespace, result: object) -> None:
         if options.out:
             self.shell.user_ns[options.out] = result
 
@@ -81,7 +81,7 @@ class SharedMagics(Magics):
         if not options.quiet:
             self.watch.show({"text/plain": f"note: {text}"})
 
-    def _help(self, method: Any) -> None:
+    def _help(self, method: object) -> None:
         self.watch.show({"text/plain": method.__doc__})
 
     def _plain(self, bundle: dict[str, Any]) -> dict[str, Any]:

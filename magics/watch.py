@@ -22,7 +22,7 @@ class CellWatch:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.shell = shell
-        self._outermost: Any = None
+        self._outermost: object = None
         self._pending: list[dict[str, Any]] = []
 
     def attach(self) -> None:
@@ -51,7 +51,7 @@ class CellWatch:
         if self._outermost is None:
             self._publish()
 
-    def _start(self, info: Any) -> None:
+    def _start(self, info: object) -> None:
         if self._outermost is None:
             self._outermost = info
 

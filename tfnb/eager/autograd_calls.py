@@ -50,7 +50,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **kwargs) if found is NotImplemented else found
 
 
-def _is_of_func(args: Any) -> bool:
+def _is_of_func(args: object) -> bool:
     """Whether torch.func makes the call: it has its own autograd for its wrapped tensors."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return torch._C._are_functorch_transforms_active() or any(
@@ -103,7 +103,7 @@ def _freeze(state: AutogradState, tensor: torch.Tensor, requires_grad: bool = Tr
 def _of_kind(recorded: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """The row of a method: of a recorded tensor, and of a Parameter or another plain one."""
 
-    def row(state: AutogradState, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def row(state: AutogradState, tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         own = recorded if isinstance(tensor, Tensor) else plain
         return NotImplemented if own is None else own(state, tensor, *args, **kwargs)
 

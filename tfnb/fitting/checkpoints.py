@@ -16,7 +16,7 @@ from tfnb.widgets.progress import duration
 _LONGEST = 16  # so many times the interval are the most between two tries
 
 
-def saver_of(checkpoint: Any, every: Any) -> Saver | None:
+def saver_of(checkpoint: object, every: object) -> Saver | None:
     """The Saver that ``checkpoint=`` of `fit` names."""
     if isinstance(every, bool) or not isinstance(every, int | float) or not every > 0:
         raise InvalidArgument(f"checkpoint_every is in seconds, more than 0, not {every!r}")

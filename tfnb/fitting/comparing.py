@@ -122,7 +122,8 @@ class Comparisons(dict[str, Comparison]):
 
 
 def compare(
-    fetch: Any, data: Any, modes: Mapping[str, Mapping[str, Any]], *, watch: Any, seeds: int = 5, **options: Any,
+    fetch: object, data: object, modes: Mapping[str, Mapping[str, Any]], *, watch: object, seeds: int = 5,
+    **options: object,
 ) -> Comparison | Comparisons:  # fmt: skip
     """Train in several ways, each from the Variables of now, and compare a value at equal samples and at equal time.
 

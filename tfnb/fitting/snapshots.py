@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -38,7 +36,7 @@ class Snapshots:
     True
     """
 
-    def __init__(self, fetch: Any, *, every: int = 100, keep: int = 10) -> None:
+    def __init__(self, fetch: object, *, every: int = 100, keep: int = 10) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidArgument(f"{name} is an int of at least 1, not {value!r}")

@@ -63,7 +63,7 @@ class AutogradStandIn(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: object = (), kwargs: Any = None
     ) -> Any:
         raise AssertionError(f"{func} was called outside of {Derivation.__name__}")
 
@@ -115,7 +115,7 @@ def has_formula(op: str) -> bool:
 def derived_rule(op: str, recorder: Recording) -> Rule:
     """The rule of autograd for an ATen op; returns NotImplemented if torch has none for these sizes."""
 
-    def rule(n: Forward, dys: Any) -> Any:
+    def rule(n: Forward, dys: object) -> Any:
         mode = Derivation(recorder, overload(op), [*n.outs])
         given = [dys.given(i) for i in range(len(dys))] if isinstance(dys, Cotangents) else [dys]
         try:

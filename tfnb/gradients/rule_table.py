@@ -142,7 +142,7 @@ class Cotangents(Sequence[torch.Tensor]):
         return self._given[index]
 
 
-def rule(*ops: Any, outputs: int | None = None, saves: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+def rule(*ops: object, outputs: int | None = None, saves: bool = False) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule for op overloads.
 
     It returns one cotangent per tensor input: a sequence in input order, or a dict by argument name. An entry is a
@@ -169,7 +169,7 @@ def partials(op: Any, *functions: Callable[[Forward, Any], Any] | None) -> None:
     The last function serves all further inputs.
     """
 
-    def apply(n: Forward, dy: Any) -> list[Cotangent]:
+    def apply(n: Forward, dy: object) -> list[Cotangent]:
         def entry(i: int) -> Cotangent:
             function = functions[min(i, len(functions) - 1)]
             return None if function is None else lambda: function(n, dy)
@@ -179,7 +179,7 @@ def partials(op: Any, *functions: Callable[[Forward, Any], Any] | None) -> None:
     rule(op)(apply)
 
 
-def composite(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def composite(*ops: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register torch code that computes the same as the op from ops with rules: differentiated in its place."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,7 +189,7 @@ def composite(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def lookup(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def lookup(*ops: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register how the gradient of an op that takes rows of its first input consists of rows.
 
     ``function(n, dy, at)`` gives (values, indices), or None where the op does not take whole rows of axis 0; it is
@@ -216,7 +216,7 @@ def columns(op: Any, function: Callable[[Forward, Any], Any]) -> None:
     COLUMNS[str(op)] = function
 
 
-def nograd(*ops: Any) -> None:
+def nograd(*ops: object) -> None:
     """Declare ops without gradients."""
     NOGRAD.update(map(str, ops))
 
@@ -259,7 +259,7 @@ def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
     return rule(*names)
 
 
-def ops_of(op: Any) -> tuple[str, ...]:
+def ops_of(op: object) -> tuple[str, ...]:
     """The qualified names of the overloads meant by an op given in any of torch's ways; raises UnknownOp."""
     if isinstance(op, str):
         return _named(op.replace("::", "."))

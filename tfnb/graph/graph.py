@@ -287,7 +287,7 @@ class Graph:
     def _repr_svg_(self) -> str | None:
         return self._repr_mimebundle_().get("image/svg+xml")
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         from tfnb.view import graph_bundle  # listed exception: a repr asks view
 
         return graph_bundle(self)

@@ -133,7 +133,7 @@ def _recorded_at(node: Node) -> str:
     return f" ({node.source})" if node.source else ""
 
 
-def constant(value: Any, *, name: str | None = None) -> Tensor:
+def constant(value: object, *, name: str | None = None) -> Tensor:
     """A recorded tensor of a fixed value, copied from any argument of ``torch.as_tensor``. Raises FailedPrecondition
     outside a recording.
 
@@ -249,7 +249,7 @@ def unordered(*, use_locking: bool = False) -> Iterator[None]:
         yield
 
 
-def group(*fetches: Any, name: str | None = None) -> Operation:
+def group(*fetches: object, name: str | None = None) -> Operation:
     """An Operation that runs all of ``fetches``: recorded tensors, Operations or Variables.
 
     A Parameter or buffer means what was written into it in place.
@@ -298,7 +298,7 @@ def effects(*, name: str | None = None) -> Operation:
     return made
 
 
-def value_in(item: Any, recorder: Recorder) -> Value:
+def value_in(item: object, recorder: Recorder) -> Value:
     if isinstance(item, torch.Tensor):
         return recorder._entry(item).value
     if isinstance(item, Operation):

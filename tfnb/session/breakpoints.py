@@ -143,7 +143,7 @@ def break_at(
     return list(points.values())
 
 
-def _name(graph: Graph, item: Any) -> str:
+def _name(graph: Graph, item: object) -> str:
     try:
         value = value_of(graph, item)
     except NotFound as error:
@@ -176,7 +176,7 @@ def _text(condition: Any) -> str:
     return "" if condition is None else condition if isinstance(condition, str) else condition.__name__
 
 
-def _holds(name: str, condition: Any) -> Callable[[torch.Tensor], bool]:
+def _holds(name: str, condition: object) -> Callable[[torch.Tensor], bool]:
     """The condition as a function, whose failures become errors naming the breakpoint."""
     if condition is None:
         return lambda _: True

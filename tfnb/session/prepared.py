@@ -106,7 +106,7 @@ class PreparedRun:
 
 
 def prepare(
-    graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode]
+    graph: Graph, fetches: object, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode]
 ) -> PreparedRun:  # fmt: skip
     """Resolve fetches and feeds; ``code`` makes the code of the step."""
     version = graph.version

@@ -245,7 +245,7 @@ class Session:
         division = Division(microbatches)
         prepared = self._prepare(fetches, feeds, division)
 
-        def watched(*values: Any) -> Any:
+        def watched(*values: object) -> Any:
             watch = None if self._is_twin else self.graph.attached.get("watch")
             if watch is None or len(values) != len(feeds) or not (step := watch.next_step()):
                 return call(*values)
@@ -349,8 +349,8 @@ class Session:
 
     def train(
         self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any] | None] | tuple[Arrays, int], *,
-        mode: Any, timeout: float | None, check: str | None = None, by_pass: bool = False, begin: int = 0,
-        division: Division = WHOLE, **options: Any,
+        mode: object, timeout: float | None, check: str | None = None, by_pass: bool = False, begin: int = 0,
+        division: Division = WHOLE, **options: object,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """`fit` on the cluster: ``fetches`` once for each step of ``data``, in groups of steps as they are applied.
 

@@ -232,7 +232,7 @@ class _FileReader(Source):
         raise NotImplementedError
 
 
-def _are_counts(*values: Any) -> bool:
+def _are_counts(*values: object) -> bool:
     return all(type(value) is int and value >= 0 for value in values)
 
 

@@ -36,7 +36,7 @@ class Progress:
         """Let the training end here; ``why`` stands in its result."""
         self.stopped = why
 
-    def change(self, mode: Any, *, backup: int = 0, staleness: int | None = None) -> None:
+    def change(self, mode: object, *, backup: int = 0, staleness: int | None = None) -> None:
         """Change the mode of the training, as named in `tfnb.fit`, from the next step that no task has begun.
 
         Steps are taken one at a time where the training is in this process: there a mode changes nothing.
@@ -88,7 +88,7 @@ class Callbacks:
         return _told(self._epochs, progress)
 
 
-def listed(callbacks: Any) -> list[Any]:
+def listed(callbacks: object) -> list[Any]:
     """One callback, or a sequence of them, as a list."""
     return [callbacks] if callable(callbacks) or not isinstance(callbacks, Sequence) else list(callbacks)
 

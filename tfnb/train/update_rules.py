@@ -106,7 +106,7 @@ def _full(w: torch.Tensor, value: float) -> torch.Tensor:
 class UpdateRule(Optimizer):
     """An optimizer of `OPTIMIZERS`, with torch's settings by torch's names."""
 
-    def __init__(self, kind: str, lr: Any, *, sparse: str = "exact", **given: Any) -> None:
+    def __init__(self, kind: str, lr: Any, *, sparse: str = "exact", **given: object) -> None:
         super().__init__(lr)
         if sparse not in SPARSE:
             raise InvalidArgument(f"{type(self).__name__}: sparse is one of {', '.join(SPARSE)}, not {sparse!r}")
@@ -181,7 +181,7 @@ def parts_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return dict(part for item in settings.items() for part in _parts(*item))
 
 
-def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+def _parts(name: str, value: object) -> list[tuple[str, Any]]:
     """A setting of torch under the names of the op, which has one name for each part of a pair."""
     if name not in _PAIRS or (name == "eps" and isinstance(value, Real)):  # some have one eps, others a pair
         return [(name, value)]
@@ -194,7 +194,7 @@ def _rate(lr: Rate) -> dict[str, Rate]:
     return {"lr": lr} if isinstance(lr, float) else {"rate": lr}
 
 
-def _setting(owner: str, name: str, value: Any) -> Any:
+def _setting(owner: str, name: str, value: object) -> Any:
     if isinstance(value, bool) or name in ("eps1", "ns_coefficients", "ns_steps", "adjust_lr_fn"):
         return value
     low, high = _BETWEEN.get(name, (0, inf))

@@ -87,7 +87,7 @@ def graph_svg(graph: Graph, **options: Any) -> str:
     return Drawing(graph, **options).svg
 
 
-def graph_png(graph: Graph, *, zoom: float = 2.0, **options: Any) -> bytes:
+def graph_png(graph: Graph, *, zoom: float = 2.0, **options: object) -> bytes:
     """The first view as a PNG image in light colours, ``zoom`` pixels for one of the drawing.
 
     Raises FailedPrecondition without the optional package, or without a font that it can write with, LayoutFailed.

@@ -46,7 +46,7 @@ class Generator(abc.Generator[Any, Any, Any]):
         self.plain, self._loop = plain, loop
         self.has_begun, self.left = False, ""
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> Any:
         """Send a value to the generator, like `next`."""
         if self.left:
             raise Unsupported(self.left)
@@ -69,7 +69,7 @@ class Generator(abc.Generator[Any, Any, Any]):
         depth, self.has_begun = status.depth, True
         left = _Left()
 
-        def body(value: Any) -> None:
+        def body(value: object) -> None:
             if not _emitted(consumer, value) and status.depth == depth:
                 raise left
 
@@ -89,7 +89,7 @@ class Generator(abc.Generator[Any, Any, Any]):
         def loop(consumer: Consumer) -> None:
             count = [start]
 
-            def body(value: Any) -> None:
+            def body(value: object) -> None:
                 index, count[0] = count[0], as_number(count[0] + 1)
                 consumer.body((index, value))
 
@@ -102,7 +102,7 @@ class _Left(BaseException):  # the user's `except Exception` is not meant
     """A loop over a generator was left, and the generator ends."""
 
 
-def _emitted(consumer: Consumer, value: Any) -> bool:
+def _emitted(consumer: Consumer, value: object) -> bool:
     """Run the body for an item, unless the loop was left; returns whether the loop may go on in some run."""
     if consumer.more is None:
         consumer.body(value)

@@ -25,7 +25,7 @@ _NAMES = """
 CHANNELS, ELEMENTS = 8, 4096  # from which on `max_pool2d` copies
 
 
-def max_pool2d(x: torch.Tensor, *window: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def max_pool2d(x: torch.Tensor, *window: object) -> tuple[torch.Tensor, torch.Tensor]:
     """``aten.max_pool2d_with_indices`` on the CPU, through the kernel that has channels last.
 
     That one takes all channels at once, the other one a number at a time: measured on one thread, with both copies, a

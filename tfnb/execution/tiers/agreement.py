@@ -123,7 +123,7 @@ def _rounded(args: Sequence[Any], epsilon: float) -> list[Any]:
     """The arguments, each number changed by at most a rounding, always the same."""
     draws = torch.Generator().manual_seed(0)
 
-    def moved(x: Any) -> Any:
+    def moved(x: object) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if not (x.is_floating_point() or x.is_complex()):
@@ -154,7 +154,7 @@ class TimedCode:
         self._code, self.seconds = code, float("inf")
         self.writes: bool = getattr(code, "writes", False)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         start = time.perf_counter()
         outs = self._code(*args)
         self.seconds = time.perf_counter() - start

@@ -95,7 +95,9 @@ class NativeLoop:
         self._inner = False  # whether the loops inside are ones that compile themselves
         self.__name__ = "native_loop"  # for the generated code
 
-    def __call__(self, run: int, init: Any, xs: Any, captures: Any, limit: Any, rows: Any) -> Sequence[torch.Tensor]:
+    def __call__(
+        self, run: int, init: Any, xs: Any, captures: object, limit: object, rows: Any
+    ) -> Sequence[torch.Tensor]:
         shapes = [rows[place] for place in self.loop.rows]
         key = _key(init, xs, captures, shapes)
         if key not in self._made and self.permit.open and len(self._made) < MOST:
@@ -104,7 +106,7 @@ class NativeLoop:
         outs = None if made is None else made(init, xs, captures, number(limit))
         return self.loop(run, init, xs, captures, limit, rows) if outs is None else outs
 
-    def _compiled(self, init: Any, xs: Any, captures: Any, shapes: Any) -> _CompiledLoop | None:
+    def _compiled(self, init: Any, xs: Any, captures: object, shapes: object) -> _CompiledLoop | None:
         try:
             made = _CompiledLoop(self.loop, init, xs, captures, shapes)
         except Exception as error:  # inductor raises anything; it runs as before

@@ -66,22 +66,22 @@ class _SafeDivisions(CppOverrides):
     """Divisions of integers by zero end the run, as they do in torch, and not the process."""
 
     @staticmethod
-    def floordiv(a: Any, b: Any) -> str:
+    def floordiv(a: object, b: object) -> str:
         _unless_zero(b)
         return CppOverrides.floordiv(a, b)
 
     @staticmethod
-    def truncdiv(a: Any, b: Any) -> str:
+    def truncdiv(a: object, b: object) -> str:
         _unless_zero(b)
         return CppOverrides.truncdiv(a, b)
 
     @staticmethod
-    def mod(a: Any, b: Any) -> str:
+    def mod(a: object, b: object) -> str:
         _unless_zero(b)
         return CppOverrides.mod(a, b)
 
 
-def _unless_zero(divisor: Any) -> None:
+def _unless_zero(divisor: object) -> None:
     V.kernel.compute.writeline(f"if ({divisor} == 0) throw Stopped();")
 
 
@@ -263,7 +263,7 @@ class Code:
         """An op that inductor decomposes before lowering."""
         boxes: list[TensorBox] = []
 
-        def fake(leaf: Any) -> Any:
+        def fake(leaf: object) -> Any:
             if not isinstance(leaf, TensorBox):
                 return leaf
             boxes.append(leaf)

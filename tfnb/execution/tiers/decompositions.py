@@ -38,7 +38,7 @@ def decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callabl
     """Inductor's decompositions, with ours in `FACTORS` for factors other than one, and `_outer`."""
 
     def chosen(mine: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-        def decomposed(*args: Any, **kwargs: Any) -> Any:
+        def decomposed(*args: object, **kwargs: object) -> Any:
             if any(kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
                 return mine(*args, **kwargs)
             return NotImplemented if theirs is None else theirs(*args, **kwargs)

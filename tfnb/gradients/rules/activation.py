@@ -33,12 +33,12 @@ def _(n: Forward, dys: Any) -> Any:  # the second output is the slopes drawn: no
     aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
     aten._fused_moving_avg_obs_fq_helper_functional.default, outputs=1, saves=True,
 )  # fmt: skip
-def _(n: Forward, dy: Any) -> Any:  # quantized and back: straight through, but for what was beyond the range
+def _(n: Forward, dy: torch.Tensor) -> Any:  # quantized and back: straight through, but for what was beyond the range
     return {"self": dy * n.outs[1]}
 
 
 @rule(aten.log_sigmoid_forward.default, outputs=1, saves=True)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return (aten.log_sigmoid_backward(dy, n["self"], n.outs[1]),)
 
 

@@ -110,14 +110,14 @@ def _places(n: Forward, x: torch.Tensor) -> torch.Tensor:
 
 
 @rule(aten.as_strided.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     x = n["self"]  # its rows are the memory: see tfnb.recording.overrides.as_strided
     flat = dy.new_zeros([x.numel()]).index_add(0, _places(n, x), dy.reshape(-1))
     return (flat.reshape(x.shape),)
 
 
 @rule(aten.as_strided_scatter.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     x, src = n["self"], n["src"]
     places, flat = _places(n, x), dy.reshape(-1)
     return {
@@ -130,7 +130,7 @@ def _(n: Forward, dy: Any) -> Any:
 
 
 @rule(aten.cat.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     dim = n["dim"] % dy.dim()
     start, parts = 0, []
     for x in n.inputs:
@@ -145,7 +145,7 @@ def _part(dy: torch.Tensor, dim: int, start: Any, end: Any) -> Any:
 
 
 @rule(aten.stack.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     def part(i: int) -> Any:
         return lambda: dy.select(n["dim"], i)
 

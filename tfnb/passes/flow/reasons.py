@@ -218,7 +218,7 @@ class StepParts:
         inner = sorted({self._sites[each.id] for each in nested(node) if each.id in self._sites})
         return f"what is inside of it is done at {', '.join(map(str, inner or places))}"
 
-    def _find(self, item: Any) -> Node:
+    def _find(self, item: object) -> Node:
         owner = getattr(item, "graph", self.graph)
         if owner is not self.graph:
             raise InvalidArgument(f"{getattr(item, 'name', item)} is of graph {owner.name}, not of {self.graph.name}")

@@ -118,7 +118,7 @@ def _conducts(recorder: Recording, value: Any) -> bool:
     return floats(value) and (isinstance(value, Tensor) or recorder.variable_of(value) is not None)
 
 
-def _among(value: Any, others: Any) -> bool:
+def _among(value: torch.Tensor, others: Any) -> bool:
     return any(value is other for other in others)
 
 

@@ -69,7 +69,7 @@ class RecordedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: object = (), kwargs: object = None
     ) -> Any:
         __tracebackhide__ = True
         return _on_samples(func, args, kwargs or {})
@@ -92,7 +92,7 @@ class StandIn(torch.Tensor):
         return self  # type: ignore[no-any-return]
 
 
-def _is_foreign(x: Any) -> bool:
+def _is_foreign(x: object) -> bool:
     return isinstance(x, RecordedTensor) and x.is_foreign()
 
 
@@ -103,7 +103,7 @@ def _asks_or_writes(func: Callable[..., Any]) -> bool:
     return is_in_place or name in _WRITES or getattr(getattr(func, "__self__", None), "__name__", "") in _FACTS
 
 
-def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call(func: Callable[..., Any], args: Any, kwargs: object) -> Any:
     """A function of torch on stand-ins."""
     __tracebackhide__ = True
     name = getattr(func, "__name__", "")
@@ -133,7 +133,7 @@ def _on_samples(func: Any, args: Any, kwargs: Any) -> Any:
     for written in _written(func, args, kwargs):
         raise _refused(func._schema.name.partition("::")[2], written)
 
-    def sample(x: Any) -> Any:
+    def sample(x: object) -> Any:
         if isinstance(x, torch.SymInt):
             return x.node.hint
         recorded = recorded_of(x)
@@ -146,7 +146,7 @@ def _on_samples(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def recorded_of(x: Any) -> RecordedTensor | None:
+def recorded_of(x: object) -> RecordedTensor | None:
     """The recorded tensor that ``x`` is or stands for."""
     if isinstance(x, StandIn):
         return x.recorded
@@ -168,7 +168,7 @@ def _refused(name: str, written: RecordedTensor) -> FailedPrecondition:
     )
 
 
-def _explained(func: Callable[..., Any], error: Exception, given: Any) -> TfnbError:
+def _explained(func: Callable[..., Any], error: Exception, given: object) -> TfnbError:
     tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
     listed = [x.described() if isinstance(x, RecordedTensor) else f"{x.dtype}{list(x.shape)}"[6:] for x in tensors]
     first = next((x.described() for x in tensors if isinstance(x, RecordedTensor)), "a tensor")

@@ -86,7 +86,7 @@ def is_clock(called: str) -> bool:
     return called in _CLOCK_NAMES
 
 
-def _unheard(function: Any) -> Any:
+def _unheard(function: object) -> Any:
     return function.__dict__.get(_ORIGINAL, function) if type(function) is FunctionType else function
 
 
@@ -151,7 +151,7 @@ def making(original: Any) -> Any:
     return default_rng
 
 
-def _remember_seeded(generator: Any) -> None:
+def _remember_seeded(generator: object) -> None:
     """Remember a generator seeded inside a function: it draws the same numbers at every call, as in a run."""
     recording = open_recording()
     if recording is None:
@@ -211,7 +211,7 @@ def numpy_functions() -> tuple[str, ...]:
     return tuple(name for name, each in vars(np.random).items() if drawing(each) is not None)
 
 
-def _hear(recording: Recording, called: str, owner: Any) -> None:
+def _hear(recording: Recording, called: str, owner: object) -> None:
     if any(owner is seeded for seeded in recording.tape.seeded):
         return
     recording.tape.heard.add(id(owner))

@@ -94,7 +94,7 @@ def _write_lists(rec: Recording, other: Op, own: Facts, named: Mapping[str, Any]
             rebind(rec, target, fitting(target, result))
 
 
-def _entry_of(argument: Any, at: int, count: int) -> Any:
+def _entry_of(argument: object, at: int, count: int) -> Any:
     """The ``at``-th of an argument that has one entry for each target."""
     return [argument[at]] if isinstance(argument, (list, tuple)) and len(argument) == count else argument
 

@@ -98,7 +98,7 @@ class _UnrolledLoop:
         return (at + self.each, *state, *made)
 
     def _iteration(
-        self, at: Any, state: Sequence[Tensor], xs: Sequence[Tensor], given: Sequence[Tensor], made: Sequence[Tensor]
+        self, at: object, state: Sequence[Tensor], xs: Sequence[Tensor], given: Sequence[Tensor], made: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         rows = [aten.select.int(x, 0, self._place(at, back)) for x, back in zip(xs, self.turned, strict=True)]
         outs = self.body(*state, *rows, *given)
