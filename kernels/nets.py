@@ -257,7 +257,9 @@ def recurrent_net(*args: Any) -> list[Tensor]:
     return _forward(Net(*args))
 
 
-def _fake_backward(wanted: Any, dys: Any, outs: Any, *args: Any) -> list[Tensor]:
+def _fake_backward(
+    wanted: Sequence[Any], dys: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor], *args: Any
+) -> list[Tensor]:
     net = Net(*args)
     every = [net.x, *net.hx, *net.params]
     return [t.new_empty(t.shape) for t, is_wanted in zip(every, wanted, strict=True) if is_wanted]

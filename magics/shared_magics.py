@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from traceback import walk_tb
 from typing import Any
 
@@ -37,11 +38,11 @@ class SharedMagics(Magics):
         """The graph that a line is about: see `graph_meant`."""
         return graph_meant(self.shell.user_ns, name, *words)
 
-    def _fetch(self, graph: Any, word: str) -> Any:
+    def _fetch(self, graph: object, word: str) -> Any:
         """The fetch named by a word: see `fetch_meant`."""
         return fetch_meant(self.shell.user_ns, graph, word)
 
-    def _node(self, graph: Any, word: str) -> Any:
+    def _node(self, graph: object, word: str) -> Any:
         """The Value named by a word."""
         return tfnb.session.structures.value_of(graph, self._fetch(graph, word))
 
@@ -64,7 +65,7 @@ class SharedMagics(Magics):
                 raise  # in a function that the expression calls: its frames say where
             raise UsageError(f"{option}: {type(error).__name__}: {error}") from None
 
-    def _line_only(self, method: Any, line: str, cell: str | None) -> Namespace:
+    def _line_only(self, method: Callable[..., Any], line: str, cell: str | None) -> Namespace:
         if cell is not None:
             raise UsageError(f"%{method.__name__} is a line magic: write it with one %")
         return parsed(method, line)

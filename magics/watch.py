@@ -72,7 +72,7 @@ def recorded_by(graph: Any) -> dict[str, Any]:
     return {node.name: node for node in nodes if node.owner is not None and node.owner.key.startswith(BY_TEXT)}
 
 
-def shadowed(graph: Any, before: dict[str, Any], names: dict[str, Any]) -> Iterator[str]:
+def shadowed(graph: object, before: dict[str, Any], names: dict[str, Any]) -> Iterator[str]:
     """Report remains of an edited cell that the front end gave no id, and so cannot be recognised."""
     stays: dict[str, list[str]] = {}
     for name, old in before.items():

@@ -36,7 +36,7 @@ _CURES: Mapping[type, str] = {
 """Calls that torch has no form for, and what to write instead."""
 
 
-def to_module(graph: Graph, fetches: Any, feeds: Iterable[Any]) -> fx.GraphModule:
+def to_module(graph: Graph, fetches: object, feeds: Iterable[Any]) -> fx.GraphModule:
     """The torch module of `tfnb.Graph.to_module`."""
     leaves: list[Any] = []
     rebuild = structure(fetches, leaves)

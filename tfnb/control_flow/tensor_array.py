@@ -57,7 +57,7 @@ class TensorArray:
         if shape is not None:
             self._learn(shape, dtype or torch.get_default_dtype(), self._written.device)
 
-    def _learn(self, shape: Sequence[Any], dtype: torch.dtype, device: Any) -> None:
+    def _learn(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device | str | None) -> None:
         """Nothing is written yet, of elements of this shape."""
         if None in shape:
             raise InvalidArgument(
@@ -166,7 +166,7 @@ class TensorArray:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def read(self, index: Any) -> torch.Tensor:
+    def read(self, index: object) -> torch.Tensor:
         """Element ``index``."""
         return self._read(_index(index, 0))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -40,7 +40,13 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.state = state
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         __tracebackhide__ = True
         row, kwargs = _ROWS.get(func), kwargs or {}
         if row is None or current.recording() is not self.state.recorder or _is_of_func(args):

@@ -18,7 +18,7 @@ from tfnb.recording import Operation, Tensor
 from tfnb.recording.marks.notes import user_level
 from tfnb.session import Session
 from tfnb.session.divided_feeds import WHOLE, Division
-from tfnb.session.structures import structure, value_of
+from tfnb.session.structures import Fetches, structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import name_of
@@ -27,7 +27,7 @@ from tfnb.train.modes import SyncReplicas
 LATER = ("downpour", "sandblaster")
 
 
-def watched_by(watch: object, fetch: object, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+def watched_by(watch: Fetches | None, fetch: Fetches, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Names and fetches of the watched values: by default the scalars of ``fetch``.
 
     Raises ShapeError for what is no scalar.
@@ -51,7 +51,7 @@ def watched_by(watch: object, fetch: object, session: Session) -> tuple[tuple[st
     return tuple(found), tuple(found.values())
 
 
-def _scalars(fetch: object, session: Session, name: str = "") -> Iterator[tuple[str, Any]]:
+def _scalars(fetch: Fetches, session: Session, name: str = "") -> Iterator[tuple[str, Any]]:
     """The real scalars in a structure of fetches, by their keys or names; without writes of Variables."""
     if isinstance(fetch, Mapping):
         for key, item in fetch.items():
@@ -172,7 +172,7 @@ def division_of(microbatches: object, session: Session, mode: Mode) -> Division:
 
 
 def look_at_means(
-    session: Session, fetches: Any, keys: Sequence[Any], values: Sequence[Any], microbatches: int
+    session: Session, fetches: Fetches, keys: Sequence[Any], values: Sequence[Any], microbatches: int
 ) -> None:  # fmt: skip
     """Warn, once for each step and number of microbatches, of a loss that is no mean over the rows of a batch."""
     step, tensors = session.step_of(fetches, dict(zip(keys, values, strict=True)))
@@ -188,7 +188,7 @@ def look_at_means(
             known.add(key)
 
 
-def operations_of(fetch: object, session: Session) -> list[Any]:
+def operations_of(fetch: Fetches, session: Session) -> list[Any]:
     """The fetches with effects: operations, and writes of Variables."""
     leaves: list[Any] = []
     structure(fetch, leaves)
@@ -197,7 +197,8 @@ def operations_of(fetch: object, session: Session) -> list[Any]:
 
 
 def mode_of(
-    mode: Any, backup: Any, staleness: Any, allow_plain_collectives: Any = False, schedule: object = None
+    mode: str | SyncReplicas, backup: int, staleness: int | None, allow_plain_collectives: bool = False,
+    schedule: object = None,
 ) -> Mode:  # fmt: skip
     """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
     if schedule is not None and mode != "pipeline":

@@ -25,7 +25,7 @@ def listed(items: object) -> list[Any]:
     return list(items) if isinstance(items, (list, tuple)) else [] if items is None else [items]
 
 
-def entries_of(ys: list[Any], grad_ys: Any) -> tuple[list[Any], Any]:
+def entries_of(ys: list[Any], grad_ys: object) -> tuple[list[Any], Any]:
     """Replace IndexedSlices among the ys by their values, and their dense cotangents by the matching rows."""
     if not any(isinstance(y, IndexedSlices) for y in ys):
         return ys, grad_ys

@@ -14,6 +14,7 @@ from types import BuiltinFunctionType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from tfnb.errors import UnknownOp
 from tfnb.graph.node import Ref, Value, leaves, map_leaves
@@ -163,7 +164,7 @@ def rule(*ops: object, outputs: int | None = None, saves: bool = False) -> Calla
     return register
 
 
-def partials(op: Any, *functions: Callable[[Forward, Any], Any] | None) -> None:
+def partials(op: OpOverload | str, *functions: Callable[[Forward, Any], Any] | None) -> None:
     """Register one function ``(n, dy) -> dx`` per tensor input, each called only if its cotangent is wanted.
 
     The last function serves all further inputs.
@@ -208,7 +209,7 @@ def lookup(*ops: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def columns(op: Any, function: Callable[[Forward, Any], Any]) -> None:
+def columns(op: OpOverload, function: Callable[[Forward, Any], Any]) -> None:
     """Register how row-sparse entries go back through an op that leaves axis 0 alone wherever its ``dim`` is not 0.
 
     ``function(n, values)`` makes of the values [n, ...] of the output those of the input.
@@ -236,7 +237,7 @@ def gives_one(op: str) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
+def register_gradient(op: OpOverload | Callable[..., Any] | str) -> Callable[[RuleFunction], RuleFunction]:
     """Register the gradient of an op, say a ``torch.library.custom_op``: ``rule(n, dy)`` as in `rule`.
 
     op: the custom op, an overload, or a name such as ``"mylib::swish"``. A rule already there is replaced.

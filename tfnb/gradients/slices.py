@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from numbers import Real
@@ -160,7 +160,13 @@ class IndexedSlices:
     # -- the closed algebra -----------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         name = func.__name__.removeprefix("linalg_").strip("_")
         if name not in CLOSED:
             raise _needs_dense(name, next(x for x in _flat((args, kwargs)) if isinstance(x, IndexedSlices)))

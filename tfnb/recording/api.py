@@ -59,7 +59,9 @@ def placeholder(
     return recorder.placeholder(spec, None if recorder.lazy else plain, name)
 
 
-def _sample(sample: Any, dtype: torch.dtype | None, device: Any, recorder: Recorder) -> torch.Tensor:
+def _sample(
+    sample: Any, dtype: torch.dtype | None, device: torch.device | str | None, recorder: Recorder
+) -> torch.Tensor:
     if isinstance(sample, Variable):
         sample = sample.value()
     tensor = dense(torch.as_tensor(current.plain(sample)).detach(), recorder.tape.at)
@@ -70,7 +72,7 @@ def _sample(sample: Any, dtype: torch.dtype | None, device: Any, recorder: Recor
     return tensor.to(dtype=dtype, device=device or recorder.default_device).contiguous()
 
 
-def _axes(sample: torch.Tensor | None, shape: Any, recorder: Recorder) -> tuple[int | str | None, ...]:
+def _axes(sample: torch.Tensor | None, shape: Sequence[Any] | None, recorder: Recorder) -> tuple[int | str | None, ...]:
     if shape is None:
         assert sample is not None
         return (None, *sample.shape[1:]) if sample.dim() else ()

@@ -182,7 +182,7 @@ def _not_nested(original: Original) -> Any:
     return call
 
 
-def _is_new(scheduler: Any) -> bool:
+def _is_new(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
     """Whether a scheduler is being made: constructors step, too."""
     return "_last_lr" not in scheduler.__dict__ or getattr(scheduler, "_is_initial", False)
 

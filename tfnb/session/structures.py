@@ -18,6 +18,11 @@ from tfnb.recording.values.tensor import missing
 from tfnb.recording.values.variables import known
 from tfnb.session.feeding import listing
 
+Fetch = torch.Tensor | Operation | Variable | IndexedSlices | Value | Node | str
+Fetches = Fetch | Sequence["Fetches"] | Mapping[Any, "Fetches"]  # one, or any nesting of them
+FeedKey = torch.Tensor | Variable | IndexedSlices | Value | str  # strings name tensors, or axes whose size varies
+FeedKeys = FeedKey | Sequence[FeedKey] | Mapping[str, FeedKey]  # which part of an item of data is fed to what
+
 
 def parts_of(keys: Sequence[Any]) -> tuple[Any, ...]:
     """Feed keys with values and indices in place of IndexedSlices."""

@@ -127,7 +127,7 @@ def is_scheduler(value: object) -> bool:
     )
 
 
-def state_of(scheduler: Any) -> dict[str, Any]:
+def state_of(scheduler: torch.optim.lr_scheduler.LRScheduler) -> dict[str, Any]:
     """The state of a scheduler and the param groups of its optimizer, as JSON.
 
     Raises InvalidArgument for a state with functions or objects.
@@ -136,7 +136,7 @@ def state_of(scheduler: Any) -> dict[str, Any]:
     return {"state": _written(scheduler.state_dict(), kind), "groups": groups_of(scheduler.optimizer)}
 
 
-def load_state(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+def load_state(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Mapping[str, Any]) -> list[str]:
     """Give a scheduler its state, and its optimizer the numbers that the scheduler had set; returns their changes.
 
     The constructor of a scheduler sets learning rates: one that is made after a restore has set them anew.

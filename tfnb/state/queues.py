@@ -116,7 +116,7 @@ class TensorQueue(QueueHandle):
     def _parts(self, given: object) -> list[Any]:
         return [given] if self.is_single else super()._parts(given)
 
-    def _one(self, parts: Any) -> Any:
+    def _one(self, parts: Sequence[Any]) -> Any:
         return parts[0] if self.is_single else tuple(parts)
 
     def _counted(self, what: str, n: object) -> int:
@@ -225,8 +225,8 @@ class PaddingFIFOQueue(TensorQueue):
     """
 
     def __init__(
-        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, *, name: str = "padding_queue",
-        container: str = "", shared_name: str | None = None,
+        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, *,
+        name: str = "padding_queue", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}
         if shapes is None or (not isinstance(dtypes, torch.dtype) and None in shapes):

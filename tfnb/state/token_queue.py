@@ -58,7 +58,7 @@ class TokenQueue(QueueHandle):
         """A token is used up; raises FailedPrecondition where its lease was over."""
         return self._tell("finish", ops.FINISH, token)
 
-    def _tell(self, kind: Any, op: str, token: Any) -> Operation | None:
+    def _tell(self, kind: Any, op: str, token: object) -> Operation | None:
         recorder = current.recording()
         if isinstance(recorder, Recorder):
             given = [self._recorded(recorder, token, torch.int64)]

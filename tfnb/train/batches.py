@@ -23,6 +23,8 @@ from tfnb.state.input_sources import Position, Source
 DEFAULT_BATCH = 32  # rows
 MOST = 4 << 30  # bytes of a Dask collection that are computed here
 
+Data = Mapping[Any, Any] | Iterable[Any]  # arrays by placeholder, or batches: feeds, or items such as a DataLoader's
+
 
 class Batch(NamedTuple):
     """The feeds of one step: ``values`` in the order of ``keys``, ``rows`` of them, in pass ``epoch`` (from 1)."""
@@ -50,8 +52,8 @@ class Batches:
 
 
 def batches(
-    data: object, *, epochs: int = 1, steps: int | None = None, batch_size: int | None = None, shuffle: bool = True,
-    seed: int = 0, feeds: Any = None, begin: int = 0,
+    data: Data, *, epochs: int = 1, steps: int | None = None, batch_size: int | None = None, shuffle: bool = True,
+    seed: int = 0, feeds: object = None, begin: int = 0,
 ) -> Batches:  # fmt: skip
     """Batches of ``data``: ``{key: array}`` with rows on axis 0, or an iterable of feed dicts.
 
@@ -175,7 +177,7 @@ def batch_count(data: Any) -> int | None:
         return None
 
 
-def is_single_pass(data: object) -> bool:
+def is_single_pass(data: Data) -> bool:
     """Whether ``data`` is an iterator, and so gives its items once.
 
     Only an iterator is asked for ``iter``: that of a DataLoader would start its worker processes.
@@ -183,7 +185,7 @@ def is_single_pass(data: object) -> bool:
     return isinstance(data, Iterator) and iter(data) is data
 
 
-def _of_feeds(data: object, keys: object, epochs: int, steps: int | None, begin: int) -> Batches:
+def _of_feeds(data: Data, keys: object, epochs: int, steps: int | None, begin: int) -> Batches:
     if not isinstance(data, Iterable):
         by_index = (
             "; it gives items by number: torch.utils.data.DataLoader(data, batch_size=32) makes batches of them, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tfnb.errors import InvalidArgument
 
@@ -44,6 +44,23 @@ class Progress:
         self.changed = (mode, backup, staleness)
 
 
+class StepObserver(Protocol):
+    """A callback that is called after each step that counts."""
+
+    def on_step(self, progress: Progress) -> object:
+        """Look at the training, stop it, or change its mode."""
+
+
+class EpochObserver(Protocol):
+    """A callback that is called after each epoch, when the validation data were evaluated."""
+
+    def on_epoch(self, progress: Progress) -> object:
+        """Look at the training, stop it, or change its mode."""
+
+
+Callback = Callable[[Progress], object] | StepObserver | EpochObserver
+
+
 class Callbacks:
     """The functions to call after each step and epoch: functions (after an epoch), or objects with either method.
 
@@ -52,7 +69,7 @@ class Callbacks:
     (True, [1])
     """
 
-    def __init__(self, callbacks: Any) -> None:
+    def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
         self._steps: list[Callable[[Progress], object]] = []
         self._epochs: list[Callable[[Progress], object]] = []
         for one in listed(callbacks):
@@ -88,7 +105,7 @@ class Callbacks:
         return _told(self._epochs, progress)
 
 
-def listed(callbacks: object) -> list[Any]:
+def listed(callbacks: Callback | Sequence[Callback]) -> list[Any]:
     """One callback, or a sequence of them, as a list."""
     return [callbacks] if callable(callbacks) or not isinstance(callbacks, Sequence) else list(callbacks)
 

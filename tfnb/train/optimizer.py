@@ -7,7 +7,7 @@ wherever the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -24,6 +24,7 @@ from tfnb.recording import Operation, Recorder, Tensor, reopen, variable
 from tfnb.recording.cells.statements import outermost
 
 Rate = float | torch.Tensor
+LearningRate = Rate | Variable | Callable[[Any], torch.Tensor]  # the last: a schedule, of the number of steps
 Pair = tuple[Any, Any]  # (gradient or None, Variable or Parameter)
 
 
@@ -43,7 +44,7 @@ class Optimizer:
 
     joint = False
 
-    def __init__(self, lr: Any) -> None:
+    def __init__(self, lr: LearningRate) -> None:
         self.lr = _rate(type(self).__name__, lr)
         self._slots: WeakKeyDictionary[Variable, dict[str, Variable]] = WeakKeyDictionary()
         self._steps = _count(f"{type(self).__name__}/steps") if _is_schedule(self.lr) else None

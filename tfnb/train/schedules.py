@@ -26,7 +26,7 @@ def _schedule(rule: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> Ca
     def make(*args: object, **kwargs: object) -> Schedule:
         made = rule(*args, **kwargs)
 
-        def schedule(step: Any) -> torch.Tensor:
+        def schedule(step: torch.Tensor | int) -> torch.Tensor:
             return made(step if isinstance(step, torch.Tensor) else torch.tensor(float(step), dtype=torch.float64))
 
         return schedule

@@ -55,7 +55,7 @@ def graph_bundle(
     return {"text/html": page.html(drawing, lambda: text, limit=min(page.BYTES, room)), **shown}
 
 
-def timeline_of(trace: Any, drawing: Drawing) -> str:
+def timeline_of(trace: object, drawing: Drawing) -> str:
     """The timeline below the drawing of a traced run, linked to its boxes; empty without a trace."""
     keys = {drawing.path(node): key_name(key) for node, key in drawing.wiring.where.items()}
     return "" if trace is None else timeline(trace, keys)

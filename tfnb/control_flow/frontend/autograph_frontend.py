@@ -99,11 +99,11 @@ class _Namer(naming.Namer):
         return str(super().new_symbol(root, reserved_locals))
 
 
-def _resolved(node: Any, context: object) -> Any:
+def _resolved(node: object, context: object) -> Any:
     return activity.resolve(qual_names.resolve(node), context, None)
 
 
-def _analysed(node: Any, context: object) -> Any:
+def _analysed(node: object, context: object) -> Any:
     graphs = cfg.build(node)
     return reaching_definitions.resolve(_resolved(node, context), context, graphs)
 
@@ -190,7 +190,7 @@ class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
         scope = self.state[control_flow._Function].scope
         return name in scope.globals or name in scope.nonlocals or str(name) in self.closures
 
-    def _get_block_vars(self, node: Any, modified: object) -> Any:
+    def _get_block_vars(self, node: object, modified: object) -> Any:
         names, undefined, count = super()._get_block_vars(node, modified)
         self.read.append({str(name) for name in anno.getanno(node, anno.Static.LIVE_VARS_IN)})
         needed = [name for place, name in enumerate(names) if place < count or self._is_needed(name)]

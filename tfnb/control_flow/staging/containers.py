@@ -49,7 +49,7 @@ def changed(owner: object, name: str | None = None) -> Any:
     return owner
 
 
-def is_followed(owner: Any, name: str) -> bool:
+def is_followed(owner: object, name: str) -> bool:
     """Whether an attribute is a module's buffer, whose rebinding the recording itself follows."""
     recording = open_recording()
     return recording is not None and bool(recording.buffers.follows(owner, name))

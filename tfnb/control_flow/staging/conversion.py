@@ -105,7 +105,7 @@ _OF_LISTS: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def _of_list(function: Any, *args: object, **kwargs: object) -> Any:
+def _of_list(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """A function of torch, of a list that a loop may have appended to."""
     items = args[0] if args else kwargs.get("tensors")
     return (_OF_LISTS[function] if grown(items) else function)(*args, **kwargs)
@@ -177,7 +177,7 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def marked(function: Any) -> Any:
+def marked(function: Callable[..., Any]) -> Any:
     """A function that is converted already."""
     with contextlib.suppress(AttributeError):
         function.__dict__[_MARK] = True

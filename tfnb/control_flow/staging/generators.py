@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ class Consumer:
     def carrying(self, name: str, slot: list[Any]) -> Consumer:
         """The same with the value in a list of one as another name."""
 
-        def set_(values: Any) -> None:
+        def set_(values: Sequence[Any]) -> None:
             slot[0] = values[0]
             self.set(tuple(values[1:]))
 
@@ -142,7 +142,7 @@ def _operators(consumer: Consumer) -> SimpleNamespace:
     def joined(get: Any, set_: Any, names: tuple[str, ...]) -> tuple[Any, Any, tuple[str, ...]]:
         count = len(consumer.names)
 
-        def set_both(values: Any) -> None:
+        def set_both(values: Sequence[Any]) -> None:
             consumer.set(tuple(values[:count]))
             set_(tuple(values[count:]))
 
@@ -157,10 +157,12 @@ def _operators(consumer: Consumer) -> SimpleNamespace:
     def if_stmt(test: Any, body: Any, orelse: Any, get: Any, set_: Any, names: Any, wanted: int) -> None:
         own.if_stmt(test, body, orelse, *joined(get, set_, names), len(consumer.names) + wanted)
 
-    def while_stmt(test: Any, body: Any, get: Any, set_: Any, names: Any, options: Any) -> None:
+    def while_stmt(test: Any, body: Any, get: Any, set_: Any, names: Any, options: dict[str, Any]) -> None:
         own.while_stmt(more(test), body, *joined(get, set_, names), options)
 
-    def for_stmt(items: Any, test: Any, body: Any, get: Any, set_: Any, names: Any, options: Any) -> None:
+    def for_stmt(
+        items: Iterable[Any], test: Any, body: Any, get: Any, set_: Any, names: Any, options: dict[str, Any]
+    ) -> None:
         own.for_stmt(items, more(test), body, *joined(get, set_, names), options)
 
     return SimpleNamespace(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -89,7 +90,7 @@ QUICK: dict[Any, Callable[..., Any]] = {
 }
 
 
-def writing(op: Any) -> Callable[..., Any]:
+def writing(op: OpOverload) -> Callable[..., Any]:
     """The method of ``torch.Tensor`` for an in-place overload, since methods are quicker to call."""
     name = op._schema.name.partition("::")[2]
     return getattr(torch.Tensor, name, op) if op._overloadname in ("default", "Tensor") else op

@@ -133,7 +133,7 @@ def _rounded(args: Sequence[Any], epsilon: float) -> list[Any]:
     return [moved(x).to(x.dtype) if isinstance(x, torch.Tensor) else x for x in args]
 
 
-def _is_rounding(found: Any, wanted: Any, rounded: Any) -> bool:
+def _is_rounding(found: Any, wanted: Sequence[Any], rounded: Any) -> bool:
     """Whether two values differ by no more than generated code does from itself under rounded operands."""
     tensors = [found, wanted, rounded]
     if not all(isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (found.shape, found.dtype) for x in tensors):

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 
-def _sum(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+def _sum(x: torch.Tensor, y: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
     return x + y * alpha
 
 
-def _difference(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+def _difference(x: torch.Tensor, y: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
     return x - y * alpha
 
 
-def _product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+def _product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: float = 1) -> torch.Tensor:
     product = a @ b * alpha
     return x * beta + product if beta else product  # torch does not look at x then: it may be NaN
 

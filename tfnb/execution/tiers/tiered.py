@@ -89,7 +89,7 @@ def say_once() -> None:
 class GeneratedCode:
     """The generated code of a program, written at the first run, and so never for a step found in the cache."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
 
     @cached_property

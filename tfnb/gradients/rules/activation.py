@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ partials(aten._log_softmax.default,
 
 
 @rule(aten.rrelu_with_noise_functional.default)
-def _(n: Forward, dys: Any) -> Any:  # the second output is the slopes drawn: no gradient passes there
+def _(n: Forward, dys: Sequence[Any]) -> Any:  # the second output is the slopes drawn: no gradient passes there
     if n["training"]:
         return dys[0] * n.outs[1], None
     return aten.leaky_relu_backward(dys[0], n["self"], (n["lower"] + n["upper"]) / 2, False), None

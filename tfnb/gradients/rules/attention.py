@@ -35,7 +35,7 @@ def _weights(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> t
 
 
 @rule(aten.scaled_dot_product_attention.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     q, k, v, mask = n["query"], n["key"], n["value"], n["attn_mask"]
     lead = list(q.shape[:-2])
     if n["enable_gqa"] or any(list(t.shape[:-2]) != lead for t in (k, v)) or n["dropout_p"]:

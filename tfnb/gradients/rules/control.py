@@ -147,7 +147,7 @@ class ForwardPart:
             self.recorder.space.release(nodes)
 
 
-def _again(recorder: Recording, node: Node, inputs: Any, attrs: Any, outputs: Sequence[Spec]) -> list[Tensor]:
+def _again(recorder: Recording, node: Node, inputs: Sequence[Any], attrs: Any, outputs: Sequence[Spec]) -> list[Tensor]:
     """A copy of a forward node with other attrs and outputs."""
     with recorder.tape.marked(control=node.control, device=node.device):
         values = [recorder._entry(t).value for t in inputs]

@@ -38,7 +38,7 @@ def _(n: Forward, dy: torch.Tensor) -> Any:
 
 
 @rule(aten._batch_norm_no_update.default, aten._native_batch_norm_legit_no_training.default, outputs=1, saves=True)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return _batch_norm(n, dy, None, None, False)
 
 

@@ -35,7 +35,7 @@ def _weight(d: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 
 
 @rule(tfnb.lstm_layer.default, outputs=2)
-def _(n: Forward, dys: Any) -> Any:
+def _(n: Forward, dys: Sequence[torch.Tensor | None]) -> Any:
     y, c, act = n.outs
     dgates, dh0, dc0 = tfnb.lstm_layer_backward(dys[0], dys[1], act, c, n["c0"], n["w"])
     return {"gates": dgates, "h0": dh0, "c0": dc0, "w": lambda: _weight(dgates, _before(n["h0"], y))}
@@ -56,7 +56,7 @@ def _(n: Forward, dy: torch.Tensor) -> Any:
 
 
 @rule(tfnb.lstm_layer_backward.default, tfnb.gru_layer_backward.default, tfnb.rnn_layer_backward.default)
-def _(n: Forward, dys: Any) -> Any:
+def _(n: Forward, dys: Sequence[torch.Tensor | None]) -> Any:
     raise NoGradient(
         "a second derivative of a recurrent net over a packed sequence is not recorded: run the net on the padded "
         "batch, and mask what lies behind the end of each sequence"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def _swaps_matrices(node: Node) -> bool:
     return {node.attrs["dim0"] % rank, node.attrs["dim1"] % rank} == {rank - 1, rank - 2}
 
 
-def _inverse(dims: Any) -> list[int]:
+def _inverse(dims: Sequence[int]) -> list[int]:
     """The permutation that undoes ``dims``."""
     rank = len(dims)
     back = [0] * rank
@@ -79,7 +80,7 @@ def _slice(n: Forward, x: torch.Tensor) -> torch.Tensor:
     return aten.slice.Tensor(x, n["dim"], n["start"], n["end"], n["step"])
 
 
-def _slice_back(n: Forward, dy: torch.Tensor, sizes: Any = None) -> torch.Tensor:
+def _slice_back(n: Forward, dy: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
     start = 0 if n["start"] is None else n["start"]
     end = torch.iinfo(torch.int64).max if n["end"] is None else n["end"]
     return aten.slice_backward(dy, n["self"].shape if sizes is None else sizes, n["dim"], start, end, n["step"])
@@ -140,7 +141,7 @@ def _(n: Forward, dy: torch.Tensor) -> Any:
     return parts
 
 
-def _part(dy: torch.Tensor, dim: int, start: Any, end: Any) -> Any:
+def _part(dy: torch.Tensor, dim: int, start: int | torch.SymInt | None, end: int | torch.SymInt | None) -> Any:
     return lambda: aten.slice.Tensor(dy, dim, start, end)
 
 

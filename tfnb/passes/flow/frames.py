@@ -479,7 +479,7 @@ def _bound(contents: Contents) -> dict[str, tuple[Value, Spec]]:
     return {s: (v, contents.by_id[v.node].outputs[v.index]) for s, (v, _) in contents.symbols.items()}
 
 
-def _symbols(shape: Any) -> list[str]:
+def _symbols(shape: Sequence[int]) -> list[str]:
     return [s for leaf in leaves(shape) if isinstance(leaf, Dim) for s in leaf.symbols]
 
 

@@ -42,7 +42,7 @@ def absent(device: str) -> Spec:
     return Spec(torch.bool, (0,), device)
 
 
-def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+def record_call(rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Record one op: node, fake result, sample result."""
     __tracebackhide__ = True
     inputs: list[Entry] = []
@@ -220,7 +220,7 @@ def _sample_call(
 
 
 def _viewed(
-    rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any
+    rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Base | None, tuple[View, ...], dict[str, Any]]:
     """For a view op: the base of the view, the chain of views so far, and the arguments without the viewed tensor."""
     if not own.is_view:

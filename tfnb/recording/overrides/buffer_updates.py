@@ -17,7 +17,7 @@ aten = torch.ops.aten
 @override(Stage.OP, aten.batch_norm.default)
 def _batch_norm(
     rec: Recording,
-    x: Any,
+    x: torch.Tensor,
     w: Any,
     b: Any,
     mean: Any,

@@ -29,13 +29,13 @@ ops = torch.ops.tfnb
 
 
 @override(Stage.FUNCTION, torch.Tensor.__getitem__)
-def _get_item(rec: Recording, x: torch.Tensor, index: Any) -> Any:
+def _get_item(rec: Recording, x: torch.Tensor, index: object) -> Any:
     """``x[index]``."""
     return torch.Tensor.__getitem__(*_looked(rec, x, index))
 
 
 @override(Stage.FUNCTION, torch.Tensor.__setitem__)
-def _set_item(rec: Recording, x: torch.Tensor, index: Any, value: torch.Tensor | torch.types.Number) -> None:
+def _set_item(rec: Recording, x: torch.Tensor, index: object, value: torch.Tensor | torch.types.Number) -> None:
     """``x[index] = value``."""
     torch.Tensor.__setitem__(*_looked(rec, x, index), value)
 
@@ -99,7 +99,7 @@ def _number(item: object) -> Any:
     return item if isinstance(item, torch.Tensor) else torch.ops.aten.scalar_tensor(item, dtype=torch.int64)
 
 
-def _row(rec: Recording, item: object, size: Any) -> Any:
+def _row(rec: Recording, item: object, size: int | torch.SymInt) -> Any:
     """The place of a number in an axis of so many rows: a number below 0 counts from the end."""
     number = _number(item)
     found = number if _said(rec, item).is_nonnegative else torch.where(number < 0, number + size, number)
@@ -118,7 +118,7 @@ def _rows(rec: Recording, x: torch.Tensor, axis: int, rows: torch.Tensor) -> Ten
 # -- slices and ranges ----------------------------------------------------------------------------------------------
 
 
-def _span(rec: Recording, item: slice, size: Any) -> Any:
+def _span(rec: Recording, item: slice, size: int | torch.SymInt) -> Any:
     """The rows that a slice picks of so many. ``[t:t + 1]`` is one row; the end of ``x`` may cut longer ones short."""
     start = 0 if item.start is None else item.start
     stop = _END if item.stop is None else item.stop
@@ -154,7 +154,7 @@ def _of_value(rec: Recording, value: Value, deep: int = _DEEP) -> sympy.Expr:
 
 
 @override(Stage.FUNCTION, torch.select, torch.Tensor.select)
-def _select(rec: Recording, x: torch.Tensor, dim: int, index: Any) -> Any:
+def _select(rec: Recording, x: torch.Tensor, dim: int, index: object) -> Any:
     """torch.select of a recorded number."""
     if not _is_whole(index) or _is_functorch(x):
         return NotImplemented

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def _dropout(rec: Recording, x: torch.Tensor, p: float, train: bool) -> Any:
 
 
 @override(Stage.OP, aten._efficientzerotensor.default)
-def _zeros(rec: Recording, size: Any, **options: Any) -> Any:
+def _zeros(rec: Recording, size: Sequence[int], **options: Any) -> Any:
     """Zeros of forward mode as real zeros: torch's memoryless zeros would be read by kernels behind its handling."""
     return torch.zeros(size, **options)
 

@@ -60,7 +60,7 @@ class Packing:
 
 
 @override(Stage.OP, aten._pack_padded_sequence.default)
-def pack(rec: Recording, x: torch.Tensor, lengths: Any, batch_first: bool) -> Any:
+def pack(rec: Recording, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
     """`torch._pack_padded_sequence`: rows of the data by step, and how many rows have each step."""
     x = x.transpose(0, 1) if batch_first else x
     steps = x.shape[0]
@@ -134,7 +134,7 @@ def _rnn(tanh: bool) -> Cell:
     return lambda gates, first, own: (tfnb.rnn_layer(gates, first[0], own[1], tanh),)
 
 
-def _packing(rec: Recording, batch_sizes: Any) -> Packing:
+def _packing(rec: Recording, batch_sizes: torch.Tensor) -> Packing:
     if batch_sizes not in rec.packings:
         raise Unsupported(
             "a packed sequence whose batch sizes were not made by pack_padded_sequence in this recording: pack it "

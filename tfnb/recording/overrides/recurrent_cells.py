@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._ops import OpOverload
 
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
@@ -94,16 +95,24 @@ override(Stage.OP, aten.rnn_tanh_cell.default)(_rnn(torch.tanh))
 override(Stage.OP, aten.rnn_relu_cell.default)(_rnn(torch.relu))
 
 
-def _recurrent(op: Any) -> Callable[..., Any]:
+def _recurrent(op: OpOverload) -> Callable[..., Any]:
     """Recurrent layers stay whole; layers with dropout between them are recorded one by one, with the draws.
 
     torch's own decomposition (2.13) leaves the dropout out.
     """
 
     def row(
-        rec: Recording, x: torch.Tensor, hx: Any, params: Any, biases: bool, layers: int, dropout: float, train: bool,
-        both: bool, batch_first: bool,
-    ) -> Any:  # fmt: skip
+        rec: Recording,
+        x: torch.Tensor,
+        hx: Any,
+        params: Sequence[torch.Tensor],
+        biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        both: bool,
+        batch_first: bool,
+    ) -> Any:
         if not (dropout and train and layers > 1):
             return NotImplemented
         several, ways, each = isinstance(hx, (list, tuple)), 1 + both, len(params) // layers

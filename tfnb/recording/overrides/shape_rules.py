@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import (
     _constrain_range_for_size,
     free_unbacked_symbols,
@@ -43,7 +44,7 @@ def _recurrent_out(x: torch.Tensor, hx: torch.Tensor, rest: Any) -> Any:
 
 
 @override(Stage.SHAPE, aten.view.default)
-def _view(x: Any, size: Any) -> Any:
+def _view(x: Any, size: Sequence[Any]) -> Any:
     """torch's rule for views, in fake mode; outside, torch would load its distributed tensors."""
     if free_unbacked_symbols([*x.shape, *size]):
         return aten.view.default(x, size)
@@ -173,7 +174,12 @@ def _asked(relation: Any) -> bool:
 
 @override(Stage.SHAPE, aten.linalg_vector_norm.default)
 def _vector_norm(
-    x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    ord: Any = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """torch's rule for data-dependent sizes; the rule of torch 2.11 compares the size with 1."""
     if not _is_of_data(x):
@@ -188,13 +194,13 @@ def _is_of_data(x: torch.Tensor) -> bool:
 
 
 @override(Stage.SHAPE, aten.logsumexp.default)
-def _logsumexp(x: torch.Tensor, dim: Any, keepdim: bool = False) -> Any:
+def _logsumexp(x: torch.Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Any:
     if not _is_of_data(x):
         return aten.logsumexp.default(x, dim, keepdim)
     return aten.sum.dim_IntList(x if x.dtype.is_floating_point or x.dtype.is_complex else x / 1, dim, keepdim)
 
 
-def _best_so_far(op: Any) -> Callable[..., Any]:
+def _best_so_far(op: OpOverload) -> Callable[..., Any]:
     def shape(x: torch.Tensor, dim: int) -> Any:
         return (torch.empty_like(x), torch.empty_like(x, dtype=torch.int64)) if _is_of_data(x) else op(x, dim)
 
@@ -202,7 +208,7 @@ def _best_so_far(op: Any) -> Callable[..., Any]:
 
 
 @override(Stage.SHAPE, aten.roll.default)
-def _roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> Any:
+def _roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Any:
     return torch.empty_like(x) if _is_of_data(x) else aten.roll.default(x, shifts, dims)
 
 
@@ -332,7 +338,7 @@ def _by_channel(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     )
 
 
-def _along_an_axis(op: Any) -> Callable[..., Any]:
+def _along_an_axis(op: OpOverload) -> Callable[..., Any]:
     """Shape rule of a softmax: a contiguous tensor like the input. torch's rule takes milliseconds, as do
     others below.
     """
@@ -345,7 +351,7 @@ def _along_an_axis(op: Any) -> Callable[..., Any]:
     return rule
 
 
-def _back_along_an_axis(op: Any) -> Callable[..., Any]:
+def _back_along_an_axis(op: OpOverload) -> Callable[..., Any]:
     def rule(dy: torch.Tensor, y: torch.Tensor, dim: int, input_dtype: Any) -> Any:
         if not dy.dtype is y.dtype is input_dtype or not _same_sizes(dy, y) or not -y.dim() <= dim < y.dim():
             return op(dy, y, dim, input_dtype)

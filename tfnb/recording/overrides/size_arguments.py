@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @override(Stage.FUNCTION, torch.tensor, torch.as_tensor)
-def _tensor(rec: Recording, data: Any, **kwargs: Any) -> Any:
+def _tensor(rec: Recording, data: object, **kwargs: Any) -> Any:
     """torch.tensor of numbers and varying sizes; torch would fix the sizes to the sample's."""
     if not any(isinstance(leaf, (*_VARYING, WholeNumbers)) for leaf in tree_leaves(data)):
         return NotImplemented
@@ -57,7 +57,7 @@ def _pad(rec: Recording, x: torch.Tensor, pad: Any, mode: str = "constant", valu
 
 
 @override(Stage.FUNCTION, F.affine_grid)
-def _affine_grid(rec: Recording, theta: Any, size: Any, align_corners: Any = None) -> Any:
+def _affine_grid(rec: Recording, theta: Any, size: Sequence[Any], align_corners: Any = None) -> Any:
     """affine_grid with each size compared with one: torch compares the minimum of all sizes, and so fixes
     their order.
     """
@@ -101,7 +101,7 @@ def _is_contiguous(
     return x.is_contiguous(memory_format=memory_format)
 
 
-def _of_strides(op: Any) -> Callable[..., Any]:
+def _of_strides(op: object) -> Callable[..., Any]:
     """A question about memory that torch answers by the sample, where sizes vary: refused."""
 
     def row(rec: Recording, x: torch.Tensor, *args: object) -> Any:

@@ -34,7 +34,7 @@ def _fill_diagonal(rec: Recording, x: torch.Tensor, value: torch.types.Number, w
 
 
 @override(Stage.OP, aten.take_along_dim.default)
-def _take_along_dim(rec: Recording, x: torch.Tensor, indices: torch.Tensor, dim: Any = None) -> Any:
+def _take_along_dim(rec: Recording, x: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> Any:
     if dim is None:
         return x.reshape(-1).gather(0, indices.reshape(-1))
     dim = dim % max(x.dim(), 1)
@@ -94,7 +94,7 @@ def _is_of_data(size: object) -> bool:
     aten.squeeze_copy.dim,
     aten.squeeze_copy.dims,
 )
-def _squeeze(rec: Recording, x: Any, dim: Any = None) -> Any:
+def _squeeze(rec: Recording, x: torch.Tensor, dim: Any = None) -> Any:
     """The rank of the result: whether an axis has one row is decided by this line, and a run must agree."""
     asked = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     axes = [axis % x.dim() for axis in asked] if x.dim() else []
@@ -126,7 +126,7 @@ def _has_one_row(rec: Recording, x: torch.Tensor, axis: int) -> bool:
 
 
 @override(Stage.OP, aten.ctc_loss.IntList)
-def _ctc_loss(rec: Recording, x: torch.Tensor, targets: Any, steps: Any, lengths: Any, *args: object) -> Any:
+def _ctc_loss(rec: Recording, x: torch.Tensor, targets: Any, steps: Any, lengths: torch.Tensor, *args: object) -> Any:
     """With lengths that Python knows, torch's composite writes into memory, and a recorded tensor has none."""
     return aten.ctc_loss.Tensor(x, targets, torch.tensor(steps), torch.tensor(lengths), *args)
 

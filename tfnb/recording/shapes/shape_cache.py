@@ -62,7 +62,7 @@ class Shapes:
             self._results[self._key(func, args, kwargs)] = out
         return out
 
-    def _view(self, func: Op, args: Any, kwargs: Any) -> Any:
+    def _view(self, func: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A view with static sizes: torch's kernel without the slower path through the fake mode."""
         device = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, FakeTensor)).fake_device
         mode = self.symbols.fake_mode

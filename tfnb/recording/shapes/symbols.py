@@ -164,7 +164,7 @@ def is_relation(expr: object) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _holds_when_short(expr: Any) -> bool:
+def _holds_when_short(expr: sympy.Expr) -> bool:
     """Whether the truth of ``expr`` is the same for all sizes, including 0 and 1."""
     if not is_relation(expr):
         return True
@@ -277,7 +277,7 @@ class Symbols:
             found = self._texts[expr] = self._text(expr)
         return found
 
-    def _text(self, expr: Any) -> str:
+    def _text(self, expr: sympy.Expr) -> str:
         for symbol in sorted(expr.free_symbols, key=str):
             if symbol not in self._letters:
                 letter = unique("N", self._values)
@@ -319,7 +319,7 @@ class Symbols:
             return hint
         return self.seen(leaf.node.expr, leaf.node.pytype)
 
-    def seen(self, expr: Any, kind: type) -> Any:
+    def seen(self, expr: sympy.Expr, kind: type) -> Any:
         """An expression evaluated at the sizes of the samples; None if those are unknown."""
         value = expr.xreplace(self._observed)
         return None if value.free_symbols else kind(value)

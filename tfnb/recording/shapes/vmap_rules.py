@@ -21,7 +21,7 @@ _BATCHED = DispatchKey.FuncTorchBatched
 Rule = Callable[..., Any]
 
 
-def _level_below(op: Any, rule: Rule, *args: object, **kwargs: object) -> Any:
+def _level_below(op: OpOverload, rule: Rule, *args: object, **kwargs: object) -> Any:
     """Call a rule with the unwrapped tensors of this vmap level; every tensor argument gets the batch axis."""
     level = _functorch.maybe_current_level()
     assert level is not None
@@ -72,7 +72,7 @@ def _at_least_1d(x: object) -> Any:
 
 
 @_batch_rule(aten.gather.default)
-def _gather(op: Any, x: torch.Tensor, dim: int, index: Any, **kwargs: object) -> Any:
+def _gather(op: OpOverload, x: torch.Tensor, dim: int, index: Any, **kwargs: object) -> Any:
     out = op(_at_least_1d(x), _axis(dim, x.dim() - 1), _at_least_1d(index), **kwargs)
     return out.squeeze(-1) if index.dim() == 1 else out
 
@@ -82,7 +82,7 @@ def _gather(op: Any, x: torch.Tensor, dim: int, index: Any, **kwargs: object) ->
     aten.scatter_reduce.two,
 )  # fmt: skip
 def _scatter(
-    op: Any, x: torch.Tensor, dim: int, index: Any, source: torch.Tensor, *args: object, **kwargs: object
+    op: OpOverload, x: torch.Tensor, dim: int, index: object, source: torch.Tensor, *args: object, **kwargs: object
 ) -> Any:
     axis = _axis(dim, x.dim() - 1)
     out = op(_at_least_1d(x), axis, _at_least_1d(index), _at_least_1d(source), *args, **kwargs)
@@ -90,7 +90,7 @@ def _scatter(
 
 
 @_batch_rule(aten.cat.default)
-def _cat(op: Any, tensors: Any, dim: int = 0) -> Any:
+def _cat(op: OpOverload, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     rank = max(x.dim() for x in tensors) - 1
     some = [x for x in tensors if x.dim() - 1 == rank or not _is_legacy_empty(x)]  # torch skips those of shape (0,)
     return op(some, _axis(dim, rank))
@@ -101,18 +101,20 @@ def _is_legacy_empty(x: Any) -> bool:
 
 
 @_batch_rule(aten.slice_backward.default)
-def _slice_backward(op: Any, grad: torch.Tensor, sizes: Any, dim: int, *where: object) -> Any:
+def _slice_backward(op: OpOverload, grad: torch.Tensor, sizes: Sequence[int], dim: int, *where: object) -> Any:
     return op(grad, [grad.shape[0], *sizes], _axis(dim, len(sizes)), *where)
 
 
 @_batch_rule(aten.diagonal_backward.default)
-def _diagonal_backward(op: Any, grad: torch.Tensor, sizes: Any, offset: int, dim1: int, dim2: int) -> Any:
+def _diagonal_backward(
+    op: OpOverload, grad: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int
+) -> Any:
     rank = len(sizes)
     return op(grad, [grad.shape[0], *sizes], offset, _axis(dim1, rank), _axis(dim2, rank))
 
 
 @_batch_rule(aten.index_add.default)
-def _index_add(op: Any, x: torch.Tensor, dim: int, index: Any, source: torch.Tensor, *, alpha: Any = 1) -> Any:
+def _index_add(op: OpOverload, x: torch.Tensor, dim: int, index: Any, source: torch.Tensor, *, alpha: Any = 1) -> Any:
     axis, rows = _axis(dim, x.dim() - 1), _at_least_1d(source)
     index = _at_least_1d(index)
     index = index[(slice(None), *[None] * (axis - 1), slice(None), *[None] * (rows.dim() - axis - 1))]
@@ -122,7 +124,12 @@ def _index_add(op: Any, x: torch.Tensor, dim: int, index: Any, source: torch.Ten
 
 @_batch_rule(aten.native_layer_norm.default)
 def _layer_norm(
-    op: Any, x: torch.Tensor, shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    op: OpOverload,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
 ) -> Any:
     out, mean, rstd = op(x, shape, None, None, eps)
     out = out if weight is None else out * _beside(weight, x)
@@ -154,7 +161,7 @@ def _beside(weight: torch.Tensor, x: torch.Tensor) -> Any:
     aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten.max_pool2d_with_indices.default,
     aten.max_pool2d_with_indices_backward.default,
 )  # fmt: skip
-def _pooled(op: Any, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+def _pooled(op: OpOverload, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
     """The batch and the samples' own rows are one axis; an image without rows has its batch there."""
     if x.dim() == 4:
         return op(x, *args, **kwargs)

@@ -31,7 +31,7 @@ class OwnRule:
     function: Callable[[Any, Any], Any]
     where: str
 
-    def __call__(self, n: object, dys: Any) -> Any:
+    def __call__(self, n: object, dys: Sequence[torch.Tensor | None]) -> Any:
         return self.function(n, dys)
 
 
@@ -93,7 +93,7 @@ def sealed(recorder: Recording, refuse: Callable[[str], None]) -> AbstractContex
     return setting(recorder, refuse=refuse)
 
 
-def written_at(function: Any) -> str:
+def written_at(function: Callable[..., Any]) -> str:
     """``Sign.backward, signs.py line 12``: a function and its position."""
     inner = getattr(function, "__wrapped__", function)
     name = getattr(inner, "__qualname__", repr(inner)).replace("<locals>.", "")

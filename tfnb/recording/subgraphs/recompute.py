@@ -148,7 +148,7 @@ def may_fail(node: Node) -> bool:
 # -- torch.utils.checkpoint ---------------------------------------------------------------------------------------
 
 
-def _reentrant(recorder: Recording, function: Any, preserve: bool, *args: object) -> Any:
+def _reentrant(recorder: Recording, function: Callable[..., Any], preserve: bool, *args: object) -> Any:
     if torch.is_grad_enabled() and not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
         warnings.warn(
             "no input of checkpoint(use_reentrant=True) requires a gradient: plain PyTorch then gives none to the "

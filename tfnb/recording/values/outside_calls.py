@@ -7,10 +7,11 @@ says what a recorded tensor is here, and what to do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -69,7 +70,7 @@ class RecordedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: object = (), kwargs: object = None
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
         return _on_samples(func, args, kwargs or {})
@@ -127,7 +128,7 @@ def _stand_in(x: Any) -> Any:
     return x if sample is None else StandIn(x, sample)
 
 
-def _on_samples(func: Any, args: Any, kwargs: Any) -> Any:
+def _on_samples(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on the samples; refuse an op that would write into them."""
     __tracebackhide__ = True
     for written in _written(func, args, kwargs):
@@ -153,7 +154,7 @@ def recorded_of(x: object) -> RecordedTensor | None:
     return x if isinstance(x, RecordedTensor) else None
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[RecordedTensor]:
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[RecordedTensor]:
     """The recorded tensors that an op writes into."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -105,7 +105,7 @@ def heard(function: Callable[..., Any], called: str) -> Callable[..., Any]:
     return call
 
 
-def of_module(original: Any) -> Any:
+def of_module(original: Callable[..., Any]) -> Any:
     """The replacement of a function of a module while a thread records."""
     hearing = heard(original, drawing(original) or original.__name__)
 
@@ -116,7 +116,7 @@ def of_module(original: Any) -> Any:
     return call
 
 
-def of_class(original: Any) -> Any:
+def of_class(original: Callable[..., Any]) -> Any:
     """The replacement of a method of Python's generators on which all their other methods are based."""
 
     def method(self: random.Random, *args: Any) -> Any:
@@ -128,7 +128,7 @@ def of_class(original: Any) -> Any:
     return method
 
 
-def seeding(original: Any) -> Any:
+def seeding(original: Callable[..., Any]) -> Any:
     """The replacement of ``random.Random.seed``, which the constructor calls, too."""
 
     def seed(self: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ def seeding(original: Any) -> Any:
     return seed
 
 
-def making(original: Any) -> Any:
+def making(original: Callable[..., Any]) -> Any:
     """The replacement of ``numpy.random.default_rng``."""
 
     def default_rng(seed: Any = None) -> Any:

@@ -338,7 +338,7 @@ class Tensor(RecordedTensor):
             f"a recorded tensor has no memory of its own: use .nbytes or .numel(), or .sample.untyped_storage(){_at()}"
         )
 
-    def as_subclass(self, cls: Any) -> Any:
+    def as_subclass(self, cls: type) -> Any:
         """Outside of a recording the sample as a subclass; inside, refused with the line."""
         if isinstance(self, cls):
             return self
@@ -356,7 +356,7 @@ class Tensor(RecordedTensor):
             f"torch.library.custom_op, or use .sample{_at()}"
         )
 
-    def apply_(self, function: Any) -> Any:
+    def apply_(self, function: Callable[..., Any]) -> Any:
         raise Unsupported(f"apply_() calls Python for each element of a sample: use torch calls{_at()}")
 
     def map_(self, *args: object) -> Any:

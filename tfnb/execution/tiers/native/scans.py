@@ -53,7 +53,7 @@ class Scan:
         self.__name__ = "scan"  # for the traced code
 
     def __call__(
-        self, init: Any, xs: Any, captures: Any, limit: object, rows: object, constants: Sequence[Tensor]
+        self, init: Any, xs: Sequence[Any], captures: Any, limit: object, rows: object, constants: Sequence[Tensor]
     ) -> list[Any]:
         loop = self.loop
         sequences = [*xs, *(product.stacked() for product in loop.products(xs, captures))]

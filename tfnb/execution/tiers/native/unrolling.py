@@ -32,7 +32,7 @@ def _is_static(match: Match) -> bool:
 
 
 @register_graph_pattern(CallFunctionVarArgs(higher_order.scan), extra_check=_is_static, pass_dict=_scans)
-def _unrolled(match: Match, body: fx.Node, init: Any, xs: Any, given: Any) -> None:
+def _unrolled(match: Match, body: fx.Node, init: Any, xs: Sequence[Any], given: Any) -> None:
     (node,) = match.nodes
     module: fx.GraphModule = getattr(node.graph.owning_module, str(body.target))
     turned = [x.target in _TURNED and x.args[1] == [0] for x in xs]
