@@ -44,7 +44,7 @@ def _(n: Forward, dy: torch.Tensor) -> Any:
 
 
 @composite(aten.glu_backward.default)
-def _(grad_output: Any, self: Any, dim: int) -> Any:
+def _(grad_output: Any, self: torch.Tensor, dim: int) -> Any:
     a, b = self.chunk(2, dim)
     s = torch.sigmoid(b)
     return torch.cat([grad_output * s, grad_output * a * s * (1 - s)], dim)

@@ -5,6 +5,7 @@ A read gives rows, so reads of the same element add up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ READS.add(str(ops.array_read.default))
 
 
 @lookup(ops.array_read.default)
-def _(n: Forward, dy: torch.Tensor, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     return dy, at(n["index"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def _(n: Forward, dy: torch.Tensor) -> Any:
 
 
 @lookup(aten.index.Tensor, aten._unsafe_index.Tensor)
-def _(n: Forward, dy: torch.Tensor, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     first, *others = n["indices"]
     if first is None or first.dtype is torch.bool or any(index is not None for index in others):
         return None
@@ -52,7 +53,7 @@ def _(n: Forward, dy: torch.Tensor) -> Any:
 
 
 @lookup(aten.gather.default)
-def _(n: Forward, dy: torch.Tensor, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     rows = n["index"] if n["self"].dim() == 1 else _one_a_row(n)
     return None if rows is None else (dy, at(rows))
 
@@ -79,7 +80,7 @@ def _(n: Forward, dy: torch.Tensor) -> Any:
 
 
 @lookup(aten.index_select.default)
-def _(n: Forward, dy: torch.Tensor, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     return None if n["dim"] % n["self"].dim() else (dy, at(n["index"].reshape(-1)))
 
 
@@ -105,14 +106,14 @@ def _(n: Forward, dy: torch.Tensor) -> Any:
 
 
 @lookup(aten.embedding.default)
-def _(n: Forward, dy: torch.Tensor, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     index, padding = at(n["indices"]), n["padding_idx"]
     if n["scale_grad_by_freq"]:
         dy = dy / _frequency(n["indices"], index, dy).unsqueeze(-1)
     return without_padding(dy, index, padding)
 
 
-def without_padding(dy: torch.Tensor, index: Any, padding: int) -> tuple[Any, Any]:
+def without_padding(dy: torch.Tensor, index: torch.Tensor, padding: int) -> tuple[Any, Any]:
     """Entries of a table without those of the padding row, so that lazy steps leave that row unchanged."""
     if padding < 0:
         return dy, index

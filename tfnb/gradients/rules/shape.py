@@ -159,7 +159,7 @@ partials(aten.unbind.int, lambda n, dys: torch.stack(list(dys), n["dim"]))
 
 
 @composite(aten._foreach_copy.default)
-def _(self: Any, src: Any, non_blocking: bool = False) -> Any:
+def _(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
     return [y.to(x.dtype).expand_as(x) for x, y in zip(self, src, strict=True)]
 
 

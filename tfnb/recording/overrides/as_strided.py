@@ -40,7 +40,7 @@ def _as_strided_copy(
 def _as_strided_scatter(
     rec: Recording,
     x: torch.Tensor,
-    src: Any,
+    src: torch.Tensor,
     size: Sequence[int],
     stride: Sequence[int],
     storage_offset: int | None = None,

@@ -40,7 +40,7 @@ def _set_item(rec: Recording, x: torch.Tensor, index: object, value: torch.Tenso
     torch.Tensor.__setitem__(*_looked(rec, x, index), value)
 
 
-def _looked(rec: Recording, x: Any, index: Any) -> tuple[Any, Any]:
+def _looked(rec: Recording, x: torch.Tensor, index: Any) -> tuple[Any, Any]:
     """``x`` and ``index`` with each recorded number or size as row 0 of the one row that it picks, each slice by
     recorded numbers as all of the rows that it picks, and each truth value as a mask of one element over an axis of its
     own."""

@@ -57,7 +57,7 @@ def _pad(rec: Recording, x: torch.Tensor, pad: Any, mode: str = "constant", valu
 
 
 @override(Stage.FUNCTION, F.affine_grid)
-def _affine_grid(rec: Recording, theta: Any, size: Sequence[Any], align_corners: Any = None) -> Any:
+def _affine_grid(rec: Recording, theta: torch.Tensor, size: Sequence[Any], align_corners: Any = None) -> Any:
     """affine_grid with each size compared with one: torch compares the minimum of all sizes, and so fixes
     their order.
     """
