@@ -40,7 +40,7 @@ def _listed(function: Callable[..., None], foreach: bool | None = True) -> Calla
     return call
 
 
-def _rprop(ws: Column, grads: Column, *slots: Column, lr: Rate, **settings: Any) -> None:
+def _rprop(ws: Column, grads: Column, *slots: Column, lr: Rate, **settings: object) -> None:
     _listed(rprop.rprop)(ws, grads, *slots, **settings)  # the rate is where the sizes of steps start
 
 
@@ -110,7 +110,7 @@ def _on_copies(call: Callable[..., None], state: list[Column], grads: Column) ->
 
 
 def _define(name: str, function: TorchFunction) -> None:
-    def kernel(ws: Column, grads: Column, slots: list[Column], rate: Rate, **settings: Any) -> None:
+    def kernel(ws: Column, grads: Column, slots: list[Column], rate: Rate, **settings: object) -> None:
         _on_copies(partial(function.call, lr=rate, **function.settings | settings), [ws, *slots], grads)
 
     only = inspect.Parameter.KEYWORD_ONLY

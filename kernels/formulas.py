@@ -28,7 +28,7 @@ class Formula(NamedTuple):
         """Places of ``w`` and the slots in a row of so many."""
         return (0, *range(2, count - self.after - ("lr" not in settings)))
 
-    def new(self, row: Sequence[Tensor], **settings: Any) -> list[Tensor]:
+    def new(self, row: Sequence[Tensor], **settings: object) -> list[Tensor]:
         if "lr" not in settings:
             *row, rate = row
             lr, *numbers = rate.unbind() if rate.dim() else [rate]

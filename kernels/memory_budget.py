@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from tfnb.kernels.spill_blocks import AWAY, COMING, SpillBlock
 from tfnb.kernels.spill_file import SpillFile
@@ -177,7 +177,7 @@ class MemoryBudget:
         """Whether the thread that runs copies the block."""
         return block.bytes <= AT_ONCE and block.device.type == "cpu" and self.spill.lag < LATE
 
-    def _submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
+    def _submit(self, call: Callable[..., None], *args: object) -> Future[None]:
         """Submit a call to the copying thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfnb-swap")

@@ -221,7 +221,7 @@ def _backward(net: Net, wanted: Sequence[bool], dys: Sequence[Tensor | None], ou
     return [found for found, is_wanted in zip(every, wanted, strict=True) if is_wanted]
 
 
-def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def lstm(*args: object) -> tuple[Tensor, Tensor, Tensor]:
     """`aten.lstm.input`, without grad mode, under which oneDNN would save values for autograd, many times
     the output.
     """
@@ -257,7 +257,9 @@ def recurrent_net(*args: Any) -> list[Tensor]:
     return _forward(Net(*args))
 
 
-def _fake_backward(wanted: Any, dys: Any, outs: Any, *args: Any) -> list[Tensor]:
+def _fake_backward(
+    wanted: Sequence[Any], dys: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor], *args: Any
+) -> list[Tensor]:
     net = Net(*args)
     every = [net.x, *net.hx, *net.params]
     return [t.new_empty(t.shape) for t, is_wanted in zip(every, wanted, strict=True) if is_wanted]

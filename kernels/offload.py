@@ -116,7 +116,7 @@ class RowStack:
         self._over = left <= 0 or not self._tried(self.budget.take, left * self.iteration + self.state)
         return 1 if self._over else left
 
-    def _tried(self, call: Callable[..., T], *args: Any) -> T:
+    def _tried(self, call: Callable[..., T], *args: object) -> T:
         """Run a call that may find that moving out failed."""
         try:
             return call(*args)

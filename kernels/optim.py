@@ -55,7 +55,7 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
     ``ws`` and ``grads`` are columns, ``slots`` is a list of columns; the settings become the schema's.
     """
 
-    def fused(rows: Sequence[Row], *, lr: float | None = None, **settings: Any) -> None:
+    def fused(rows: Sequence[Row], *, lr: float | None = None, **settings: object) -> None:
         if lr is not None and _is_ready(rows):
             kernel(*_columns(rows), lr, **settings)
             return
@@ -76,7 +76,7 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
         rate: Tensor | None = None,
         *,
         lr: float | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> list[Tensor]:
         if (rate is None) == (lr is None):
             raise ValueError(f"{kernel.__name__} takes either the number lr or the tensor rate")
@@ -122,14 +122,14 @@ def _schema(kernel: Callable[..., None], more: str) -> str:
 _TYPES = {bool: "bool", float: "float", int: "int", tuple: "float[]", type(None): "str?"}
 
 
-def _text_of(default: Any) -> str:
+def _text_of(default: object) -> str:
     return str(list(default) if isinstance(default, tuple) else default)
 
 
 # ----- some rows of a table -------------------------------------------------------------------------------
 
 
-def _in_rows(fused: Callable[..., None], rows: Sequence[Row], *, lr: float | None = None, **settings: Any) -> None:
+def _in_rows(fused: Callable[..., None], rows: Sequence[Row], *, lr: float | None = None, **settings: object) -> None:
     """Apply the dense twin to the touched rows, then write them back; possible failures come before the writes."""
     small: list[Row] = []
     back: list[tuple[Tensor, Tensor | None, Tensor]] = []
@@ -152,7 +152,7 @@ def _in_rows(fused: Callable[..., None], rows: Sequence[Row], *, lr: float | Non
 
 def _rows_of_copies(
     fused: Callable[..., None], w: Tensor, grad: Tensor, slots: list[Tensor], indices: Tensor,
-    rate: Tensor | None = None, *, lr: float | None = None, **settings: Any,
+    rate: Tensor | None = None, *, lr: float | None = None, **settings: object,
 ) -> list[Tensor]:  # fmt: skip
     new = [w.clone(), *(slot.clone() for slot in slots)]
     row = (new[0], grad, *new[1:], indices)

@@ -7,9 +7,11 @@ take a ``generator`` get one; for the others the default generator is borrowed u
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 _borrow = threading.Lock()
 _MASK = (1 << 64) - 1
@@ -51,7 +53,7 @@ def seeded(op: Any, seed: int, device: torch.device, args: Any, kwargs: Any) -> 
             generator.set_state(state)
 
 
-def drawn(op: Any, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
+def drawn(op: OpOverload, generator: torch.Generator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``op(*args, **kwargs)`` with random draws from ``generator``, which advances.
 
     On CUDA no state is read or copied, so that this may be captured in a graph that knows the generator.

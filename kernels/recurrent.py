@@ -39,7 +39,7 @@ def _like(*sources: int) -> Callable[..., tuple[Tensor, ...]]:
     return fake
 
 
-def _fake_layer(gates: Tensor, h0: Tensor, *rest: Any) -> Tensor:
+def _fake_layer(gates: Tensor, h0: Tensor, *rest: object) -> Tensor:
     return gates.new_empty([gates.shape[0], *h0.shape])
 
 

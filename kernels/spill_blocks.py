@@ -60,7 +60,7 @@ class SpillBlock:
         self.back: list[torch.Tensor] = []  # memory for what comes back
         self.leaving: Future[None] | None = None
         self.coming: Future[None] | None = None
-        self.ready: Any = None
+        self.ready: object = None
 
     def mark(self) -> None:
         """In the computing thread: order the next copy after the work started so far."""

@@ -45,7 +45,7 @@ def unit_rows(x: Tensor) -> Tensor:
 def prepared(op: Callable[..., Any], prepare: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """``op`` on prepared tensors. NOTE: without the op's name, since torch.fx would call ``op`` by name."""
 
-    def ready(x: Any) -> Any:
+    def ready(x: object) -> Any:
         return prepare(x) if isinstance(x, Tensor) else x
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ VERBS = ("show", "ls", "rm", "clear", "export", "refresh", "on", "off")
 _LINE = re.compile(r"\s*(?:[\w, ]+=\s*)?%{1,2}(\w+)\s+(?:.*\s)?")
 
 
-def line_matcher(magics: Any, names: Container[str]) -> Callable[[CompletionContext], Any]:
+def line_matcher(magics: object, names: Container[str]) -> Callable[[CompletionContext], Any]:
     """A matcher of IPython's completer for these magics, whose offers suppress all others, such as jedi's names."""
 
     @context_matcher(priority=100, identifier="tfnb.magics")  # before each of IPython's

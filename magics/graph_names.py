@@ -61,7 +61,7 @@ def is_graph(names: Mapping[str, Any], name: str) -> bool:
     return name in tfnb.graphs() or _graph_held(names, name) is not None
 
 
-def _is_recorded(held: Any) -> TypeGuard[Any]:
+def _is_recorded(held: object) -> TypeGuard[Any]:
     return isinstance(held, tfnb.Tensor | tfnb.Operation)
 
 

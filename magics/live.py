@@ -71,19 +71,19 @@ class Lives:
         self, graph: Any, cell: str | None = None, owner: str = BY_TEXT, badges: Mapping[int, str] | None = None
     ) -> LiveDrawing:
         """A live drawing; the owner's previous one, already removed by the front end, is closed."""
-        key: Any = next(self._serial) if owner.startswith(BY_TEXT) else (owner, graph.name)
+        key: object = next(self._serial) if owner.startswith(BY_TEXT) else (owner, graph.name)
         if key in self._of:
             self._of.pop(key).widget.close()
         made = self._of[key] = LiveDrawing(graph, cell, badges)
         return made
 
-    def follow(self, _result: Any = None) -> None:
+    def follow(self, _result: object = None) -> None:
         """After a cell: show its traced run, if any."""
         for live in tuple(self._of.values()):
             live.follow()
 
 
-def _is_trace(found: Any) -> bool:
+def _is_trace(found: object) -> bool:
     """Whether this is a traced run; before the first run there is none, and its room is not loaded."""
     return found is not None and isinstance(found, tfnb.execution.Trace)
 

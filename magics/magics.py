@@ -43,7 +43,7 @@ NOTHING = (
 class TfnbMagics(RunMagics):
     """Settings and magics; ``%config TfnbMagics`` lists the settings."""
 
-    def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
+    def __init__(self, shell: InteractiveShell, **kwargs: object) -> None:
         super().__init__(shell=shell, **kwargs)
         self.lives, self.cells = Lives(), Cells()
         self.sticky = Sticky(lambda: self.watch.is_running)
@@ -120,7 +120,7 @@ class TfnbMagics(RunMagics):
         self._store(options, graph)
         return None if program.silent else result
 
-    def _refresh(self, graph: Any) -> None:
+    def _refresh(self, graph: object) -> None:
         """Record again the cells that lost nodes, from the top, with the cells that lose nodes by this."""
         __tracebackhide__ = True
         tried: set[str] = set()
@@ -175,7 +175,7 @@ class TfnbMagics(RunMagics):
             raise
 
     def _draw(
-        self, graph: Any, cell: str | None, options: Namespace, *, silent: bool, found: Change | None = None
+        self, graph: object, cell: str | None, options: Namespace, *, silent: bool, found: Change | None = None
     ) -> None:
         """Show the cell's part of the graph below its result."""
         wanted = self.display != "none" if options.show is None else options.show
@@ -186,7 +186,7 @@ class TfnbMagics(RunMagics):
         if getattr(options, "live", False) or self.display == "live":
             self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner(""), badges).widget))
 
-    def _draw_failed(self, graph: Any, cell: str | None, node: Any, options: Namespace) -> None:
+    def _draw_failed(self, graph: object, cell: str | None, node: object, options: Namespace) -> None:
         """Show the nodes recorded until an op failed, the op in red; below the error."""
         wanted = node is not None and not options.quiet and options.show is not False and self.display != "none"
         with contextlib.suppress(Exception):  # the user's error is what counts
@@ -276,7 +276,7 @@ class TfnbMagics(RunMagics):
         return self._out(options, {name: grad for name, grad in grads.items() if grad is not None})
 
     @contextlib.contextmanager
-    def _line_recorded(self, graph: Any, line: str) -> Iterator[None]:
+    def _line_recorded(self, graph: object, line: str) -> Iterator[None]:
         """A recording whose nodes the same line in the same cell replaces."""
         label, filename = place(self.shell)
         owner = f"{self.watch.owner(line)}/{line}"

@@ -30,7 +30,7 @@ def magic(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
         argument("-h", "--help", action="store_true", help="show this"),
     )
 
-    def decorate(method: Any) -> Any:
+    def decorate(method: object) -> Any:
         method = _with_usage_errors(method)
         for option in (*reversed(common), *reversed(options)):
             method = option(method)

@@ -65,7 +65,7 @@ class RunMagics(SharedMagics):
         points = tfnb.break_at(node, condition.strip() or None, graph=graph, off=options.off)
         return self._out(options, points)
 
-    def hand_over(self, ran: Any) -> None:
+    def hand_over(self, ran: object) -> None:
         """After a cell: give the next cell the values at the breakpoint that stopped this one."""
         if isinstance(error := getattr(ran, "error_in_exec", None), tfnb.errors.BreakpointReached):
             self.shell.user_ns["stopped"] = error.details

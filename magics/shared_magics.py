@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from traceback import walk_tb
 from typing import Any
 
@@ -29,7 +30,7 @@ class SharedMagics(Magics):
 
     shell: InteractiveShell  # never None here, as it may be in IPython's class
 
-    def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
+    def __init__(self, shell: InteractiveShell, **kwargs: object) -> None:
         super().__init__(shell=shell, **kwargs)
         self.watch = CellWatch(shell)
 
@@ -37,11 +38,11 @@ class SharedMagics(Magics):
         """The graph that a line is about: see `graph_meant`."""
         return graph_meant(self.shell.user_ns, name, *words)
 
-    def _fetch(self, graph: Any, word: str) -> Any:
+    def _fetch(self, graph: object, word: str) -> Any:
         """The fetch named by a word: see `fetch_meant`."""
         return fetch_meant(self.shell.user_ns, graph, word)
 
-    def _node(self, graph: Any, word: str) -> Any:
+    def _node(self, graph: object, word: str) -> Any:
         """The Value named by a word."""
         return tfnb.session.structures.value_of(graph, self._fetch(graph, word))
 
@@ -64,16 +65,16 @@ class SharedMagics(Magics):
                 raise  # in a function that the expression calls: its frames say where
             raise UsageError(f"{option}: {type(error).__name__}: {error}") from None
 
-    def _line_only(self, method: Any, line: str, cell: str | None) -> Namespace:
+    def _line_only(self, method: Callable[..., Any], line: str, cell: str | None) -> Namespace:
         if cell is not None:
             raise UsageError(f"%{method.__name__} is a line magic: write it with one %")
         return parsed(method, line)
 
-    def _out(self, options: Namespace, result: Any) -> Any:
+    def _out(self, options: Namespace, result: object) -> Any:
         self._store(options, result)
         return None if options.quiet else result
 
-    def _store(self, options: Namespace, result: Any) -> None:
+    def _store(self, options: Namespace, result: object) -> None:
         if options.out:
             self.shell.user_ns[options.out] = result
 
@@ -81,7 +82,7 @@ class SharedMagics(Magics):
         if not options.quiet:
             self.watch.show({"text/plain": f"note: {text}"})
 
-    def _help(self, method: Any) -> None:
+    def _help(self, method: object) -> None:
         self.watch.show({"text/plain": method.__doc__})
 
     def _plain(self, bundle: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class CellWatch:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.shell = shell
-        self._outermost: Any = None
+        self._outermost: object = None
         self._pending: list[dict[str, Any]] = []
 
     def attach(self) -> None:
@@ -51,7 +51,7 @@ class CellWatch:
         if self._outermost is None:
             self._publish()
 
-    def _start(self, info: Any) -> None:
+    def _start(self, info: object) -> None:
         if self._outermost is None:
             self._outermost = info
 
@@ -72,7 +72,7 @@ def recorded_by(graph: Any) -> dict[str, Any]:
     return {node.name: node for node in nodes if node.owner is not None and node.owner.key.startswith(BY_TEXT)}
 
 
-def shadowed(graph: Any, before: dict[str, Any], names: dict[str, Any]) -> Iterator[str]:
+def shadowed(graph: object, before: dict[str, Any], names: dict[str, Any]) -> Iterator[str]:
     """Report remains of an edited cell that the front end gave no id, and so cannot be recognised."""
     stays: dict[str, list[str]] = {}
     for name, old in before.items():

@@ -76,7 +76,7 @@ __all__ = sorted({*_FROM, "datasets", "errors", "summary", "train"})
 class _Package(ModuleType):
     """This package: importing the room ``tfnb.graph`` does not hide the public function ``tfnb.graph``."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if not (name in _FROM and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -36,7 +36,7 @@ _CURES: Mapping[type, str] = {
 """Calls that torch has no form for, and what to write instead."""
 
 
-def to_module(graph: Graph, fetches: Any, feeds: Iterable[Any]) -> fx.GraphModule:
+def to_module(graph: Graph, fetches: object, feeds: Iterable[Any]) -> fx.GraphModule:
     """The torch module of `tfnb.Graph.to_module`."""
     leaves: list[Any] = []
     rebuild = structure(fetches, leaves)
@@ -51,7 +51,7 @@ def to_module(graph: Graph, fetches: Any, feeds: Iterable[Any]) -> fx.GraphModul
     return _Translation(program, [_word(graph.contents.by_id[value.node].name) for value in given]).module(rebuild)
 
 
-def _fetched(graph: Graph, leaf: Any) -> Value:
+def _fetched(graph: Graph, leaf: object) -> Value:
     if variable_of(graph, leaf) is not None:
         raise InvalidArgument(f"to_module: {leaf!r} is a parameter of the module: take it from state_dict()")
     value = value_of(graph, leaf)
@@ -246,7 +246,7 @@ class _Translation:
     def _argument(self, node: fx.Node) -> Any:
         return self.new.get(node)  # None: the number of the run
 
-    def _branches(self, node: Node, cond: Cond, pred: Any, operands: Any, _: Any) -> fx.Node:
+    def _branches(self, node: Node, cond: Cond, pred: Any, operands: Any, _: object) -> fx.Node:
         """The branches as functions of the operands and of the constants of both."""
         wanted = [[node.attrs[side].outputs[place] for place in cond.places] for side in ("then", "else")]
         if cond.optional or any(None in outputs for outputs in wanted):

@@ -11,7 +11,7 @@ from tfnb.passes.unordered import races as found_in
 from tfnb.session.structures import graph_of, structure, value_of, variable_of
 
 
-def races(*steps: Any) -> list[Race]:
+def races(*steps: object) -> list[Race]:
     """Pairs of accesses to one Variable, at least one a write, that may happen in any order; each names both lines.
 
     steps: what is fetched by each of the steps that run at the same time, as often as it does; a Graph stands for one
@@ -32,7 +32,7 @@ def races(*steps: Any) -> list[Race]:
     return found_in([_pruned(step) for step in steps])
 
 
-def _pruned(step: Any) -> Graph:
+def _pruned(step: object) -> Graph:
     if isinstance(step, Graph):
         return step
     graph, leaves = graph_of(step), list[Any]()

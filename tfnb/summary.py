@@ -39,14 +39,14 @@ class Writer:
         self.folder = str(folder)
         self._writer: Any = SummaryWriter(self.folder)
 
-    def scalar(self, name: str, value: Any, step: int) -> None:
+    def scalar(self, name: str, value: torch.Tensor | float, step: int) -> None:
         """One number. Raises ShapeError for a value that has more."""
         number = self._given(name, value, step)
         if number.numel() != 1:
             raise ShapeError(f"summary {name}: a scalar has one number, this is {list(number.shape)}: take its mean()")
         self._open().add_scalar(name, number.item(), step)
 
-    def histogram(self, name: str, values: Any, step: int) -> None:
+    def histogram(self, name: str, values: torch.Tensor, step: int) -> None:
         """How many of the values lie where. Raises InvalidArgument for none, or values beyond 1e20 or not finite."""
         found = self._given(name, values, step)
         wrong = int((~(found.abs() <= _MOST)).sum()) if found.dtype is not torch.bool else 0
@@ -57,7 +57,7 @@ class Writer:
             )
         self._open().add_histogram(name, found.float() if found.dtype is torch.bfloat16 else found, step)
 
-    def image(self, name: str, image: Any, step: int) -> None:
+    def image(self, name: str, image: torch.Tensor, step: int) -> None:
         """A picture ``[C, H, W]`` or ``[H, W]``, or several ``[N, C, H, W]``: floats from 0 to 1, bool, or uint8."""
         shown = self._given(name, image, step)
         layout = {2: "HW", 3: "CHW", 4: "NCHW"}.get(shown.dim())
@@ -95,7 +95,7 @@ class Writer:
                 made.attr[f"output_{index}"].s = f"{dtype_name(spec.dtype)}{list(map(str, spec.shape))}".encode()
         self._open()._get_file_writer().add_graph((shown, RunMetadata()))
 
-    def _given(self, name: str, value: Any, step: int) -> torch.Tensor:
+    def _given(self, name: str, value: object, step: int) -> torch.Tensor:
         """The value of a summary as a local tensor; raises InvalidArgument for invalid names, steps and values."""
         if not isinstance(name, str) or not name:
             raise InvalidArgument(f"a summary has a name, not {name!r}")

@@ -27,7 +27,7 @@ from tfnb.recording import Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording import variable as variable_named
 from tfnb.session import Session
-from tfnb.session.structures import graph_of, key_of, value_of
+from tfnb.session.structures import Fetches, graph_of, key_of, value_of
 from tfnb.state.step_groups import StepReport
 from tfnb.widgets.curve import bars, blocks, number, svg, table
 
@@ -141,7 +141,7 @@ class Watch:
         return step if self._to_time or self._is_due(step, time.perf_counter()) else 0
 
     def step(
-        self, step: int, session: Session, plain: Callable[[], Any], fetches: Any, feeds: Mapping[Any, Any],
+        self, step: int, session: Session, plain: Callable[[], Any], fetches: Fetches, feeds: Mapping[Any, Any],
         **options: Any,
     ) -> Any:  # fmt: skip
         """One run: ``plain()``, timed, or now and then the same run with the watched values."""
@@ -259,8 +259,8 @@ class Watch:
 
 
 def watch(
-    *what: Any, every: int | None = None, hist: bool = False, graph: Graph | str | None = None, writer: Any = None,
-    show: bool = True,
+    *what: Fetches, every: int | None = None, hist: bool = False, graph: Graph | str | None = None,
+    writer: Any = None, show: bool = True,
 ) -> Watch:  # fmt: skip
     """Follow values during the runs of a graph, including those of `fit` and on a cluster; adds no node.
 
@@ -352,7 +352,7 @@ def _plain(name: str) -> str:
     return name.replace("/", ".")
 
 
-def _name(graph: Graph, item: Any) -> str:
+def _name(graph: Graph, item: object) -> str:
     if isinstance(item, str):
         return item
     if isinstance(item, Tensor):
@@ -383,6 +383,6 @@ def _is_scalar(graph: Graph, item: Any) -> bool:
     return all(size == 1 for size in spec.shape)
 
 
-def _is_empty(item: Any) -> bool:
+def _is_empty(item: object) -> bool:
     """Whether an item is a Variable without a value."""
     return isinstance(item, Variable) and item.home is None and not item.initialized

@@ -53,7 +53,7 @@ class GraphWidget(anywidget.AnyWidget):
         self._fetch, self._face, self._layout = on_fetch, on_face, on_layout
         self.on_msg(self._heard)
 
-    def _heard(self, _widget: Any, message: Any, _buffers: Any) -> None:
+    def _heard(self, _widget: object, message: object, _buffers: object) -> None:
         """Answer one message of the page; errors of a callback are shown there, and logged."""
         match message:
             case {"kind": "fetch", "node": str(node)}:
@@ -75,7 +75,7 @@ class GraphWidget(anywidget.AnyWidget):
             log.info("fetching %s failed", node, exc_info=True)
             return {"error": f"{type(failure).__name__}: {failure}"}
 
-    def _drawn(self, draw: Callable[..., str] | None, *of: Any) -> str:
+    def _drawn(self, draw: Callable[..., str] | None, *of: object) -> str:
         try:
             return draw(*of) if draw is not None else ""
         except Exception:  # a key of an older picture, or a layout that failed: the page keeps what it has

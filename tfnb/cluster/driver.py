@@ -13,9 +13,11 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from distributed import Client, Security, deploy
 
 from tfnb.cluster import connected
 from tfnb.cluster.engine.engine import Engine
@@ -68,10 +70,19 @@ RECOVERED_WITHIN = 60.0  # seconds that a recovery may take
 
 
 def connect(
-    cluster: Any = None, *, ps: int | None = None, name: str | None = None, workers: int | None = None,
-    resources: Mapping[str, float] | None = None, security: Any = None, insecure: bool = False, timeout: float = 120.0,
-    threads: int | None = None, memory: str | int | None = None, dashboard: bool = False,
-) -> Cluster:  # fmt: skip
+    cluster: int | str | Path | Client | deploy.Cluster | None = None,
+    *,
+    ps: int | None = None,
+    name: str | None = None,
+    workers: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    security: Security | None = None,
+    insecure: bool = False,
+    timeout: float = 120.0,
+    threads: int | None = None,
+    memory: str | int | None = None,
+    dashboard: bool = False,
+) -> Cluster:
     """Run graphs on a Dask cluster from now on.
 
     cluster: a number n (a cluster of processes on this machine, n compute tasks plus ``ps`` servers, default one), a

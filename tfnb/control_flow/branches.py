@@ -29,7 +29,7 @@ from tfnb.recording.subgraphs.recursive_calls import Unfinished
 from tfnb.recording.values.tensor import Base
 
 
-def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
+def cond(pred: object, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
     """``true_fn(*operands)`` where ``pred`` holds, else ``false_fn(*operands)``; decided in each run.
 
     pred: one truth value. Both functions are recorded; only the one that is taken runs. They return the same structure
@@ -65,9 +65,13 @@ class _Side:
 
 
 def _recorded(
-    recorder: Recorder, predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any,
+    recorder: Recorder,
+    predicate: Any,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    operands: Sequence[Any],
     scope: str,
-) -> Any:  # fmt: skip
+) -> Any:
     taken = sample_truth(recorder, predicate)
     try:
         then = _side(recorder, true_fn, operands, scope, entered=taken is not False)
@@ -99,7 +103,7 @@ def _recorded(
 
 
 def _side(
-    recorder: Recorder, function: Callable[..., Any], operands: Any, scope: str, *, entered: bool
+    recorder: Recorder, function: Callable[..., Any], operands: Sequence[Any], scope: str, *, entered: bool
 ) -> _Side:  # fmt: skip
     kept: list[Any] = []
 

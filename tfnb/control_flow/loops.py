@@ -5,7 +5,7 @@ Semantics S-121, S-130. Outside a recording they are plain Python loops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
 from itertools import islice
@@ -36,7 +36,7 @@ from tfnb.recording.subgraphs.loop_node import LoopRecorder
 
 
 def while_loop(
-    cond: Callable[..., Any], body: Callable[..., Any], init: Any, *, maximum_iterations: Any = None,
+    cond: Callable[..., Any], body: Callable[..., Any], init: object, *, maximum_iterations: Any = None,
     parallel_iterations: int = 10, shape_invariants: Any = None, back_prop: bool = True,
     recompute: bool = False, swap_memory: bool | None = None,
 ) -> Any:  # fmt: skip
@@ -115,7 +115,7 @@ def _while(
     return tree_unflatten(result.carried, form)
 
 
-def _enters(recorder: Recorder, test: Callable[..., list[Tensor]], start: Sequence[Tensor], limit: Any) -> bool:
+def _enters(recorder: Recorder, test: Callable[..., list[Tensor]], start: Sequence[Tensor], limit: object) -> bool:
     """Whether the samples take an iteration."""
     undo = attempt(recorder)
     try:
@@ -155,7 +155,7 @@ def _in_pieces(
     return form(end)
 
 
-def _limit(recorder: Recorder, most: Any) -> int | Tensor | None:
+def _limit(recorder: Recorder, most: object) -> int | Tensor | None:
     """At most so many iterations: a number, or a recorded tensor with one."""
     if type(most) is int and most < 0:
         raise InvalidArgument(f"maximum_iterations is at least 0, not {most}{recorder.tape.at()}")
@@ -191,7 +191,7 @@ def _known_elements(
     return known_elements(recorder, init, found, what)
 
 
-def known_elements(recorder: Recorder, items: Any, specs: Sequence[Spec | None], what: str) -> Any:
+def known_elements(recorder: Recorder, items: Iterable[Any], specs: Sequence[Spec | None], what: str) -> Any:
     """The structure, with arrays of known element specs, as inferred from the recording of a body."""
     for spec in filter(None, specs):
         if not bound_outside(recorder, spec):
@@ -203,7 +203,7 @@ def known_elements(recorder: Recorder, items: Any, specs: Sequence[Spec | None],
     return filled(items, specs, sizes)
 
 
-def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: Any) -> Any:
+def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: int | None) -> Any:
     state, iterations, most = tree_map(_tensor, init), 0, None if most is None else int(_tensor(most))
     while (most is None or iterations < most) and cond(*state):
         found = body(*state)
@@ -218,8 +218,13 @@ def _tensor(item: Any) -> Any:
 
 
 def _same_form(
-    recorder: Recorder, found: Any, form: TreeSpec, start: Sequence[Tensor], body: Callable[..., Any], what: str
-) -> list[Any]:  # fmt: skip
+    recorder: Recorder,
+    found: Sequence[Any],
+    form: TreeSpec,
+    start: Sequence[Tensor],
+    body: Callable[..., Any],
+    what: str,
+) -> list[Any]:
     """The leaves of a body's result; raises InvalidArgument if its structure differs from the loop variables'."""
     leaves, got = flat(found)
     if got != form and len(start) == 1 and len(leaves) == 1:
@@ -276,7 +281,7 @@ def _is_shape(item: Any) -> bool:
     )
 
 
-def _loosened(recorder: Recorder, spec: Spec, tensor: Tensor, shape: Any) -> Spec:
+def _loosened(recorder: Recorder, spec: Spec, tensor: Tensor, shape: Sequence[Any] | None) -> Spec:
     if shape is None:
         return spec
     fits = len(shape) == len(spec.shape) and all(
@@ -300,7 +305,7 @@ def _loosened(recorder: Recorder, spec: Spec, tensor: Tensor, shape: Any) -> Spe
 
 
 def scan(
-    fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, swap_memory: bool | None = None
+    fn: Callable[..., Any], init: object, xs: object, *, reverse: bool = False, swap_memory: bool | None = None
 ) -> tuple[Any, Any]:
     """``carry, y = fn(carry, x)`` for each row x of ``xs``: the last carry, and the ys stacked along a new axis 0.
 
@@ -318,7 +323,9 @@ def scan(
     return _over_rows(fn, init, xs, "scan", reverse, swap_memory)
 
 
-def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, swap_memory: bool | None = None) -> Any:
+def fold(
+    fn: Callable[..., Any], init: object, xs: object, *, reverse: bool = False, swap_memory: bool | None = None
+) -> Any:
     """``carry = fn(carry, x)`` for each row x of ``xs``: the last carry. See `scan`.
 
     >>> import torch, tfnb
@@ -328,7 +335,7 @@ def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, s
     return _over_rows(wraps(fn)(lambda carry, x: (fn(carry, x), ())), init, xs, "fold", reverse, swap_memory)[0]
 
 
-def map_fn(fn: Callable[..., Any], xs: Any, *, swap_memory: bool | None = None) -> Any:
+def map_fn(fn: Callable[..., Any], xs: object, *, swap_memory: bool | None = None) -> Any:
     """``fn(x)`` for each row x of ``xs``, stacked along a new axis 0. swap_memory: see `while_loop`.
 
     >>> import torch, tfnb
@@ -339,7 +346,7 @@ def map_fn(fn: Callable[..., Any], xs: Any, *, swap_memory: bool | None = None) 
 
 
 def _over_rows(
-    fn: Callable[..., Any], init: Any, xs: Any, what: str, reverse: bool, swap: bool | None
+    fn: Callable[..., Any], init: object, xs: object, what: str, reverse: bool, swap: bool | None
 ) -> tuple[Any, Any]:
     recorder = recorder_if_open()
     if recorder is None:
@@ -348,7 +355,13 @@ def _over_rows(
 
 
 def _scan(
-    recorder: Recorder, fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str, swap: bool | None = None
+    recorder: Recorder,
+    fn: Callable[..., Any],
+    init: object,
+    xs: object,
+    reverse: bool,
+    what: str,
+    swap: bool | None = None,
 ) -> tuple[Any, Any]:
     sequences, row_form = flat(xs)
     rows = tensors(recorder, sequences, what)
@@ -400,7 +413,7 @@ def _same_length(recorder: Recorder, rows: Sequence[Tensor], what: str) -> None:
 _LENGTHS = "{what} goes over the rows of tensors of one length, and was given {given}"
 
 
-def _plain_scan(fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str) -> tuple[Any, Any]:
+def _plain_scan(fn: Callable[..., Any], init: object, xs: object, reverse: bool, what: str) -> tuple[Any, Any]:
     sequences, row_form = flat(tree_map(_tensor, xs))
     if not sequences or not all(rows.dim() for rows in sequences):
         raise ShapeError(

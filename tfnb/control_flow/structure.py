@@ -17,7 +17,7 @@ from tfnb.recording import Operation, Recorder, Tensor
 SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)  # sizes that vary, and what is made of them
 
 
-def of_size(item: Any) -> Any:
+def of_size(item: object) -> Any:
     """A varying size, or a relation between sizes, as a recorded tensor; other items unchanged."""
     if isinstance(item, torch.SymBool):
         return torch.ops.aten.scalar_tensor(sized_if(item, 1, 0), dtype=torch.int64) != 0
@@ -44,7 +44,7 @@ def tensors(recorder: Recorder, items: Sequence[Any], what: str) -> list[Tensor]
     return found
 
 
-def flat(items: Any) -> tuple[list[Any], TreeSpec]:
+def flat(items: object) -> tuple[list[Any], TreeSpec]:
     """The leaves of nested lists, tuples and dicts, and how they nest."""
     return tree_flatten(items)
 
@@ -72,7 +72,7 @@ def spec_of(tensor: Tensor) -> Spec:
     return tensor.node.outputs[tensor.index]
 
 
-def truth(recorder: Recorder, item: Any, what: str) -> Tensor:
+def truth(recorder: Recorder, item: object, what: str) -> Tensor:
     """A predicate as a recorded tensor of one element; raises InvalidArgument."""
     (tensor,) = tensors(recorder, [item], what)
     if any(size != 1 for size in spec_of(tensor).shape):

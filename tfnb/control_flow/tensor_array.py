@@ -57,7 +57,7 @@ class TensorArray:
         if shape is not None:
             self._learn(shape, dtype or torch.get_default_dtype(), self._written.device)
 
-    def _learn(self, shape: Sequence[Any], dtype: torch.dtype, device: Any) -> None:
+    def _learn(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device | str | None) -> None:
         """Nothing is written yet, of elements of this shape."""
         if None in shape:
             raise InvalidArgument(
@@ -100,27 +100,27 @@ class TensorArray:
 
     # -- writing ----------------------------------------------------------------------------------------------
 
-    def write(self, index: Any, value: Any) -> TensorArray:
+    def write(self, index: object, value: object) -> TensorArray:
         """The array with ``value`` as element ``index``."""
         return self._with(_index(index, 0), self._element(value))
 
-    def scatter(self, indices: Any, values: Any) -> TensorArray:
+    def scatter(self, indices: object, values: object) -> TensorArray:
         """The array with the rows of ``values`` as these elements."""
         values = self._element(values)
         return self._with(_index(indices, 1), values, several=True)
 
-    def unstack(self, values: Any) -> TensorArray:
+    def unstack(self, values: object) -> TensorArray:
         """An array of the rows of ``values``, as many as there are."""
         values = self._element(values)
         if not values.dim():
             raise ShapeError(f"unstack takes the rows of a tensor, and this is one number{_at()}")
         return self._like(values, torch.ones(values.shape[0], dtype=torch.bool, device=values.device))
 
-    def split(self, values: Any, length: int) -> TensorArray:
+    def split(self, values: object, length: int) -> TensorArray:
         """An array of parts of ``values`` with so many rows each; the inverse of `concat`."""
         return self.unstack(self._element(values).unflatten(0, (-1, length)))
 
-    def _element(self, value: Any) -> torch.Tensor:
+    def _element(self, value: object) -> torch.Tensor:
         if isinstance(value, Variable):
             value = value.read()
         if not isinstance(value, torch.Tensor):
@@ -166,11 +166,11 @@ class TensorArray:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def read(self, index: Any) -> torch.Tensor:
+    def read(self, index: object) -> torch.Tensor:
         """Element ``index``."""
         return self._read(_index(index, 0))
 
-    def gather(self, indices: Any) -> torch.Tensor:
+    def gather(self, indices: object) -> torch.Tensor:
         """These elements, stacked."""
         return self._read(_index(indices, 1))
 
@@ -203,7 +203,7 @@ class TensorArray:
         return self._rows
 
 
-def _count(size: Any) -> Any:
+def _count(size: object) -> Any:
     """A validated number of elements; the value of a tensor is checked at run time."""
     size = size.read() if isinstance(size, Variable) else size
     if isinstance(size, torch.Tensor):
@@ -215,7 +215,7 @@ def _count(size: Any) -> Any:
     return size
 
 
-def _index(index: Any, rank: int) -> torch.Tensor:
+def _index(index: object, rank: int) -> torch.Tensor:
     index = index.read() if isinstance(index, Variable) else torch.as_tensor(index)
     if index.dtype.is_floating_point or index.dtype in (torch.bool, torch.complex64) or index.dim() > rank:
         what = "one whole number" if rank == 0 else "a list of whole numbers"
@@ -267,22 +267,22 @@ register_pytree_node(
 )  # fmt: skip
 
 
-def is_array(item: Any) -> bool:
+def is_array(item: object) -> bool:
     """For the walks that take an array as one thing."""
     return isinstance(item, TensorArray)
 
 
-def arrays(items: Any) -> list[TensorArray]:
+def arrays(items: object) -> list[TensorArray]:
     """The arrays among nested structures."""
     return [item for item in tree_flatten(items, is_leaf=is_array)[0] if is_array(item)]
 
 
-def has_blanks(items: Any) -> bool:
+def has_blanks(items: object) -> bool:
     """Whether some array does not know its elements yet."""
     return any(array.is_blank for array in arrays(items))
 
 
-def filled(items: Any, specs: Sequence[Spec | None], shapes: Sequence[Sequence[Any]]) -> Any:
+def filled(items: object, specs: Sequence[Spec | None], shapes: Sequence[Sequence[Any]]) -> Any:
     """The structure, with blank arrays that know their elements: by the spec and shape of one, for each array."""
     found = iter(zip(specs, shapes, strict=True))
 

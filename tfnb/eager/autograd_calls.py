@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -40,7 +40,13 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.state = state
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         __tracebackhide__ = True
         row, kwargs = _ROWS.get(func), kwargs or {}
         if row is None or current.recording() is not self.state.recorder or _is_of_func(args):
@@ -50,7 +56,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **kwargs) if found is NotImplemented else found
 
 
-def _is_of_func(args: Any) -> bool:
+def _is_of_func(args: object) -> bool:
     """Whether torch.func makes the call: it has its own autograd for its wrapped tensors."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return torch._C._are_functorch_transforms_active() or any(
@@ -103,7 +109,7 @@ def _freeze(state: AutogradState, tensor: torch.Tensor, requires_grad: bool = Tr
 def _of_kind(recorded: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """The row of a method: of a recorded tensor, and of a Parameter or another plain one."""
 
-    def row(state: AutogradState, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def row(state: AutogradState, tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         own = recorded if isinstance(tensor, Tensor) else plain
         return NotImplemented if own is None else own(state, tensor, *args, **kwargs)
 

@@ -25,16 +25,21 @@ _filling: ContextVar[bool] = ContextVar("filling", default=False)  # whether a `
 
 def tensor_backward(
     state: AutogradState, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
-    inputs: Any = None,
+    inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     """``tensor.backward()``."""
     autograd_backward(state, tensor, gradient, create_graph=create_graph, inputs=inputs)
 
 
 def autograd_backward(
-    state: AutogradState, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
-    grad_variables: Any = None, inputs: Any = None,
-) -> None:  # fmt: skip
+    state: AutogradState,
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    grad_tensors: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+) -> None:
     """Add d sum(tensors * grads) / d leaf to the ``.grad`` of every leaf, or of ``inputs`` only.
 
     Raises FailedPrecondition if no leaf is connected, ShapeError for a loss without ``grads`` that is no scalar.
@@ -70,7 +75,7 @@ def _under_way() -> Iterator[bool]:
         _filling.reset(token)
 
 
-def _reached(leaves: Any, found: Any) -> bool:
+def _reached(leaves: Any, found: Sequence[Any]) -> bool:
     return any(isinstance(holder, Variable) and dx is not None for (holder, _), dx in zip(leaves, found, strict=True))
 
 
@@ -116,7 +121,7 @@ def _listed(items: Any) -> list[Any]:
     return [items] if isinstance(items, torch.Tensor | Variable) else list(items)
 
 
-def _outputs(recorder: Recorder, tensors: Any) -> list[Tensor]:
+def _outputs(recorder: Recorder, tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[Tensor]:
     ys: list[Any] = [y.read() if isinstance(y, Variable) else y for y in _listed(tensors)]
     for y in ys:
         if not isinstance(y, Tensor) or y.graph is not recorder.graph:
@@ -141,7 +146,7 @@ def _seeds(recorder: Recorder, ys: Sequence[Tensor], grads: Any) -> list[Any]:
     return seeds
 
 
-def _chosen(state: AutogradState, inputs: Any) -> list[tuple[Any, Any]]:
+def _chosen(state: AutogradState, inputs: torch.Tensor | Sequence[torch.Tensor]) -> list[tuple[Any, Any]]:
     """(holder, x) for each of the inputs that the user named."""
     found = []
     for x in _listed(inputs):

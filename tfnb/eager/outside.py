@@ -23,7 +23,7 @@ def explained() -> None:
     """From here on, torch's engine raises Unsupported where a loss was derived outside of a recording."""
     engine = torch.autograd._engine_run_backward
 
-    def run(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def run(outputs: Sequence[torch.Tensor], *args: object, **kwargs: object) -> Any:
         __tracebackhide__ = True
         last = (found() for found in current.stack.used_outside)
         used = next((x for x in (*map(recorded_of, outputs), *last) if x is not None), None)

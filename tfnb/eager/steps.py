@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from tfnb.recording.marks.while_recording import SharedContext
 from tfnb.train.from_torch import from_torch
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``optimizer.step()`` of a torch optimizer becomes a recorded step, or is refused.
 
     torch's own hook before each step lets the step run over no parameters; its closure records and gives the Operation.

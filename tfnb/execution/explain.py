@@ -18,7 +18,7 @@ from tfnb.recording.marks.notes import line_of
 from tfnb.recording.values.workspace import workspace
 
 
-def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | None]) -> TfnbError:
+def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor | None]) -> TfnbError:
     """The user's error for ``error``, raised by the generated code of ``program`` on these feeds.
 
     program: a Program, or a Dataflow of several. A feed that is None is one that nobody needed.
@@ -45,7 +45,7 @@ def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | N
     )  # fmt: skip
 
 
-def _inside(program: Any) -> dict[int, Node]:
+def _inside(program: Program) -> dict[int, Node]:
     """The nodes of all loops, branches and regions."""
     codes = (code for inner in program.inner for code in _codes(inner) if isinstance(code, Program))
     return {
@@ -53,7 +53,7 @@ def _inside(program: Any) -> dict[int, Node]:
     }
 
 
-def _asked(program: Any, node: Node) -> str:
+def _asked(program: Program, node: Node) -> str:
     """The line inside a called function at which a node was recorded, if known."""
     at = workspace(program.whole).asked.get(node.id)
     return "" if at is None else f"\n  in {line_of(*at)}"
@@ -81,7 +81,7 @@ def deadline(program: Program, timeout: float) -> Deadline:
     return timeout, why
 
 
-def failing_node(program: Any, error: BaseException) -> Node | None:
+def failing_node(program: Program, error: BaseException) -> Node | None:
     """The failing node, from the traceback's line in the generated code, or attached to the error.
 
     In a loop or branch it is the innermost one.

@@ -55,7 +55,7 @@ class Running:
         self._why: Why | None = None
         self._sent = self._is_claimed = False
 
-    def compute(self, call: Callable[..., T], *args: Any, until: Deadline | None = None) -> T:
+    def compute(self, call: Callable[..., T], *args: object, until: Deadline | None = None) -> T:
         """``call(*args)``, or the error given to `stop` if the step is stopped.
 
         until: seconds from now, and the error; what ends later than that counts as stopped.

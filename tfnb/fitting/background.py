@@ -16,7 +16,8 @@ from typing import Any
 from tfnb.errors import DeadlineExceeded
 from tfnb.escaping import xml
 from tfnb.fitting.fit_loop import RunResult, fit
-from tfnb.session.structures import graph_of
+from tfnb.session.structures import Fetches, graph_of
+from tfnb.train.batches import Data
 from tfnb.train.callbacks import Progress, listed
 from tfnb.widgets.curve import number
 
@@ -98,7 +99,7 @@ class RunHandle:
         return f"<div><b>training of {xml(self.name)}</b>{rows}</div>"
 
 
-def launch(fetch: Any, data: Any, **options: Any) -> RunHandle:
+def launch(fetch: Fetches, data: Data, **options: Any) -> RunHandle:
     """`fit` in the background: the same arguments; returns at once.
 
     Cells may record and run meanwhile: the training works on the graph as it was, and takes turns with other steps on

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from tfnb.errors import InvalidArgument
 from tfnb.session import Session
-from tfnb.train.callbacks import listed
+from tfnb.train.callbacks import Callback, listed
 from tfnb.train.saver import Saver
 from tfnb.widgets.progress import duration
 
 _LONGEST = 16  # so many times the interval are the most between two tries
 
 
-def saver_of(checkpoint: Any, every: Any) -> Saver | None:
+def saver_of(checkpoint: str | PathLike[str] | Saver | None, every: float) -> Saver | None:
     """The Saver that ``checkpoint=`` of `fit` names."""
     if isinstance(every, bool) or not isinstance(every, int | float) or not every > 0:
         raise InvalidArgument(f"checkpoint_every is in seconds, more than 0, not {every!r}")
@@ -33,7 +33,9 @@ class Checkpoints:
     due: when the next one is, by the clock ``perf_counter``; never without a saver.
     """
 
-    def __init__(self, session: Session, saver: Saver | None, every: float, callbacks: Any, begin: int) -> None:
+    def __init__(
+        self, session: Session, saver: Saver | None, every: float, callbacks: Callback | Sequence[Callback], begin: int
+    ) -> None:
         self.callbacks = listed(callbacks)
         if saver is not None and saver.retention.best is not None and saver not in self.callbacks:
             self.callbacks.append(saver)  # values are known after an epoch

@@ -25,8 +25,9 @@ from tfnb.fitting.fit_loop import fit
 from tfnb.fitting.fit_options import watched_by
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.session import Session, default_session
-from tfnb.session.structures import graph_of
+from tfnb.session.structures import Fetches, graph_of
 from tfnb.state.input_sources import Source
+from tfnb.train.batches import Data
 from tfnb.train.callbacks import Progress, listed
 from tfnb.widgets.curve import bands, number
 
@@ -122,7 +123,8 @@ class Comparisons(dict[str, Comparison]):
 
 
 def compare(
-    fetch: Any, data: Any, modes: Mapping[str, Mapping[str, Any]], *, watch: Any, seeds: int = 5, **options: Any,
+    fetch: Fetches, data: Data, modes: Mapping[str, Mapping[str, Any]], *, watch: Fetches, seeds: int = 5,
+    **options: object,
 ) -> Comparison | Comparisons:  # fmt: skip
     """Train in several ways, each from the Variables of now, and compare a value at equal samples and at equal time.
 

@@ -41,16 +41,18 @@ from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
 from tfnb.session.divided_feeds import Division
-from tfnb.session.structures import graph_of
+from tfnb.session.structures import FeedKeys, Fetches, graph_of
 from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
 from tfnb.state.step_groups import StepGroup, StepReport
 from tfnb.state.steps_taken import AppliedSteps, StepsHere, StepsThere
-from tfnb.train.batches import Batch, Batches, batches, is_single_pass, name_of
-from tfnb.train.callbacks import Callbacks, Progress
+from tfnb.train.batches import Batch, Batches, Data, batches, is_single_pass, name_of
+from tfnb.train.callbacks import Callback, Callbacks, Progress
 from tfnb.train.metrics import Metrics
+from tfnb.train.modes import SyncReplicas
+from tfnb.train.saver import Saver
 from tfnb.widgets.curve import number, svg
 
 Taken = Generator[StepReport, None, None]
@@ -106,11 +108,12 @@ class RunResult:
 
 
 def fit(
-    fetch: Any, data: Any, *, feeds: Any = None, epochs: int = 1, steps: int | None = None,
-    batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = None, validation: Any = None,
-    callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
-    resume: bool | str | PathLike[str] = False, check: str | None = None, exact: bool | None = None,
-    microbatches: int | None = None, schedule: str | None = None, checkpoint: Any = None,
+    fetch: Fetches, data: Data, *, feeds: FeedKeys | None = None, epochs: int = 1, steps: int | None = None,
+    batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Fetches | None = None,
+    validation: Data | None = None, callbacks: Callback | Sequence[Callback] = (), mode: str | SyncReplicas = "sync",
+    backup: int = 0, staleness: int | None = None, resume: bool | str | PathLike[str] = False,
+    check: str | None = None, exact: bool | None = None, microbatches: int | None = None,
+    schedule: str | None = None, checkpoint: str | PathLike[str] | Saver | None = None,
     checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
     progress_after: float = 2.0, memory_budget: int | str | None = None, allow_plain_collectives: bool = False,
 ) -> RunResult:  # fmt: skip
@@ -279,7 +282,7 @@ def fit(
 
 
 def _here(
-    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
+    session: Session, fetch: Fetches, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
     division: Division, *, exact: bool | None,
 ) -> Taken:  # fmt: skip
     """Steps taken in this process, with a standstill after each epoch."""
@@ -328,7 +331,7 @@ def _by_epoch(taken: Taken, run: _Run) -> Taken:
 
 
 def _there(
-    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
+    session: Session, fetch: Fetches, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
     division: Division, *, by_pass: bool, exact: bool | None,
 ) -> Taken:  # fmt: skip
     """Steps that the connected cluster takes, in groups; by_pass: its tasks stand still after each epoch."""
@@ -385,7 +388,7 @@ def _there(
 
 
 def _of_arrays(
-    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Arrays, total: int, run: _Run,
+    session: Session, fetches: Fetches, keys: tuple[Any, ...], rows: Arrays, total: int, run: _Run,
     options: Mapping[str, Any],
 ) -> Taken:  # fmt: skip
     """Reports for arrays, from which tasks take their rows themselves."""

@@ -18,7 +18,7 @@ from tfnb.recording import Operation, Tensor
 from tfnb.recording.marks.notes import user_level
 from tfnb.session import Session
 from tfnb.session.divided_feeds import WHOLE, Division
-from tfnb.session.structures import structure, value_of
+from tfnb.session.structures import Fetches, structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import name_of
@@ -27,7 +27,7 @@ from tfnb.train.modes import SyncReplicas
 LATER = ("downpour", "sandblaster")
 
 
-def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+def watched_by(watch: Fetches | None, fetch: Fetches, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Names and fetches of the watched values: by default the scalars of ``fetch``.
 
     Raises ShapeError for what is no scalar.
@@ -51,7 +51,7 @@ def watched_by(watch: Any, fetch: Any, session: Session) -> tuple[tuple[str, ...
     return tuple(found), tuple(found.values())
 
 
-def _scalars(fetch: Any, session: Session, name: str = "") -> Iterator[tuple[str, Any]]:
+def _scalars(fetch: Fetches, session: Session, name: str = "") -> Iterator[tuple[str, Any]]:
     """The real scalars in a structure of fetches, by their keys or names; without writes of Variables."""
     if isinstance(fetch, Mapping):
         for key, item in fetch.items():
@@ -65,7 +65,7 @@ def _scalars(fetch: Any, session: Session, name: str = "") -> Iterator[tuple[str
             yield name or name_of(fetch), fetch
 
 
-def _spec(item: Any, session: Session) -> tuple[Spec | None, str]:
+def _spec(item: object, session: Session) -> tuple[Spec | None, str]:
     """The spec of a fetch, None for an operation without a value, and its op."""
     if isinstance(item, Variable):
         return item.spec, "tfnb.read"
@@ -78,7 +78,7 @@ def _is_scalar(spec: Spec) -> bool:
     return all(size == 1 for size in spec.shape)
 
 
-def _check_scalar(name: str, item: Any, session: Session) -> None:
+def _check_scalar(name: str, item: object, session: Session) -> None:
     spec, _ = _spec(item, session)
     if spec is None:
         raise InvalidArgument(f"cannot watch {name}: it has no value")
@@ -106,7 +106,7 @@ def _is_value(session: Session, name: str) -> bool:
     return True
 
 
-def begin(session: Session, resume: Any) -> int:
+def begin(session: Session, resume: object) -> int:
     """Steps that were taken before."""
     if resume is False or resume is None:
         return 0
@@ -133,7 +133,7 @@ def begin(session: Session, resume: Any) -> int:
     return steps
 
 
-def exact_of(exact: Any) -> bool | None:
+def exact_of(exact: object) -> bool | None:
     """Validate ``exact``: whether tasks first check that averaging by rows is exact. Raises Unimplemented for True."""
     if exact is True:
         raise Unimplemented(
@@ -146,7 +146,7 @@ def exact_of(exact: Any) -> bool | None:
     return exact
 
 
-def division_of(microbatches: Any, session: Session, mode: Mode) -> Division:
+def division_of(microbatches: object, session: Session, mode: Mode) -> Division:
     """Into how many microbatches a step is divided; raises InvalidArgument, or Unimplemented with a cluster."""
     if microbatches is None and mode.is_pipeline:
         raise InvalidArgument("mode='pipeline' divides each step into microbatches: say how many, microbatches=8")
@@ -172,7 +172,7 @@ def division_of(microbatches: Any, session: Session, mode: Mode) -> Division:
 
 
 def look_at_means(
-    session: Session, fetches: Any, keys: Sequence[Any], values: Sequence[Any], microbatches: int
+    session: Session, fetches: Fetches, keys: Sequence[Any], values: Sequence[Any], microbatches: int
 ) -> None:  # fmt: skip
     """Warn, once for each step and number of microbatches, of a loss that is no mean over the rows of a batch."""
     step, tensors = session.step_of(fetches, dict(zip(keys, values, strict=True)))
@@ -188,7 +188,7 @@ def look_at_means(
             known.add(key)
 
 
-def operations_of(fetch: Any, session: Session) -> list[Any]:
+def operations_of(fetch: Fetches, session: Session) -> list[Any]:
     """The fetches with effects: operations, and writes of Variables."""
     leaves: list[Any] = []
     structure(fetch, leaves)
@@ -197,7 +197,8 @@ def operations_of(fetch: Any, session: Session) -> list[Any]:
 
 
 def mode_of(
-    mode: Any, backup: Any, staleness: Any, allow_plain_collectives: Any = False, schedule: Any = None
+    mode: str | SyncReplicas, backup: int, staleness: int | None, allow_plain_collectives: bool = False,
+    schedule: object = None,
 ) -> Mode:  # fmt: skip
     """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
     if schedule is not None and mode != "pipeline":

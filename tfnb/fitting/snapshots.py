@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
 from tfnb.session import Moment, default_session
-from tfnb.session.structures import graph_of
+from tfnb.session.structures import Fetches, graph_of
 from tfnb.train.callbacks import Progress
 
 
@@ -38,7 +36,7 @@ class Snapshots:
     True
     """
 
-    def __init__(self, fetch: Any, *, every: int = 100, keep: int = 10) -> None:
+    def __init__(self, fetch: Fetches, *, every: int = 100, keep: int = 10) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidArgument(f"{name} is an int of at least 1, not {value!r}")

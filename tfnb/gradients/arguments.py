@@ -20,12 +20,12 @@ def differentiable(ys: Sequence[Any], xs: Sequence[Any]) -> tuple[Graph, list[Te
     return _graph_of(ys, wanted), wanted
 
 
-def listed(items: Any) -> list[Any]:
+def listed(items: object) -> list[Any]:
     """One or several as a list; None as an empty one."""
     return list(items) if isinstance(items, (list, tuple)) else [] if items is None else [items]
 
 
-def entries_of(ys: list[Any], grad_ys: Any) -> tuple[list[Any], Any]:
+def entries_of(ys: list[Any], grad_ys: object) -> tuple[list[Any], Any]:
     """Replace IndexedSlices among the ys by their values, and their dense cotangents by the matching rows."""
     if not any(isinstance(y, IndexedSlices) for y in ys):
         return ys, grad_ys
@@ -35,7 +35,7 @@ def entries_of(ys: list[Any], grad_ys: Any) -> tuple[list[Any], Any]:
     return [y.values if isinstance(y, IndexedSlices) else y for y in ys], rows + given[len(ys) :]
 
 
-def _target(x: Any) -> Tensor | Variable:
+def _target(x: object) -> Tensor | Variable:
     if isinstance(x, (Tensor, Variable)):
         return x
     if isinstance(x, torch.nn.Parameter) or (isinstance(x, torch.Tensor) and known(x) is not None):
@@ -57,12 +57,12 @@ def _graph_of(ys: Sequence[Any], xs: Sequence[Any]) -> Graph:
     return graphs.pop()
 
 
-def seed(y: Tensor, grad: Any, index: int) -> torch.Tensor:
+def seed(y: Tensor, grad: object, index: int) -> torch.Tensor:
     """The cotangent that starts at ``y``."""
     return torch.ones_like(y) if grad is None else seeded_like(y, grad, f"grad_ys[{index}]", "y")
 
 
-def seeded_like(y: torch.Tensor, grad: Any, what: str, whose: str) -> torch.Tensor:
+def seeded_like(y: torch.Tensor, grad: object, what: str, whose: str) -> torch.Tensor:
     """``grad`` as a recorded tensor; raises InvalidArgument or ShapeError unless its dtype and shape match ``y``."""
     assert isinstance(y, Tensor)
     if not isinstance(grad, torch.Tensor):
@@ -75,6 +75,6 @@ def seeded_like(y: torch.Tensor, grad: Any, what: str, whose: str) -> torch.Tens
     return grad if isinstance(grad, Tensor) else constant(grad)
 
 
-def _differ(a: Any, b: Any) -> bool:
+def _differ(a: object, b: object) -> bool:
     """Whether two sizes are surely different; symbols may turn out to be anything."""
     return isinstance(a, int) and isinstance(b, int) and a != b

@@ -24,7 +24,7 @@ def clip_by_value(x: Any, low: Any, high: Any) -> Any:
     return torch.clamp(x, low, high)
 
 
-def clip_by_norm(x: Any, norm: Any, dim: int | Sequence[int] | None = None) -> Any:
+def clip_by_norm(x: Any, norm: float | torch.Tensor, dim: int | Sequence[int] | None = None) -> Any:
     """``x`` scaled down where its 2-norm (over ``dim``, default all) exceeds ``norm``.
 
     >>> clip_by_norm(torch.tensor([3.0, 4.0]), 1.0)
@@ -39,7 +39,7 @@ def clip_by_norm(x: Any, norm: Any, dim: int | Sequence[int] | None = None) -> A
     return x * _scale(found, norm)
 
 
-def _rows_by_norm(x: IndexedSlices, norm: Any, dim: int | Sequence[int] | None) -> IndexedSlices:
+def _rows_by_norm(x: IndexedSlices, norm: float | torch.Tensor, dim: int | Sequence[int] | None) -> IndexedSlices:
     """On distinct rows; over all elements, or within each row."""
     dims = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     if any(d % x.dim() == 0 for d in dims):
@@ -48,7 +48,7 @@ def _rows_by_norm(x: IndexedSlices, norm: Any, dim: int | Sequence[int] | None) 
 
 
 def clip_by_global_norm(
-    xs: Sequence[Any], norm: Any, *, use_norm: torch.Tensor | None = None
+    xs: Sequence[Any], norm: float | torch.Tensor, *, use_norm: torch.Tensor | None = None
 ) -> tuple[list[Any], torch.Tensor]:
     """All ``xs`` scaled by one factor so that their joint 2-norm is at most ``norm``; also the norm before.
 
@@ -67,7 +67,7 @@ def clip_by_global_norm(
     return [None if x is None else x * factor for x in xs], use_norm
 
 
-def _scale(found: torch.Tensor, norm: Any) -> torch.Tensor:
+def _scale(found: torch.Tensor, norm: float | torch.Tensor) -> torch.Tensor:
     """norm / max(found, norm): one where nothing is to clip, NaN for a NaN or infinite norm."""
     factor = norm / torch.clamp_min(found, norm)
     return torch.where(torch.isfinite(found), factor, torch.full_like(found, float("nan")))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, UnknownOp, Unsupported, ensure_type
@@ -55,7 +56,7 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _recorded(recorder: Recorder, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _recorded(recorder: Recorder, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     leaves, tree = tree_flatten((args, kwargs))
     leaves = [recorder.read(x) if isinstance(x, Variable) else x for x in leaves]
     places = [i for i, x in enumerate(leaves) if floats(x)]
@@ -91,7 +92,7 @@ class _UserRule:
     def __init__(self, grad_fn: Callable[..., Any], where: str, count: int) -> None:
         self.grad_fn, self.where, self.count = grad_fn, where, count
 
-    def __call__(self, n: Any, dys: Any) -> list[Any]:
+    def __call__(self, n: Any, dys: Sequence[torch.Tensor | None]) -> list[Any]:
         result = self.grad_fn(*dys)
         entries = list(result) if isinstance(result, (tuple, list)) else [result]
         if len(entries) != self.count:
@@ -159,7 +160,7 @@ def gradient_override(rules: Mapping[Any, RuleFunction]) -> Iterator[None]:
         recorder.overrides = before
 
 
-def _overridable(op: Any, recorder: Recorder) -> tuple[str, ...]:
+def _overridable(op: OpOverload, recorder: Recorder) -> tuple[str, ...]:
     try:
         names = ops_of(op)
     except UnknownOp as error:

@@ -9,12 +9,13 @@ registered with torch as the gradient of its op is run in the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -63,7 +64,7 @@ class AutogradStandIn(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: OpOverload, types: Sequence[type], args: object = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         raise AssertionError(f"{func} was called outside of {Derivation.__name__}")
 
@@ -71,14 +72,16 @@ class AutogradStandIn(torch.Tensor):
 class Derivation(TorchDispatchMode):
     """Records autograd's calls on stand-ins; the first call of ``op`` returns stand-ins for ``outs``."""
 
-    def __init__(self, recorder: Recording, op: Any, outs: list[Any]) -> None:
+    def __init__(self, recorder: Recording, op: OpOverload, outs: list[Any]) -> None:
         super().__init__()
         self.recorder, self.op, self.outs = recorder, op, outs
         self.open = current.stack.open
         self.grad = torch.is_grad_enabled()
         self.is_first = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:  # how autograd takes an output that it saved: its gradient flows on
             return AutogradStandIn(args[0].recorded)
         if func is torch.ops.aten._conj.default and not isinstance(args[0], torch.Tensor):  # a number of the user's
@@ -94,7 +97,7 @@ class Derivation(TorchDispatchMode):
         return tree_map_only(torch.Tensor, AutogradStandIn, found)
 
 
-def _grouped(op: Any, outs: list[Any]) -> Any:
+def _grouped(op: OpOverload, outs: list[Any]) -> Any:
     """Outputs as the op returns them."""
     if gives_one(str(op)):
         return outs[0]
@@ -115,7 +118,7 @@ def has_formula(op: str) -> bool:
 def derived_rule(op: str, recorder: Recording) -> Rule:
     """The rule of autograd for an ATen op; returns NotImplemented if torch has none for these sizes."""
 
-    def rule(n: Forward, dys: Any) -> Any:
+    def rule(n: Forward, dys: object) -> Any:
         mode = Derivation(recorder, overload(op), [*n.outs])
         given = [dys.given(i) for i in range(len(dys))] if isinstance(dys, Cotangents) else [dys]
         try:

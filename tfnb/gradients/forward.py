@@ -13,7 +13,7 @@ from tfnb.graph.spec import flows
 from tfnb.recording import Tensor, reopen
 
 
-def jvp(ys: Any, xs: Any, tangents: Any) -> list[torch.Tensor]:
+def jvp(ys: Any, xs: object, tangents: object) -> list[torch.Tensor]:
     """Add nodes that compute how the ys move when the xs move by the tangents: J(ys, xs) @ tangents, one for each y.
 
     The backward pass is linear in its cotangents, and the derivative of that linear map is forward mode; of the

@@ -14,6 +14,7 @@ from types import BuiltinFunctionType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from tfnb.errors import UnknownOp
 from tfnb.graph.node import Ref, Value, leaves, map_leaves
@@ -142,7 +143,7 @@ class Cotangents(Sequence[torch.Tensor]):
         return self._given[index]
 
 
-def rule(*ops: Any, outputs: int | None = None, saves: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+def rule(*ops: object, outputs: int | None = None, saves: bool = False) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule for op overloads.
 
     It returns one cotangent per tensor input: a sequence in input order, or a dict by argument name. An entry is a
@@ -163,13 +164,13 @@ def rule(*ops: Any, outputs: int | None = None, saves: bool = False) -> Callable
     return register
 
 
-def partials(op: Any, *functions: Callable[[Forward, Any], Any] | None) -> None:
+def partials(op: OpOverload | str, *functions: Callable[[Forward, Any], Any] | None) -> None:
     """Register one function ``(n, dy) -> dx`` per tensor input, each called only if its cotangent is wanted.
 
     The last function serves all further inputs.
     """
 
-    def apply(n: Forward, dy: Any) -> list[Cotangent]:
+    def apply(n: Forward, dy: object) -> list[Cotangent]:
         def entry(i: int) -> Cotangent:
             function = functions[min(i, len(functions) - 1)]
             return None if function is None else lambda: function(n, dy)
@@ -179,7 +180,7 @@ def partials(op: Any, *functions: Callable[[Forward, Any], Any] | None) -> None:
     rule(op)(apply)
 
 
-def composite(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def composite(*ops: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register torch code that computes the same as the op from ops with rules: differentiated in its place."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,7 +190,7 @@ def composite(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def lookup(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def lookup(*ops: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register how the gradient of an op that takes rows of its first input consists of rows.
 
     ``function(n, dy, at)`` gives (values, indices), or None where the op does not take whole rows of axis 0; it is
@@ -208,7 +209,7 @@ def lookup(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def columns(op: Any, function: Callable[[Forward, Any], Any]) -> None:
+def columns(op: OpOverload, function: Callable[[Forward, Any], Any]) -> None:
     """Register how row-sparse entries go back through an op that leaves axis 0 alone wherever its ``dim`` is not 0.
 
     ``function(n, values)`` makes of the values [n, ...] of the output those of the input.
@@ -216,7 +217,7 @@ def columns(op: Any, function: Callable[[Forward, Any], Any]) -> None:
     COLUMNS[str(op)] = function
 
 
-def nograd(*ops: Any) -> None:
+def nograd(*ops: object) -> None:
     """Declare ops without gradients."""
     NOGRAD.update(map(str, ops))
 
@@ -236,7 +237,7 @@ def gives_one(op: str) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
+def register_gradient(op: OpOverload | Callable[..., Any] | str) -> Callable[[RuleFunction], RuleFunction]:
     """Register the gradient of an op, say a ``torch.library.custom_op``: ``rule(n, dy)`` as in `rule`.
 
     op: the custom op, an overload, or a name such as ``"mylib::swish"``. A rule already there is replaced.
@@ -259,7 +260,7 @@ def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
     return rule(*names)
 
 
-def ops_of(op: Any) -> tuple[str, ...]:
+def ops_of(op: object) -> tuple[str, ...]:
     """The qualified names of the overloads meant by an op given in any of torch's ways; raises UnknownOp."""
     if isinstance(op, str):
         return _named(op.replace("::", "."))

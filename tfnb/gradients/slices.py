@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from numbers import Real
@@ -45,7 +45,7 @@ class IndexedSlices:
     tensor([0, 1])
     """
 
-    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int]) -> None:
+    def __init__(self, values: object, indices: object, dense_shape: Sequence[int]) -> None:
         self.values: torch.Tensor = values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
         self.indices: torch.Tensor = indices if isinstance(indices, torch.Tensor) else torch.as_tensor(indices)
         self.dense_shape = tuple(dense_shape)
@@ -160,7 +160,13 @@ class IndexedSlices:
     # -- the closed algebra -----------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         name = func.__name__.removeprefix("linalg_").strip("_")
         if name not in CLOSED:
             raise _needs_dense(name, next(x for x in _flat((args, kwargs)) if isinstance(x, IndexedSlices)))
@@ -172,7 +178,7 @@ class IndexedSlices:
         if name.startswith("_") or not callable(getattr(torch.Tensor, name, None)):
             raise AttributeError(f"IndexedSlices has no attribute {name!r}")
 
-        def refuse(*args: Any, **kwargs: Any) -> Any:
+        def refuse(*args: object, **kwargs: object) -> Any:
             raise _needs_dense(name, self)
 
         return refuse
@@ -182,7 +188,7 @@ def _sizes(x: torch.Tensor) -> tuple[Any, ...]:
     return tuple(x.spec.shape) if isinstance(x, Tensor) else tuple(x.shape)
 
 
-def _flat(tree: Any) -> Iterator[Any]:
+def _flat(tree: object) -> Iterator[Any]:
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, (list, tuple)):
@@ -266,7 +272,7 @@ def closed(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def _linear(name: str) -> Callable[..., Any]:
     """f(a + b) = f(a) + f(b): entry by entry."""
 
-    def apply(g: IndexedSlices, *args: Any, **kwargs: Any) -> IndexedSlices:
+    def apply(g: IndexedSlices, *args: object, **kwargs: object) -> IndexedSlices:
         values = getattr(torch.Tensor, name)(g.values, *args, **kwargs)
         if not flows(values.dtype):
             raise _needs_dense(f"{name} to {values.dtype}", g)
@@ -314,7 +320,7 @@ def _mul(a: Any, b: Any) -> IndexedSlices:
 
 
 @closed("div", "divide", "true_divide", "truediv")
-def _div(g: Any, by: Any) -> IndexedSlices:
+def _div(g: object, by: Any) -> IndexedSlices:
     if not isinstance(g, IndexedSlices):
         raise _needs_dense("division by", by)
     return g.like(g.values / _factor("div", g, by))
@@ -332,7 +338,7 @@ def _add(a: Any, b: Any, *, alpha: Any = 1) -> Any:
 
 
 @closed("sub", "subtract")
-def _sub(a: Any, b: Any, *, alpha: Any = 1) -> Any:
+def _sub(a: object, b: object, *, alpha: Any = 1) -> Any:
     return _add(a, b * -alpha)
 
 
@@ -342,7 +348,7 @@ def _rsub(a: Any, b: Any) -> Any:
 
 
 @closed("pow")
-def _pow(g: Any, exponent: Any) -> IndexedSlices:
+def _pow(g: object, exponent: object) -> IndexedSlices:
     if not isinstance(g, IndexedSlices) or not isinstance(exponent, (int, float)) or exponent <= 0:
         raise _needs_dense("pow with an exponent that is no number above 0", _first(g, exponent))
     return g.map(lambda rows: torch.pow(rows, exponent))
@@ -365,7 +371,7 @@ def _sum(g: IndexedSlices) -> torch.Tensor:
 
 
 @closed("norm", "vector_norm")
-def _norm(g: IndexedSlices, ord: Any = 2) -> torch.Tensor:
+def _norm(g: IndexedSlices, ord: object = 2) -> torch.Tensor:
     if not isinstance(ord, Real) or ord <= 0:
         raise _needs_dense(f"norm of order {ord}", g)
     return torch.linalg.vector_norm(g.coalesce().values, ord)
@@ -429,7 +435,7 @@ def _part(g: IndexedSlices, axis: int, start: int, size: int) -> IndexedSlices:
     return IndexedSlices(values, indices, shape).called(g.name)
 
 
-def _first(*items: Any) -> IndexedSlices:
+def _first(*items: object) -> IndexedSlices:
     return next(x for x in items if isinstance(x, IndexedSlices))
 
 
@@ -442,7 +448,7 @@ def _operators() -> None:
     """Install the operators of the table, and errors with a remedy for the others."""
 
     def install(name: str) -> None:
-        def operator(self: IndexedSlices, *args: Any) -> Any:
+        def operator(self: IndexedSlices, *args: object) -> Any:
             if name not in CLOSED:
                 raise _needs_dense(name, self)
             return CLOSED[name](self, *args)

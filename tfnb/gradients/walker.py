@@ -54,7 +54,7 @@ _LARGE = 1 << 20  # bytes; below, a dense gradient of some rows is not worth a w
 
 
 def gradients(
-    ys: Any, xs: Any, grad_ys: Any = None, *, stop_gradients: Any = (), unconnected: str = "none"
+    ys: object, xs: object, grad_ys: object = None, *, stop_gradients: Any = (), unconnected: str = "none"
 ) -> list[Any]:
     """Add nodes that compute d sum(ys * grad_ys) / dx for each x; also outside a recording.
 
@@ -105,7 +105,7 @@ def stop_gradient(x: Any) -> torch.Tensor:
 
 
 def differentiate(
-    recorder: Recording, ys: list[Any], xs: list[Any], grad_ys: Any = None, stops: Iterable[Any] = (),
+    recorder: Recording, ys: list[Any], xs: list[Any], grad_ys: object = None, stops: Iterable[Any] = (),
     unconnected: str = "none", *, rows: bool = False,
 ) -> list[Any]:  # fmt: skip
     """`gradients` in an open recording, in the current grad mode; ``rows``: tables' gradients may be row-sparse."""
@@ -475,7 +475,7 @@ def _broadcast(
     return list(range(lead)), ones
 
 
-def _aligned(n: Forward, rule: Rule, result: Any) -> list[Any]:
+def _aligned(n: Forward, rule: Rule, result: object) -> list[Any]:
     """A rule's result as one entry per input."""
     if isinstance(result, Mapping):
         entries: list[Any] = [None] * len(n.inputs)

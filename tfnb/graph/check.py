@@ -155,7 +155,7 @@ def _misfit(node: Node) -> str:
     return next(filter(None, (_ill_formed(attrs.get(part), part, given[part], parts[part]) for part in parts)), "")
 
 
-def _ill_formed(subgraph: Any, part: str, given: int, gives: int) -> str:
+def _ill_formed(subgraph: object, part: str, given: int, gives: int) -> str:
     if not isinstance(subgraph, Subgraph):
         return f"has no subgraph under {part!r}"
     contents = subgraph.contents

@@ -14,6 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ensure_type
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
@@ -175,7 +177,7 @@ class Graph:
         ensure_type(before, Contents, "Graph.since")
         return compared(before, self.contents)
 
-    def to_module(self, fetches: Any, feeds: Iterable[Any]) -> Any:
+    def to_module(self, fetches: object, feeds: Iterable[Any]) -> Any:
         """The part of the graph that ``fetches`` need, as a `torch.fx.GraphModule` that takes ``feeds`` in this order.
 
         For `torch.export`, `torch.compile`, `torch.onnx.export(..., dynamo=True)` and training by torch. Parameters and
@@ -198,7 +200,7 @@ class Graph:
 
         return to_module(self, fetches, feeds)
 
-    def why(self, node: Any) -> Any:
+    def why(self, node: Node | torch.Tensor | str) -> Any:
         """Explain the task of a node in a run of the whole graph: its request, its place, the rule, and the edges cut.
 
         node: a Node, a recorded tensor, or a name, also of what is inside of loops and branches. A run's passes may
@@ -287,7 +289,7 @@ class Graph:
     def _repr_svg_(self) -> str | None:
         return self._repr_mimebundle_().get("image/svg+xml")
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         from tfnb.view import graph_bundle  # listed exception: a repr asks view
 
         return graph_bundle(self)

@@ -110,7 +110,7 @@ class Node:
 _ATOMS = frozenset({int, float, bool, str, type(None), Ref, Value})  # leaves, told without a question to abc
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: object) -> Iterator[Any]:
     """All leaves of nested mappings, lists and tuples; a Ref is a leaf."""
     if type(tree) in _ATOMS:
         yield tree
@@ -124,7 +124,7 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:
     """The tree with ``function`` applied to every leaf; sequences become plain lists or tuples."""
     if type(tree) in _ATOMS:
         return function(tree)

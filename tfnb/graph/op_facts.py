@@ -280,7 +280,7 @@ def bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any
     return bound
 
 
-def _is_default(value: Any, own: Facts, name: str) -> bool:
+def _is_default(value: object, own: Facts, name: str) -> bool:
     if name not in own.defaults or isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return False
     default = own.defaults[name]

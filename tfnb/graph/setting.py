@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 @contextmanager
-def setting(owner: Any, **values: Any) -> Iterator[None]:
+def setting(owner: object, **values: object) -> Iterator[None]:
     """Set attributes of an owner inside the block, and restore the previous values afterwards.
 
     >>> from types import SimpleNamespace

@@ -109,7 +109,7 @@ def _exponent(power: Any) -> Any:
     return power
 
 
-def _bounded(number: Any) -> Any:
+def _bounded(number: object) -> Any:
     """Return ``number`` unless its bits exceed the cap: powers of powers fill the memory."""
     if isinstance(number, int) and number.bit_length() > BIT_CAP:
         raise ShapeError(f"a size expression has a number of {number.bit_length()} bits; at most {BIT_CAP} are allowed")
@@ -147,7 +147,7 @@ def _evaluate(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
     raise GraphFormatError(f"not allowed in a size expression: {ast.unparse(node)!r}")
 
 
-def sized_if(test: Any, body: Any, orelse: Any) -> Any:
+def sized_if(test: object, body: Any, orelse: object) -> Any:
     """``body if test else orelse`` of integers, as one size. test: a SymBool, or an object with a truth value."""
     if isinstance(test, torch.SymBool):
         wrap = test.node.wrap_int
@@ -267,7 +267,7 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype, owner: str) -> torch.Tenso
     raise FeedError(f"cannot feed {tensor[tuple(at)].item():g} (at {at}) for {owner}: {largest}")
 
 
-def tensor_of(value: Any, dtype: torch.dtype | None, owner: str) -> torch.Tensor:
+def tensor_of(value: object, dtype: torch.dtype | None, owner: str) -> torch.Tensor:
     """A number or nested list as a tensor of this dtype, or of its own where that is None.
 
     owner: who is given it. Raises InvalidArgument for what is no tensor, and where the dtype would lose a part of it.

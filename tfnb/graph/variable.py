@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -27,7 +27,7 @@ from tfnb.graph.spec import Spec, flows, tensor_of
 from tfnb.graph.variable_locks import LOCKS, counter
 
 _serial = itertools.count()
-_NONE: Any = object()  # no initial value is kept
+_NONE: object = object()  # no initial value is kept
 _INITIALIZING: ContextVar[tuple[Variable | str, ...]] = ContextVar("initializing", default=())
 
 
@@ -71,12 +71,12 @@ class Variable:
     spec: Spec
     request: str | None  # a device, asked for where it was made
 
-    def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Variable:
+    def __new__(cls, *args: object, container: str = "", shared_name: str | None = None, **kwargs: object) -> Variable:
         found = resources.shared(container, shared_name)
         return found if isinstance(found, Variable) else object.__new__(cls)
 
     def __init__(
-        self, initial_value: Any, *, name: str | None = None, trainable: bool = True, container: str = "",
+        self, initial_value: object, *, name: str | None = None, trainable: bool = True, container: str = "",
         shared_name: str | None = None, lazy_init: bool = False, shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None, partitions: int | str | None = None, partition_bytes: int | None = None,
     ) -> None:  # fmt: skip
@@ -400,7 +400,7 @@ class Variable:
         recording = current.recording()
         return self.value() if recording is None else recording.read(self)
 
-    def _write(self, kind: str, *args: Any) -> torch.Tensor:
+    def _write(self, kind: str, *args: object) -> torch.Tensor:
         recording = current.recording()
         if recording is not None:
             return recording.write(self, kind, *args)
@@ -421,14 +421,14 @@ class Variable:
             self.set(new)
         return new
 
-    def _operand(self, value: Any) -> torch.Tensor:
+    def _operand(self, value: object) -> torch.Tensor:
         """Tensors unchanged; numbers and lists as tensors of the variable's dtype."""
         if isinstance(value, Variable):
             return value.value()
         plain = current.plain(value)
         return plain if isinstance(plain, torch.Tensor) else tensor_of(plain, self.dtype, f"variable {self.name}")
 
-    def _rows(self, indices: Any) -> torch.Tensor:
+    def _rows(self, indices: object) -> torch.Tensor:
         """Row numbers as a tensor; raises InvalidArgument for one outside of the rows."""
         rows = tensor_of(current.plain(indices), None, f"variable {self.name}")
         if rows.numel() and rows.dtype not in (torch.int64, torch.int32):
@@ -439,7 +439,7 @@ class Variable:
             raise InvalidArgument(f"row {bad} is outside of variable {self.name}, which has {len(self)} rows")
         return rows
 
-    def assign(self, value: Any) -> torch.Tensor:
+    def assign(self, value: object) -> torch.Tensor:
         """Replace the value; returns the value after the write.
 
         In a recording this is a node, which a run executes that fetches it or what reads it below; outside it happens
@@ -451,40 +451,46 @@ class Variable:
         """
         return self._write("assign", value)
 
-    def assign_add(self, value: Any) -> torch.Tensor:
+    def assign_add(self, value: object) -> torch.Tensor:
         """Add ``value``; returns the value after the write. On a cluster a server adds, if it holds the whole
         Variable.
         """
         return self._write("assign_add", value)
 
-    def assign_sub(self, value: Any) -> torch.Tensor:
+    def assign_sub(self, value: object) -> torch.Tensor:
         """Subtract ``value``; returns the value after the write."""
         return self._write("assign_sub", value)
 
-    def scatter_update(self, indices: Any, rows: Any) -> torch.Tensor:
+    def scatter_update(self, indices: object, rows: object) -> torch.Tensor:
         """Replace the rows ``indices`` [n] by ``rows`` [n, ...]."""
         return self._write("scatter_update", indices, rows)
 
-    def scatter_add(self, indices: Any, rows: Any) -> torch.Tensor:
+    def scatter_add(self, indices: object, rows: object) -> torch.Tensor:
         """Add ``rows`` to the rows ``indices``; duplicates sum."""
         return self._write("scatter_add", indices, rows)
 
-    def scatter_sub(self, indices: Any, rows: Any) -> torch.Tensor:
+    def scatter_sub(self, indices: object, rows: object) -> torch.Tensor:
         """Subtract ``rows`` from the rows ``indices``; duplicates sum."""
         return self._write("scatter_sub", indices, rows)
 
-    def scatter_mul(self, indices: Any, rows: Any) -> torch.Tensor:
+    def scatter_mul(self, indices: object, rows: object) -> torch.Tensor:
         """Multiply the rows ``indices`` by ``rows``."""
         return self._write("scatter_mul", indices, rows)
 
-    def scatter_div(self, indices: Any, rows: Any) -> torch.Tensor:
+    def scatter_div(self, indices: object, rows: object) -> torch.Tensor:
         """Divide the rows ``indices`` by ``rows``."""
         return self._write("scatter_div", indices, rows)
 
     # -- use as a tensor ------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         def read(x: Any) -> Any:
             return x.read() if isinstance(x, Variable) else x
 
@@ -511,7 +517,7 @@ class Variable:
         )
 
 
-def initialize(*what: Any) -> int:
+def initialize(*what: object) -> int:
     """Initialize Variables in the order in which their initial values depend on each other; returns their number.
 
     what: Variables, each also anew, or graphs, of which those get one that have none and keep an initial value.
@@ -561,7 +567,7 @@ def _filled(number: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tens
     return torch.full((*shape,), number, dtype=dtype)
 
 
-def _is_function(value: Any) -> bool:
+def _is_function(value: object) -> bool:
     return callable(value) and not isinstance(value, (torch.Tensor, Variable))
 
 
@@ -603,7 +609,7 @@ def _operators() -> None:
     binary = "add sub mul truediv floordiv mod pow matmul and or xor lt le gt ge eq ne"
 
     def install(name: str) -> None:
-        def operator(self: Variable, *args: Any) -> Any:
+        def operator(self: Variable, *args: object) -> Any:
             return getattr(torch.Tensor, name)(self.read(), *(a.read() if isinstance(a, Variable) else a for a in args))
 
         setattr(Variable, name, operator)

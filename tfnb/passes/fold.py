@@ -79,7 +79,7 @@ class _Constants:
         if op._schema.is_mutable or any(value is None for value in given):
             return None
 
-        def argument(leaf: Any) -> Any:
+        def argument(leaf: object) -> Any:
             return given[leaf.input] if isinstance(leaf, Ref) else leaf
 
         try:

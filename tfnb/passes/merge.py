@@ -6,7 +6,6 @@ White paper §5.1, semantics S-140. Recomputed nodes are meant to be computed ag
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
-from typing import Any
 
 import torch
 
@@ -46,7 +45,7 @@ def merge(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
 _PLAIN = frozenset({int, bool, str, Ref})
 
 
-def _frozen(tree: Any) -> Hashable:
+def _frozen(tree: object) -> Hashable:
     """Nested arguments as a key: numbers with their type (1, 1.0 and True differ), tensors by identity."""
     if type(tree) in _PLAIN:
         return (type(tree).__name__, tree)

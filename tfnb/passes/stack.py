@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value
 from tfnb.graph.graph import new_id
@@ -55,7 +54,7 @@ def _few(rows: Size, first: Size, second: Size) -> bool:
     return rows * (first + second) <= first * second
 
 
-def _new(like: Node, suffix: str, op: str, inputs: Sequence[Value], outputs: tuple[Spec, ...], **attrs: Any) -> Node:
+def _new(like: Node, suffix: str, op: str, inputs: Sequence[Value], outputs: tuple[Spec, ...], **attrs: object) -> Node:
     """A node in the place, and with the source, of another."""
     new = new_id()
     return replace(

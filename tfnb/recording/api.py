@@ -59,7 +59,9 @@ def placeholder(
     return recorder.placeholder(spec, None if recorder.lazy else plain, name)
 
 
-def _sample(sample: Any, dtype: torch.dtype | None, device: Any, recorder: Recorder) -> torch.Tensor:
+def _sample(
+    sample: Any, dtype: torch.dtype | None, device: torch.device | str | None, recorder: Recorder
+) -> torch.Tensor:
     if isinstance(sample, Variable):
         sample = sample.value()
     tensor = dense(torch.as_tensor(current.plain(sample)).detach(), recorder.tape.at)
@@ -70,7 +72,7 @@ def _sample(sample: Any, dtype: torch.dtype | None, device: Any, recorder: Recor
     return tensor.to(dtype=dtype, device=device or recorder.default_device).contiguous()
 
 
-def _axes(sample: torch.Tensor | None, shape: Any, recorder: Recorder) -> tuple[int | str | None, ...]:
+def _axes(sample: torch.Tensor | None, shape: Sequence[Any] | None, recorder: Recorder) -> tuple[int | str | None, ...]:
     if shape is None:
         assert sample is not None
         return (None, *sample.shape[1:]) if sample.dim() else ()
@@ -133,7 +135,7 @@ def _recorded_at(node: Node) -> str:
     return f" ({node.source})" if node.source else ""
 
 
-def constant(value: Any, *, name: str | None = None) -> Tensor:
+def constant(value: object, *, name: str | None = None) -> Tensor:
     """A recorded tensor of a fixed value, copied from any argument of ``torch.as_tensor``. Raises FailedPrecondition
     outside a recording.
 
@@ -249,7 +251,7 @@ def unordered(*, use_locking: bool = False) -> Iterator[None]:
         yield
 
 
-def group(*fetches: Any, name: str | None = None) -> Operation:
+def group(*fetches: object, name: str | None = None) -> Operation:
     """An Operation that runs all of ``fetches``: recorded tensors, Operations or Variables.
 
     A Parameter or buffer means what was written into it in place.
@@ -298,7 +300,7 @@ def effects(*, name: str | None = None) -> Operation:
     return made
 
 
-def value_in(item: Any, recorder: Recorder) -> Value:
+def value_in(item: object, recorder: Recorder) -> Value:
     if isinstance(item, torch.Tensor):
         return recorder._entry(item).value
     if isinstance(item, Operation):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.values.tensor import Operation, Tensor
 
 
-def print(*xs: Any) -> Operation | None:
+def print(*xs: object) -> Operation | None:
     """``print`` in each run: tensors with the values of the run, anything else as its text of now.
 
     A run prints what it computes anyway, and what can be calculated of that and of its feeds; nothing else is fed or
@@ -45,7 +44,7 @@ def print(*xs: Any) -> Operation | None:
     return recorder.group(tuple(values), attrs={"print": pieces})
 
 
-def _piece(x: Any, recorder: Recorder, values: dict[Value, Ref]) -> str | Ref:
+def _piece(x: object, recorder: Recorder, values: dict[Value, Ref]) -> str | Ref:
     """Argument of a print node for ``x``: a Ref to its value among ``values``, or its text."""
     if isinstance(x, torch.SymInt):
         x = torch.scalar_tensor(x, dtype=torch.int64)  # type: ignore[arg-type]  # torch takes it
@@ -56,7 +55,7 @@ def _piece(x: Any, recorder: Recorder, values: dict[Value, Ref]) -> str | Ref:
     return str(x)
 
 
-def assert_(cond: Any, message: str = "") -> None:
+def assert_(cond: object, message: str = "") -> None:
     """Stop each run of later nodes if ``cond`` is false, with the message, cell and line.
 
     cond: a recorded tensor, of which all must be true, or anything else, which is asserted at once. So is the sample.

@@ -64,7 +64,7 @@ class Patch(NamedTuple):
 
 
 def _new_parameter(original: Original) -> Any:
-    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    def new(cls: object, data: object = None, requires_grad: bool = True) -> Any:
         rec = open_recording()
         if rec is None:
             return original(cls, data, requires_grad)
@@ -159,7 +159,7 @@ def _lost(rec: Any, module: torch.nn.Module, name: str) -> list[Any]:
 
 def _load(original: Original) -> Any:
     def load_state_dict(
-        self: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False, **more: Any
+        self: torch.nn.Module, state_dict: object, strict: bool = True, assign: bool = False, **more: object
     ) -> Any:
         rec = open_recording()
         own = chain(self.parameters(), self.buffers())
@@ -182,7 +182,7 @@ def _not_nested(original: Original) -> Any:
     return call
 
 
-def _is_new(scheduler: Any) -> bool:
+def _is_new(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
     """Whether a scheduler is being made: constructors step, too."""
     return "_last_lr" not in scheduler.__dict__ or getattr(scheduler, "_is_initial", False)
 
@@ -191,7 +191,7 @@ def _is_off(scaler: Any) -> bool:
     return not scaler.is_enabled()
 
 
-def _keeps(hooks: Any) -> bool:
+def _keeps(hooks: object) -> bool:
     """Hooks that only say where a value is kept are allowed: the run decides that."""
     return isinstance(hooks, graph.save_on_cpu)
 
@@ -233,7 +233,7 @@ def _python_generators() -> list[Any]:
     return [random.Random, random.SystemRandom]
 
 
-def _one(owner: Any) -> Callable[[], list[Any]]:
+def _one(owner: object) -> Callable[[], list[Any]]:
     return lambda: [owner]
 
 

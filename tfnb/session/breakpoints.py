@@ -20,6 +20,7 @@ from tfnb.graph import Graph, Node, Spec, Value
 from tfnb.graph.subgraph import subgraphs
 from tfnb.interrupts import from_signal_handler
 from tfnb.passes import StepGraph
+from tfnb.recording import Operation
 from tfnb.recording import graph as graph_named
 from tfnb.session.structures import graph_of, value_of
 
@@ -97,8 +98,9 @@ def _inputs(graph: Graph, node: Node) -> Iterator[tuple[str, Value]]:
 
 
 def break_at(
-    node: Any = None, condition: str | Callable[[torch.Tensor], Any] | None = None, *, graph: Graph | str | None = None,
-    off: bool = False,
+    node: torch.Tensor | Operation | Value | Node | str | None = None,
+    condition: str | Callable[[torch.Tensor], Any] | None = None, *,
+    graph: Graph | str | None = None, off: bool = False,
 ) -> list[Breakpoint]:  # fmt: skip
     """Stop runs of a graph, also those of `fit`, at a node when a condition on its value holds.
 
@@ -143,7 +145,7 @@ def break_at(
     return list(points.values())
 
 
-def _name(graph: Graph, item: Any) -> str:
+def _name(graph: Graph, item: object) -> str:
     try:
         value = value_of(graph, item)
     except NotFound as error:
@@ -176,7 +178,7 @@ def _text(condition: Any) -> str:
     return "" if condition is None else condition if isinstance(condition, str) else condition.__name__
 
 
-def _holds(name: str, condition: Any) -> Callable[[torch.Tensor], bool]:
+def _holds(name: str, condition: object) -> Callable[[torch.Tensor], bool]:
     """The condition as a function, whose failures become errors naming the breakpoint."""
     if condition is None:
         return lambda _: True

@@ -53,7 +53,7 @@ class _Row:
         ready = spec.device == "cpu" and not spec.dtype.is_complex  # a complex one may be conjugate in name only
         return cls(name, spec, count, node.source, spec.dtype if ready else None, node.fixed, value, noted)
 
-    def tensor(self, value: Any) -> torch.Tensor:
+    def tensor(self, value: object) -> torch.Tensor:
         """The value as a tensor that may still have a shape that does not fit."""
         if (
             type(value) is torch.Tensor and value.dtype is self.dtype and value.is_cpu and value.layout is _STRIDED
@@ -158,7 +158,7 @@ class Feeder:
         """The name of each key."""
         return [row.name for row in self._rows]
 
-    def take(self, place: int, value: Any, symbols: dict[str, int]) -> dict[int, torch.Tensor]:
+    def take(self, place: int, value: object, symbols: dict[str, int]) -> dict[int, torch.Tensor]:
         """The feed of key number ``place`` alone: tensors by their place among ``values``.
 
         ``symbols`` holds the sizes that earlier feeds showed, and gets those of this one.
@@ -187,7 +187,7 @@ class Feeder:
         return f" ({', '.join(found)})" if found else ""
 
 
-def plain(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
+def plain(value: object, spec: Spec, name: str, source: object) -> torch.Tensor:
     """The value as a dense tensor without a gradient, of a dtype and on a device that may not be the spec's."""
     if isinstance(value, torch.Tensor):
         tensor = current.plain(value)
@@ -209,11 +209,11 @@ def plain(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
         raise _no_tensor(value, spec, name, error) from None
 
 
-def _no_tensor(value: Any, spec: Spec, name: str, error: Exception) -> FeedError:
+def _no_tensor(value: object, spec: Spec, name: str, error: Exception) -> FeedError:
     return FeedError(f"cannot feed {type(value).__name__} for {name}, which is {spec}: {error}", node=name)
 
 
-def _moved(tensor: torch.Tensor, spec: Spec, name: str, source: Any) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, spec: Spec, name: str, source: object) -> torch.Tensor:
     """On the device of the spec, in its dtype. From pinned memory the step does not wait for the copy."""
     if tensor.is_cpu if spec.device == "cpu" else spec.is_on(tensor.device):
         return tensor if tensor.dtype is spec.dtype else tensor.to(spec.dtype)
@@ -294,7 +294,7 @@ def _shape(spec: Spec) -> str:
     return "(" + ", ".join(map(str, spec.shape)) + ("," if len(spec.shape) == 1 else "") + ")"
 
 
-def _at(source: Any) -> str:
+def _at(source: object) -> str:
     return f"\n  recorded at {source}" if source else ""
 
 

@@ -28,7 +28,7 @@ from tfnb.session.breakpoints import stopping
 from tfnb.session.divided_feeds import DividedFeeder, Division
 from tfnb.session.feeding import Feeder
 from tfnb.session.printed import line, printing
-from tfnb.session.structures import fed_by, flat, places_of, structure, value_of, variable_of
+from tfnb.session.structures import Fetches, fed_by, flat, places_of, structure, value_of, variable_of
 from tfnb.state.step_groups import StepGroup
 
 
@@ -106,7 +106,7 @@ class PreparedRun:
 
 
 def prepare(
-    graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode]
+    graph: Graph, fetches: Fetches, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode]
 ) -> PreparedRun:  # fmt: skip
     """Resolve fetches and feeds; ``code`` makes the code of the step."""
     version = graph.version
@@ -140,8 +140,8 @@ def prepare(
 
 
 def prepare_divided(
-    graph: Graph, fetches: Any, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode], division: Division,
-    packs: Callable[[StepGraph], Any] | None = None,
+    graph: Graph, fetches: Fetches, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode],
+    division: Division, packs: Callable[[StepGraph], Any] | None = None,
 ) -> PreparedRun:  # fmt: skip
     """`prepare` for a step over microbatches. Raises Unimplemented if the graph has breakpoints.
 

@@ -322,7 +322,7 @@ class SavedState:
         self.go_back(Moment(values, about, found))
         self.inputs.contents = queue_contents.others(about.get("queues", {}), held, queues)
 
-    def reads(self, source: Any) -> None:
+    def reads(self, source: object) -> None:
         """Keep the position of a source, the contents of a queue or the state of a scheduler: `Session.reads`."""
         if param_groups.is_scheduler(source):
             self._goes_by(source)

@@ -46,6 +46,8 @@ from tfnb.session.saved_state import SavedState
 from tfnb.session.step import PartialRun
 from tfnb.session.step_runner import StepRunner
 from tfnb.session.structures import (
+    FeedKey,
+    Fetches,
     fed_by,
     graph_of,
     key_of,
@@ -164,7 +166,7 @@ class Session:
 
     def run(
         self,
-        fetches: Any,
+        fetches: Fetches,
         feed_dict: Mapping[Any, Any] | None = None,
         *,
         timeout: float | None = None,
@@ -203,7 +205,7 @@ class Session:
         return watch.step(step, self, plain, fetches, feeds, **options)
 
     def _run(
-        self, fetches: Any, feeds: Mapping[Any, Any], timeout: float | None, trace: bool | str, check: str | None,
+        self, fetches: Fetches, feeds: Mapping[Any, Any], timeout: float | None, trace: bool | str, check: str | None,
         isolation: str | None,
     ) -> Any:  # fmt: skip
         __tracebackhide__ = True
@@ -233,7 +235,7 @@ class Session:
         return prepared.rebuild(results)
 
     def make_callable(
-        self, fetches: Any, feeds: Sequence[Any] = (), *, check: str | None = None, microbatches: int = 1
+        self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, check: str | None = None, microbatches: int = 1
     ) -> Callable[..., Any]:  # fmt: skip
         """``f(*values)``: `run` with the signature resolved once; values stand in the order of ``feeds``.
 
@@ -248,14 +250,14 @@ class Session:
         division = Division(microbatches)
         prepared = self._prepare(fetches, feeds, division)
 
-        def watched(*values: Any) -> Any:
+        def watched(*values: object) -> Any:
             watch = None if self._is_twin else self.graph.attached.get("watch")
             if watch is None or len(values) != len(feeds) or not (step := watch.next_step()):
                 return call(*values)
             fed = dict(zip(feeds, values, strict=True))
             return watch.step(step, self, partial(call, *values), fetches, fed, check=check)
 
-        def call(*values: Any) -> Any:
+        def call(*values: object) -> Any:
             nonlocal prepared
             if not prepared.is_of(self.graph):
                 prepared = self._prepare(fetches, feeds, division)
@@ -271,13 +273,13 @@ class Session:
 
         return watched
 
-    def step_of(self, fetches: Any, feeds: Mapping[Any, Any]) -> tuple[StepGraph, list[torch.Tensor]]:
+    def step_of(self, fetches: Fetches, feeds: Mapping[Any, Any]) -> tuple[StepGraph, list[torch.Tensor]]:
         """The step that a run of ``fetches`` is, and its feeds as tensors."""
         prepared = self._prepare(fetches, tuple(feeds))
         return prepared.code.step, prepared.feeder.fed(feeds.values())[0]
 
     def looked_at(
-        self, fetches: Any, feeds: Mapping[Any, Any], more: Mapping[str, Any], **options: Any
+        self, fetches: Fetches, feeds: Mapping[Any, Any], more: Mapping[str, Any], **options: Any
     ) -> tuple[Any, dict[str, torch.Tensor]]:
         """`run` in generated code, together with the items of ``more`` that the step computes anyway."""
         __tracebackhide__ = True
@@ -295,7 +297,9 @@ class Session:
         self._twin.memory_budget = self.memory_budget
         return self._twin
 
-    def passes(self, fetches: Any, feeds: Iterable[Any] = (), *, sizes: Mapping[str, int] | None = None) -> Passes:
+    def passes(
+        self, fetches: Fetches, feeds: Iterable[FeedKey] = (), *, sizes: Mapping[str, int] | None = None
+    ) -> Passes:
         """Results of the passes on a run of ``fetches``: nodes, bytes and predicted peak after each pass.
 
         feeds: what would be fed, placeholders or other tensors. sizes: of axes that vary, by name, for the bytes; 32
@@ -318,7 +322,7 @@ class Session:
         fed = [value for key in feeds for value in fed_by(self.graph, key)]
         return Passes(tuple(table(self.graph, values, fed, sizes, step_passes(self._once))))
 
-    def step(self, fetches: Sequence[Any], feeds: Sequence[Any] = ()) -> PartialRun:
+    def step(self, fetches: Sequence[Any], feeds: Sequence[FeedKey] = ()) -> PartialRun:
         """One step computed in parts, as a context manager: feed something, fetch something, feed more.
 
         fetches: what will be fetched, each once; feeds: what will be fed, each once. What a later fetch shares with an
@@ -351,9 +355,9 @@ class Session:
         )  # fmt: skip
 
     def train(
-        self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any] | None] | tuple[Arrays, int], *,
-        mode: Any, timeout: float | None, check: str | None = None, by_pass: bool = False, begin: int = 0,
-        division: Division = WHOLE, **options: Any,
+        self, fetches: Fetches, feeds: Sequence[FeedKey], data: Iterable[Sequence[Any] | None] | tuple[Arrays, int], *,
+        mode: object, timeout: float | None, check: str | None = None, by_pass: bool = False, begin: int = 0,
+        division: Division = WHOLE, **options: object,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """`fit` on the cluster: ``fetches`` once for each step of ``data``, in groups of steps as they are applied.
 
@@ -525,7 +529,7 @@ class Session:
                 if what == option and holds[situation]:
                     raise Unimplemented(text)
 
-    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...], division: Division = WHOLE) -> PreparedRun:
+    def _prepare(self, fetches: Fetches, feed_keys: tuple[Any, ...], division: Division = WHOLE) -> PreparedRun:
         __tracebackhide__ = True
         self._steps.ensure_open()
         about = division, self.memory_budget, torch.get_default_dtype()  # see `tfnb.passes.fractions`
@@ -619,7 +623,7 @@ class Session:
         """
         self.state.reads(source)
 
-    def written(self, fetches: Any, feeds: Sequence[Any] = ()) -> Sequence[Variable]:
+    def written(self, fetches: Fetches, feeds: Sequence[FeedKey] = ()) -> Sequence[Variable]:
         """The Variables that a step writes."""
         return self._prepare(fetches, tuple(feeds)).code.step.writes
 
@@ -627,7 +631,7 @@ class Session:
         """A line for each signature run here and each choice of feed sizes: the running code and the reason."""
         return [line for code in self._codes() for line in code.status()]
 
-    def code(self, fetches: Any, feeds: Sequence[Any] = (), *, microbatches: int = 1) -> str:
+    def code(self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, microbatches: int = 1) -> str:
         """The code that runs a signature here, and the reason, for the first sizes; empty before its first run.
 
         >>> import tfnb
@@ -717,7 +721,7 @@ def limit(graph: Graph, memory_budget: int | str | None) -> Session:
     return session
 
 
-def run(fetches: Any, feed_dict: Mapping[Any, Any] | None = None, **options: Any) -> Any:
+def run(fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None, **options: Any) -> Any:
     """`Session.run` on the default session of the fetches' graph, with its options.
 
     >>> import tfnb

@@ -20,6 +20,7 @@ from tfnb.execution.explain import explained
 from tfnb.graph.variable_locks import LOCKS, ensure_unchanged, versions
 from tfnb.interrupts import from_signal_handler
 from tfnb.session.feeding import Feeder
+from tfnb.session.structures import Fetches
 
 
 class PartialRun:
@@ -68,7 +69,7 @@ class PartialRun:
         given = self._program.apart(given, self._storages)  # before the commit writes
         self._known.update({self._inputs[i]: tensor for i, tensor in given.items()})
 
-    def fetch(self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
+    def fetch(self, fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None) -> Any:
         """The values of some of the declared fetches, with their structure, after feeding ``feed_dict``.
 
         Raises InvalidArgument for one that was fetched already or not declared, or that needs a feed not given yet.
@@ -93,7 +94,7 @@ class PartialRun:
         self._forget()
         return tree_unflatten(values, structure)
 
-    def _declared(self, leaf: Any) -> int:
+    def _declared(self, leaf: object) -> int:
         place = self._fetch_place(leaf)
         if place is None:
             raise InvalidArgument(f"fetch {_name(leaf)} was not specified when the step was made")
@@ -101,7 +102,7 @@ class PartialRun:
             raise InvalidArgument(f"fetch {_name(leaf)} has already been fetched in this step")
         return place
 
-    def _check_feeds(self, leaf: Any, place: int) -> None:
+    def _check_feeds(self, leaf: object, place: int) -> None:
         needed = self._needed(self._results[place])
         by_id = self._program.whole.contents.by_id
         missing = [
@@ -147,7 +148,7 @@ class PartialRun:
     def _commit(self) -> None:
         program = self._program
 
-        def rest(*_: Any) -> tuple[Any, ...]:
+        def rest(*_: object) -> tuple[Any, ...]:
             fetched = [None] * program.n_fetches  # handed out already
             return (*fetched, *(self._value(result) for result in self._results[program.n_fetches :]))
 
@@ -191,7 +192,7 @@ class PartialRun:
         return f"<Step of {self._program.whole.name}: {state}>"
 
 
-def _name(item: Any) -> str:
+def _name(item: object) -> str:
     if isinstance(item, torch.Tensor) and not hasattr(item, "node"):
         return f"of shape {list(item.shape)}"
     return str(getattr(item, "name", item))

@@ -8,10 +8,10 @@ from typing import Any
 from tfnb.passes import step_graph
 from tfnb.passes.flow.reasons import StepParts
 from tfnb.passes.flow.step_flow import in_parts
-from tfnb.session.structures import fed_by, graph_of, structure, value_of, variable_of
+from tfnb.session.structures import FeedKey, Fetches, fed_by, graph_of, structure, value_of, variable_of
 
 
-def place(fetches: Any, feeds: Iterable[Any] | None = None) -> StepParts:
+def place(fetches: Fetches, feeds: Iterable[FeedKey] | None = None) -> StepParts:
     """The parts of a run of ``fetches``, by the tasks that its nodes request; runs nothing, and needs no cluster.
 
     fetches: as those of `run`. feeds: what would be fed, placeholders or other tensors (of a dict, its keys); None for

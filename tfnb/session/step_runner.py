@@ -82,7 +82,7 @@ class StepRunner:
             hold.leave()
         return results  # type: ignore[no-any-return]
 
-    def stoppable(self, program: Any, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
+    def stoppable(self, program: Any, timeout: float | None, call: Callable[..., Any], *args: object) -> Any:
         """``call(*args)``, stopped by `close`, by the deadline, or by a reset of the held Variables."""
         __tracebackhide__ = True
         running, hold = Running(), next((arg for arg in args[:1] if isinstance(arg, Hold)), None)

@@ -18,6 +18,11 @@ from tfnb.recording.values.tensor import missing
 from tfnb.recording.values.variables import known
 from tfnb.session.feeding import listing
 
+Fetch = torch.Tensor | Operation | Variable | IndexedSlices | Value | Node | str
+Fetches = Fetch | Sequence["Fetches"] | Mapping[Any, "Fetches"]  # one, or any nesting of them
+FeedKey = torch.Tensor | Variable | IndexedSlices | Value | str  # strings name tensors, or axes whose size varies
+FeedKeys = FeedKey | Sequence[FeedKey] | Mapping[str, FeedKey]  # which part of an item of data is fed to what
+
 
 def parts_of(keys: Sequence[Any]) -> tuple[Any, ...]:
     """Feed keys with values and indices in place of IndexedSlices."""
@@ -42,7 +47,7 @@ def spread(feeds: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     return found
 
 
-def key_of(item: Any) -> Any:
+def key_of(item: object) -> Any:
     """A hashable key of a fetch structure or feed key."""
     if isinstance(item, Tensor):
         return item.value if item._feed is None else (item.value, item._feed)
@@ -59,7 +64,7 @@ def key_of(item: Any) -> Any:
     return item
 
 
-def structure(item: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
+def structure(item: object, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
     """Collect the leaves; the result puts values back into the structure."""
     if isinstance(item, IndexedSlices):
         pair = structure((item.values, item.indices), leaves)
@@ -113,7 +118,7 @@ def graph_of(fetches: Any) -> Graph:
         ) from None
 
 
-def value_of(graph: Graph, item: Any, what: str = "fetch") -> Value:
+def value_of(graph: Graph, item: object, what: str = "fetch") -> Value:
     """The value of a graph that a fetch or feed key means; raises FeedError, NotFound or StaleNode."""
     if isinstance(item, str):
         named = graph.contents.feed_names.get(item) if what == "feed" else None
@@ -145,7 +150,7 @@ def value_of(graph: Graph, item: Any, what: str = "fetch") -> Value:
     raise FeedError(f"cannot {what} {item!r}: a recorded tensor, Variable, Operation or name was expected")
 
 
-def variable_of(graph: Graph, item: Any) -> Variable | None:
+def variable_of(graph: Graph, item: object) -> Variable | None:
     """The Variable named by a fetch or feed key; None if it names none."""
     if isinstance(item, Variable):
         return item
@@ -158,7 +163,7 @@ def variable_of(graph: Graph, item: Any) -> Variable | None:
     return None
 
 
-def fed_by(graph: Graph, key: Any) -> tuple[Value, ...]:
+def fed_by(graph: Graph, key: object) -> tuple[Value, ...]:
     """The values fed by a key: one, or for a Variable all its reads."""
     variable = variable_of(graph, key)
     if variable is None:

@@ -98,7 +98,7 @@ class Smaller:
         cache.computed += len(made)
         cache.reused += sum(bool(node.inputs) for node in step.graph.nodes) - len(made)
 
-    def taken(self, results: Any, kept: list[torch.Tensor]) -> Any:
+    def taken(self, results: object, kept: list[torch.Tensor]) -> Any:
         """Cache the values; returns results that share no memory with cached ones."""
         for value, tensor in zip(self.kept, kept, strict=True):
             self._cache.put(self._keys[value.node], value.index, tensor)

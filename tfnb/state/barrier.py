@@ -41,7 +41,7 @@ class Barrier(QueueHandle):
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}
         super().__init__(name, math.inf, parts, kind="barrier", options={"parts": len(kinds)}, **where)
 
-    def insert_many(self, part: int, keys: Any, values: Any, *, timeout: float | None = None) -> Operation | None:
+    def insert_many(self, part: int, keys: object, values: object, *, timeout: float | None = None) -> Operation | None:
         """Give each key its ``part`` (a number from 0): keys [n], values [n, ...]. Never waits.
 
         A key that has that part already raises InvalidArgument, with the rows before it inserted. Raises QueueClosed
@@ -53,7 +53,7 @@ class Barrier(QueueHandle):
         return self._put([keys, values], {"many": True, "part": part, **limited(timeout)})  # type: ignore[no-any-return]
 
     def take_many(
-        self, n: int, sample: Any = None, *, allow_small_batch: bool = False, timeout: float | None = None
+        self, n: int, sample: object = None, *, allow_small_batch: bool = False, timeout: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """The n whole tuples whose keys came first: numbers in that order, keys, and the batch of each part.
 

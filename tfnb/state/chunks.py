@@ -128,12 +128,12 @@ def like(array: torch.Tensor | ChunkedArray) -> torch.Tensor:
 # -- collections of Dask, by its own protocol: nothing of it is imported here ------------------------------------------
 
 
-def is_collection(value: Any) -> bool:
+def is_collection(value: object) -> bool:
     """Whether a value is a Dask collection: an array, bag, dataframe or the like."""
     return callable(getattr(type(value), "__dask_graph__", None))
 
 
-def is_partitioned(value: Any) -> bool:
+def is_partitioned(value: object) -> bool:
     """Whether a value is a Dask collection whose partitions can be computed one by one."""
     return is_collection(value) and callable(getattr(value, "to_delayed", None))
 
@@ -158,7 +158,7 @@ def without_frames(collection: Any) -> Any:
     return collection.to_dask_array() if callable(getattr(type(collection), "to_dask_array", None)) else collection
 
 
-def as_tensor(array: Any) -> torch.Tensor:
+def as_tensor(array: object) -> torch.Tensor:
     """A NumPy or pandas array, or anything that `torch.as_tensor` accepts, as a tensor; shares memory where torch can.
 
     Raises what torch raises for it: TypeError, ValueError or RuntimeError.

@@ -29,7 +29,7 @@ class _Conditional(QueueHandle):
         """The number of gradients in the current sum."""
         return self.size()
 
-    def set_global_step(self, step: Any) -> Any:
+    def set_global_step(self, step: object) -> Any:
         """Set the step: from now on gradients of earlier steps are dropped; gradients already in the sum stay.
 
         Warns where it goes back to an earlier step.
@@ -41,7 +41,7 @@ class _Conditional(QueueHandle):
         self._act("set_step", {}, [self._plain(step, torch.int64)])
         return None
 
-    def _took(self, n: Any, sample: Any, timeout: float | None) -> Sequence[torch.Tensor]:
+    def _took(self, n: object, sample: object, timeout: float | None) -> Sequence[torch.Tensor]:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise InvalidArgument(f"take_grad of {self.name} takes a number of gradients, at least 1, not {n!r}")
         return self._take(sample, {"required": n, **limited(timeout)})
@@ -80,14 +80,14 @@ class ConditionalAccumulator(_Conditional):
         parts = [(dtype, shape), (torch.int64, ())]
         super().__init__(name, math.inf, parts, kind="mean", container=container, shared_name=shared_name)
 
-    def apply_grad(self, grad: Any, local_step: Any = 0) -> Any:
+    def apply_grad(self, grad: object, local_step: object = 0) -> Any:
         """Add a gradient that was computed at ``local_step``; False where that is too old. Never waits.
 
         Raises ShapeError or InvalidArgument for a gradient that does not fit.
         """
         return self._put([grad, local_step], {})
 
-    def take_grad(self, n: int, sample: Any = None, *, timeout: float | None = None) -> Any:
+    def take_grad(self, n: int, sample: object = None, *, timeout: float | None = None) -> Any:
         """The mean of all gradients, once there are n or more; waits for them. Taking the mean begins the next step.
 
         sample: like a gradient; while recording its values are used. Without it those of the mean of now, or none.
@@ -127,7 +127,7 @@ class SparseConditionalAccumulator(_Conditional):
         super().__init__(name, math.inf, parts, kind="sparse_mean", options=options, **where)
         self.shape = tuple(shape)
 
-    def apply_grad(self, grad: IndexedSlices, local_step: Any = 0) -> Any:
+    def apply_grad(self, grad: IndexedSlices, local_step: object = 0) -> Any:
         """Add a gradient that was computed at ``local_step``; False where that is too old. Never waits.
 
         Rows that it names twice are added up. Raises ShapeError or InvalidArgument for one that does not fit.

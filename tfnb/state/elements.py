@@ -20,7 +20,7 @@ from tfnb.state.orders import Element
 Shape = tuple[int | None, ...] | None
 
 
-def component(name: str, dtype: Any, shape: Any) -> tuple[torch.dtype, Shape]:
+def component(name: str, dtype: object, shape: Any) -> tuple[torch.dtype, Shape]:
     """The dtype and shape of a component as they were given for queue ``name``; raises InvalidArgument.
 
     >>> component("q", torch.float32, [None, 2])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice, takewhile
 from os import PathLike
@@ -188,7 +188,9 @@ class Source:
 class _FileReader(Source):
     """Records of files, one file after the other; a position is a file and a byte offset."""
 
-    def __init__(self, urls: str | Sequence[str], *, name: str, compression: str | None, options: Any) -> None:
+    def __init__(
+        self, urls: str | Sequence[str], *, name: str, compression: str | None, options: Mapping[str, Any] | None
+    ) -> None:
         self.name, self._parts, self._root = name, (), self
         for url in urls if isinstance(urls, list | tuple) else (urls,):
             ensure_type(url, (str, PathLike), f"{name}: a url")
@@ -232,7 +234,7 @@ class _FileReader(Source):
         raise NotImplementedError
 
 
-def _are_counts(*values: Any) -> bool:
+def _are_counts(*values: object) -> bool:
     return all(type(value) is int and value >= 0 for value in values)
 
 

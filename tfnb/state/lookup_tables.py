@@ -47,13 +47,13 @@ def _key(string: str) -> int:
 class _Table:
     """The base of all tables; ``lookup`` and ``size`` are recorded in a recording, and immediate outside."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, default: Any, buckets: int, name: str) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, default: object, buckets: int, name: str) -> None:
         self.name, self.num_oov_buckets = name, buckets
         self._default = tensor_of(default, values.dtype, f"table {name}").expand(values.shape[1:]).clone()
         self._keys = Variable(keys, name=f"{name}/keys", trainable=False)
         self._values = Variable(values, name=f"{name}/values", trainable=False)
 
-    def lookup(self, keys: Any) -> torch.Tensor:
+    def lookup(self, keys: object) -> torch.Tensor:
         """The value of each key: ``[*keys.shape, *value shape]``; keys are int64, or strings outside of a recording.
 
         A key that the table lacks has the default, or with out-of-vocabulary buckets ``size + key % num_oov_buckets``.
@@ -77,7 +77,7 @@ class _Table:
         count = int((self._keys.value() != EMPTY).sum())
         return self._keys.value()[:count], self._values.value()[:count]
 
-    def _taken(self, keys: Any) -> torch.Tensor:
+    def _taken(self, keys: object) -> torch.Tensor:
         if isinstance(keys, str) or (isinstance(keys, (list, tuple)) and keys and isinstance(keys[0], str)):
             return string_keys(keys)
         taken = keys if isinstance(keys, torch.Tensor) else tensor_of(keys, None, f"table {self.name}")
@@ -102,7 +102,7 @@ class HashTable(_Table):
     """
 
     def __init__(
-        self, keys: Any, values: Any, default: Any = -1, *, num_oov_buckets: int = 0, name: str = "table"
+        self, keys: object, values: object, default: object = -1, *, num_oov_buckets: int = 0, name: str = "table"
     ) -> None:
         self.name = name
         taken, rows = self._taken(keys).flatten(), torch.as_tensor(values)
@@ -157,14 +157,14 @@ class MutableHashTable(_Table):
     (tensor([1.5000, 0.0000]), 2)
     """
 
-    def __init__(self, capacity: int, default: Any, *, name: str = "table") -> None:
+    def __init__(self, capacity: int, default: object, *, name: str = "table") -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise InvalidArgument(f"table {name}: the capacity is a number of keys, at least 1, not {capacity!r}")
         like = torch.as_tensor(default)
         keys = torch.full((capacity,), EMPTY, dtype=torch.int64)
         super().__init__(keys, like.expand(capacity, *like.shape).clone(), default, 0, name)
 
-    def insert(self, keys: Any, values: Any) -> Any:
+    def insert(self, keys: object, values: object) -> Any:
         """Insert or replace values; of equal keys the last one wins. In a recording the result is an operation to
         fetch.
 
@@ -173,16 +173,16 @@ class MutableHashTable(_Table):
         """
         return self._become(torch.ops.tfnb.table_insert, self._taken(keys), self._rows(values))
 
-    def remove(self, keys: Any) -> Any:
+    def remove(self, keys: object) -> Any:
         """Remove keys; absent keys are ignored."""
         return self._become(torch.ops.tfnb.table_remove, self._taken(keys).flatten())
 
-    def load(self, keys: Any, values: Sequence[Any] | torch.Tensor) -> Any:
+    def load(self, keys: object, values: Sequence[Any] | torch.Tensor) -> Any:
         """Replace all contents by these keys and values, such as those of `export`. Raises as `insert` does."""
         empty = torch.full_like(self._keys.read(), EMPTY)
         return self._become(torch.ops.tfnb.table_insert, self._taken(keys), self._rows(values), known=empty)
 
-    def _rows(self, values: Any) -> torch.Tensor:
+    def _rows(self, values: object) -> torch.Tensor:
         if not isinstance(values, torch.Tensor):
             return tensor_of(values, self._values.dtype, f"table {self.name}")
         if values.dtype != self._values.dtype:

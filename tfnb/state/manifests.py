@@ -123,7 +123,7 @@ def _shard(record: Any) -> Shard:
     return shard
 
 
-def _shards_at(label: str, numbers: Any, shards: list[Shard]) -> tuple[Shard, ...]:
+def _shards_at(label: str, numbers: object, shards: list[Shard]) -> tuple[Shard, ...]:
     if not isinstance(numbers, list) or not numbers:
         raise TypeError(f"{label} has no files")
     if not all(type(number) is int and 0 <= number < len(shards) for number in numbers):

@@ -54,7 +54,7 @@ def groups_of(optimizer: Optimizer) -> Groups:
     ]
 
 
-def _is_plain(value: Any, *, nested: bool = False) -> bool:
+def _is_plain(value: object, *, nested: bool = False) -> bool:
     if isinstance(value, list | tuple) and not nested:
         return all(_is_plain(one, nested=True) and not isinstance(one, str) for one in value)
     return value is None or isinstance(value, str | int | float) or _is_number(value)
@@ -119,7 +119,7 @@ def of_older_files(tensors: Mapping[str, torch.Tensor], optimizers: Mapping[str,
 # -- schedulers ---------------------------------------------------------------------------------------------------
 
 
-def is_scheduler(value: Any) -> bool:
+def is_scheduler(value: object) -> bool:
     """Whether this is a scheduler of a torch optimizer, of torch or another package."""
     parts = ("state_dict", "load_state_dict", "optimizer")
     return isinstance(value, LRScheduler) or (
@@ -127,7 +127,7 @@ def is_scheduler(value: Any) -> bool:
     )
 
 
-def state_of(scheduler: Any) -> dict[str, Any]:
+def state_of(scheduler: torch.optim.lr_scheduler.LRScheduler) -> dict[str, Any]:
     """The state of a scheduler and the param groups of its optimizer, as JSON.
 
     Raises InvalidArgument for a state with functions or objects.
@@ -136,7 +136,7 @@ def state_of(scheduler: Any) -> dict[str, Any]:
     return {"state": _written(scheduler.state_dict(), kind), "groups": groups_of(scheduler.optimizer)}
 
 
-def load_state(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+def load_state(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Mapping[str, Any]) -> list[str]:
     """Give a scheduler its state, and its optimizer the numbers that the scheduler had set; returns their changes.
 
     The constructor of a scheduler sets learning rates: one that is made after a restore has set them anew.
@@ -176,7 +176,7 @@ def _written(value: Any, where: str) -> Any:
     )
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> Any:
     """The inverse of `_written`."""
     if isinstance(value, list):
         return [_read(one) for one in value]

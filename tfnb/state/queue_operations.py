@@ -125,7 +125,7 @@ class QueueHandle(Queue):
         """Specs and samples of the outputs of a recorded enqueue."""
         return ()
 
-    def _take(self, sample: Any, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    def _take(self, sample: object, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         """The tensors of an element, or of a batch."""
         recorder = current.recording()
         if not isinstance(recorder, Recorder):
@@ -168,7 +168,7 @@ class QueueHandle(Queue):
         outputs, samples = [spec for spec, _ in told], [sample for _, sample in told]
         return effect(recorder, op, self, inputs=inputs, attrs=attrs, outputs=outputs, samples=samples)
 
-    def _parts(self, given: Any) -> list[Any]:
+    def _parts(self, given: object) -> list[Any]:
         """The component tensors of an element to enqueue, or of the sample of a dequeue."""
         return list(given) if isinstance(given, (list, tuple)) else [given]
 
@@ -213,7 +213,7 @@ class QueueHandle(Queue):
             found = tensor_of(part, None if hasattr(part, "dtype") else dtype, f"queue {self.name}")
         return copied(_same_kind(self, found, dtype).detach())
 
-    def _sample(self, sample: Any, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
+    def _sample(self, sample: object, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
         """The tensors of the sample that was given, or of the elements that come next; None where there are too few."""
         with _disable_current_modes():
             if sample is not None:
@@ -341,7 +341,7 @@ def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded | None:
     return error
 
 
-def counted(queue: Queue, what: str, n: Any) -> int:
+def counted(queue: Queue, what: str, n: object) -> int:
     """Check a number of elements; raises InvalidArgument unless an int of at least 0."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
         raise InvalidArgument(f"{what} of queue {queue.name} takes a number of elements, at least 0, not {n!r}")

@@ -27,7 +27,7 @@ class TensorQueue(QueueHandle):
     is_single: bool  # an element is a tensor, not a tuple of them
 
     def __init__(
-        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, name: str, *, kind: str,
+        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: object, name: str, *, kind: str,
         options: Mapping[str, Any] | None = None, **where: Any,
     ) -> None:  # fmt: skip
         is_single = isinstance(dtypes, torch.dtype)
@@ -43,14 +43,14 @@ class TensorQueue(QueueHandle):
         if self.__dict__.setdefault("is_single", is_single) != is_single:
             raise InvalidArgument(f"queue {self.name} of this shared name gives {self.components} in another form")
 
-    def enqueue(self, element: Any, *, timeout: float | None = None) -> Operation | None:
+    def enqueue(self, element: object, *, timeout: float | None = None) -> Operation | None:
         """Put an element: a tensor, or a tuple of one for each component; waits while the queue is full.
 
         Raises InvalidArgument or ShapeError for an element that does not fit, QueueClosed, DeadlineExceeded.
         """
         return self._put(self._parts(element), limited(timeout))  # type: ignore[no-any-return]
 
-    def enqueue_many(self, batch: Any, *, timeout: float | None = None) -> Operation | None:
+    def enqueue_many(self, batch: object, *, timeout: float | None = None) -> Operation | None:
         """Put each row of a tensor, or of a tuple of tensors, as an element, one by one as there is room.
 
         Raises what `enqueue` raises, and InvalidArgument where the queue was made without shapes. The first
@@ -59,7 +59,7 @@ class TensorQueue(QueueHandle):
         ensure_batches(self, "enqueue_many", takes=False)
         return self._put(self._parts(batch), {"many": True, **limited(timeout)})  # type: ignore[no-any-return]
 
-    def dequeue(self, sample: Any = None, *, timeout: float | None = None) -> Any:
+    def dequeue(self, sample: object = None, *, timeout: float | None = None) -> Any:
         """Take the next element: a tensor, or a tuple of them; waits while there is none.
 
         sample: like an element; while recording its values are used. Without it those of the element that comes next,
@@ -68,7 +68,7 @@ class TensorQueue(QueueHandle):
         """
         return self._one(self._take(sample, limited(timeout)))
 
-    def dequeue_many(self, n: int, sample: Any = None, *, timeout: float | None = None) -> Any:
+    def dequeue_many(self, n: int, sample: object = None, *, timeout: float | None = None) -> Any:
         """Take the next n elements as one batch: a tensor with n rows, or a tuple of them; waits for so many.
 
         Elements are taken as they come. They are put back, in their order, where a deadline passes or the queue is
@@ -78,7 +78,7 @@ class TensorQueue(QueueHandle):
         attrs = {"count": self._counted("dequeue_many", n), **limited(timeout)}
         return self._one(self._take(sample, attrs))
 
-    def dequeue_up_to(self, n: int, sample: Any = None, *, timeout: float | None = None) -> Any:
+    def dequeue_up_to(self, n: int, sample: object = None, *, timeout: float | None = None) -> Any:
         """`dequeue_many`, but a closed queue with fewer than n elements gives the rest.
 
         Raises OutOfRange when the queue is closed and empty.
@@ -106,33 +106,33 @@ class TensorQueue(QueueHandle):
                     raise end.__cause__ from None
                 return
 
-    def _begin_put(self, element: Any, mark: Mark) -> tuple[Attempt, Runner]:
+    def _begin_put(self, element: object, mark: Mark) -> tuple[Attempt, Runner]:
         """Begin to `enqueue` an element of a source outside of a recording; `_wait` ends the operation."""
         parts = self._parts(element)
         kinds = [kind for kind, _ in self.components]
         self._ensure_count(parts, len(kinds))
         return self._begin("enqueue", {}, list(map(self._plain, parts, kinds)), mark)
 
-    def _parts(self, given: Any) -> list[Any]:
+    def _parts(self, given: object) -> list[Any]:
         return [given] if self.is_single else super()._parts(given)
 
-    def _one(self, parts: Any) -> Any:
+    def _one(self, parts: Sequence[Any]) -> Any:
         return parts[0] if self.is_single else tuple(parts)
 
-    def _counted(self, what: str, n: Any) -> int:
+    def _counted(self, what: str, n: object) -> int:
         """Check a number of elements; raises InvalidArgument if invalid, or if batches have no shape."""
         ensure_batches(self, what, takes=True)
         return counted(self, what, n)
 
 
-def _each(shapes: Any, count: int, is_single: bool) -> list[Any]:
+def _each(shapes: object, count: int, is_single: bool) -> list[Any]:
     """The shape of each of ``count`` dtypes."""
     if is_single or shapes is None:
         return [shapes] * count
     return list(shapes) if isinstance(shapes, (list, tuple)) else [shapes]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -160,7 +160,7 @@ class FIFOQueue(TensorQueue):
     """
 
     def __init__(
-        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *, name: str = "queue",
+        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: object = None, *, name: str = "queue",
         container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}
@@ -184,8 +184,8 @@ class RandomShuffleQueue(TensorQueue):
     """
 
     def __init__(
-        self, capacity: int, min_after_dequeue: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *,
-        seed: int | None = None, name: str = "random_shuffle_queue", container: str = "",
+        self, capacity: int, min_after_dequeue: int, dtypes: torch.dtype | Sequence[torch.dtype],
+        shapes: object = None, *, seed: int | None = None, name: str = "random_shuffle_queue", container: str = "",
         shared_name: str | None = None,
     ) -> None:  # fmt: skip
         if (
@@ -225,8 +225,8 @@ class PaddingFIFOQueue(TensorQueue):
     """
 
     def __init__(
-        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, *, name: str = "padding_queue",
-        container: str = "", shared_name: str | None = None,
+        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, *,
+        name: str = "padding_queue", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}
         if shapes is None or (not isinstance(dtypes, torch.dtype) and None in shapes):
@@ -250,7 +250,7 @@ class PriorityQueue(TensorQueue):
     """
 
     def __init__(
-        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *,
+        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: object = None, *,
         name: str = "priority_queue", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         is_single = isinstance(dtypes, torch.dtype)

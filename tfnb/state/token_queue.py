@@ -39,7 +39,7 @@ class TokenQueue(QueueHandle):
         options = {"lease_ms": max(1, int(1000 * lease))}
         super().__init__(name, math.inf, [(torch.int64, ())], kind="tokens", options=options, **where)
 
-    def give(self, step: Any, count: int = 1) -> Operation | None:
+    def give(self, step: object, count: int = 1) -> Operation | None:
         """Put ``count`` tokens of a step."""
         many = counted(self, "give", count)
         steps = tensor_of(step, torch.int64, f"queue {self.name}").reshape(1).expand(many)
@@ -50,15 +50,15 @@ class TokenQueue(QueueHandle):
         token, step = self._take(None, limited(timeout))
         return token, step
 
-    def renew(self, token: Any) -> Operation | None:
+    def renew(self, token: object) -> Operation | None:
         """Hold a token for another lease; raises FailedPrecondition where that was over."""
         return self._tell("renew", ops.RENEW, token)
 
-    def finish(self, token: Any) -> Operation | None:
+    def finish(self, token: object) -> Operation | None:
         """A token is used up; raises FailedPrecondition where its lease was over."""
         return self._tell("finish", ops.FINISH, token)
 
-    def _tell(self, kind: Any, op: str, token: Any) -> Operation | None:
+    def _tell(self, kind: Any, op: str, token: object) -> Operation | None:
         recorder = current.recording()
         if isinstance(recorder, Recorder):
             given = [self._recorded(recorder, token, torch.int64)]

@@ -27,7 +27,7 @@ NOTICE = 2.0  # seconds until a notice
 Past = Mapping[QueueHost, Mapping[str, set[str]]]  # who did what to which queue so far
 
 
-def check_timeout(timeout: Any) -> None:
+def check_timeout(timeout: float) -> None:
     """Raises InvalidArgument for an invalid number of seconds.
 
     >>> check_timeout(0.5)

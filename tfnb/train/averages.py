@@ -29,7 +29,7 @@ class ExponentialMovingAverage:
     (None, tensor([2.]))
     """
 
-    def __init__(self, decay: float, num_updates: Any = None) -> None:
+    def __init__(self, decay: float, num_updates: Variable | float | None = None) -> None:
         if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise InvalidArgument(f"ExponentialMovingAverage: decay is a number from 0 to 1, not {decay!r}")
         self.decay, self.num_updates = float(decay), num_updates
@@ -52,7 +52,7 @@ class ExponentialMovingAverage:
         steps = [recorder.assign(m, now + keep * (old - now), tags=frozenset({"step"})) for m, old, now in pairs]
         return recorder.group(tuple(step.value for step in steps))
 
-    def average(self, target: Any) -> Variable:
+    def average(self, target: torch.Tensor | Variable) -> Variable:
         """The Variable that holds the average of a Variable or Parameter."""
         owner = variable(target)
         if owner not in self._averages:

@@ -23,6 +23,8 @@ from tfnb.state.input_sources import Position, Source
 DEFAULT_BATCH = 32  # rows
 MOST = 4 << 30  # bytes of a Dask collection that are computed here
 
+Data = Mapping[Any, Any] | Iterable[Any]  # arrays by placeholder, or batches: feeds, or items such as a DataLoader's
+
 
 class Batch(NamedTuple):
     """The feeds of one step: ``values`` in the order of ``keys``, ``rows`` of them, in pass ``epoch`` (from 1)."""
@@ -50,8 +52,8 @@ class Batches:
 
 
 def batches(
-    data: Any, *, epochs: int = 1, steps: int | None = None, batch_size: int | None = None, shuffle: bool = True,
-    seed: int = 0, feeds: Any = None, begin: int = 0,
+    data: Data, *, epochs: int = 1, steps: int | None = None, batch_size: int | None = None, shuffle: bool = True,
+    seed: int = 0, feeds: object = None, begin: int = 0,
 ) -> Batches:  # fmt: skip
     """Batches of ``data``: ``{key: array}`` with rows on axis 0, or an iterable of feed dicts.
 
@@ -107,7 +109,7 @@ def _of_arrays(
     return Batches(each(), total, Arrays(arrays, order), keys)
 
 
-def as_array(key: Any, value: Any) -> torch.Tensor | ChunkedArray:
+def as_array(key: object, value: object) -> torch.Tensor | ChunkedArray:
     """Data as a tensor, without a copy where that is possible. A Dask collection is computed, up to `MOST` bytes."""
     if isinstance(value, ChunkedArray):
         return value
@@ -118,7 +120,7 @@ def as_array(key: Any, value: Any) -> torch.Tensor | ChunkedArray:
         raise InvalidArgument(f"data for {name_of(key)} is {type(value).__name__}, no array: {error}") from None
 
 
-def _computed(key: Any, collection: Any) -> Any:
+def _computed(key: object, collection: Any) -> Any:
     """All rows of a Dask collection, computed here: in no order of chunks, so all of them are needed at once."""
     collection = without_frames(collection)
     nbytes = getattr(collection, "nbytes", None)
@@ -152,7 +154,7 @@ def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor | ChunkedArray, ...]
     return lengths[first]
 
 
-def name_of(key: Any) -> str:
+def name_of(key: object) -> str:
     """The name of a feed key or fetch, for messages."""
     return key if isinstance(key, str) else str(getattr(key, "name", key))
 
@@ -175,7 +177,7 @@ def batch_count(data: Any) -> int | None:
         return None
 
 
-def is_single_pass(data: Any) -> bool:
+def is_single_pass(data: Data) -> bool:
     """Whether ``data`` is an iterator, and so gives its items once.
 
     Only an iterator is asked for ``iter``: that of a DataLoader would start its worker processes.
@@ -183,7 +185,7 @@ def is_single_pass(data: Any) -> bool:
     return isinstance(data, Iterator) and iter(data) is data
 
 
-def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) -> Batches:
+def _of_feeds(data: Data, keys: object, epochs: int, steps: int | None, begin: int) -> Batches:
     if not isinstance(data, Iterable):
         by_index = (
             "; it gives items by number: torch.utils.data.DataLoader(data, batch_size=32) makes batches of them, "
@@ -234,7 +236,7 @@ def _pass_of(source: Source) -> Iterator[Any]:
         yield from source
 
 
-def _assigned(keys: Any, number: int, item: Any) -> dict[Any, Any]:
+def _assigned(keys: object, number: int, item: object) -> dict[Any, Any]:
     """An item of a DataLoader as a feed dict."""
     if isinstance(keys, Mapping):
         if not isinstance(item, Mapping) or not keys.keys() <= item.keys():
@@ -252,7 +254,7 @@ def _assigned(keys: Any, number: int, item: Any) -> dict[Any, Any]:
     return dict(zip(names, parts, strict=True))
 
 
-def _fed(epoch: int, number: int, feeds: Any) -> Batch:
+def _fed(epoch: int, number: int, feeds: object) -> Batch:
     if not isinstance(feeds, Mapping):
         raise InvalidArgument(
             f"item {number} of data is {type(feeds).__name__}, not a feed dict such as {{x: images, y: labels}}; "

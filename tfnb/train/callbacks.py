@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tfnb.errors import InvalidArgument
 
@@ -36,12 +36,29 @@ class Progress:
         """Let the training end here; ``why`` stands in its result."""
         self.stopped = why
 
-    def change(self, mode: Any, *, backup: int = 0, staleness: int | None = None) -> None:
+    def change(self, mode: object, *, backup: int = 0, staleness: int | None = None) -> None:
         """Change the mode of the training, as named in `tfnb.fit`, from the next step that no task has begun.
 
         Steps are taken one at a time where the training is in this process: there a mode changes nothing.
         """
         self.changed = (mode, backup, staleness)
+
+
+class StepObserver(Protocol):
+    """A callback that is called after each step that counts."""
+
+    def on_step(self, progress: Progress) -> object:
+        """Look at the training, stop it, or change its mode."""
+
+
+class EpochObserver(Protocol):
+    """A callback that is called after each epoch, when the validation data were evaluated."""
+
+    def on_epoch(self, progress: Progress) -> object:
+        """Look at the training, stop it, or change its mode."""
+
+
+Callback = Callable[[Progress], object] | StepObserver | EpochObserver
 
 
 class Callbacks:
@@ -52,7 +69,7 @@ class Callbacks:
     (True, [1])
     """
 
-    def __init__(self, callbacks: Any) -> None:
+    def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
         self._steps: list[Callable[[Progress], object]] = []
         self._epochs: list[Callable[[Progress], object]] = []
         for one in listed(callbacks):
@@ -88,7 +105,7 @@ class Callbacks:
         return _told(self._epochs, progress)
 
 
-def listed(callbacks: Any) -> list[Any]:
+def listed(callbacks: Callback | Sequence[Callback]) -> list[Any]:
     """One callback, or a sequence of them, as a list."""
     return [callbacks] if callable(callbacks) or not isinstance(callbacks, Sequence) else list(callbacks)
 

@@ -196,7 +196,7 @@ class FromTorch(Optimizer):
         recorded = [grad.value for grad, _ in pairs if isinstance(grad, Tensor)]
         return self._applied(pairs, buffer_writes(recorder, recorded))
 
-    def slots(self, target: Any) -> dict[str, Variable]:
+    def slots(self, target: object) -> dict[str, Variable]:
         owner = variable(target)
         parameter, rule = self._rule(owner)
         stem = f"{owner.name}/{self._label}"
@@ -284,7 +284,7 @@ class FromTorch(Optimizer):
     def _record(self, recorder: Recorder, pairs: Sequence[Pair], rate: Rate) -> list[Tensor]:
         return [value for grad, target in pairs for value in self._record_one(recorder, grad, target)]
 
-    def _record_one(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
+    def _record_one(self, recorder: Recorder, grad: object, target: Variable) -> list[Tensor]:
         parameter, rule = self._rule(target)
         number = next(i for p, i in self._places() if p is parameter)
         rule._slots[target] = self.slots(target)

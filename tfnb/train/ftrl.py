@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from tfnb.errors import InvalidArgument
-from tfnb.train.optimizer import Optimizer, Rate
+from tfnb.train.optimizer import LearningRate, Optimizer, Rate
 
 
 class Ftrl(Optimizer):
@@ -20,8 +19,10 @@ class Ftrl(Optimizer):
          l2_regularization_strength=0.0)
     """
 
-    def __init__(self, lr: Any = 1e-3, learning_rate_power: float = -0.5, initial_accumulator_value: float = 0.1,
-                 l1_regularization_strength: float = 0.0, l2_regularization_strength: float = 0.0) -> None:  # fmt: skip
+    def __init__(
+        self, lr: LearningRate = 1e-3, learning_rate_power: float = -0.5, initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0, l2_regularization_strength: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(lr)
         self.power, self.start = -learning_rate_power, initial_accumulator_value
         self.l1, self.l2 = l1_regularization_strength, l2_regularization_strength

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from tfnb.errors import InvalidArgument
-from tfnb.train.optimizer import Optimizer, Rate
+from tfnb.train.optimizer import LearningRate, Optimizer, Rate
 
 Slots = Mapping[str, torch.Tensor]
 
@@ -24,7 +23,7 @@ class LBFGS(Optimizer):
 
     joint = True
 
-    def __init__(self, lr: Any = 1.0, tolerance_grad: float = 1e-7, tolerance_change: float = 1e-9,
+    def __init__(self, lr: LearningRate = 1.0, tolerance_grad: float = 1e-7, tolerance_change: float = 1e-9,
                  history_size: int = 100) -> None:  # fmt: skip
         super().__init__(lr)
         self.tolerances, self.history_size = (tolerance_grad, tolerance_change), history_size

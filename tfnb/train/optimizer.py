@@ -7,7 +7,7 @@ wherever the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -24,6 +24,7 @@ from tfnb.recording import Operation, Recorder, Tensor, reopen, variable
 from tfnb.recording.cells.statements import outermost
 
 Rate = float | torch.Tensor
+LearningRate = Rate | Variable | Callable[[Any], torch.Tensor]  # the last: a schedule, of the number of steps
 Pair = tuple[Any, Any]  # (gradient or None, Variable or Parameter)
 
 
@@ -43,7 +44,7 @@ class Optimizer:
 
     joint = False
 
-    def __init__(self, lr: Any) -> None:
+    def __init__(self, lr: LearningRate) -> None:
         self.lr = _rate(type(self).__name__, lr)
         self._slots: WeakKeyDictionary[Variable, dict[str, Variable]] = WeakKeyDictionary()
         self._steps = _count(f"{type(self).__name__}/steps") if _is_schedule(self.lr) else None
@@ -128,7 +129,7 @@ class Optimizer:
             buffers = buffer_writes(recorder, [recorded.value])
             return self._applied(self.compute_gradients(loss, variables), buffers)
 
-    def slots(self, target: Any) -> dict[str, Variable]:
+    def slots(self, target: object) -> dict[str, Variable]:
         """The Variables kept beside ``target`` (a Variable or Parameter), by slot name; made when first asked for."""
         owner = variable(target)
         if owner not in self._slots:
@@ -197,7 +198,7 @@ class Optimizer:
         return f"{type(self).__name__}(lr={self.lr!r})"
 
 
-def _is_schedule(lr: Any) -> bool:
+def _is_schedule(lr: object) -> bool:
     return callable(lr) and not isinstance(lr, (torch.Tensor, Variable))
 
 
@@ -214,7 +215,7 @@ def _fitting(lr: Rate, w: torch.Tensor) -> Rate:
     return lr.to(w.dtype) if isinstance(lr, torch.Tensor) and lr.dim() == w.dim() == 0 else lr
 
 
-def _rate(owner: str, lr: Any) -> Any:
+def _rate(owner: str, lr: object) -> Any:
     """A float, Variable, recorded scalar or schedule; raises InvalidArgument for anything else."""
     if _is_schedule(lr):
         return lr
@@ -275,7 +276,7 @@ def _graph_of(pairs: Sequence[Pair]) -> Graph:
 # -- bad input ------------------------------------------------------------------------------------------------
 
 
-def _scalar(loss: Any) -> Tensor:
+def _scalar(loss: object) -> Tensor:
     """The loss, checked to be a scalar."""
     if not isinstance(loss, Tensor):
         raise InvalidArgument(
@@ -311,7 +312,7 @@ def _check_pairs(pairs: Sequence[Pair], given: int) -> None:
         _check_fit(grad, target)
 
 
-def _check_fit(grad: Any, target: Variable) -> None:
+def _check_fit(grad: object, target: Variable) -> None:
     if not isinstance(grad, (torch.Tensor, IndexedSlices)):
         raise InvalidArgument(f"the gradient of {target.name} is {type(grad).__name__}, not a tensor")
     shape = grad.spec.shape if isinstance(grad, Tensor) else tuple(grad.shape)

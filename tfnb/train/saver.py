@@ -58,7 +58,7 @@ class Saver:
 
     def __init__(
         self, path: str | PathLike[str], *, keep: int = 5, keep_every_hours: float | None = None,
-        best: str | None = None, best_mode: Literal["min", "max"] | None = None, session: Any = None,
+        best: str | None = None, best_mode: Literal["min", "max"] | None = None, session: object = None,
     ) -> None:  # fmt: skip
         if not isinstance(path, str | PathLike) or not str(path):
             raise InvalidArgument(f"path is the folder of the checkpoints, not {path!r}")

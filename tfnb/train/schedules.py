@@ -23,10 +23,10 @@ def _schedule(rule: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> Ca
     """Let a schedule accept numbers, too, and validate the common arguments: lengths and rates."""
 
     @wraps(rule)
-    def make(*args: Any, **kwargs: Any) -> Schedule:
+    def make(*args: object, **kwargs: object) -> Schedule:
         made = rule(*args, **kwargs)
 
-        def schedule(step: Any) -> torch.Tensor:
+        def schedule(step: torch.Tensor | int) -> torch.Tensor:
             return made(step if isinstance(step, torch.Tensor) else torch.tensor(float(step), dtype=torch.float64))
 
         return schedule
@@ -34,7 +34,7 @@ def _schedule(rule: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> Ca
     return make
 
 
-def _positive(name: str, **given: Any) -> None:
+def _positive(name: str, **given: object) -> None:
     for what, value in given.items():
         if not isinstance(value, Real) or not 0 < float(value) < math.inf:
             raise InvalidArgument(f"{name}: {what} must be a number above 0, not {value!r}")

@@ -21,7 +21,7 @@ from tfnb.errors import InvalidArgument
 from tfnb.gradients import IndexedSlices
 from tfnb.graph.lazy_memory import zeros_like
 from tfnb.kernels import borrowed  # noqa: F401  defines torch.ops.tfnb
-from tfnb.train.optimizer import Optimizer, Rate
+from tfnb.train.optimizer import LearningRate, Optimizer, Rate
 
 SPARSE = ("exact", "lazy")
 
@@ -106,7 +106,7 @@ def _full(w: torch.Tensor, value: float) -> torch.Tensor:
 class UpdateRule(Optimizer):
     """An optimizer of `OPTIMIZERS`, with torch's settings by torch's names."""
 
-    def __init__(self, kind: str, lr: Any, *, sparse: str = "exact", **given: Any) -> None:
+    def __init__(self, kind: str, lr: LearningRate, *, sparse: str = "exact", **given: object) -> None:
         super().__init__(lr)
         if sparse not in SPARSE:
             raise InvalidArgument(f"{type(self).__name__}: sparse is one of {', '.join(SPARSE)}, not {sparse!r}")
@@ -181,7 +181,7 @@ def parts_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return dict(part for item in settings.items() for part in _parts(*item))
 
 
-def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+def _parts(name: str, value: object) -> list[tuple[str, Any]]:
     """A setting of torch under the names of the op, which has one name for each part of a pair."""
     if name not in _PAIRS or (name == "eps" and isinstance(value, Real)):  # some have one eps, others a pair
         return [(name, value)]
@@ -194,7 +194,7 @@ def _rate(lr: Rate) -> dict[str, Rate]:
     return {"lr": lr} if isinstance(lr, float) else {"rate": lr}
 
 
-def _setting(owner: str, name: str, value: Any) -> Any:
+def _setting(owner: str, name: str, value: object) -> Any:
     if isinstance(value, bool) or name in ("eps1", "ns_coefficients", "ns_steps", "adjust_lr_fn"):
         return value
     low, high = _BETWEEN.get(name, (0, inf))
@@ -208,7 +208,7 @@ class SGD(UpdateRule):
     """Stochastic gradient descent, with momentum if nonzero."""
 
     def __init__(
-        self, lr: Any = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
+        self, lr: LearningRate = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
         nesterov: bool = False, *, maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(
@@ -226,7 +226,7 @@ class Momentum(SGD):
     """SGD with momentum."""
 
     def __init__(
-        self, lr: Any = 1e-3, momentum: float = 0.9, dampening: float = 0.0, weight_decay: float = 0.0,
+        self, lr: LearningRate = 1e-3, momentum: float = 0.9, dampening: float = 0.0, weight_decay: float = 0.0,
         nesterov: bool = False, *, maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, sparse=sparse)
@@ -242,7 +242,7 @@ class Nesterov(Momentum):
     """
 
     def __init__(
-        self, lr: Any = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0, *, maximize: bool = False,
+        self, lr: LearningRate = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0, *, maximize: bool = False,
         sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(lr, momentum, 0.0, weight_decay, True, maximize=maximize, sparse=sparse)
@@ -256,7 +256,7 @@ class Adadelta(UpdateRule):
     """
 
     def __init__(
-        self, lr: Any = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0, *,
+        self, lr: LearningRate = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0, *,
         maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(
@@ -270,8 +270,8 @@ class Adagrad(UpdateRule):
     """Steps divided by the root of all squared gradients so far (Duchi et al. 2011)."""
 
     def __init__(
-        self, lr: Any = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10, *, maximize: bool = False, sparse: str = "exact",
+        self, lr: LearningRate = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(
             "Adagrad", lr, sparse=sparse, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps,
@@ -283,8 +283,8 @@ class RMSProp(UpdateRule):
     """Steps divided by the root of a running mean of squared gradients (Hinton's lecture 6e; Graves 2013 centered)."""
 
     def __init__(
-        self, lr: Any = 1e-2, alpha: float = 0.99, eps: float = 1e-8, weight_decay: float = 0.0, momentum: float = 0.0,
-        centered: bool = False, *, maximize: bool = False, sparse: str = "exact",
+        self, lr: LearningRate = 1e-2, alpha: float = 0.99, eps: float = 1e-8, weight_decay: float = 0.0,
+        momentum: float = 0.0, centered: bool = False, *, maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(
             "RMSprop", lr, sparse=sparse, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum,
@@ -296,7 +296,8 @@ class Adam(UpdateRule):
     """Running means of the gradient and its square (Kingma and Ba 2015); ``amsgrad`` after Reddi et al. 2018."""
 
     def __init__(
-        self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        self, lr: LearningRate = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0,
         amsgrad: bool = False, *, maximize: bool = False, decoupled_weight_decay: bool = False,
         sparse: str = "exact",
     ) -> None:  # fmt: skip
@@ -310,7 +311,8 @@ class AdamW(Adam):
     """Adam with weight decay outside the gradient (Loshchilov and Hutter 2019)."""
 
     def __init__(
-        self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+        self, lr: LearningRate = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2,
         amsgrad: bool = False, *, maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(
@@ -322,7 +324,8 @@ class LazyAdam(Adam):
     """Adam that changes only the rows of a row-sparse gradient; plain Adam on dense gradients."""
 
     def __init__(
-        self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        self, lr: LearningRate = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0,
         amsgrad: bool = False, *, maximize: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(lr, betas, eps, weight_decay, amsgrad, maximize=maximize, sparse="lazy")

@@ -75,7 +75,7 @@ class Drawing:
         return self._paths.get(node, (node,))
 
     @staticmethod
-    def _origins(trace: Any, paths: Mapping[int, tuple[int, ...]]) -> frozenset[int]:
+    def _origins(trace: object, paths: Mapping[int, tuple[int, ...]]) -> frozenset[int]:
         """The nodes of the drawing that made the first bad numbers of a traced run."""
         found = {origin.path for origin in getattr(trace, "origins", {}).values() if origin.node is not None}
         places = {path: node for node, path in paths.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from typing import Any
 
 import graphviz
 
@@ -17,7 +16,7 @@ def dot(text: str) -> str:
     return graphviz.escape(visible(text))  # NOTE: a str subclass; as plain str, "<...>" would be an HTML-like label
 
 
-def packed(value: Any) -> str:
+def packed(value: object) -> str:
     """JSON for the inside of a script element, compressed, a tenth as long: base64 of a zlib stream.
 
     >>> len(packed({"</script>": "<!--" * 1000}))

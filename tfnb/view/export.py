@@ -55,7 +55,7 @@ def graph_bundle(
     return {"text/html": page.html(drawing, lambda: text, limit=min(page.BYTES, room)), **shown}
 
 
-def timeline_of(trace: Any, drawing: Drawing) -> str:
+def timeline_of(trace: object, drawing: Drawing) -> str:
     """The timeline below the drawing of a traced run, linked to its boxes; empty without a trace."""
     keys = {drawing.path(node): key_name(key) for node, key in drawing.wiring.where.items()}
     return "" if trace is None else timeline(trace, keys)
@@ -87,7 +87,7 @@ def graph_svg(graph: Graph, **options: Any) -> str:
     return Drawing(graph, **options).svg
 
 
-def graph_png(graph: Graph, *, zoom: float = 2.0, **options: Any) -> bytes:
+def graph_png(graph: Graph, *, zoom: float = 2.0, **options: object) -> bytes:
     """The first view as a PNG image in light colours, ``zoom`` pixels for one of the drawing.
 
     Raises FailedPrecondition without the optional package, or without a font that it can write with, LayoutFailed.

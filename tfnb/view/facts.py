@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -145,7 +144,7 @@ def arguments(node: Node, contents: Contents) -> str:
     return ", ".join(words)
 
 
-def _argument(item: Any, node: Node, contents: Contents) -> str:
+def _argument(item: object, node: Node, contents: Contents) -> str:
     match item:
         case Ref(input=place):
             return value_name(node.inputs[place], contents) if place < len(node.inputs) else "?"
@@ -199,7 +198,7 @@ def quoted(node: Node) -> list[str]:
     return [shorten(str(node.source), 160)] if node.source else []
 
 
-def preview(value: Any) -> list[str]:
+def preview(value: object) -> list[str]:
     """The first numbers of a constant."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return []
@@ -208,7 +207,7 @@ def preview(value: Any) -> list[str]:
     return ["[" + ", ".join(map(number, numbers)) + more + "]"]
 
 
-def number(item: Any) -> str:
+def number(item: object) -> str:
     """A number in at most six digits."""
     return f"{item:.6g}" if isinstance(item, float) else str(item)
 

@@ -109,7 +109,7 @@ def operation_facts(operation: Any) -> Facts:
     return found + ([("line", str(node.source))] if node.source else [])
 
 
-def session_html(session: Any) -> str:
+def session_html(session: object) -> str:
     """A Session: its home, and the code of its signatures."""
     return _details(repr(session).strip("<>"), session_facts(session), "")
 

@@ -84,7 +84,7 @@ def _read_by_lambdas(function: ast.FunctionDef) -> set[str]:
     return found - (parameters - bound)
 
 
-def _origin(node: Any) -> tuple[int, int, int, int]:
+def _origin(node: object) -> tuple[int, int, int, int]:
     """The position of a node; for a statement with a body its beginning, where its operator is called."""
     if hasattr(node, "body") and isinstance(node, ast.stmt):
         return node.lineno, node.col_offset, node.lineno, node.col_offset + 1
@@ -94,16 +94,16 @@ def _origin(node: Any) -> tuple[int, int, int, int]:
 class _Namer(naming.Namer):
     """Names that no user has."""
 
-    def new_symbol(self, name_root: str, reserved_locals: Any) -> str:
+    def new_symbol(self, name_root: str, reserved_locals: object) -> str:
         root = name_root if name_root.startswith(HIDDEN) else f"{HIDDEN}{name_root}"
         return str(super().new_symbol(root, reserved_locals))
 
 
-def _resolved(node: Any, context: Any) -> Any:
+def _resolved(node: object, context: object) -> Any:
     return activity.resolve(qual_names.resolve(node), context, None)
 
 
-def _analysed(node: Any, context: Any) -> Any:
+def _analysed(node: object, context: object) -> Any:
     graphs = cfg.build(node)
     return reaching_definitions.resolve(_resolved(node, context), context, graphs)
 
@@ -121,7 +121,7 @@ def _place(node: ast.AST, place: Any) -> None:
 class _KeepsPosition:
     """A mixin that gives generated statements the position of their original."""
 
-    def visit(self, node: Any) -> Any:
+    def visit(self, node: object) -> Any:
         origin = anno.getanno(node, anno.Basic.ORIGIN, default=None) if isinstance(node, ast.AST) else None
         found = super().visit(node)  # type: ignore[misc]
         if origin is not None:
@@ -130,7 +130,7 @@ class _KeepsPosition:
         return found
 
 
-def _stamp(node: Any, origin: Any) -> None:
+def _stamp(node: object, origin: object) -> None:
     if isinstance(node, ast.AST) and not anno.hasanno(node, anno.Basic.ORIGIN):
         if node._attributes:
             anno.setanno(node, anno.Basic.ORIGIN, origin)
@@ -176,31 +176,31 @@ class _Returns(_KeepsPosition, return_statements.ReturnStatementsTransformer):
 class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
     """Bodies as functions. Names bound in a cell, and outside names bound in a function, count as live afterwards."""
 
-    def __init__(self, context: Any, closures: set[str]) -> None:
+    def __init__(self, context: object, closures: set[str]) -> None:
         super().__init__(context)
         self.closures = closures  # names that lambdas read, whenever they are called
         self.read: list[set[str]] = []  # of each statement: the names that it reads before it binds them
 
-    def _get_block_basic_vars(self, modified: Any, live_in: Any, live_out: Any) -> Any:
+    def _get_block_basic_vars(self, modified: Any, live_in: object, live_out: object) -> Any:
         found = super()._get_block_basic_vars(modified, live_in, live_out)
         return found | frozenset(filter(self._is_needed, modified))
 
-    def _is_needed(self, name: Any) -> bool:
+    def _is_needed(self, name: object) -> bool:
         """Whether a name is global, nonlocal or read by an inner function: malt does not see their readers."""
         scope = self.state[control_flow._Function].scope
         return name in scope.globals or name in scope.nonlocals or str(name) in self.closures
 
-    def _get_block_vars(self, node: Any, modified: Any) -> Any:
+    def _get_block_vars(self, node: object, modified: object) -> Any:
         names, undefined, count = super()._get_block_vars(node, modified)
         self.read.append({str(name) for name in anno.getanno(node, anno.Static.LIVE_VARS_IN)})
         needed = [name for place, name in enumerate(names) if place < count or self._is_needed(name)]
         return [*needed, *(name for name in names if name not in needed)], undefined, len(needed)
 
-    def _get_block_composite_vars(self, modified: Any, live_in: Any) -> Any:
+    def _get_block_composite_vars(self, modified: object, live_in: object) -> Any:
         found = super()._get_block_composite_vars(modified, live_in)
         return frozenset(name for name in found if not name.has_subscript())
 
-    def _create_state_functions(self, block_vars: Any, nonlocals: Any, getter: Any, setter: Any) -> Any:
+    def _create_state_functions(self, block_vars: object, nonlocals: object, getter: object, setter: object) -> Any:
         made = super()._create_state_functions(block_vars, nonlocals, getter, setter)
         taken = {str(name) for name in self.state[control_flow._Function].scope.globals}
         if taken and block_vars:
@@ -212,7 +212,7 @@ class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
         return made
 
 
-def _named(node: Any) -> str:
+def _named(node: object) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 

@@ -50,7 +50,7 @@ def function_code(code: CodeType, tree: ast.FunctionDef | ast.Lambda) -> CodeTyp
     return compiled(body, place, code.co_freevars)
 
 
-def bound(factory: CodeType, function: FunctionType, operators: Any) -> FunctionType:
+def bound(factory: CodeType, function: FunctionType, operators: object) -> FunctionType:
     """The converted function with the globals, closure, defaults and attributes of the one that was written."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     closure = tuple(cells[name] for name in factory.co_freevars)

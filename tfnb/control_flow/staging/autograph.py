@@ -137,7 +137,7 @@ def _names(part: CellPart, names: dict[str, Any]) -> Iterator[None]:
                 names[name] = before[name]
 
 
-def _is_stale(value: Any) -> bool:
+def _is_stale(value: object) -> bool:
     """Whether a value stems from an earlier run of the cell."""
     recorder = recorder_if_open()
     assert recorder is not None

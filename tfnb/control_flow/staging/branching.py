@@ -40,7 +40,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 def branched(
-    st: Statement, test: Any, body: Callable[[], None], orelse: Callable[[], None], wanted: int
+    st: Statement, test: object, body: Callable[[], None], orelse: Callable[[], None], wanted: int
 ) -> None:  # fmt: skip
     """Staged, or else by Python, with a guard."""
     test = as_test(test)
@@ -108,7 +108,7 @@ def _is_raised(error: Exception) -> bool:
 
 
 def stage_if(
-    st: Statement, test: Any, body: Callable[[], None], orelse: Callable[[], None], wanted: int
+    st: Statement, test: object, body: Callable[[], None], orelse: Callable[[], None], wanted: int
 ) -> None:  # fmt: skip
     """Both branches into the graph; the first ``wanted`` names are needed afterwards. Raises CannotStage."""
     recorder = st.recorder

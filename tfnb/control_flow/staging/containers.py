@@ -28,14 +28,14 @@ CHANGES = frozenset({
 })  # fmt: skip
 
 
-def made(container: Any) -> Any:
+def made(container: object) -> Any:
     """A list, dict or set that was just written down."""
     if status.depth:
         status.made.append(container)
     return container
 
 
-def changed(owner: Any, name: str | None = None) -> Any:
+def changed(owner: object, name: str | None = None) -> Any:
     """Announce a change of an object's item, or of its attribute ``name``; returns the object."""
     if isinstance(owner, torch.Tensor):
         return owner
@@ -49,13 +49,13 @@ def changed(owner: Any, name: str | None = None) -> Any:
     return owner
 
 
-def is_followed(owner: Any, name: str) -> bool:
+def is_followed(owner: object, name: str) -> bool:
     """Whether an attribute is a module's buffer, whose rebinding the recording itself follows."""
     recording = open_recording()
     return recording is not None and bool(recording.buffers.follows(owner, name))
 
 
-def _refuse_property(owner: Any, name: str) -> None:
+def _refuse_property(owner: object, name: str) -> None:
     if isinstance(inspect.getattr_static(type(owner), name, None), property):
         raise CannotStage(f"the property {name} of a {type(owner).__name__} is set")
 
@@ -63,7 +63,7 @@ def _refuse_property(owner: Any, name: str) -> None:
 class attribute:
     """A carried attribute, set only if its value differs, so that no change is reported otherwise."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: object, name: str) -> None:
         self.owner, self.name = owner, name
 
     @property
@@ -72,7 +72,7 @@ class attribute:
         return MISSING if is_followed(self.owner, self.name) else getattr(self.owner, self.name, MISSING)
 
     @value.setter
-    def value(self, new: Any) -> None:
+    def value(self, new: object) -> None:
         if is_followed(self.owner, self.name):
             return
         old = self.value
@@ -86,7 +86,7 @@ class attribute:
             setattr(self.owner, self.name, new)
 
 
-def is_own(container: Any) -> bool:
+def is_own(container: object) -> bool:
     """Whether a container was created in the body being recorded, and so may change there."""
     return any(container is other for other in status.made)
 
@@ -97,7 +97,7 @@ _INSTEAD = {
 }
 
 
-def refuse_change(owner: Any, how: str) -> None:
+def refuse_change(owner: object, how: str) -> None:
     """Raise CannotStage where a container of outside would be changed."""
     if not is_own(owner):
         kind = type(owner).__name__
@@ -107,7 +107,7 @@ def refuse_change(owner: Any, how: str) -> None:
 # -- functions that change what they are given ----------------------------------------------------------------------
 
 
-def changing(function: Any) -> Any:
+def changing(function: object) -> Any:
     """The stand-in, within a staged body, for a function of Python's that changes an object; None for any other."""
     if isinstance(function, MethodDescriptorType):
         is_change = issubclass(function.__objclass__, CONTAINERS) and function.__name__ in CHANGES
@@ -127,20 +127,20 @@ def _refusing(function: Any, look: Callable[..., None]) -> Callable[..., Any]:
     return call
 
 
-def _container_changed(owner: Any, how: str, *rest: Any) -> None:
+def _container_changed(owner: object, how: str, *rest: object) -> None:
     refuse_change(owner, how)
 
 
-def _attribute_set(owner: Any, how: str, name: str = "", *rest: Any) -> None:
+def _attribute_set(owner: object, how: str, name: str = "", *rest: object) -> None:
     changed(owner, name)
 
 
-def _item_set(owner: Any, how: str, *rest: Any) -> None:
+def _item_set(owner: object, how: str, *rest: object) -> None:
     if not isinstance(owner, torch.Tensor):
         refuse_change(owner, how)
 
 
-def _advanced(items: Any, how: str, *rest: Any) -> None:
+def _advanced(items: object, how: str, *rest: object) -> None:
     if isinstance(items, Iterator):
         refuse_change(items, how)
 
@@ -161,7 +161,7 @@ _CHANGING: dict[Any, Callable[..., None]] = {
 }  # fmt: skip
 
 
-def own_method(owner: Any, name: str) -> FunctionType | None:
+def own_method(owner: object, name: str) -> FunctionType | None:
     """A method that a class of Python defines."""
     found = inspect.getattr_static(type(owner), name, None)
     return found if isinstance(found, FunctionType) else None

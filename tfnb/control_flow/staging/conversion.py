@@ -86,7 +86,7 @@ def _builtin(function: Any) -> Any:
     return BUILTINS.get(function, function)
 
 
-def _of_container(function: Any, owner: Any, name: str) -> Any:
+def _of_container(function: Any, owner: object, name: str) -> Any:
     """A method of a list, dict or set."""
     if name not in ("append", "extend", "copy", "clear") and grown(owner):
         plain(owner)
@@ -105,13 +105,13 @@ _OF_LISTS: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def _of_list(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_list(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """A function of torch, of a list that a loop may have appended to."""
     items = args[0] if args else kwargs.get("tensors")
     return (_OF_LISTS[function] if grown(items) else function)(*args, **kwargs)
 
 
-def _of_package(function: FunctionType, *args: Any, **kwargs: Any) -> Any:
+def _of_package(function: FunctionType, *args: object, **kwargs: object) -> Any:
     """Call a function of an installed package, with staged numbers as plain values; torch accepts tensors."""
     if function.__module__.partition(".")[0] not in ("torch", "tfnb"):
         args, kwargs = tuple(map(given, args)), {name: given(arg) for name, arg in kwargs.items()}
@@ -177,7 +177,7 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def marked(function: Any) -> Any:
+def marked(function: Callable[..., Any]) -> Any:
     """A function that is converted already."""
     with contextlib.suppress(AttributeError):
         function.__dict__[_MARK] = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ class Consumer:
     def carrying(self, name: str, slot: list[Any]) -> Consumer:
         """The same with the value in a list of one as another name."""
 
-        def set_(values: Any) -> None:
+        def set_(values: Sequence[Any]) -> None:
             slot[0] = values[0]
             self.set(tuple(values[1:]))
 
@@ -46,7 +46,7 @@ class Generator(abc.Generator[Any, Any, Any]):
         self.plain, self._loop = plain, loop
         self.has_begun, self.left = False, ""
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> Any:
         """Send a value to the generator, like `next`."""
         if self.left:
             raise Unsupported(self.left)
@@ -69,7 +69,7 @@ class Generator(abc.Generator[Any, Any, Any]):
         depth, self.has_begun = status.depth, True
         left = _Left()
 
-        def body(value: Any) -> None:
+        def body(value: object) -> None:
             if not _emitted(consumer, value) and status.depth == depth:
                 raise left
 
@@ -89,7 +89,7 @@ class Generator(abc.Generator[Any, Any, Any]):
         def loop(consumer: Consumer) -> None:
             count = [start]
 
-            def body(value: Any) -> None:
+            def body(value: object) -> None:
                 index, count[0] = count[0], as_number(count[0] + 1)
                 consumer.body((index, value))
 
@@ -102,7 +102,7 @@ class _Left(BaseException):  # the user's `except Exception` is not meant
     """A loop over a generator was left, and the generator ends."""
 
 
-def _emitted(consumer: Consumer, value: Any) -> bool:
+def _emitted(consumer: Consumer, value: object) -> bool:
     """Run the body for an item, unless the loop was left; returns whether the loop may go on in some run."""
     if consumer.more is None:
         consumer.body(value)
@@ -142,7 +142,7 @@ def _operators(consumer: Consumer) -> SimpleNamespace:
     def joined(get: Any, set_: Any, names: tuple[str, ...]) -> tuple[Any, Any, tuple[str, ...]]:
         count = len(consumer.names)
 
-        def set_both(values: Any) -> None:
+        def set_both(values: Sequence[Any]) -> None:
             consumer.set(tuple(values[:count]))
             set_(tuple(values[count:]))
 
@@ -157,10 +157,12 @@ def _operators(consumer: Consumer) -> SimpleNamespace:
     def if_stmt(test: Any, body: Any, orelse: Any, get: Any, set_: Any, names: Any, wanted: int) -> None:
         own.if_stmt(test, body, orelse, *joined(get, set_, names), len(consumer.names) + wanted)
 
-    def while_stmt(test: Any, body: Any, get: Any, set_: Any, names: Any, options: Any) -> None:
+    def while_stmt(test: Any, body: Any, get: Any, set_: Any, names: Any, options: dict[str, Any]) -> None:
         own.while_stmt(more(test), body, *joined(get, set_, names), options)
 
-    def for_stmt(items: Any, test: Any, body: Any, get: Any, set_: Any, names: Any, options: Any) -> None:
+    def for_stmt(
+        items: Iterable[Any], test: Any, body: Any, get: Any, set_: Any, names: Any, options: dict[str, Any]
+    ) -> None:
         own.for_stmt(items, more(test), body, *joined(get, set_, names), options)
 
     return SimpleNamespace(

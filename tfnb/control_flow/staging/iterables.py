@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class TensorRows:
         )
 
 
-def iterations_of(items: Any) -> Range | TensorRows | None:
+def iterations_of(items: object) -> Range | TensorRows | None:
     """How to stage a loop over these items; None where Python goes over them."""
     if isinstance(items, (Range, TensorRows)):
         return items
@@ -151,7 +151,7 @@ def _is_whole(tensor: Tensor) -> bool:
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
 
 
-def _reversed(items: Any) -> Any:
+def _reversed(items: Sequence[Any]) -> Any:
     return reversed(plain(items))
 
 
@@ -185,7 +185,7 @@ def _zip(*items: Any, strict: bool = False) -> Any:
         return zip(*rows, strict=strict)
     tensors = [each.tensors for each in rows]
 
-    def shape(index: Any, *found: Any) -> tuple[Any, ...]:
+    def shape(index: object, *found: Any) -> tuple[Any, ...]:
         left = iter(found)
         return tuple(each.shape(index, *itertools.islice(left, len(each.tensors))) for each in rows)
 

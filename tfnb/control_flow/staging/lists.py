@@ -7,7 +7,7 @@ of the graph; all else is an error, which says to stack it first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,13 @@ class _Stands:
         self.refuse()
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         next(each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)).refuse()
 
 
@@ -180,7 +186,7 @@ def grown(items: Any) -> bool:
     return any(type(each) is AppendedRows for each in items)
 
 
-def length(items: Any) -> Any:
+def length(items: Sequence[Any]) -> Any:
     """``len(items)``."""
     return sum(each.rows.shape[0] if type(each) is AppendedRows else 1 for each in items)
 
@@ -192,13 +198,13 @@ def plain(items: Any) -> Any:
     return items
 
 
-def stack(tensors: Any, dim: int = 0) -> torch.Tensor:
+def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """``torch.stack`` of them."""
     rows = torch.cat([each.rows if type(each) is AppendedRows else each[None] for each in tensors])
     return rows if dim == 0 else rows.movedim(0, dim)
 
 
-def cat(tensors: Any, dim: int = 0) -> torch.Tensor:
+def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """``torch.cat`` of them."""
 
     def joined(rows: torch.Tensor) -> torch.Tensor:
@@ -208,7 +214,7 @@ def cat(tensors: Any, dim: int = 0) -> torch.Tensor:
     return torch.cat([joined(each.rows) if type(each) is AppendedRows else each for each in tensors], dim)
 
 
-def item(items: Any, index: Any) -> Any:
+def item(items: Sequence[Any], index: object) -> Any:
     """``items[-1]``."""
     if type(index) is not int or index != -1:
         plain(items)

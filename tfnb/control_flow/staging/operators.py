@@ -10,7 +10,7 @@ import builtins
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -98,7 +98,7 @@ def _asked(test: Any) -> Any:
     return as_test(length(test) if grown(test) else test)
 
 
-def of_frame(function: Any, names: dict[str, Any] | None, *args: Any) -> Any:
+def of_frame(function: Callable[..., Any], names: dict[str, Any] | None, *args: Any) -> Any:
     """``locals()``, ``vars()``, ``dir()``, ``eval(text)`` or ``exec(text)``, of the scope that the call was written in.
 
     names: those of a function; None for a cell, which has those of the notebook.
@@ -120,7 +120,7 @@ def of_frame(function: Any, names: dict[str, Any] | None, *args: Any) -> Any:
 
 
 def if_stmt(
-    test: Any, body: Callable[[], None], orelse: Callable[[], None], get: State, set: Callable[[Any], None],
+    test: object, body: Callable[[], None], orelse: Callable[[], None], get: State, set: Callable[[Any], None],
     names: tuple[str, ...], wanted: int,
 ) -> None:  # fmt: skip
     """``if test: body() else: orelse()``; the first ``wanted`` names are needed afterwards."""
@@ -134,7 +134,7 @@ def if_stmt(
 
 def while_stmt(
     test: Callable[[], Any], body: Callable[[], None], get: State, set_: Callable[[Any], None], names: tuple[str, ...],
-    options: Any,
+    options: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """``while test(): body()``; staged from the iteration on that a recorded tensor decides about."""
     because, first, count, start = None, get(), 0, None
@@ -178,7 +178,7 @@ def _iterations(stage: Callable[[], LoopStaging], test: Callable[[], Any], body:
 
 def for_stmt(
     items: Any, more: Callable[[], Any] | None, body: Callable[[Any], None], get: State, set: Callable[[Any], None],
-    names: tuple[str, ...], options: Any,
+    names: tuple[str, ...], options: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """``for each in items: body(each)`` as long as ``more()``."""
     recorder = _staging()
@@ -213,7 +213,7 @@ def for_stmt(
             return
 
 
-def _unrolled(recorder: Recorder | None, items: Any, names: tuple[str, ...]) -> Iterator[Any]:
+def _unrolled(recorder: Recorder | None, items: Sequence[Any], names: tuple[str, ...]) -> Iterator[Any]:
     """The items, one by one. A DataLoader, or a tensor that no feed changes, is noted where several become nodes."""
     is_loader = recorder is not None and _is_loader(plain(items))
     if recorder is None or not (is_loader or _is_unfed(recorder, items)):
@@ -238,7 +238,7 @@ def _unrolled(recorder: Recorder | None, items: Any, names: tuple[str, ...]) -> 
             )
 
 
-def _is_unfed(recorder: Recorder, items: Any) -> bool:
+def _is_unfed(recorder: Recorder, items: object) -> bool:
     """Whether items are rows of a tensor that does not depend on placeholders."""
     if not isinstance(items, Tensor):
         return isinstance(items, torch.Tensor)
@@ -255,7 +255,7 @@ def _note_unrolled(st: Statement, count: int, start: int) -> None:
         )
 
 
-def _is_loader(items: Any) -> bool:
+def _is_loader(items: object) -> bool:
     """Whether items are batches of a DataLoader, possibly inside ``enumerate`` or a progress bar."""
     if isinstance(items, (enumerate, zip)):
         return any(map(_is_loader, items.__reduce__()[1]))
@@ -269,7 +269,7 @@ def _nothing() -> None:
     pass
 
 
-def _first(items: Any, body: Callable[[Any], Any]) -> None:
+def _first(items: Sequence[Any], body: Callable[[Any], Any]) -> None:
     """The first iteration, if there is one."""
     for each in items:
         body(each)

@@ -60,7 +60,7 @@ class Phi:
     """Joins the values that names hold after two branches."""
 
     def __init__(
-        self, st: Statement, test: Any, taken: bool | None, before: tuple[Any, ...], then: After, other: After
+        self, st: Statement, test: object, taken: bool | None, before: tuple[Any, ...], then: After, other: After
     ) -> None:
         self.st, self.test, self.taken, self.before = st, test, taken, before
         self.sides = {True: then, False: other}

@@ -55,7 +55,7 @@ def _taken(function: Callable[..., Any], kind: type | None) -> Callable[..., Any
     return number
 
 
-def item_of(function: Any, owner: Any) -> Callable[..., Any] | None:
+def item_of(function: Callable[..., Any], owner: type | None) -> Callable[..., Any] | None:
     """The stand-in for the method ``item`` of a recorded tensor; None for any other method."""
     if getattr(function, "__name__", "") != "item" or _recorded(owner) is None:
         return None

@@ -6,7 +6,7 @@ recorded in place, however often it calls itself; where a recorded value decides
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, update_wrapper
 from typing import Any
 
@@ -53,7 +53,7 @@ def function(fn: Callable[..., Any] | None = None, *, limit: int = LIMIT) -> Any
     return Function(fn, limit, converted)
 
 
-def converted(function: Any) -> Any:
+def converted(function: Callable[..., Any]) -> Any:
     """``function`` as called from converted code; unchanged outside of converted code."""
     return OPERATORS.fn(function) if status.active else function
 
@@ -70,7 +70,7 @@ class Function:
         self.limit = limit
         self._fn, self._convert, self._name = fn, convert, clean(getattr(fn, "__name__", "function").strip("<>"))
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else _Method(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class Function:
 class Call:
     """One call in a recording, with tensors separated from fixed arguments."""
 
-    def __init__(self, of: Function, recorder: Recorder, args: Any, kwargs: Any) -> None:
+    def __init__(self, of: Function, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.recorder, self.of, self._name = recorder, of, of._name
         self.leaves, self.form = flat((args, kwargs))
         self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, (torch.Tensor, Variable))]
@@ -127,7 +127,7 @@ class Call:
         """The tensors as recorded ones."""
         return tensors(self.recorder, [self.leaves[i] for i in self.places], self._name)
 
-    def arguments(self, given: Any) -> Any:
+    def arguments(self, given: Sequence[Any]) -> Any:
         """The arguments of the function, with these tensors in their places."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, given, strict=True):

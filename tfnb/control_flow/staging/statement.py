@@ -65,13 +65,13 @@ def recorder_for(test: Any) -> Recorder | None:
     return None if recorder.tape.is_fixed(recorder._entry(test).value) else recorder
 
 
-def recorder_of_sizes(test: Any) -> Recorder | None:
+def recorder_of_sizes(test: object) -> Recorder | None:
     """The open recording, if ``test`` asks of sizes that vary."""
     is_open = isinstance(test, SIZES) and not status.off and test.node.expr.free_symbols
     return recorder_if_open() if is_open else None
 
 
-def as_test(test: Any) -> Any:
+def as_test(test: object) -> Any:
     """A number computed from sizes as its comparison with zero."""
     return test != 0 if isinstance(test, (torch.SymInt, torch.SymFloat)) else test
 

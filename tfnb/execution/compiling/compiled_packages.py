@@ -27,7 +27,7 @@ class PackageFolder:
     facts: Mapping[str, Any]
     is_cached: bool
 
-    def note(self, **facts: Any) -> None:
+    def note(self, **facts: object) -> None:
         """Store facts for later loads of the package."""
         packages().note(self.key, facts)
 

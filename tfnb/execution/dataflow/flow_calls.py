@@ -96,7 +96,7 @@ def _check(op: Op, sizes: Sizes) -> Callable[..., Any]:
     return check
 
 
-def _numbers(shape: Any, symbols: Mapping[str, int]) -> Any:
+def _numbers(shape: Sequence[int], symbols: Mapping[str, int]) -> Any:
     return map_leaves(lambda leaf: leaf.evaluate(symbols) if isinstance(leaf, Dim) else leaf, shape)
 
 

@@ -30,7 +30,7 @@ class Dead:
 
     __slots__ = ("pred", "switch")
 
-    def __init__(self, switch: int, pred: Any = None) -> None:
+    def __init__(self, switch: int, pred: object = None) -> None:
         self.switch, self.pred = switch, pred
 
 

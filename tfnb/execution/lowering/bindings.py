@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -25,7 +26,7 @@ _NAMES = """
 CHANNELS, ELEMENTS = 8, 4096  # from which on `max_pool2d` copies
 
 
-def max_pool2d(x: torch.Tensor, *window: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def max_pool2d(x: torch.Tensor, *window: object) -> tuple[torch.Tensor, torch.Tensor]:
     """``aten.max_pool2d_with_indices`` on the CPU, through the kernel that has channels last.
 
     That one takes all channels at once, the other one a number at a time: measured on one thread, with both copies, a
@@ -89,7 +90,7 @@ QUICK: dict[Any, Callable[..., Any]] = {
 }
 
 
-def writing(op: Any) -> Callable[..., Any]:
+def writing(op: OpOverload) -> Callable[..., Any]:
     """The method of ``torch.Tensor`` for an in-place overload, since methods are quicker to call."""
     name = op._schema.name.partition("::")[2]
     return getattr(torch.Tensor, name, op) if op._overloadname in ("default", "Tensor") else op

@@ -20,7 +20,7 @@ class RandomCall:
         self.place = (graph_seed, node.owner.index if node.owner else 0, node.stream or 0)
         self.__name__ = "draw"  # for the generated code
 
-    def __call__(self, run: int, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, run: int, *args: object, **kwargs: object) -> Any:
         return seeded(self.op, mix(*self.place, run), self.device, args, kwargs)
 
 
@@ -31,7 +31,7 @@ class SeededCall:
         self.op, self.place, self.generator = drawing.op, drawing.place, generator
         self.__name__ = "draw"  # for the generated code
 
-    def __call__(self, run: int, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, run: int, *args: object, **kwargs: object) -> Any:
         return drawn(self.op, self.generator, args, kwargs)
 
     def seed(self, run: int) -> None:

@@ -92,7 +92,7 @@ class Loop:
         outputs = [*(wanted[i] for i in self.order), *wanted[carried:], *found.summed]
         return lower(replace(found.body, inputs=tuple(given)), outputs, len(self.order))
 
-    def __call__(self, run: int, init: Any, xs: Any, captures: Any, limit: Any, rows: Any) -> list[Any]:
+    def __call__(self, run: int, init: Any, xs: Any, captures: Any, limit: object, rows: object) -> list[Any]:
         found, state = self.apart, [init[i] for i in self.order]
         for place in self.body.written:  # from here on they are the loop's own
             state[place] = state[place].clone()
@@ -168,7 +168,7 @@ class Loop:
         found = of_rows(self.node, [self.rows[place] for place in places], {})
         return replace(found, bytes=each, known=bool(each)).refused(iteration, space.bytes, why)
 
-    def products(self, xs: Any, captures: Any) -> list[RowProducts]:
+    def products(self, xs: Any, captures: object) -> list[RowProducts]:
         """The sequences of products that no iteration makes."""
         return [self._ahead(product, xs, captures) for product in self.apart.ahead]
 
@@ -243,7 +243,7 @@ class Cond:
         self.same = passed_on(node, self.places, self.branches.values())
         self.__name__ = "cond"  # for the generated code
 
-    def __call__(self, run: int, pred: Any, operands: Any, shapes: Any) -> list[torch.Tensor]:
+    def __call__(self, run: int, pred: Any, operands: Any, shapes: object) -> list[torch.Tensor]:
         way, watch = bool(pred), _watching.watch
         program, missing = self.branches[way]
         forward = program.forward if watch is None else watch.side(self, way)
@@ -270,7 +270,7 @@ class RecursiveCall:
         self.program: LoweredSubgraph
         self.__name__ = "call"  # for the generated code
 
-    def __call__(self, run: int, place: int, *args: Any) -> Sequence[torch.Tensor]:
+    def __call__(self, run: int, place: int, *args: object) -> Sequence[torch.Tensor]:
         function = self.function
         given: tuple[Any, ...] = (*args, mix(run, place))
         if _watching.watch is None:

@@ -311,7 +311,7 @@ class _Lowering:
     def _subprogram(self, inside: Subgraph, outputs: Iterable[Value], owned: int = 0) -> Program:
         return subprogram(inside, outputs, self.whole.seed, self.calls, owned)
 
-    def _argument(self, node: Node, leaf: Any) -> Any:
+    def _argument(self, node: Node, leaf: object) -> Any:
         if isinstance(leaf, Ref):
             return self.values[node.inputs[leaf.input]]
         return self._size(leaf) if isinstance(leaf, Dim) else leaf

@@ -225,7 +225,7 @@ def _stored(updates: list[Update], values: list[Any], storages: Mapping[int, tor
     return [updated.get(id(value), value) for value in values]
 
 
-def ensure_there(node: Node, rows: Any) -> None:
+def ensure_there(node: Node, rows: object) -> None:
     """Raise IndexError for a row index out of bounds before the commit, since a commit may not fail."""
     axis = node.attrs["dim"]
     count = int(node.outputs[0].shape[axis])

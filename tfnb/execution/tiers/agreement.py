@@ -123,7 +123,7 @@ def _rounded(args: Sequence[Any], epsilon: float) -> list[Any]:
     """The arguments, each number changed by at most a rounding, always the same."""
     draws = torch.Generator().manual_seed(0)
 
-    def moved(x: Any) -> Any:
+    def moved(x: object) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if not (x.is_floating_point() or x.is_complex()):
@@ -133,7 +133,7 @@ def _rounded(args: Sequence[Any], epsilon: float) -> list[Any]:
     return [moved(x).to(x.dtype) if isinstance(x, torch.Tensor) else x for x in args]
 
 
-def _is_rounding(found: Any, wanted: Any, rounded: Any) -> bool:
+def _is_rounding(found: Any, wanted: Sequence[Any], rounded: Any) -> bool:
     """Whether two values differ by no more than generated code does from itself under rounded operands."""
     tensors = [found, wanted, rounded]
     if not all(isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (found.shape, found.dtype) for x in tensors):
@@ -154,7 +154,7 @@ class TimedCode:
         self._code, self.seconds = code, float("inf")
         self.writes: bool = getattr(code, "writes", False)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         start = time.perf_counter()
         outs = self._code(*args)
         self.seconds = time.perf_counter() - start

@@ -208,7 +208,7 @@ class CapturedCode:
         """Whether later steps will be launched whole, and this one is not."""
         return self.why_not is None and self._launch is None and self.captures.is_mine
 
-    def __call__(self, *args: Any) -> Outs:
+    def __call__(self, *args: object) -> Outs:
         if self.why_not is not None or not self.captures.claim():
             return self.forward(*args)
         if self._launch is None:

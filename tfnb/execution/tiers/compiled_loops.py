@@ -95,7 +95,9 @@ class NativeLoop:
         self._inner = False  # whether the loops inside are ones that compile themselves
         self.__name__ = "native_loop"  # for the generated code
 
-    def __call__(self, run: int, init: Any, xs: Any, captures: Any, limit: Any, rows: Any) -> Sequence[torch.Tensor]:
+    def __call__(
+        self, run: int, init: Any, xs: Sequence[Any], captures: object, limit: object, rows: Any
+    ) -> Sequence[torch.Tensor]:
         shapes = [rows[place] for place in self.loop.rows]
         key = _key(init, xs, captures, shapes)
         if key not in self._made and self.permit.open and len(self._made) < MOST:
@@ -104,7 +106,7 @@ class NativeLoop:
         outs = None if made is None else made(init, xs, captures, number(limit))
         return self.loop(run, init, xs, captures, limit, rows) if outs is None else outs
 
-    def _compiled(self, init: Any, xs: Any, captures: Any, shapes: Any) -> _CompiledLoop | None:
+    def _compiled(self, init: Any, xs: Sequence[Any], captures: object, shapes: object) -> _CompiledLoop | None:
         try:
             made = _CompiledLoop(self.loop, init, xs, captures, shapes)
         except Exception as error:  # inductor raises anything; it runs as before
@@ -126,7 +128,7 @@ class NativeLoop:
             self.loop = loop
 
 
-def _key(init: Any, xs: Any, captures: Any, shapes: Any) -> tuple[Any, ...]:
+def _key(init: Any, xs: Sequence[Any], captures: Any, shapes: Sequence[Any]) -> tuple[Any, ...]:
     """The cache key of a compiled loop; the number of rows is no part."""
     fixed = [(t.dtype, t.shape, t.stride(), t.device, t.is_neg()) for t in (*init, *captures)]
     rows = [
@@ -142,7 +144,7 @@ def look() -> None:
 class _CompiledLoop:
     """A loop in C++ for tensors of these layouts."""
 
-    def __init__(self, loop: Loop, init: Any, xs: Any, captures: Any, shapes: Any) -> None:
+    def __init__(self, loop: Loop, init: Any, xs: Sequence[Any], captures: Any, shapes: Any) -> None:
         from tfnb.execution.tiers import cpp  # listed exception: inductor takes seconds to load
 
         if not all(isinstance(x, torch.Tensor) for x in xs) or any(isinstance(shape, int) for shape in shapes):
@@ -156,7 +158,7 @@ class _CompiledLoop:
         self.function.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.py_object
         self.refused, self.ended = cpp.REFUSED, cpp.ENDED
 
-    def __call__(self, init: Any, xs: Any, captures: Any, limit: int | None) -> list[torch.Tensor] | None:
+    def __call__(self, init: Any, xs: Sequence[Any], captures: Any, limit: int | None) -> list[torch.Tensor] | None:
         """The results of the loop; None where only generated code can compute the loop."""
         state = [tensor.clone(memory_format=torch.contiguous_format) for tensor in init]
         lengths = [len(x) for x in xs]

@@ -219,7 +219,7 @@ class _Loops(Code):
     def node(self, node: Node, inputs: Sequence[TensorBox], symbols: Mapping[str, int]) -> Sequence[TensorBox]:
         """The code of a node; its outputs."""
 
-        def argument(leaf: Any) -> Any:
+        def argument(leaf: object) -> Any:
             if isinstance(leaf, Ref):
                 return inputs[leaf.input]
             return leaf.evaluate(symbols) if isinstance(leaf, Dim) else leaf
@@ -300,7 +300,7 @@ class _Loops(Code):
             self.line("if (watch.stops()) throw Stopped();")
         return [*_rooms(state), room]
 
-    def limit(self, limit: Any) -> str:
+    def limit(self, limit: object) -> str:
         if not isinstance(limit, TensorBox):
             return "" if limit is None else str(limit)
         name, _ = self.declared(torch.int64, ())

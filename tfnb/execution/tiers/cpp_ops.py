@@ -24,6 +24,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import FixedLayout, InputBuffer, StorageBox, TensorBox
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -66,22 +67,22 @@ class _SafeDivisions(CppOverrides):
     """Divisions of integers by zero end the run, as they do in torch, and not the process."""
 
     @staticmethod
-    def floordiv(a: Any, b: Any) -> str:
+    def floordiv(a: object, b: object) -> str:
         _unless_zero(b)
         return CppOverrides.floordiv(a, b)
 
     @staticmethod
-    def truncdiv(a: Any, b: Any) -> str:
+    def truncdiv(a: object, b: object) -> str:
         _unless_zero(b)
         return CppOverrides.truncdiv(a, b)
 
     @staticmethod
-    def mod(a: Any, b: Any) -> str:
+    def mod(a: object, b: object) -> str:
         _unless_zero(b)
         return CppOverrides.mod(a, b)
 
 
-def _unless_zero(divisor: Any) -> None:
+def _unless_zero(divisor: object) -> None:
     V.kernel.compute.writeline(f"if ({divisor} == 0) throw Stopped();")
 
 
@@ -222,11 +223,11 @@ class Code:
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
-    def op(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def op(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The value of an overload's call."""
         return (self.decomposed if op in self.table else self.lowered)(op, args, kwargs)
 
-    def lowered(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lowered(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Views as they are, anything else computed."""
         if op not in lowerings:
             raise Unimplemented(f"{op}, for which inductor has no C++")
@@ -237,7 +238,7 @@ class Code:
         except Exception as error:  # what inductor can only do where it plans memory and kernels itself
             raise Unimplemented(f"{op}, which is no arithmetic ({type(error).__name__})") from error
 
-    def kept_or_view(self, op: Any, made: Any) -> Any:
+    def kept_or_view(self, op: OpOverload, made: Any) -> Any:
         """The result of an op in storage of its own, or as a view."""
         self.computed()
         if facts(op).is_view:
@@ -259,11 +260,11 @@ class Code:
                 self.places[buffer.get_name()] = self.places[name]
                 self.store(name, TensorBox(StorageBox(buffer)))
 
-    def decomposed(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def decomposed(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An op that inductor decomposes before lowering."""
         boxes: list[TensorBox] = []
 
-        def fake(leaf: Any) -> Any:
+        def fake(leaf: object) -> Any:
             if not isinstance(leaf, TensorBox):
                 return leaf
             boxes.append(leaf)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 
-def _sum(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+def _sum(x: torch.Tensor, y: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
     return x + y * alpha
 
 
-def _difference(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+def _difference(x: torch.Tensor, y: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
     return x - y * alpha
 
 
-def _product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+def _product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: float = 1) -> torch.Tensor:
     product = a @ b * alpha
     return x * beta + product if beta else product  # torch does not look at x then: it may be NaN
 
@@ -38,7 +38,7 @@ def decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callabl
     """Inductor's decompositions, with ours in `FACTORS` for factors other than one, and `_outer`."""
 
     def chosen(mine: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-        def decomposed(*args: Any, **kwargs: Any) -> Any:
+        def decomposed(*args: object, **kwargs: object) -> Any:
             if any(kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
                 return mine(*args, **kwargs)
             return NotImplemented if theirs is None else theirs(*args, **kwargs)

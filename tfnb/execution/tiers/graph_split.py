@@ -34,7 +34,7 @@ class StepSegment:
         self.forward: Callable[..., Sequence[Any]] | None = None  # in place of the program's
         self.__name__ = "segment"  # for the generated code
 
-    def __call__(self, run: int, *given: Any) -> Sequence[Any]:
+    def __call__(self, run: int, *given: object) -> Sequence[Any]:
         return (self.forward or self.program.forward)(*given, run)
 
 

@@ -61,7 +61,7 @@ class OperandChecks:
     ) -> Callable[..., Any]:
         names = [argument.name for argument in op._schema.arguments]
 
-        def decomposed(*args: Any, **kwargs: Any) -> Any:
+        def decomposed(*args: object, **kwargs: object) -> Any:
             if self._inside:  # operands were checked already
                 return NotImplemented if theirs is None else theirs(*args, **kwargs)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -132,7 +132,7 @@ def _divisor(given: Given) -> Given:
     return {"other": torch.where(y == 0, 1, y).to(y.dtype)}
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: object) -> bool:
     """Whether an operand is an integer, or a tensor of integers."""
     return isinstance(x, int) if not isinstance(x, Tensor) else not (x.is_floating_point() or x.is_complex())
 

@@ -29,7 +29,7 @@ class Number:
         return self.dtype is torch.int64 or self.dtype is torch.bool
 
 
-def literal(value: Any, dtype: torch.dtype | None = None) -> Number | None:
+def literal(value: object, dtype: torch.dtype | None = None) -> Number | None:
     """The number that a literal of the code is.
 
     >>> literal(3)
@@ -63,7 +63,7 @@ def wrapped(x: int) -> int:
     return x if LOW <= x <= HIGH else (x - LOW) % 2**64 + LOW
 
 
-def picked(which: bool, first: Any, second: Any) -> Any:
+def picked(which: bool, first: object, second: object) -> Any:
     """The first, or else the second."""
     return first if which else second
 

@@ -80,14 +80,14 @@ class QuickCond:
         self.cond = cond
         self.__name__ = "cond"  # for the generated code
 
-    def __call__(self, run: int, pred: Any, operands: Any, shapes: Any) -> Sequence[Any]:
+    def __call__(self, run: int, pred: object, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
         way = bool(pred)
         given = (self.then if way else self.otherwise)(*operands, run)
         lacks = self.missing.get(way)
         return given if lacks is None else self.cond.complete(lacks, given, shapes)
 
 
-def tensor(number: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+def tensor(number: float, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A number as a tensor of this dtype and shape."""
     return torch.full(shape, number, dtype=dtype, device="cpu")
 

@@ -89,7 +89,7 @@ def say_once() -> None:
 class GeneratedCode:
     """The generated code of a program, written at the first run, and so never for a step found in the cache."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
 
     @cached_property
@@ -229,7 +229,7 @@ class Sizes:
         elif "is_faster" in facts and self._mode == "auto":
             self.forward, self.code = self.generated, f"generated code ({said}; measured before)"
 
-    def _counted(self, *args: Any) -> Sequence[Any]:
+    def _counted(self, *args: object) -> Sequence[Any]:
         outs = self._clock.of(self.generated, *args)
         if self._clock.total > WORTH_COMPILING:
             self.forward = self.generated
@@ -242,7 +242,7 @@ class Sizes:
         say_once()
         return WORKER.submit(self, args)
 
-    def _now(self, *args: Any) -> Sequence[Any]:
+    def _now(self, *args: object) -> Sequence[Any]:
         """Wait for the compiler; an interrupt or deadline ends the wait, and later runs use the result."""
         if self._job is None:
             self._job = self._begin(args)
@@ -347,7 +347,7 @@ class Sizes:
         self._note(is_faster=True, status=status)
         self._keep(f"{status}; {self.cost}")
 
-    def _note(self, **facts: Any) -> None:
+    def _note(self, **facts: object) -> None:
         """Store findings for other processes."""
         if self._package is not None:
             self._package.note(**facts)
@@ -368,7 +368,7 @@ class TimedStep:
         self._sizes, self._code, self._among, self._start = sizes, code, among, 0.0
         self.writes = getattr(code, "writes", False)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         self._sizes.wait(args)
         self._start = time.perf_counter()
         outs = self._code(*args)
@@ -394,7 +394,7 @@ class GuardedCode:
         self.writes: bool = getattr(code, "writes", False)
         self.direct: Callable[[], Callable[..., Any] | None] = getattr(code, "direct", _nothing)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         try:
             return self.code(*args)
         except OperandRefused:  # as a rule these arguments are wrong, which generated code says with the line

@@ -27,7 +27,7 @@ class CheckedTracer(Tracer):
 
     found: ValueHealth | None = None  # of the step that failed
 
-    def forward(self, *args: Any) -> tuple[Any, ...]:
+    def forward(self, *args: object) -> tuple[Any, ...]:
         """Run the generated code, and check its results."""
         outs = self.program.forward(*args)
         if not _all_finite(outs):

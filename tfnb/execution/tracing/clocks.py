@@ -22,7 +22,7 @@ class Counter(Protocol):
     total: float
     last: float
 
-    def of(self, call: Callable[..., T], *args: Any) -> T:
+    def of(self, call: Callable[..., T], *args: object) -> T:
         """``call(*args)``, counted."""
 
 
@@ -32,7 +32,7 @@ class HostTimer:
     def __init__(self, device: torch.device) -> None:
         self.total = self.last = 0.0
 
-    def of(self, call: Callable[..., T], *args: Any) -> T:
+    def of(self, call: Callable[..., T], *args: object) -> T:
         """``call(*args)``, counted."""
         start = time.perf_counter()
         found = call(*args)
@@ -49,7 +49,7 @@ class DeviceTimer:
         self._device = device
         self._pairs: deque[tuple[Any, Any]] = deque()
 
-    def of(self, call: Callable[..., T], *args: Any) -> T:
+    def of(self, call: Callable[..., T], *args: object) -> T:
         """``call(*args)``, counted."""
         start = moment(self._device)
         found = call(*args)

@@ -65,7 +65,7 @@ class Everything(Tracer):
 
     # -- the step ---------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any) -> tuple[Any, ...]:
+    def forward(self, *args: object) -> tuple[Any, ...]:
         """Run the generated code with probes."""
         self.memory.borrow((args, self.code.constants))
         wait(devices(args))
@@ -106,7 +106,7 @@ class Everything(Tracer):
 
     # -- the clock --------------------------------------------------------------------------------------------
 
-    def arrived(self, value: Any) -> float:
+    def arrived(self, value: object) -> float:
         """The time at which a value was ready."""
         if self._is_cpu:
             return self.clock.now()
@@ -192,7 +192,7 @@ class Everything(Tracer):
         """The probes of one call of a program with these arguments."""
         return CallProbe(self, code, names)
 
-    def note(self, look: CallProbe, place: int, value: Any, at: float) -> None:
+    def note(self, look: CallProbe, place: int, value: object, at: float) -> None:
         """A node gave this now."""
         node, owned, found = look.code.nodes[place], look.code.owned[place], tensors(value)
         if node is None or not (owned or (found and not look.path)):
@@ -254,14 +254,14 @@ class LoopRun:
         self._rows: Held = []
         self._summands: Held = []  # of sums that are taken so many iterations at a time
 
-    def cond(self, *args: Any) -> Any:
+    def cond(self, *args: object) -> Any:
         """Run the condition, which begins an iteration."""
         self._begin()
         out, held = self.tracer.call(self.loop.cond, args, self.loop.changing)
         self.tracer.memory.free(held, self.tracer.clock.now())
         return out
 
-    def body(self, *args: Any) -> Any:
+    def body(self, *args: object) -> Any:
         """Run the body, which ends an iteration; its carried values are held until the next end, rows until
         the loop's.
         """
@@ -311,7 +311,7 @@ class CallProbe(Probe):
         self.known: dict[Any, Any] = {}  # of each call of the code: for tracers that look at values
         self.since = 0.0
 
-    def probe(self, place: int, value: Any) -> None:
+    def probe(self, place: int, value: object) -> None:
         """A call of the code gave this."""
         tracer, memory = self.tracer, self.tracer.memory
         at = tracer.arrived(value)

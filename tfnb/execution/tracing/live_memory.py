@@ -24,11 +24,11 @@ class LiveMemory:
         self._uses: dict[int, int] = {}  # storage -> values that lie in it
         self._given: set[int] = set()
 
-    def borrow(self, values: Any) -> None:
+    def borrow(self, values: object) -> None:
         """Memory of a variable, feed or constant."""
         self._given.update(key for key, _ in _storages(values))
 
-    def hold(self, value: Any, at: float) -> Held:
+    def hold(self, value: object, at: float) -> Held:
         """Count a value made at this time; returns the handle for `free`."""
         held, count = [pair for pair in _storages(value) if pair[0] not in self._given], self.points[-1][1]
         for key, size in held:
@@ -63,7 +63,7 @@ class LiveMemory:
             self.points = [*(max(pair, key=lambda point: point[1]) for pair in pairs), self.points[-1]]
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
+def tensors(value: object) -> list[torch.Tensor]:
     """The tensors of a value."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -80,12 +80,12 @@ def wait(found: Iterable[torch.device]) -> bool:
     return bool(busy)
 
 
-def devices(value: Any) -> dict[torch.device, None]:
+def devices(value: object) -> dict[torch.device, None]:
     """The devices of the tensors of a value."""
     return dict.fromkeys(tensor.device for tensor in tensors(value))
 
 
-def _storages(value: Any) -> Iterator[tuple[int, int]]:
+def _storages(value: object) -> Iterator[tuple[int, int]]:
     """Key and bytes of the memory of each tensor; sparse layouts have none of one piece."""
     for tensor in tensors(value):
         if tensor.layout == torch.strided:

@@ -60,7 +60,7 @@ class PlaceTracer:
         """A probed function of a program that is the whole part of a place; counts live bytes, too."""
         code = ProbedCode.of(program)
 
-        def forward(*args: Any) -> tuple[Any, ...]:
+        def forward(*args: object) -> tuple[Any, ...]:
             start, memory = time.monotonic_ns(), LiveMemory()
             memory.borrow((args, code.constants))
             found = code.forward(_LiveSpans(self, code, memory, start), *args)
@@ -89,7 +89,7 @@ class _Spans(Probe):
     def __init__(self, tracer: PlaceTracer, code: ProbedCode) -> None:
         self.tracer, self.code, self.since = tracer, code, time.monotonic_ns()
 
-    def probe(self, place: int, value: Any) -> None:
+    def probe(self, place: int, value: object) -> None:
         """A call of the code gave this."""
         wait(devices(value))
         end, node, found = time.monotonic_ns(), self.code.nodes[place], tensors(value)
@@ -107,7 +107,7 @@ class _LiveSpans(_Spans):
         super().__init__(tracer, code)
         self.memory, self.zero, self.held = memory, zero, dict[int, Held]()
 
-    def probe(self, place: int, value: Any) -> None:
+    def probe(self, place: int, value: object) -> None:
         """A call of the code gave this."""
         start = self.since
         super().probe(place, value)

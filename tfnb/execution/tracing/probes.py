@@ -19,7 +19,7 @@ class Probe:
     __slots__ = ()
     code: ProbedCode
 
-    def probe(self, place: int, value: Any) -> None:
+    def probe(self, place: int, value: object) -> None:
         """A call of the code gave this."""
         raise NotImplementedError
 

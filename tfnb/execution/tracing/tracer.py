@@ -26,7 +26,7 @@ class Tracer:
         self.device, self.thread = self.code.device, threading.current_thread().name
         self.began = time.time_ns()
 
-    def forward(self, *args: Any) -> tuple[Any, ...]:
+    def forward(self, *args: object) -> tuple[Any, ...]:
         """Run the generated code for these feeds, storages and run number."""
         raise NotImplementedError
 

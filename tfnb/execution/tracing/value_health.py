@@ -39,7 +39,7 @@ class ValueHealth(Everything):
 
     # -- the step ---------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any) -> tuple[Any, ...]:
+    def forward(self, *args: object) -> tuple[Any, ...]:
         """Run the generated code with checks of its operands and values."""
         program, by_id = self.program, self.program.whole.contents.by_id
         names = [by_id[value.node].name for value in program.feeds]
@@ -85,7 +85,7 @@ class ValueHealth(Everything):
         self._number[loop.path] = number
         return super().begin(loop, number)
 
-    def note(self, look: CallProbe, place: int, value: Any, at: float) -> None:
+    def note(self, look: CallProbe, place: int, value: object, at: float) -> None:
         """A call gave this."""
         super().note(look, place, value, at)
         call, node, code = look.code.calls[place], look.code.nodes[place], look.code

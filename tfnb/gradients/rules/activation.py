@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ partials(aten._log_softmax.default,
 
 
 @rule(aten.rrelu_with_noise_functional.default)
-def _(n: Forward, dys: Any) -> Any:  # the second output is the slopes drawn: no gradient passes there
+def _(n: Forward, dys: Sequence[Any]) -> Any:  # the second output is the slopes drawn: no gradient passes there
     if n["training"]:
         return dys[0] * n.outs[1], None
     return aten.leaky_relu_backward(dys[0], n["self"], (n["lower"] + n["upper"]) / 2, False), None
@@ -33,17 +34,17 @@ def _(n: Forward, dys: Any) -> Any:  # the second output is the slopes drawn: no
     aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
     aten._fused_moving_avg_obs_fq_helper_functional.default, outputs=1, saves=True,
 )  # fmt: skip
-def _(n: Forward, dy: Any) -> Any:  # quantized and back: straight through, but for what was beyond the range
+def _(n: Forward, dy: torch.Tensor) -> Any:  # quantized and back: straight through, but for what was beyond the range
     return {"self": dy * n.outs[1]}
 
 
 @rule(aten.log_sigmoid_forward.default, outputs=1, saves=True)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return (aten.log_sigmoid_backward(dy, n["self"], n.outs[1]),)
 
 
 @composite(aten.glu_backward.default)
-def _(grad_output: Any, self: Any, dim: int) -> Any:
+def _(grad_output: Any, self: torch.Tensor, dim: int) -> Any:
     a, b = self.chunk(2, dim)
     s = torch.sigmoid(b)
     return torch.cat([grad_output * s, grad_output * a * s * (1 - s)], dim)

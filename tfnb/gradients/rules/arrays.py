@@ -5,6 +5,7 @@ A read gives rows, so reads of the same element add up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ nograd(ops.array_unwritten.default)
 
 
 @rule(ops.array_write.default, outputs=1)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     index = n["index"]
     return {"rows": dy, "values": lambda: dy.index_select(0, index.reshape(-1)).reshape(n["values"].shape)}
 
 
 @rule(ops.array_grown.default, outputs=1)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return {"rows": lambda: dy.narrow(0, 0, n["rows"].shape[0])}
 
 
@@ -33,7 +34,7 @@ READS.add(str(ops.array_read.default))
 
 
 @lookup(ops.array_read.default)
-def _(n: Forward, dy: Any, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     return dy, at(n["index"])
 
 

@@ -35,7 +35,7 @@ def _weights(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> t
 
 
 @rule(aten.scaled_dot_product_attention.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     q, k, v, mask = n["query"], n["key"], n["value"], n["attn_mask"]
     lead = list(q.shape[:-2])
     if n["enable_gqa"] or any(list(t.shape[:-2]) != lead for t in (k, v)) or n["dropout_p"]:
@@ -67,8 +67,10 @@ def _(n: Forward, dy: Any) -> Any:
 
 
 @composite(aten.scaled_dot_product_attention.default)
-def _(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-      scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+def _(
+    query: Any, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
     if enable_gqa:  # each key and value head serves a group of query heads
         key, value = (
             t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value)
@@ -78,7 +80,16 @@ def _(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float 
 
 
 @composite(torch.ops.tfnb.attention_backward.default)
-def _(dy: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float | None) -> Any:
+def _(
+    dy: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> Any:
     return plain_backward(dy, q, k, v, causal, scale)
 
 

@@ -147,7 +147,7 @@ class ForwardPart:
             self.recorder.space.release(nodes)
 
 
-def _again(recorder: Recording, node: Node, inputs: Any, attrs: Any, outputs: Sequence[Spec]) -> list[Tensor]:
+def _again(recorder: Recording, node: Node, inputs: Sequence[Any], attrs: Any, outputs: Sequence[Spec]) -> list[Tensor]:
     """A copy of a forward node with other attrs and outputs."""
     with recorder.tape.marked(control=node.control, device=node.device):
         values = [recorder._entry(t).value for t in inputs]
@@ -396,7 +396,7 @@ class _Back:
         self.shared = [i for i in range(len(self.kept)) if active[ends + i]]
         self.rows: list[int] = []  # of the shared ones, those whose cotangents are row-sparse
 
-    def _taken(self, place: int, x: Any) -> Any:
+    def _taken(self, place: int, x: torch.Tensor) -> Any:
         iterations, rows = self.n.outs[self.count], torch.arange(x.shape[0], device=x.device)
         self.taken[place] = rows >= x.shape[0] - iterations if self.n.attrs["reverse"] else rows < iterations
         return x[self.taken[place]]
@@ -502,7 +502,7 @@ def _all_rows(of: Any, values: torch.Tensor, indices: torch.Tensor) -> IndexedSl
     return IndexedSlices(values.reshape(-1, *shape[1:]), indices.reshape(-1), shape).called(of.node.name)
 
 
-def _zeros(x: Any) -> torch.Tensor:
+def _zeros(x: torch.Tensor) -> torch.Tensor:
     """Zeros of this shape; of the value nothing else is used."""
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 

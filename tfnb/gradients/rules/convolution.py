@@ -17,7 +17,7 @@ def _geometry(n: Forward) -> tuple[Any, ...]:
 
 
 @rule(aten.convolution.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     names = ("input", "weight", "bias")
     mask = [n.needs(name) for name in names]
     sizes = [n["weight"].shape[1 if n["transposed"] else 0] * (n["groups"] if n["transposed"] else 1)]
@@ -60,5 +60,5 @@ _WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 
 @rule(aten.max_pool2d_with_indices.default, outputs=1)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return (aten.max_pool2d_with_indices_backward(dy, n["self"], *(n[a] for a in _WINDOW), n.outs[1]),)

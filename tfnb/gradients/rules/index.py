@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ def _nones(n: Forward) -> list[None]:
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     zeros = dy.new_zeros(n["self"].shape)
     return [aten.index_put(zeros, n["indices"], dy, True), *_nones(n)]
 
 
 @lookup(aten.index.Tensor, aten._unsafe_index.Tensor)
-def _(n: Forward, dy: Any, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     first, *others = n["indices"]
     if first is None or first.dtype is torch.bool or any(index is not None for index in others):
         return None
@@ -37,7 +38,7 @@ def _(n: Forward, dy: Any, at: Any) -> Any:
 
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     indices, values = n["indices"], n["values"]
     kept = dy if n["accumulate"] else lambda: aten.index_put(dy, indices, torch.zeros_like(values))
     return {"self": kept, "values": lambda: aten.index(dy, indices)}
@@ -47,12 +48,12 @@ def _(n: Forward, dy: Any) -> Any:
 
 
 @rule(aten.gather.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return dy.new_zeros(n["self"].shape).scatter_add(n["dim"], n["index"], dy), None
 
 
 @lookup(aten.gather.default)
-def _(n: Forward, dy: Any, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     rows = n["index"] if n["self"].dim() == 1 else _one_a_row(n)
     return None if rows is None else (dy, at(rows))
 
@@ -71,7 +72,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @rule(aten.index_select.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     x, index = n["self"], n["index"]
     if x.dim() == 0:
         return dy.reshape([]), None
@@ -79,7 +80,7 @@ def _(n: Forward, dy: Any) -> Any:
 
 
 @lookup(aten.index_select.default)
-def _(n: Forward, dy: Any, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     return None if n["dim"] % n["self"].dim() else (dy, at(n["index"].reshape(-1)))
 
 
@@ -98,21 +99,21 @@ partials(aten.masked_select.default, lambda n, dy: _mask_put(dy, n["self"], n["m
 
 
 @rule(aten.embedding.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     rows = n["weight"].shape[0]
     dense = aten.embedding_dense_backward(dy, n["indices"], rows, n["padding_idx"], n["scale_grad_by_freq"])
     return dense, None
 
 
 @lookup(aten.embedding.default)
-def _(n: Forward, dy: Any, at: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor, at: Callable[..., Any]) -> Any:
     index, padding = at(n["indices"]), n["padding_idx"]
     if n["scale_grad_by_freq"]:
         dy = dy / _frequency(n["indices"], index, dy).unsqueeze(-1)
     return without_padding(dy, index, padding)
 
 
-def without_padding(dy: Any, index: Any, padding: int) -> tuple[Any, Any]:
+def without_padding(dy: torch.Tensor, index: torch.Tensor, padding: int) -> tuple[Any, Any]:
     """Entries of a table without those of the padding row, so that lazy steps leave that row unchanged."""
     if padding < 0:
         return dy, index
@@ -129,8 +130,11 @@ def _frequency(indices: torch.Tensor, index: torch.Tensor, like: torch.Tensor) -
 
 
 @composite(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-def _(weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = 0, sparse: bool = False,
-      per_sample_weights: Any = None, include_last_offset: bool = False, padding_idx: int = -1) -> Any:  # fmt: skip
+def _(
+    weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
+    sparse: bool = False, per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:  # fmt: skip
     # mode 0 sum, 1 mean, 2 max; a bag is the run of rows between offsets
     rows = aten.embedding(weight, indices, padding_idx, scale_grad_by_freq)
     bags = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
@@ -147,7 +151,7 @@ def _(weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False,
     return out, bag, bag, bag
 
 
-def _first_largest(rows: Any, kept: Any, bag: Any, bags: Any) -> Any:
+def _first_largest(rows: torch.Tensor, kept: Any, bag: Any, bags: Any) -> Any:
     """In each column of each bag the first maximal kept element, which alone gets the gradient; else zero."""
     count, each = rows.shape[0], bag.unsqueeze(-1).expand(rows.shape)
     low = rows.masked_fill((kept == 0).unsqueeze(-1), float("-inf"))

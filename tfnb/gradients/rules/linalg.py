@@ -12,7 +12,7 @@ from tfnb.gradients.rules.shape import turned
 aten = torch.ops.aten
 
 
-def _product(a: Any, b: Any, like: Any, *, turn: str = "") -> Any:
+def _product(a: torch.Tensor, b: torch.Tensor, like: torch.Tensor, *, turn: str = "") -> Any:
     """``a @ b``, with operands in ``turn`` transposed, in the memory layout of ``like``: gradients match their
     Variables.
     """
@@ -24,7 +24,7 @@ def _product(a: Any, b: Any, like: Any, *, turn: str = "") -> Any:
 
 
 @rule(aten.mm.default, aten.bmm.default)
-def _(n: Forward, dy: Any) -> Any:  # [.., B, K] @ [.., K, N] -> [.., B, N]
+def _(n: Forward, dy: torch.Tensor) -> Any:  # [.., B, K] @ [.., K, N] -> [.., B, N]
     a, b = n.inputs
     return lambda: _product(dy, b, a, turn="b"), lambda: _product(a, dy, b, turn="a")
 
@@ -34,7 +34,7 @@ def _times(x: torch.Tensor, factor: Any) -> torch.Tensor:
 
 
 @rule(aten.addmm.default, aten.baddbmm.default)
-def _(n: Forward, dy: Any) -> Any:  # beta * bias + alpha * a @ b
+def _(n: Forward, dy: torch.Tensor) -> Any:  # beta * bias + alpha * a @ b
     _, a, b = n.inputs
     scaled = _times(dy, n["alpha"])
     return (

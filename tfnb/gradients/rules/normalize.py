@@ -5,6 +5,7 @@ The saved mean and scale carry no gradient: the formulas of the second order tak
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,17 +28,17 @@ def _batch_norm(n: Forward, dy: torch.Tensor, mean: Any, invstd: Any, train: boo
 
 
 @rule(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats, outputs=1, saves=True)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return _batch_norm(n, dy, n.outs[1], n.outs[2], n["training"])
 
 
 @rule(aten._batch_norm_with_update_functional.default, outputs=1, saves=True)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return _batch_norm(n, dy, n.outs[1], n.outs[2], True)
 
 
 @rule(aten._batch_norm_no_update.default, aten._native_batch_norm_legit_no_training.default, outputs=1, saves=True)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return _batch_norm(n, dy, None, None, False)
 
 
@@ -47,8 +48,11 @@ def _channels(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @composite(aten.native_batch_norm_backward.default)
-def _(grad_out: Any, input: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_invstd: Any,
-      train: bool, eps: float, output_mask: Any) -> Any:  # fmt: skip
+def _(
+    grad_out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, running_mean: Any,
+    running_var: Any, save_mean: torch.Tensor | None, save_invstd: torch.Tensor | None,
+    train: bool, eps: float, output_mask: Sequence[bool],
+) -> Any:  # fmt: skip
     """Autograd's formula takes batches of one size only."""
     x, axes = input, [0, *range(2, input.dim())]
     var, mean = torch.var_mean(x, axes, correction=0) if train else (running_var, running_mean)
@@ -66,7 +70,7 @@ def _(grad_out: Any, input: Any, weight: Any, running_mean: Any, running_var: An
 
 
 @rule(aten.native_layer_norm.default, outputs=1, saves=True)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     w, b = n["weight"], n["bias"]
     mask = [n.needs("input"), n.needs("weight"), n.needs("bias")]
     found = aten.native_layer_norm_backward(dy, n["input"], n["normalized_shape"], n.outs[1], n.outs[2], w, b, mask)
@@ -78,7 +82,7 @@ def _(n: Forward, dy: Any) -> Any:
 
 
 @rule(aten.native_group_norm.default, outputs=1)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     w, b = n["weight"], n["bias"]
     mask = [n.needs("input"), n.needs("weight"), n.needs("bias")]
     sizes = (n["N"], n["C"], n["HxW"], n["group"])
@@ -91,7 +95,7 @@ def _(n: Forward, dy: Any) -> Any:
 
 
 @rule(aten.native_dropout.default, outputs=1)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     if n["train"] is False:
         return (dy,)
     return (aten.native_dropout_backward(dy, n.outs[1], 0.0 if n["p"] == 1 else 1 / (1 - n["p"])),)

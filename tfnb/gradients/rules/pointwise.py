@@ -46,7 +46,7 @@ partials(aten.div.Tensor, lambda n, dy: dy / n["other"], lambda n, dy: -dy * (n.
 
 
 @rule(aten.pow.Tensor_Scalar)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     x, exponent = n["self"], n["exponent"]
     if exponent == 0:
         return (None,)

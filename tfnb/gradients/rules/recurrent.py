@@ -5,6 +5,7 @@ Differentiated a second time the net is unrolled by torch's decomposition, which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,14 +35,14 @@ def _weight(d: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 
 
 @rule(tfnb.lstm_layer.default, outputs=2)
-def _(n: Forward, dys: Any) -> Any:
+def _(n: Forward, dys: Sequence[torch.Tensor | None]) -> Any:
     y, c, act = n.outs
     dgates, dh0, dc0 = tfnb.lstm_layer_backward(dys[0], dys[1], act, c, n["c0"], n["w"])
     return {"gates": dgates, "h0": dh0, "c0": dc0, "w": lambda: _weight(dgates, _before(n["h0"], y))}
 
 
 @rule(tfnb.gru_layer.default, outputs=1)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     y, act = n.outs
     dgates, dhidden, dh0 = tfnb.gru_layer_backward(dy, act, y, n["h0"], n["w"])
     weight, bias = lambda: _weight(dhidden, _before(n["h0"], y)), lambda: dhidden.sum([0, 1])
@@ -49,13 +50,13 @@ def _(n: Forward, dy: Any) -> Any:
 
 
 @rule(tfnb.rnn_layer.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     dgates, dh0 = tfnb.rnn_layer_backward(dy, n.out, n["w"], n["tanh"])
     return {"gates": dgates, "h0": dh0, "w": lambda: _weight(dgates, _before(n["h0"], n.out))}
 
 
 @rule(tfnb.lstm_layer_backward.default, tfnb.gru_layer_backward.default, tfnb.rnn_layer_backward.default)
-def _(n: Forward, dys: Any) -> Any:
+def _(n: Forward, dys: Sequence[torch.Tensor | None]) -> Any:
     raise NoGradient(
         "a second derivative of a recurrent net over a packed sequence is not recorded: run the net on the padded "
         "batch, and mask what lies behind the end of each sequence"
@@ -90,7 +91,7 @@ rule(*sorted(ops_of("net")))(_net)
 
 
 @composite(torch.ops.aten.lstm.input)
-def _(*args: Any) -> Any:
+def _(*args: object) -> Any:
     """A net with projections, by torch's steps; torch 2.11 leaves an axis of one in its final states."""
     y, *ends = _STEPS["lstm"](*args)
     return y, *(end.flatten(1, -2) if end.dim() > 3 else end for end in ends)
@@ -100,8 +101,11 @@ nograd(tfnb.recurrent_net.default)  # feeds recurrent_net_backward alone, whose 
 
 
 @composite(tfnb.recurrent_net_backward.default)
-def _(wanted: Any, dys: Any, outs: Any, kind: str, x: Any, hx: Any, params: Any, biases: bool, layers: int, both: bool,
-      batch_first: bool) -> Any:  # fmt: skip
+def _(
+    wanted: Sequence[bool], dys: Sequence[torch.Tensor | None], outs: object, kind: str, x: torch.Tensor,
+    hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], biases: bool, layers: int, both: bool,
+    batch_first: bool,
+) -> list[Any]:  # fmt: skip
     """The net by torch's steps, and their gradient."""
     recorder = open_recorder()
     every: list[Any] = [torch.ops.aten.alias.default(t) for t in (x, *hx, *params)]  # a tensor may be given twice

@@ -64,7 +64,7 @@ def _products(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @rule(aten.prod.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     x = n["self"]
     if x.dim() == 0:
         return (dy,)
@@ -72,12 +72,12 @@ def _(n: Forward, dy: Any) -> Any:
 
 
 @rule(aten.prod.dim_int)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     return (_kept(n, dy) * _products(n["self"], n["dim"]) if n["self"].dim() else dy,)
 
 
 @rule(aten.cumprod.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     x, dim = n["self"], n["dim"]
     if x.dim() == 0:
         return (dy,)
@@ -91,7 +91,7 @@ def _(n: Forward, dy: Any) -> Any:
 for _op in (aten.cummax.default, aten.cummin.default):
 
     @rule(_op, outputs=1)
-    def _(n: Forward, dy: Any) -> Any:
+    def _(n: Forward, dy: torch.Tensor) -> Any:
         x = n["self"]
         return (dy if x.dim() == 0 else dy.new_zeros(x.shape).scatter_add(n["dim"], n.outs[1], dy),)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def _swaps_matrices(node: Node) -> bool:
     return {node.attrs["dim0"] % rank, node.attrs["dim1"] % rank} == {rank - 1, rank - 2}
 
 
-def _inverse(dims: Any) -> list[int]:
+def _inverse(dims: Sequence[int]) -> list[int]:
     """The permutation that undoes ``dims``."""
     rank = len(dims)
     back = [0] * rank
@@ -79,7 +80,7 @@ def _slice(n: Forward, x: torch.Tensor) -> torch.Tensor:
     return aten.slice.Tensor(x, n["dim"], n["start"], n["end"], n["step"])
 
 
-def _slice_back(n: Forward, dy: torch.Tensor, sizes: Any = None) -> torch.Tensor:
+def _slice_back(n: Forward, dy: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
     start = 0 if n["start"] is None else n["start"]
     end = torch.iinfo(torch.int64).max if n["end"] is None else n["end"]
     return aten.slice_backward(dy, n["self"].shape if sizes is None else sizes, n["dim"], start, end, n["step"])
@@ -110,14 +111,14 @@ def _places(n: Forward, x: torch.Tensor) -> torch.Tensor:
 
 
 @rule(aten.as_strided.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     x = n["self"]  # its rows are the memory: see tfnb.recording.overrides.as_strided
     flat = dy.new_zeros([x.numel()]).index_add(0, _places(n, x), dy.reshape(-1))
     return (flat.reshape(x.shape),)
 
 
 @rule(aten.as_strided_scatter.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     x, src = n["self"], n["src"]
     places, flat = _places(n, x), dy.reshape(-1)
     return {
@@ -130,7 +131,7 @@ def _(n: Forward, dy: Any) -> Any:
 
 
 @rule(aten.cat.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     dim = n["dim"] % dy.dim()
     start, parts = 0, []
     for x in n.inputs:
@@ -140,12 +141,12 @@ def _(n: Forward, dy: Any) -> Any:
     return parts
 
 
-def _part(dy: torch.Tensor, dim: int, start: Any, end: Any) -> Any:
+def _part(dy: torch.Tensor, dim: int, start: int | torch.SymInt | None, end: int | torch.SymInt | None) -> Any:
     return lambda: aten.slice.Tensor(dy, dim, start, end)
 
 
 @rule(aten.stack.default)
-def _(n: Forward, dy: Any) -> Any:
+def _(n: Forward, dy: torch.Tensor) -> Any:
     def part(i: int) -> Any:
         return lambda: dy.select(n["dim"], i)
 
@@ -158,7 +159,7 @@ partials(aten.unbind.int, lambda n, dys: torch.stack(list(dys), n["dim"]))
 
 
 @composite(aten._foreach_copy.default)
-def _(self: Any, src: Any, non_blocking: bool = False) -> Any:
+def _(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
     return [y.to(x.dtype).expand_as(x) for x, y in zip(self, src, strict=True)]
 
 

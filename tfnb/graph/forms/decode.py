@@ -64,7 +64,7 @@ def parse(text: str) -> dict[str, Any]:
 
 # -- reading ------------------------------------------------------------------------------------------------
 
-_ABSENT: Any = object()
+_ABSENT: object = object()
 
 
 def field(record: Mapping[str, Any], key: str, kind: Any, path: str, default: Any = _ABSENT) -> Any:
@@ -83,12 +83,12 @@ def _kind(kind: Any) -> str:
     return " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else kind.__name__
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:60]}..."
 
 
-def only(record: Any, fields: frozenset[str], path: str) -> dict[str, Any]:
+def only(record: object, fields: frozenset[str], path: str) -> dict[str, Any]:
     """``record`` if it is an object with no fields beyond ``fields``."""
     if not isinstance(record, dict):
         raise GraphFormatError(f"{path}: found {_short(record)}, expected an object")
@@ -105,7 +105,7 @@ def _strings(record: Mapping[str, Any], key: str, path: str) -> list[str]:
     return found
 
 
-def _ints(values: Any, path: str, count: int | None = None) -> list[int]:
+def _ints(values: object, path: str, count: int | None = None) -> list[int]:
     if not isinstance(values, list) or not all(type(item) is int for item in values):
         raise GraphFormatError(f"{path}: expected a list of ints, found {_short(values)}")
     if count is not None and len(values) != count:
@@ -151,7 +151,7 @@ def build(
     return field(document, "name", str, "file"), field(document, "seed", int, "file"), contents
 
 
-def _values(found: Any) -> list[Any]:
+def _values(found: object) -> list[Any]:
     """The values bound to a name; files of an earlier release hold a single value without a list."""
     return found if isinstance(found, list) and all(isinstance(value, list) for value in found) and found else [found]
 
@@ -242,7 +242,7 @@ class _Reader:
         device = field(record, "device", str, path, "cpu")
         return Spec(dtype, sizes, str(self.device(device, f"{path}.device")))
 
-    def size(self, size: Any, path: str) -> int | Dim:
+    def size(self, size: object, path: str) -> int | Dim:
         if type(size) is int and 0 <= size < SIZE_CAP:
             return size
         if isinstance(size, str):
@@ -250,7 +250,7 @@ class _Reader:
         raise GraphFormatError(f"{path}: expected a size, found {_short(size)}")
 
     @staticmethod
-    def dim(expr: Any, path: str) -> Dim:
+    def dim(expr: object, path: str) -> Dim:
         if not isinstance(expr, str):
             raise GraphFormatError(f"{path}: expected a size expression, found {_short(expr)}")
         try:
@@ -266,13 +266,13 @@ class _Reader:
             raise GraphFormatError(f"{path}: {name[:60]!r} is no torch.{kind.__name__}")
         return found
 
-    def place(self, place: Any, path: str) -> int:
+    def place(self, place: object, path: str) -> int:
         """Id of the node at that position."""
         if type(place) is not int or not 0 <= place < len(self.ids):
             raise GraphFormatError(f"{path}: {_short(place)} is no position of a node; there are {len(self.ids)}")
         return self.ids[place]
 
-    def value(self, pair: Any, path: str) -> Value:
+    def value(self, pair: object, path: str) -> Value:
         place, index = _ints(pair, path, 2)
         return Value(self.place(place, path), index)
 
@@ -365,7 +365,7 @@ class _Reader:
             raise GraphFormatError(f"{path}: {len(record)} attrs; at most {ATTR_CAP} are allowed")
         return {key: self.leaf(leaf, f"{path}.{key[:60]}") for key, leaf in record.items()}
 
-    def leaf(self, leaf: Any, path: str) -> Any:
+    def leaf(self, leaf: object, path: str) -> Any:
         """One attr; nesting is bounded by `strict_json`."""
         if isinstance(leaf, list):
             return [self.leaf(item, f"{path}[{i}]") for i, item in enumerate(leaf)]

@@ -126,7 +126,7 @@ class GraphWriter:
         number = self.recursions[function] = len(self.recursions)
         return {"id": number, "name": function.name, "limit": function.limit, "body": self.subgraph(function.body)}
 
-    def leaf(self, node: Node, key: str, leaf: Any) -> Any:
+    def leaf(self, node: Node, key: str, leaf: object) -> Any:
         """One attr in JSON; raises InvalidArgument for a type that files do not hold."""
         if leaf is None or type(leaf) in (bool, int, str):
             return leaf

@@ -136,5 +136,5 @@ def graph_hash(contents: Contents) -> str:
     return digest.hexdigest()
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -164,7 +164,7 @@ class _Writer:
         where = f" {IN_PLACE}" if IN_PLACE in node.tags else ""
         return f"{result}{one_line(node.op).removesuffix('.default')}({arguments}){where}{after}{also}{device}{specs}"
 
-    def argument(self, node: Node, key: str, value: Any) -> str:
+    def argument(self, node: Node, key: str, value: object) -> str:
         """Tensors and variables by themselves, other arguments as ``key=value``."""
         shown = self.leaf(node, value)
         return shown if isinstance(value, (Ref, Variable, torch.Tensor)) else f"{one_line(key)}={shown}"
@@ -174,7 +174,7 @@ class _Writer:
         several = self.counts.get(value.node, value.index + 1) > 1
         return self.names[value.node] + (f":{value.index}" if several else "")
 
-    def leaf(self, node: Node, leaf: Any) -> str:
+    def leaf(self, node: Node, leaf: object) -> str:
         """One attribute value, for people."""
         match leaf:
             case Ref(input=index):

@@ -265,7 +265,7 @@ class _FlowLowering:
             Port(self.emit(place, MERGE, pair, node=node, part=i)) for i, pair in enumerate(zip(no, yes, strict=True))
         ]
 
-    def token(self, place: _ScopeLowering, queue: Any) -> Port:
+    def token(self, place: _ScopeLowering, queue: object) -> Port:
         """The last op on a queue so far."""
         return place.tokens.get(queue) or Port(self.emit(place, START))
 
@@ -287,7 +287,7 @@ class _LoopLowering:
         self.after = lowering.after(place, node)
         self.limits: list[Port] = []
 
-    def emit(self, kind: str, inputs: Iterable[Port], **more: Any) -> Port:
+    def emit(self, kind: str, inputs: Iterable[Port], **more: object) -> Port:
         """An op inside of the frame that belongs to no scope there."""
         return Port(self.to.emit(self.place, kind, inputs, frame=self.frame, node=self.node, **more))
 
@@ -297,7 +297,7 @@ class _LoopLowering:
         after = self.after if bound else (*self.after, self.place.pivot)
         return self.emit(ENTER, (port,), part=(part, constant), after=after)
 
-    def start(self, value: Any) -> Port:
+    def start(self, value: object) -> Port:
         return Port(self.to.emit(self.place, START, part=value))
 
     def at(self, ref: Ref) -> Port:
@@ -470,7 +470,7 @@ def _variable(op: Op) -> Variable:
     return found
 
 
-def _is_pair(x: Any) -> bool:
+def _is_pair(x: object) -> bool:
     return isinstance(x, tuple) and not isinstance(x, Ref)
 
 
@@ -479,7 +479,7 @@ def _bound(contents: Contents) -> dict[str, tuple[Value, Spec]]:
     return {s: (v, contents.by_id[v.node].outputs[v.index]) for s, (v, _) in contents.symbols.items()}
 
 
-def _symbols(shape: Any) -> list[str]:
+def _symbols(shape: Sequence[int]) -> list[str]:
     return [s for leaf in leaves(shape) if isinstance(leaf, Dim) for s in leaf.symbols]
 
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+
+import torch
 
 from tfnb.errors import InvalidArgument, NotFound
 from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value
@@ -165,7 +166,7 @@ class StepParts:
         spec = self.spec(edge.port)
         return Crossing(self.name(edge.port), edge.source, edge.to, edge.kind, "" if spec is None else _size(spec))
 
-    def why(self, node: Any) -> Why:
+    def why(self, node: Node | torch.Tensor | str) -> Why:
         """Explain the place of a node. node: a Node, a recorded tensor, or a name.
 
         Raises NotFound, with names that are near, where the step has no such node.
@@ -218,7 +219,7 @@ class StepParts:
         inner = sorted({self._sites[each.id] for each in nested(node) if each.id in self._sites})
         return f"what is inside of it is done at {', '.join(map(str, inner or places))}"
 
-    def _find(self, item: Any) -> Node:
+    def _find(self, item: object) -> Node:
         owner = getattr(item, "graph", self.graph)
         if owner is not self.graph:
             raise InvalidArgument(f"{getattr(item, 'name', item)} is of graph {owner.name}, not of {self.graph.name}")

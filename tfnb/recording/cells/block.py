@@ -105,7 +105,9 @@ def forget(name: str) -> None:
 
 
 @contextmanager
-def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool = False) -> Iterator[Graph]:
+def record(
+    graph: Graph | str | None = None, *, device: torch.device | str | None = None, lazy: bool = False
+) -> Iterator[Graph]:
     """Record the block into a graph: ordinary torch code, run at once on samples.
 
     graph: None for a new unnamed graph, a name for a new graph of that name, a Graph to append to. device: where
@@ -140,7 +142,7 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
 @contextmanager
 def record_cell(
     graph: Graph | str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any],
-    device: Any = None, lazy: bool = False, append: bool = False, failed: Failed | None = None,
+    device: torch.device | str | None = None, lazy: bool = False, append: bool = False, failed: Failed | None = None,
     body: Sequence[ast.stmt] = (),
 ) -> Iterator[Graph]:  # fmt: skip
     """Record a notebook cell: the nodes that ``owner`` recorded before are replaced when the cell succeeds.
@@ -212,10 +214,21 @@ def _owner(graph: Graph, key: str) -> Owner:
 
 @contextmanager
 def _opened(
-    graph: Graph, owner: Owner, where: Where, names: Callable[[], Mapping[str, Any]], stop: FrameType, device: Any,
-    lazy: bool, *, append: bool, listed: bool = False, failed: Failed | None = None, is_cell: bool = False,
-    body: Sequence[ast.stmt] = (), namespace: Namespace | None = None,
-) -> Iterator[Recorder]:  # fmt: skip
+    graph: Graph,
+    owner: Owner,
+    where: Where,
+    names: Callable[[], Mapping[str, Any]],
+    stop: FrameType,
+    device: torch.device | str | None,
+    lazy: bool,
+    *,
+    append: bool,
+    listed: bool = False,
+    failed: Failed | None = None,
+    is_cell: bool = False,
+    body: Sequence[ast.stmt] = (),
+    namespace: Namespace | None = None,
+) -> Iterator[Recorder]:
     """An open recording, and its commit. listed: the graph takes its name. failed, body: see `record_cell`.
 
     is_cell: the notebook shows the notes. Elsewhere those of what no run does are warnings, in a block without a step
@@ -295,14 +308,14 @@ def _is_of_torch(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
-def _check_device(device: Any) -> None:
+def _check_device(device: torch.device | str | None) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
         raise InvalidArgument(f"device {device!r} is not available here: {str(error).splitlines()[0]}") from None
 
 
-def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
+def _enter(stack: ExitStack, recorder: Recorder, device: torch.device | str | None) -> None:
     """Enter all modes and hooks of a block; the stack leaves them in reverse order whatever happens."""
     stack.enter_context(_disable_current_modes())  # a nested recording belongs to the inner owner only
     stack.enter_context(surroundings())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -271,7 +270,7 @@ def _same(mine: list[Node], new: list[Node], moved: Mapping[Value, Value], opaqu
     return same
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     """Whether two trees of arguments are equal; of constants only the kind counts."""
     pairs = list(zip(leaves(one), leaves(other), strict=False))
     return len(pairs) == len(list(leaves(one))) == len(list(leaves(other))) and all(

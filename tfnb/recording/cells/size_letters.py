@@ -88,7 +88,7 @@ def substitute(node: Node, sizes: Mapping[str, int | str]) -> Node:
 
 def _substituted(node: Node, sizes: Mapping[str, int | str]) -> Node:
 
-    def dim(leaf: Any) -> Any:
+    def dim(leaf: object) -> Any:
         if not isinstance(leaf, Dim) or not set(leaf.symbols) & set(sizes):
             return leaf
         names = {s: sizes.get(s, s) for s in leaf.symbols}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -22,7 +22,13 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         __tracebackhide__ = True
         scopes, kwargs = self._recorder.scopes, kwargs or {}
         call = self._with_row(func) if func in _ROWS else func
@@ -48,7 +54,7 @@ class Functions(TorchFunctionMode):
         return call
 
 
-def _name(func: Any) -> str:
+def _name(func: Callable[..., Any]) -> str:
     name = (getattr(func, "__name__", "") or "op").partition(".")[0]
     if name == "__get__":  # a property such as x.T or x.shape
         name = getattr(getattr(func, "__self__", None), "__name__", name)

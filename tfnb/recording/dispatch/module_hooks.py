@@ -17,7 +17,7 @@ from tfnb.recording.marks.while_recording import SharedContext
 from tfnb.recording.values.recording import Recording, open_recording
 
 
-def _before(module: torch.nn.Module, args: Any) -> None:
+def _before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
     recording = open_recording()
     if recording is not None:
         _refuse_backward_hooks(module, recording)
@@ -30,7 +30,7 @@ def _before(module: torch.nn.Module, args: Any) -> None:
             recording.python.enter(module)
 
 
-def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
+def _after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     recording = open_recording()
     if recording is not None:
         recording.buffers.compare_held(recording.scopes.exit(module))

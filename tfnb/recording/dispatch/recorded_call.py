@@ -42,7 +42,7 @@ def absent(device: str) -> Spec:
     return Spec(torch.bool, (0,), device)
 
 
-def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+def record_call(rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Record one op: node, fake result, sample result."""
     __tracebackhide__ = True
     inputs: list[Entry] = []
@@ -115,7 +115,7 @@ def _samples_of(
         return None
 
 
-def _rely_on(rec: Recording, func: Op, equality: Any) -> None:
+def _rely_on(rec: Recording, func: Op, equality: object) -> None:
     """Guard later nodes by an equality of data-dependent sizes; raises ShapeError if the samples violate the equality.
 
     The kernel refuses other sizes by itself, but for one row, which it broadcasts: no later shape or gradient expects
@@ -144,7 +144,7 @@ def _are_integers(inputs: list[Entry]) -> bool:
 
 
 def _arguments(
-    rec: Recording, tree: Any, inputs: list[Entry], fake: Callable[[Entry], torch.Tensor]
+    rec: Recording, tree: object, inputs: list[Entry], fake: Callable[[Entry], torch.Tensor]
 ) -> tuple[Any, Any]:
     """An argument tree twice: as attrs (Ref, Dim), and on fakes. Tensors are added to ``inputs``."""
     if isinstance(tree, torch.Tensor):
@@ -166,7 +166,7 @@ def _arguments(
     return rec.symbols.leaf(tree), tree
 
 
-def _on_samples(rec: Recording, tree: Any, samples: Iterator[torch.Tensor | None]) -> Any:
+def _on_samples(rec: Recording, tree: object, samples: Iterator[torch.Tensor | None]) -> Any:
     """An argument tree with each tensor replaced by the next sample."""
     if isinstance(tree, torch.Tensor):
         return next(samples)
@@ -181,11 +181,11 @@ def _on_samples(rec: Recording, tree: Any, samples: Iterator[torch.Tensor | None
     return _UNTOLD if found is None else found
 
 
-def _is_untold(leaf: Any) -> bool:
+def _is_untold(leaf: object) -> bool:
     return leaf is _UNTOLD
 
 
-def _fake_call(rec: Recording, func: Op, args: Any, kwargs: Any, inputs: list[Entry]) -> Any:
+def _fake_call(rec: Recording, func: Op, args: object, kwargs: object, inputs: list[Entry]) -> Any:
     __tracebackhide__ = True
     try:
         if lacks_shapes(func):
@@ -220,7 +220,7 @@ def _sample_call(
 
 
 def _viewed(
-    rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any
+    rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Base | None, tuple[View, ...], dict[str, Any]]:
     """For a view op: the base of the view, the chain of views so far, and the arguments without the viewed tensor."""
     if not own.is_view:

@@ -7,7 +7,7 @@ the recording changes: variables, modules, user tensors and torch's random state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -388,13 +388,15 @@ class Recorder(TorchDispatchMode):
         if all(not other.covers(guard) for other in self.tape.guards):
             self.tape.guards.append(guard)
 
-    def settled(self, expr: Any) -> Any:
+    def settled(self, expr: sympy.Expr) -> Any:
         """Answer for a size that only data tell: take the samples' answer, and guard that a run agrees."""
         return settle_size(self, expr)
 
     # -- the dispatch mode --------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Op, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         __tracebackhide__ = True
         if isinstance(func, HigherOrderOperator):
             return higher_order.call(self, func, args, kwargs or {})
@@ -406,7 +408,7 @@ class Recorder(TorchDispatchMode):
         raise_held()
         return result
 
-    def _dispatched(self, func: Op, args: Any, kwargs: Any) -> Any:
+    def _dispatched(self, func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
         row = _ANSWERS.get(func)
         if row is not None:

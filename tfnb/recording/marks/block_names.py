@@ -184,7 +184,7 @@ class Namespace:
         """The names of a frame."""
         return cls(frame.f_globals, None if frame.f_locals is frame.f_globals else frame.f_code)
 
-    def get(self, name: str, missing: Any = None) -> Any:
+    def get(self, name: str, missing: object = None) -> Any:
         """The current value of a name; ``missing`` if unbound, or if its function has returned."""
         function = self.function
         if function is None or name not in (*function.co_varnames, *function.co_cellvars, *function.co_freevars):

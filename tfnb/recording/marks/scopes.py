@@ -86,7 +86,7 @@ class Scopes:
 
     # -- modules --------------------------------------------------------------------------------------------
 
-    def enter(self, module: torch.nn.Module, held: Any = ()) -> None:
+    def enter(self, module: torch.nn.Module, held: object = ()) -> None:
         """A module's forward begins; `exit` returns ``held``."""
         names = self._modules[-1].names if self._modules else {}
         before = len(self.path)
@@ -128,7 +128,7 @@ class Scopes:
                 if (module, attribute) not in label.places:
                     label.places.append((module, attribute))
 
-    def python_name(self, target: Any) -> str | None:
+    def python_name(self, target: object) -> str | None:
         """The name that the user's program has for an object."""
         found = [n for n, v in self._names().items() if v is target and not n.startswith("_")]
         return found[0] if found else None
@@ -166,7 +166,7 @@ def modules_of(names: Mapping[str, Any]) -> list[torch.nn.Module]:
     return [module for value in list(names.values()) for module in _modules_of(value)]
 
 
-def _modules_of(value: Any) -> list[torch.nn.Module]:
+def _modules_of(value: object) -> list[torch.nn.Module]:
     """A module; or the modules in a short list or dict, or among an object's attributes."""
     if isinstance(value, torch.nn.Module):
         return [value]

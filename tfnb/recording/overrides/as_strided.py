@@ -7,6 +7,7 @@ under the recorder, as those of `tfnb.recording.overrides`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,19 +21,30 @@ aten = torch.ops.aten
 
 
 @override(Stage.OP, aten.as_strided.default)
-def _as_strided(rec: Recording, x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+def _as_strided(
+    rec: Recording, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Any:
     offset = x.storage_offset() if storage_offset is None else storage_offset
     memory = _memory(rec, rec.handle(x))
     return NotImplemented if memory is x else aten.as_strided(memory, size, stride, offset)
 
 
 @override(Stage.OP, aten.as_strided_copy.default)
-def _as_strided_copy(rec: Recording, x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+def _as_strided_copy(
+    rec: Recording, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Any:
     return aten.as_strided(x, size, stride, storage_offset).clone()
 
 
 @override(Stage.OP, aten.as_strided_scatter.default)
-def _as_strided_scatter(rec: Recording, x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+def _as_strided_scatter(
+    rec: Recording,
+    x: torch.Tensor,
+    src: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Any:
     """As torch: a copy with the same strides, then a write into the copy."""
     if _rows_are_memory(x):
         return NotImplemented
@@ -59,7 +71,7 @@ def _memory(rec: Recording, x: Any) -> Any:
     return memory
 
 
-def _rows_are_memory(x: Any) -> bool:
+def _rows_are_memory(x: torch.Tensor) -> bool:
     """Whether the elements are contiguous in memory for all varying sizes."""
     each = zip(x.shape, x.stride(), range(1, x.dim() + 1), strict=True)
     return statically_known_true(x.storage_offset() == 0) and all(

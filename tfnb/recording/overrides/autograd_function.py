@@ -46,7 +46,7 @@ class Context(FunctionCtx):
     materialize_grads = True
     needs_input_grad: tuple[bool, ...] = ()
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._forward_cls = function
 
     @property
@@ -62,12 +62,12 @@ class Context(FunctionCtx):
                 setattr(self, name, kept(recorder, value))
 
 
-def recorded_apply(original: Any) -> Any:
+def recorded_apply(original: Callable[..., Any]) -> Any:
     """`Function.apply` while something is recorded."""
     return classmethod(_apply)
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     recorder = open_recording()
     if recorder is None or not issubclass(cls, torch.autograd.Function):
         return super(_Base, cls).apply(*args, **kwargs)
@@ -118,7 +118,7 @@ def _conducts(recorder: Recording, value: Any) -> bool:
     return floats(value) and (isinstance(value, Tensor) or recorder.variable_of(value) is not None)
 
 
-def _among(value: Any, others: Any) -> bool:
+def _among(value: torch.Tensor, others: Any) -> bool:
     return any(value is other for other in others)
 
 
@@ -126,7 +126,7 @@ def _backward_of(cls: Any) -> Callable[..., Any]:
     return cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
 
 
-def _whose(cls: Any) -> str:
+def _whose(cls: type) -> str:
     return f"the torch.autograd.Function {cls.__name__}"
 
 
@@ -163,13 +163,13 @@ class _Backward:
     """The rule of one call: runs the Function's backward under the recorder."""
 
     def __init__(
-        self, cls: Any, ctx: Context, wanted: list[int], arguments: int, outs: list[Any], ends: list[int]
+        self, cls: type, ctx: Context, wanted: list[int], arguments: int, outs: list[Any], ends: list[int]
     ) -> None:
         self.cls, self.ctx, self.wanted, self.arguments = cls, ctx, wanted, arguments
         self.ends, self.others = ends, {i: out for i, out in enumerate(outs) if i not in ends}
         self.outputs = len(outs)
 
-    def __call__(self, n: Any, dys: Any) -> list[Any]:
+    def __call__(self, n: Any, dys: Sequence[torch.Tensor | None]) -> list[Any]:
         needed = {place: n.needed[i] for i, place in enumerate(self.wanted)}
         self.ctx.needs_input_grad = tuple(needed.get(i, False) for i in range(self.arguments))
         grads = self._called([self._cotangent(i, dys) for i in range(self.outputs)])

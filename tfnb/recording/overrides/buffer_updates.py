@@ -17,7 +17,7 @@ aten = torch.ops.aten
 @override(Stage.OP, aten.batch_norm.default)
 def _batch_norm(
     rec: Recording,
-    x: Any,
+    x: torch.Tensor,
     w: Any,
     b: Any,
     mean: Any,
@@ -53,7 +53,14 @@ def batch_count(module: Any) -> Any:
 
 @override(Stage.OP, aten._batch_norm_with_update.default)
 def _batch_norm_with_update(
-    rec: Recording, x: Any, w: Any, b: Any, mean: Any, var: Any, momentum: float, eps: float
+    rec: Recording,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    momentum: float,
+    eps: float,
 ) -> Any:
     found = aten._batch_norm_with_update_functional(x, w, b, mean, var, momentum, eps)
     rebind(rec, mean, found[4])
@@ -63,7 +70,15 @@ def _batch_norm_with_update(
 
 @override(Stage.OP, aten._fused_moving_avg_obs_fq_helper.default)
 def _observed(
-    rec: Recording, x: Any, observes: Any, quantizes: Any, least: Any, most: Any, scale: Any, zero: Any, *rest: Any
+    rec: Recording,
+    x: torch.Tensor,
+    observes: Any,
+    quantizes: Any,
+    least: Any,
+    most: Any,
+    scale: torch.Tensor,
+    zero: Any,
+    *rest: object,
 ) -> Any:
     """The range that an observer of quantization-aware training sees moves with the batches of the runs."""
     if least.numel() == 0:
@@ -80,7 +95,7 @@ def _observed(
 
 
 @override(Stage.OP, aten.rrelu_with_noise.default)
-def _rrelu(rec: Recording, x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
+def _rrelu(rec: Recording, x: torch.Tensor, noise: torch.Tensor, *args: object, **kwargs: object) -> Any:
     out, drawn = aten.rrelu_with_noise_functional(x, noise, *args, **kwargs)
     rebind(rec, noise, drawn)
     return out
@@ -88,7 +103,15 @@ def _rrelu(rec: Recording, x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any
 
 @override(Stage.OP, aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 def _native_batch_norm(
-    rec: Recording, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+    rec: Recording,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor,
+    mean: torch.Tensor | None,
+    var: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> Any:
     if not training:
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)

@@ -32,6 +32,6 @@ def constructing(rec: Recording, own: Facts, args: Any) -> bool:
     return False
 
 
-def fixed(args: Any) -> Any:
+def fixed(args: object) -> Any:
     """The arguments of such a call: a size that becomes one of a parameter is the sample's from here on."""
     return tree_map_only(torch.SymInt, int, args)

@@ -29,18 +29,18 @@ ops = torch.ops.tfnb
 
 
 @override(Stage.FUNCTION, torch.Tensor.__getitem__)
-def _get_item(rec: Recording, x: Any, index: Any) -> Any:
+def _get_item(rec: Recording, x: torch.Tensor, index: object) -> Any:
     """``x[index]``."""
     return torch.Tensor.__getitem__(*_looked(rec, x, index))
 
 
 @override(Stage.FUNCTION, torch.Tensor.__setitem__)
-def _set_item(rec: Recording, x: Any, index: Any, value: Any) -> None:
+def _set_item(rec: Recording, x: torch.Tensor, index: object, value: torch.Tensor | torch.types.Number) -> None:
     """``x[index] = value``."""
     torch.Tensor.__setitem__(*_looked(rec, x, index), value)
 
 
-def _looked(rec: Recording, x: Any, index: Any) -> tuple[Any, Any]:
+def _looked(rec: Recording, x: torch.Tensor, index: Any) -> tuple[Any, Any]:
     """``x`` and ``index`` with each recorded number or size as row 0 of the one row that it picks, each slice by
     recorded numbers as all of the rows that it picks, and each truth value as a mask of one element over an axis of its
     own."""
@@ -65,23 +65,23 @@ def _looked(rec: Recording, x: Any, index: Any) -> tuple[Any, Any]:
     return x, tuple(items)
 
 
-def _is_functorch(x: Any) -> bool:
+def _is_functorch(x: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def _is_whole(item: Any) -> bool:
+def _is_whole(item: object) -> bool:
     return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in _WHOLE
 
 
-def _is_single(item: Any) -> bool:
+def _is_single(item: object) -> bool:
     return isinstance(item, torch.SymInt) or _is_whole(item) or _is_truth(item)
 
 
-def _is_truth(item: Any) -> bool:
+def _is_truth(item: object) -> bool:
     return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in _MASKS
 
 
-def _is_slice(item: Any) -> TypeGuard[slice]:
+def _is_slice(item: object) -> TypeGuard[slice]:
     """Whether an index is a slice with recorded ends. Torch handles slices with a recorded step."""
     return isinstance(item, slice) and (_is_whole(item.start) or _is_whole(item.stop)) and not _is_whole(item.step)
 
@@ -94,19 +94,19 @@ def _axes(item: Any) -> int:
     return item.dim() if is_mask else 1
 
 
-def _number(item: Any) -> Any:
+def _number(item: object) -> Any:
     """A number or size as a tensor."""
     return item if isinstance(item, torch.Tensor) else torch.ops.aten.scalar_tensor(item, dtype=torch.int64)
 
 
-def _row(rec: Recording, item: Any, size: Any) -> Any:
+def _row(rec: Recording, item: object, size: int | torch.SymInt) -> Any:
     """The place of a number in an axis of so many rows: a number below 0 counts from the end."""
     number = _number(item)
     found = number if _said(rec, item).is_nonnegative else torch.where(number < 0, number + size, number)
     return found.reshape(1).long()
 
 
-def _rows(rec: Recording, x: Any, axis: int, rows: Any) -> Tensor:
+def _rows(rec: Recording, x: torch.Tensor, axis: int, rows: torch.Tensor) -> Tensor:
     """These rows, as a view."""
     rows = rows.to(x.device)
     view = View(torch.ops.aten.index_select.default, {"dim": axis, "index": rows}, 0, torch.is_grad_enabled())
@@ -118,7 +118,7 @@ def _rows(rec: Recording, x: Any, axis: int, rows: Any) -> Tensor:
 # -- slices and ranges ----------------------------------------------------------------------------------------------
 
 
-def _span(rec: Recording, item: slice, size: Any) -> Any:
+def _span(rec: Recording, item: slice, size: int | torch.SymInt) -> Any:
     """The rows that a slice picks of so many. ``[t:t + 1]`` is one row; the end of ``x`` may cut longer ones short."""
     start = 0 if item.start is None else item.start
     stop = _END if item.stop is None else item.stop
@@ -129,7 +129,7 @@ def _span(rec: Recording, item: slice, size: Any) -> Any:
     return ops.index_span(_number(start), _number(stop), 1 if item.step is None else item.step, size)
 
 
-def _said(rec: Recording, number: Any) -> sympy.Expr:
+def _said(rec: Recording, number: object) -> sympy.Expr:
     """A number in terms of recorded ones that are no sum or product."""
     if isinstance(number, Tensor):
         return _of_value(rec, rec._entry(number).value)
@@ -154,7 +154,7 @@ def _of_value(rec: Recording, value: Value, deep: int = _DEEP) -> sympy.Expr:
 
 
 @override(Stage.FUNCTION, torch.select, torch.Tensor.select)
-def _select(rec: Recording, x: Any, dim: int, index: Any) -> Any:
+def _select(rec: Recording, x: torch.Tensor, dim: int, index: object) -> Any:
     """torch.select of a recorded number."""
     if not _is_whole(index) or _is_functorch(x):
         return NotImplemented
@@ -162,7 +162,7 @@ def _select(rec: Recording, x: Any, dim: int, index: Any) -> Any:
 
 
 @override(Stage.FUNCTION, torch.narrow, torch.Tensor.narrow)
-def _narrow(rec: Recording, x: Any, dim: int, start: Any, length: Any) -> Any:
+def _narrow(rec: Recording, x: torch.Tensor, dim: int, start: Any, length: Any) -> Any:
     """torch.narrow from a recorded number on."""
     if not _is_whole(start) or _is_functorch(x):
         return NotImplemented
@@ -171,7 +171,7 @@ def _narrow(rec: Recording, x: Any, dim: int, start: Any, length: Any) -> Any:
 
 
 @override(Stage.FUNCTION, torch.arange)
-def _arange(rec: Recording, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+def _arange(rec: Recording, *args: object, dtype: torch.dtype | None = None, **kwargs: object) -> Any:
     """torch.arange of recorded numbers."""
     words = ("start", "end", "step")
     named = {word: kwargs.pop(word) for word in words if word in kwargs}

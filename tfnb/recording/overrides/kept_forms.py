@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ aten = torch.ops.aten
 
 
 @override(Stage.OP, aten.scaled_dot_product_attention.default)
-def _attention(rec: Recording, *args: Any, **kwargs: Any) -> Any:
+def _attention(rec: Recording, *args: object, **kwargs: object) -> Any:
     """Attention stays whole, but its dropout must be drawn by a node of its own."""
     dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
     if not dropout:
@@ -23,13 +24,13 @@ def _attention(rec: Recording, *args: Any, **kwargs: Any) -> Any:
 
 
 @override(Stage.OP, aten.dropout.default)
-def _dropout(rec: Recording, x: Any, p: float, train: bool) -> Any:
+def _dropout(rec: Recording, x: torch.Tensor, p: float, train: bool) -> Any:
     """Without dropping, torch returns the input itself, whatever a device's kernel does."""
     return NotImplemented if train and p else x
 
 
 @override(Stage.OP, aten._efficientzerotensor.default)
-def _zeros(rec: Recording, size: Any, **options: Any) -> Any:
+def _zeros(rec: Recording, size: Sequence[int], **options: Any) -> Any:
     """Zeros of forward mode as real zeros: torch's memoryless zeros would be read by kernels behind its handling."""
     return torch.zeros(size, **options)
 
@@ -41,12 +42,12 @@ def _lift(rec: Recording, x: Any) -> Any:
 
 
 @override(Stage.OP, aten._conj.default)
-def _conj(rec: Recording, x: Any) -> Any:
+def _conj(rec: Recording, x: torch.Tensor) -> Any:
     """torch conjugates lazily, by a bit on the view; a recorded view holds the numbers themselves."""
     return rec.record_view(aten._conj.default, aten._conj_physical.default, x)
 
 
 @override(Stage.OP, aten._neg_view.default)
-def _neg(rec: Recording, x: Any) -> Any:
+def _neg(rec: Recording, x: torch.Tensor) -> Any:
     """Lazily negated, in the same way."""
     return rec.record_view(aten._neg_view.default, aten.neg.default, x)

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 @override(Stage.OP, aten.linear.default)
-def _linear(rec: Recording, x: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(rec: Recording, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     """One matrix product over all leading axes: with symbolic sizes torch would expand the weight over the batch."""
     if x.dim() < 2:
         return NotImplemented
@@ -25,7 +25,7 @@ def _linear(rec: Recording, x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 @override(Stage.OP, aten.matmul.default)
-def _matmul(rec: Recording, a: Any, b: Any) -> Any:
+def _matmul(rec: Recording, a: torch.Tensor, b: torch.Tensor) -> Any:
     if a.dim() < 3 or b.dim() != 2:
         return NotImplemented
     return a.flatten(0, -2).mm(b).view(*a.shape[:-1], b.shape[-1])
@@ -38,7 +38,7 @@ def _cdist(rec: Recording, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any =
 
 
 @override(Stage.OP, aten.linalg_tensorinv.default)
-def _tensorinv(rec: Recording, x: Any, ind: int = 2) -> Any:
+def _tensorinv(rec: Recording, x: torch.Tensor, ind: int = 2) -> Any:
     rows, columns = x.shape[:ind], x.shape[ind:]
     return torch.linalg.inv(x.reshape(math.prod(columns), -1)).reshape(*columns, *rows)
 
@@ -46,7 +46,7 @@ def _tensorinv(rec: Recording, x: Any, ind: int = 2) -> Any:
 def _checked(op: Any, count: int) -> Callable[..., Any]:
     """A factorization as the op that checks itself: torch's separate check gives no value that a run would need."""
 
-    def row(rec: Recording, *args: Any, **kwargs: Any) -> Any:
+    def row(rec: Recording, *args: object, **kwargs: object) -> Any:
         found = op(*args, **kwargs, check_errors=True)
         return found[:count] if count > 1 else found[0]
 

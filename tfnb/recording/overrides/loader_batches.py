@@ -61,7 +61,7 @@ def _refuse(rec: Recording, recorded: Collection[RecordedTensor]) -> None:
             waiting += [value.node for value in node.inputs if value.node not in seen]
 
 
-def _remembered(rec: Recording, part: Any) -> Any:
+def _remembered(rec: Recording, part: object) -> Any:
     part = part.sample if isinstance(part, RecordedTensor) else part
     if isinstance(part, torch.Tensor):
         part = part if part._base is None else part.detach()  # a view of a recorded tensor would keep that

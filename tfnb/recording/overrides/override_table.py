@@ -29,7 +29,7 @@ class Stage(Enum):
 OVERRIDES: dict[Stage, dict[Any, Row]] = {stage: {} for stage in Stage}
 
 
-def override(stage: Stage, *keys: Any) -> Callable[[_Row], _Row]:
+def override(stage: Stage, *keys: object) -> Callable[[_Row], _Row]:
     """Decorator: the function is the row of these ops, functions or classes at a stage.
 
     >>> @override(Stage.FUNCTION, len)

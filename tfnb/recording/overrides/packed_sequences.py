@@ -34,7 +34,7 @@ class Packing:
     rows: torch.Tensor
     places: torch.Tensor  # [T, B] of the data's rows; 0 outside
 
-    def pad(self, data: Any, value: float = 0.0) -> Any:
+    def pad(self, data: torch.Tensor, value: float = 0.0) -> Any:
         """[T, B, ...] of the data, ``value`` outside."""
         inside = self.inside.view(*self.inside.shape, *[1] * (data.dim() - 1))
         return torch.where(inside, data[self.places], value)
@@ -45,22 +45,22 @@ class Packing:
         at = time.clamp_max(self.inside.shape[0] - 1)
         return replace(self, inside=time.unsqueeze(1) < self.lengths, places=self.places[at])
 
-    def pack(self, padded: Any) -> Any:
+    def pack(self, padded: torch.Tensor) -> Any:
         """The data's rows of [T, B, ...]."""
         return padded[self.times, self.rows]
 
-    def last(self, padded: Any) -> Any:
+    def last(self, padded: torch.Tensor) -> Any:
         """[B, ...]: the value at the last step of each row."""
         return padded[self.lengths - 1, torch.arange(self.lengths.shape[0])]
 
-    def backwards(self, padded: Any) -> Any:
+    def backwards(self, padded: torch.Tensor) -> Any:
         """Each row's own steps in reverse."""
         time = torch.arange(self.inside.shape[0]).unsqueeze(1)
         return padded[torch.where(self.inside, self.lengths - 1 - time, time), torch.arange(self.lengths.shape[0])]
 
 
 @override(Stage.OP, aten._pack_padded_sequence.default)
-def pack(rec: Recording, x: Any, lengths: Any, batch_first: bool) -> Any:
+def pack(rec: Recording, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
     """`torch._pack_padded_sequence`: rows of the data by step, and how many rows have each step."""
     x = x.transpose(0, 1) if batch_first else x
     steps = x.shape[0]
@@ -76,7 +76,7 @@ def pack(rec: Recording, x: Any, lengths: Any, batch_first: bool) -> Any:
 
 
 @override(Stage.FUNCTION, torch._pad_packed_sequence)
-def pad(rec: Recording, data: Any, batch_sizes: Any, batch_first: bool, value: float, total: Any) -> Any:
+def pad(rec: Recording, data: Any, batch_sizes: object, batch_first: bool, value: float, total: Any) -> Any:
     """`torch._pad_packed_sequence`: as many steps as the longest row has, or ``total``."""
     if not isinstance(batch_sizes, Tensor):
         return NotImplemented
@@ -96,8 +96,8 @@ def layers(biases: int, cell: Cell, *, several: bool = False) -> Callable[..., A
     """The row of one kind of net; ``biases`` says how many of the two are part of the gates."""
 
     def row(
-        rec: Recording, data: Any, batch_sizes: Any, hx: Any, params: Any, has_biases: bool, num_layers: int,
-        dropout: float, train: bool, both: bool,
+        rec: Recording, data: torch.Tensor, batch_sizes: torch.Tensor, hx: Any, params: list[torch.Tensor],
+        has_biases: bool, num_layers: int, dropout: float, train: bool, both: bool,
     ) -> Any:  # fmt: skip
         packing, ways, firsts = _packing(rec, batch_sizes), 1 + both, hx if several else [hx]
         per = 4 if has_biases else 2
@@ -134,7 +134,7 @@ def _rnn(tanh: bool) -> Cell:
     return lambda gates, first, own: (tfnb.rnn_layer(gates, first[0], own[1], tanh),)
 
 
-def _packing(rec: Recording, batch_sizes: Any) -> Packing:
+def _packing(rec: Recording, batch_sizes: torch.Tensor) -> Packing:
     if batch_sizes not in rec.packings:
         raise Unsupported(
             "a packed sequence whose batch sizes were not made by pack_padded_sequence in this recording: pack it "

@@ -19,7 +19,7 @@ _set: Callable[..., None] = torch.Tensor.data.__set__  # type: ignore[attr-defin
 
 
 @override(Stage.FUNCTION, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
-def _set_data(rec: Recording, tensor: Any, new: Any) -> None:
+def _set_data(rec: Recording, tensor: torch.Tensor, new: object) -> None:
     """``x.data = new``: replace the memory, unseen by gradients. Modules made inside the block are converted
     for real.
     """
@@ -40,7 +40,7 @@ def _set_data(rec: Recording, tensor: Any, new: Any) -> None:
 def _array(original: Callable[..., Any]) -> Callable[..., Any]:
     """The memory of a plain tensor as an array; torch would ask for a detached handle, and get a recorded one."""
 
-    def to_numpy(rec: Recording, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def to_numpy(rec: Recording, tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         with _disable_current_modes():
             return original(rec.outside.written(tensor), *args, **kwargs)
 

@@ -24,24 +24,24 @@ aten = torch.ops.aten
 
 
 @override(Stage.ANSWER, aten.size.default)
-def _size(rec: Recording, x: Any) -> list[int]:
+def _size(rec: Recording, x: torch.Tensor) -> list[int]:
     """Sizes as numbers for a composite in C++; fixing them is recorded as equalities, with a warning."""
     return [int(size) for size in x.size()]
 
 
 @override(Stage.ANSWER, aten.stride.default)
-def _stride(rec: Recording, x: Any) -> list[int]:
+def _stride(rec: Recording, x: torch.Tensor) -> list[int]:
     return [int(size) for size in x.stride()]
 
 
 @override(Stage.ANSWER, aten.is_same_size.default)
-def _is_same_size(rec: Recording, a: Any, b: Any) -> bool:
+def _is_same_size(rec: Recording, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Decided by this line: the kernel's own answer would be nobody's."""
     return a.dim() == b.dim() and all(rec.symbols.decided(m == n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
 @override(Stage.ANSWER, aten._nested_tensor_from_mask_left_aligned.default)
-def _padded(rec: Recording, x: Any, mask: Any, mask_check: bool = True) -> bool:
+def _padded(rec: Recording, x: torch.Tensor, mask: torch.Tensor, mask_check: bool = True) -> bool:
     """Whether a transformer may skip its padding: never, since the answer would depend on the mask."""
     return False
 
@@ -88,7 +88,7 @@ def guard_number(rec: Recording, tensor: Tensor) -> None:
 def _comparison(op: Op, elements: Callable[..., Any]) -> Callable[..., Any]:
     """The row of a comparison that gives a Python bool; ``elements`` gives the element-wise comparison."""
 
-    def row(rec: Recording, *args: Any, **kwargs: Any) -> bool:
+    def row(rec: Recording, *args: object, **kwargs: object) -> bool:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if not any(isinstance(t, Tensor) for t in tensors):
             return op(*args, **kwargs)

@@ -6,11 +6,12 @@ strides of a part each write would take a copy. The same functions of the same n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._ops import OpOverload
 
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
@@ -18,18 +19,33 @@ from tfnb.recording.values.recording import Recording
 aten = torch.ops.aten
 
 
-def _fits(x: Any, *states: Any) -> bool:
+def _fits(x: torch.Tensor, *states: Any) -> bool:
     """Whether torch's own kernel accepts the arguments; others, and refusals, are left to torch."""
     plain = x.device.type == "cpu" and x.dim() == 2 and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     return plain and all(h.dim() == 2 and h.shape[0] == x.shape[0] for h in states)
 
 
-def _products(x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> tuple[Any, Any]:
+def _products(
+    x: torch.Tensor,
+    h: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None,
+    b_hh: torch.Tensor | None,
+) -> tuple[Any, Any]:
     return F.linear(x, w_ih, b_ih), F.linear(h, w_hh, b_hh)
 
 
 @override(Stage.OP, aten.lstm_cell.default)
-def _lstm(rec: Recording, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def _lstm(
+    rec: Recording,
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> Any:
     h, c = hx
     if not _fits(x, h, c):
         return NotImplemented
@@ -40,7 +56,15 @@ def _lstm(rec: Recording, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = Non
 
 
 @override(Stage.OP, aten.gru_cell.default)
-def _gru(rec: Recording, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def _gru(
+    rec: Recording,
+    x: torch.Tensor,
+    h: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> Any:
     if not _fits(x, h):
         return NotImplemented
     (xr, xz, xn), (hr, hz, hn) = (part.chunk(3, 1) for part in _products(x, h, w_ih, w_hh, b_ih, b_hh))
@@ -50,7 +74,15 @@ def _gru(rec: Recording, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None,
 
 
 def _rnn(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    def row(rec: Recording, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    def row(
+        rec: Recording,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        w_ih: torch.Tensor,
+        w_hh: torch.Tensor,
+        b_ih: torch.Tensor | None = None,
+        b_hh: torch.Tensor | None = None,
+    ) -> Any:
         if not _fits(x, h):
             return NotImplemented
         of_x, of_h = _products(x, h, w_ih, w_hh, b_ih, b_hh)
@@ -63,16 +95,24 @@ override(Stage.OP, aten.rnn_tanh_cell.default)(_rnn(torch.tanh))
 override(Stage.OP, aten.rnn_relu_cell.default)(_rnn(torch.relu))
 
 
-def _recurrent(op: Any) -> Callable[..., Any]:
+def _recurrent(op: OpOverload) -> Callable[..., Any]:
     """Recurrent layers stay whole; layers with dropout between them are recorded one by one, with the draws.
 
     torch's own decomposition (2.13) leaves the dropout out.
     """
 
     def row(
-        rec: Recording, x: Any, hx: Any, params: Any, biases: bool, layers: int, dropout: float, train: bool,
-        both: bool, batch_first: bool,
-    ) -> Any:  # fmt: skip
+        rec: Recording,
+        x: torch.Tensor,
+        hx: Any,
+        params: Sequence[torch.Tensor],
+        biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        both: bool,
+        batch_first: bool,
+    ) -> Any:
         if not (dropout and train and layers > 1):
             return NotImplemented
         several, ways, each = isinstance(hx, (list, tuple)), 1 + both, len(params) // layers

@@ -17,7 +17,7 @@ _SEQUENCE = ("draw", "ff_", "initialize_state_", "scramble_")
 
 
 def _refused(why: str) -> Any:
-    def refuse(rec: Recording, *args: Any, **options: Any) -> Any:
+    def refuse(rec: Recording, *args: object, **options: object) -> Any:
         raise Unsupported(f"{why}{rec.tape.at()}")
 
     return refuse

@@ -6,10 +6,11 @@ have none or one that decides by the sizes of the sample. Each is called on fake
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import (
     _constrain_range_for_size,
     free_unbacked_symbols,
@@ -26,16 +27,16 @@ _LENGTHS = ValueRanges(0, int_oo)  # of an axis that varies
 
 
 @override(Stage.SHAPE, aten.lstm.input)
-def _lstm_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
+def _lstm_shape(x: torch.Tensor, hx: Sequence[torch.Tensor], params: object, *rest: object) -> Any:
     return _recurrent_out(x, hx[0], rest), hx[0].clone(), hx[1].clone()
 
 
 @override(Stage.SHAPE, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-def _rnn_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
+def _rnn_shape(x: torch.Tensor, hx: torch.Tensor, params: object, *rest: object) -> Any:
     return _recurrent_out(x, hx, rest), hx.clone()
 
 
-def _recurrent_out(x: Any, hx: Any, rest: Any) -> Any:
+def _recurrent_out(x: torch.Tensor, hx: torch.Tensor, rest: Any) -> Any:
     *_, bidirectional, batch_first = rest
     first, second = (1, 0) if batch_first else (0, 1)
     out = x.new_empty((x.shape[first], x.shape[second], hx.shape[-1] * (2 if bidirectional else 1)))
@@ -43,7 +44,7 @@ def _recurrent_out(x: Any, hx: Any, rest: Any) -> Any:
 
 
 @override(Stage.SHAPE, aten.view.default)
-def _view(x: Any, size: Any) -> Any:
+def _view(x: Any, size: Sequence[Any]) -> Any:
     """torch's rule for views, in fake mode; outside, torch would load its distributed tensors."""
     if free_unbacked_symbols([*x.shape, *size]):
         return aten.view.default(x, size)
@@ -59,7 +60,7 @@ def _view(x: Any, size: Any) -> Any:
     aten._fake_quantize_learnable_per_tensor_affine.default,
     aten._fake_quantize_learnable_per_channel_affine.default,
 )
-def _like_first(*args: Any, **_: Any) -> Any:
+def _like_first(*args: Any, **_: object) -> Any:
     return torch.empty_like(args[0])
 
 
@@ -69,7 +70,7 @@ def _like_first(*args: Any, **_: Any) -> Any:
     aten.fake_quantize_per_channel_affine_cachemask.default,
     aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
 )
-def _rounded_and_mask(x: Any, *_: Any) -> Any:
+def _rounded_and_mask(x: torch.Tensor, *_: object) -> Any:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
 
@@ -78,7 +79,7 @@ def _rounded_and_mask(x: Any, *_: Any) -> Any:
     aten._fake_quantize_learnable_per_tensor_affine_backward.default,
     aten._fake_quantize_learnable_per_channel_affine_backward.default,
 )
-def _learned_quantization(dy: Any, x: Any, scale: Any, zero: Any, *_: Any) -> Any:
+def _learned_quantization(dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, zero: Any, *_: object) -> Any:
     return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(zero)
 
 
@@ -99,7 +100,7 @@ def _like_second(*args: Any) -> Any:
 
 
 @override(Stage.SHAPE, aten._upsample_bicubic2d_aa_backward.default)
-def _resized_back(dy: Any, output_size: Any, input_size: Any, *_: Any) -> Any:
+def _resized_back(dy: torch.Tensor, output_size: Any, input_size: Any, *_: object) -> Any:
     """torch's rule is C++ that takes only sizes that are numbers."""
     return dy.new_empty(input_size)
 
@@ -150,7 +151,7 @@ def _never_negative(size: Any) -> bool:
     return bool(bound_sympy(expr, dict.fromkeys(expr.free_symbols, _LENGTHS)).lower >= 0)
 
 
-def _same_in_a_run(rows: Any, first: Any, end: Any) -> None:
+def _same_in_a_run(rows: torch.Tensor, first: Any, end: Any) -> None:
     """Guard that runs slice like the sample: positions before or behind the end, and their order."""
     start, stop = (at if _asked(at >= 0) else rows + at for at in (first, end))
     for relation in (start >= 0, start <= rows, stop <= rows, start <= stop):
@@ -173,7 +174,12 @@ def _asked(relation: Any) -> bool:
 
 @override(Stage.SHAPE, aten.linalg_vector_norm.default)
 def _vector_norm(
-    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    ord: Any = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """torch's rule for data-dependent sizes; the rule of torch 2.11 compares the size with 1."""
     if not _is_of_data(x):
@@ -182,32 +188,32 @@ def _vector_norm(
     return aten.sum.dim_IntList(lengths, dim, keepdim)
 
 
-def _is_of_data(x: Any) -> bool:
+def _is_of_data(x: torch.Tensor) -> bool:
     """Whether a size is data-dependent, so that no comparison with 0 can be answered."""
     return any(isinstance(n, torch.SymInt) and n.node.hint is None for n in x.shape)
 
 
 @override(Stage.SHAPE, aten.logsumexp.default)
-def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
+def _logsumexp(x: torch.Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Any:
     if not _is_of_data(x):
         return aten.logsumexp.default(x, dim, keepdim)
     return aten.sum.dim_IntList(x if x.dtype.is_floating_point or x.dtype.is_complex else x / 1, dim, keepdim)
 
 
-def _best_so_far(op: Any) -> Callable[..., Any]:
-    def shape(x: Any, dim: int) -> Any:
+def _best_so_far(op: OpOverload) -> Callable[..., Any]:
+    def shape(x: torch.Tensor, dim: int) -> Any:
         return (torch.empty_like(x), torch.empty_like(x, dtype=torch.int64)) if _is_of_data(x) else op(x, dim)
 
     return shape
 
 
 @override(Stage.SHAPE, aten.roll.default)
-def _roll(x: Any, shifts: Any, dims: Any = ()) -> Any:
+def _roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Any:
     return torch.empty_like(x) if _is_of_data(x) else aten.roll.default(x, shifts, dims)
 
 
 @override(Stage.SHAPE, aten.copy.default)
-def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
     """A tensor with the sizes of ``x``, if data-dependent: torch 2.11 would compare them with the source's sizes."""
     if _are_told(x, source):
         return aten.copy.default(x, source, non_blocking)
@@ -220,7 +226,7 @@ def _are_told(*tensors: Any) -> bool:
 
 
 @override(Stage.SHAPE, aten.scaled_dot_product_attention.default)
-def _attention(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object, **options: object) -> Any:
     """Over as many places as only data tell: torch's rule chooses a kernel, and asks whether there are any.
 
     As new memory in order: another kernel may lay it out otherwise, so that nothing may be viewed as if it did not.
@@ -232,12 +238,12 @@ def _attention(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
 
 
 @override(Stage.SHAPE, aten.geqrf.default)
-def _geqrf(a: Any) -> Any:
+def _geqrf(a: torch.Tensor) -> Any:
     return torch.empty_like(a), a.new_empty((*a.shape[:-2], torch.sym_min(a.shape[-2], a.shape[-1])))
 
 
 def _fractional(spatial: int) -> Callable[..., Any]:
-    def shape(x: Any, kernel_size: Any, output_size: Any, random_samples: Any) -> Any:
+    def shape(x: torch.Tensor, kernel_size: Any, output_size: Any, random_samples: Any) -> Any:
         sizes = (*x.shape[:-spatial], *output_size)
         return x.new_empty(sizes), x.new_empty(sizes, dtype=torch.int64)
 
@@ -245,34 +251,34 @@ def _fractional(spatial: int) -> Callable[..., Any]:
 
 
 @override(Stage.SHAPE, aten._histogramdd_from_bin_cts.default)
-def _histogramdd(x: Any, bins: Any, **kwargs: Any) -> Any:
+def _histogramdd(x: torch.Tensor, bins: Any, **kwargs: object) -> Any:
     return x.new_empty(bins)
 
 
 @override(Stage.SHAPE, aten.histogram.bin_ct)
-def _histogram(x: Any, bins: int, **kwargs: Any) -> Any:
+def _histogram(x: torch.Tensor, bins: int, **kwargs: object) -> Any:
     return x.new_empty(bins), x.new_empty(bins + 1)
 
 
 @override(Stage.SHAPE, aten.histogram.bins_tensor)
-def _histogram_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
+def _histogram_edges(x: torch.Tensor, bins: Any, **kwargs: object) -> Any:
     return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
 
 
 @override(Stage.SHAPE, aten._histogramdd_bin_edges.default)
-def _histogramdd_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
+def _histogramdd_edges(x: torch.Tensor, bins: Any, **kwargs: object) -> Any:
     return [x.new_empty(count + 1) for count in bins]
 
 
 @override(Stage.SHAPE, aten._grouped_mm.default)
-def _grouped_mm_shape(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped_mm_shape(a: Any, b: Any, offs: Any = None, bias: torch.Tensor | None = None, out_dtype: Any = None) -> Any:
     """One product for each group; torch's own rule takes bfloat16 alone, and its kernels more."""
     groups = offs.shape[:1] if a.dim() == b.dim() == 2 else a.shape[:-2] if b.dim() == 3 else ()
     return a.new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
 
 
 @override(Stage.SHAPE, aten._ctc_loss.default, aten._ctc_loss.Tensor)
-def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> Any:
+def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: object) -> Any:
     """Shapes of the loss of each sequence and of its alpha table, as wide as the longest target."""
     if isinstance(lengths, torch.Tensor):
         wide = x.fake_mode.shape_env.create_unbacked_symint()
@@ -284,7 +290,7 @@ def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> An
 
 
 @override(Stage.SHAPE, aten.linalg_lstsq.default)
-def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
+def _lstsq_shape(a: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
     """Shapes for a matrix of full rank; otherwise torch also omits the residuals, depending on the values."""
     rows, columns = a.shape[-2:]
     driver = driver or ("gels" if a.device.type == "cuda" else "gelsy")
@@ -297,7 +303,9 @@ def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None
 
 
 @override(Stage.SHAPE, aten._native_batch_norm_legit_functional.default)
-def _batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, *rest: Any) -> Any:
+def _batch_norm(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, *rest: object
+) -> Any:
     """Shapes by channel, without running the whole decomposition on fake tensors, which takes ten times as long."""
     if not _by_channel(x, w, b, mean, var):
         return aten._native_batch_norm_legit_functional.default(x, w, b, mean, var, *rest)
@@ -306,14 +314,23 @@ def _batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, *rest: Any) -> Any:
 
 @override(Stage.SHAPE, aten.native_batch_norm_backward.default)
 def _batch_norm_backward(
-    dy: Any, x: Any, w: Any, mean: Any, var: Any, saved: Any, inverse: Any, train: bool, eps: float, mask: Any
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    saved: torch.Tensor | None,
+    inverse: torch.Tensor | None,
+    train: bool,
+    eps: float,
+    mask: Sequence[bool],
 ) -> Any:
     if dy.dtype is not x.dtype or not _by_channel(x, w, mean, var, saved, inverse):
         return aten.native_batch_norm_backward.default(dy, x, w, mean, var, saved, inverse, train, eps, mask)
     return torch.empty_like(x), *(x.new_empty(x.shape[1:2]) if asked else None for asked in mask[1:])
 
 
-def _by_channel(x: Any, *others: Any) -> bool:
+def _by_channel(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether the others have a number for each channel, of the same type: all else torch's rule knows, or refuses."""
     return x.dtype in (torch.float32, torch.float64) and all(
         t is None or (t.dtype is x.dtype and t.dim() == 1 and statically_known_true(t.shape[0] == x.shape[1]))
@@ -321,12 +338,12 @@ def _by_channel(x: Any, *others: Any) -> bool:
     )
 
 
-def _along_an_axis(op: Any) -> Callable[..., Any]:
+def _along_an_axis(op: OpOverload) -> Callable[..., Any]:
     """Shape rule of a softmax: a contiguous tensor like the input. torch's rule takes milliseconds, as do
     others below.
     """
 
-    def rule(x: Any, dim: int, half_to_float: bool) -> Any:
+    def rule(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
         if half_to_float or not x.dtype.is_floating_point or not -x.dim() <= dim < x.dim():
             return op(x, dim, half_to_float)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -334,8 +351,8 @@ def _along_an_axis(op: Any) -> Callable[..., Any]:
     return rule
 
 
-def _back_along_an_axis(op: Any) -> Callable[..., Any]:
-    def rule(dy: Any, y: Any, dim: int, input_dtype: Any) -> Any:
+def _back_along_an_axis(op: OpOverload) -> Callable[..., Any]:
+    def rule(dy: torch.Tensor, y: torch.Tensor, dim: int, input_dtype: Any) -> Any:
         if not dy.dtype is y.dtype is input_dtype or not _same_sizes(dy, y) or not -y.dim() <= dim < y.dim():
             return op(dy, y, dim, input_dtype)
         return torch.empty_like(dy, memory_format=torch.contiguous_format)
@@ -344,7 +361,9 @@ def _back_along_an_axis(op: Any) -> Callable[..., Any]:
 
 
 @override(Stage.SHAPE, aten.nll_loss_forward.default)
-def _nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+def _nll_loss(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
+) -> Any:
     if x.dim() != 2 or target.dim() != 1 or not _by_channel(x, weight):
         return aten.nll_loss_forward.default(x, target, weight, reduction, ignore_index)
     torch._check(x.shape[0] == target.shape[0], lambda: f"size mismatch (got input: {x.shape}, target: {target.shape})")
@@ -352,7 +371,15 @@ def _nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore_index: in
 
 
 @override(Stage.SHAPE, aten.nll_loss_backward.default)
-def _nll_loss_backward(dy: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any) -> Any:
+def _nll_loss_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    reduction: int,
+    ignore: int,
+    total: Any,
+) -> Any:
     is_usual = x.dim() == 2 and target.dim() == 1 and total.dim() == 0 and _by_channel(x, weight)
     rows = (target,) if reduction else (target, dy)
     fits = is_usual and dy.dim() == (0 if reduction else 1)
@@ -362,11 +389,11 @@ def _nll_loss_backward(dy: Any, x: Any, target: Any, weight: Any, reduction: int
 
 
 @override(Stage.SHAPE, aten.threshold_backward.default)
-def _threshold_backward(dy: Any, x: Any, threshold: Any) -> Any:
+def _threshold_backward(dy: torch.Tensor, x: torch.Tensor, threshold: Any) -> Any:
     return aten.mul.Tensor(x, dy)
 
 
-def _same_sizes(a: Any, b: Any) -> bool:
+def _same_sizes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dim() == b.dim() and all(statically_known_true(n == m) for n, m in zip(a.shape, b.shape, strict=True))
 
 

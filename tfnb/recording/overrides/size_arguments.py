@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @override(Stage.FUNCTION, torch.tensor, torch.as_tensor)
-def _tensor(rec: Recording, data: Any, **kwargs: Any) -> Any:
+def _tensor(rec: Recording, data: object, **kwargs: Any) -> Any:
     """torch.tensor of numbers and varying sizes; torch would fix the sizes to the sample's."""
     if not any(isinstance(leaf, (*_VARYING, WholeNumbers)) for leaf in tree_leaves(data)):
         return NotImplemented
@@ -45,7 +45,7 @@ def _stacked(data: Any) -> Any:
 
 
 @override(Stage.FUNCTION, torch.Tensor.new_tensor)
-def _new_tensor(rec: Recording, x: Any, data: Any, **kwargs: Any) -> Any:
+def _new_tensor(rec: Recording, x: torch.Tensor, data: object, **kwargs: object) -> Any:
     return _tensor(rec, data, **{"dtype": x.dtype, "device": x.device, **kwargs})
 
 
@@ -66,14 +66,14 @@ for _draw in (torch.rand, torch.randn, torch.randint, torch.randperm):
 
 
 @override(Stage.FUNCTION, F.pad)
-def _pad(rec: Recording, x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+def _pad(rec: Recording, x: torch.Tensor, pad: Any, mode: str = "constant", value: object = None) -> Any:
     if mode == "constant" and isinstance(value, (torch.SymInt, torch.SymFloat)):
         return torch.constant_pad_nd(x, pad, value)  # type: ignore[arg-type]  # F.pad makes a number of it
     return NotImplemented
 
 
 @override(Stage.FUNCTION, F.affine_grid)
-def _affine_grid(rec: Recording, theta: Any, size: Any, align_corners: Any = None) -> Any:
+def _affine_grid(rec: Recording, theta: torch.Tensor, size: Sequence[Any], align_corners: Any = None) -> Any:
     """affine_grid with each size compared with one: torch compares the minimum of all sizes, and so fixes
     their order.
     """
@@ -90,7 +90,7 @@ def _affine_grid(rec: Recording, theta: Any, size: Any, align_corners: Any = Non
 
 
 @override(Stage.FUNCTION, torch.istft, torch.Tensor.istft)
-def _istft(rec: Recording, x: Any, *args: Any, length: Any = None, **kwargs: Any) -> Any:
+def _istft(rec: Recording, x: torch.Tensor, *args: object, length: object = None, **kwargs: object) -> Any:
     """Torch's form in other ops, where the length varies; the composite in C++ takes a number."""
     if not isinstance(length, torch.SymInt):
         return NotImplemented
@@ -111,14 +111,16 @@ def _einsum(rec: Recording, equation: str, *operands: Any) -> Any:
 
 
 @override(Stage.FUNCTION, aten.is_contiguous, aten.is_contiguous.default, aten.is_contiguous.memory_format)
-def _is_contiguous(rec: Recording, x: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+def _is_contiguous(
+    rec: Recording, x: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> bool:
     return x.is_contiguous(memory_format=memory_format)
 
 
-def _of_strides(op: Any) -> Callable[..., Any]:
+def _of_strides(op: object) -> Callable[..., Any]:
     """A question about memory that torch answers by the sample, where sizes vary: refused."""
 
-    def row(rec: Recording, x: Any, *args: Any) -> Any:
+    def row(rec: Recording, x: torch.Tensor, *args: object) -> Any:
         if any(isinstance(size, torch.SymInt) for size in x.shape):
             raise Unsupported(
                 f"{op} of a tensor whose sizes vary: decide by is_contiguous() or stride(){rec.tape.at()}"

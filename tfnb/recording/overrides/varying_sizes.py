@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 @override(Stage.OP, aten.diff.default)
-def _diff(rec: Recording, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+def _diff(rec: Recording, x: torch.Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Differences of neighbours: an axis too short for that many becomes empty in the run, not while recording."""
     parts = [part for part in (prepend, x, append) if part is not None] if n else [x]
     out, dim = parts[0] if len(parts) == 1 else torch.cat(parts, dim), dim % max(x.dim(), 1)
@@ -25,7 +25,7 @@ def _diff(rec: Recording, x: Any, n: int = 1, dim: int = -1, prepend: Any = None
 
 
 @override(Stage.OP, aten.fill_diagonal_.default)
-def _fill_diagonal(rec: Recording, x: Any, value: Any, wrap: bool = False) -> Any:
+def _fill_diagonal(rec: Recording, x: torch.Tensor, value: torch.types.Number, wrap: bool = False) -> Any:
     """A write to the diagonal; torch looks at the numbers of rows and columns to write by one stride."""
     if x.dim() != 2 or wrap or not any(isinstance(size, torch.SymInt) for size in x.shape):
         return NotImplemented
@@ -34,7 +34,7 @@ def _fill_diagonal(rec: Recording, x: Any, value: Any, wrap: bool = False) -> An
 
 
 @override(Stage.OP, aten.take_along_dim.default)
-def _take_along_dim(rec: Recording, x: Any, indices: Any, dim: Any = None) -> Any:
+def _take_along_dim(rec: Recording, x: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> Any:
     if dim is None:
         return x.reshape(-1).gather(0, indices.reshape(-1))
     dim = dim % max(x.dim(), 1)
@@ -44,13 +44,13 @@ def _take_along_dim(rec: Recording, x: Any, indices: Any, dim: Any = None) -> An
 
 
 @override(Stage.OP, aten.max_pool1d.default)
-def _max_pool1d(rec: Recording, *args: Any, **kwargs: Any) -> Any:
+def _max_pool1d(rec: Recording, *args: object, **kwargs: object) -> Any:
     """Without the composite's check of the output's size, since the check wants a number."""
     return aten.max_pool1d_with_indices(*args, **kwargs)[0]
 
 
 @override(Stage.OP, aten.unbind.int)
-def _unbind(rec: Recording, x: Any, dim: int = 0) -> Any:
+def _unbind(rec: Recording, x: torch.Tensor, dim: int = 0) -> Any:
     """One output for each row: this line fixes the size, whatever the shape rule of unbind concludes."""
     count = int(x.shape[dim])
     if _is_of_data(x.shape[dim]):
@@ -80,7 +80,7 @@ def _one_hot(rec: Recording, x: Any, num_classes: int = -1) -> Any:
         return x.new_zeros([*x.shape, num_classes]).scatter(-1, x.unsqueeze(-1), 1)
 
 
-def _is_of_data(size: Any) -> bool:
+def _is_of_data(size: object) -> bool:
     """Whether only the data of a run tell a size."""
     return isinstance(size, torch.SymInt) and size.node.hint is None
 
@@ -94,7 +94,7 @@ def _is_of_data(size: Any) -> bool:
     aten.squeeze_copy.dim,
     aten.squeeze_copy.dims,
 )
-def _squeeze(rec: Recording, x: Any, dim: Any = None) -> Any:
+def _squeeze(rec: Recording, x: torch.Tensor, dim: Any = None) -> Any:
     """The rank of the result: whether an axis has one row is decided by this line, and a run must agree."""
     asked = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     axes = [axis % x.dim() for axis in asked] if x.dim() else []
@@ -111,7 +111,7 @@ def _squeeze(rec: Recording, x: Any, dim: Any = None) -> Any:
     return x.squeeze(rest) if rest else x
 
 
-def _has_one_row(rec: Recording, x: Any, axis: int) -> bool:
+def _has_one_row(rec: Recording, x: torch.Tensor, axis: int) -> bool:
     """Whether the sample has one row on an axis of data-dependent length; a guard holds runs to the answer."""
     size = x.shape[axis]
     seen = rec.symbols.concrete(size)
@@ -126,13 +126,13 @@ def _has_one_row(rec: Recording, x: Any, axis: int) -> bool:
 
 
 @override(Stage.OP, aten.ctc_loss.IntList)
-def _ctc_loss(rec: Recording, x: Any, targets: Any, steps: Any, lengths: Any, *args: Any) -> Any:
+def _ctc_loss(rec: Recording, x: torch.Tensor, targets: Any, steps: Any, lengths: torch.Tensor, *args: object) -> Any:
     """With lengths that Python knows, torch's composite writes into memory, and a recorded tensor has none."""
     return aten.ctc_loss.Tensor(x, targets, torch.tensor(steps), torch.tensor(lengths), *args)
 
 
 @override(Stage.OP, aten._to_copy.default)
-def _number(rec: Recording, x: Any, **options: Any) -> Any:
+def _number(rec: Recording, x: object, **options: object) -> Any:
     """vmap makes a tensor of a varying size in this way."""
     if not isinstance(x, torch.SymInt):
         return NotImplemented

@@ -68,7 +68,7 @@ def shapes(
             "the placeholders samples and a fixed shape=", op=op_name(op),
         ) from error  # fmt: skip
 
-    def sample(x: Any) -> Any:
+    def sample(x: object) -> Any:
         return samples.get(id(x), x)
 
     with _disable_current_modes(), torch.no_grad():

@@ -62,7 +62,7 @@ class Shapes:
             self._results[self._key(func, args, kwargs)] = out
         return out
 
-    def _view(self, func: Op, args: Any, kwargs: Any) -> Any:
+    def _view(self, func: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A view with static sizes: torch's kernel without the slower path through the fake mode."""
         device = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, FakeTensor)).fake_device
         mode = self.symbols.fake_mode
@@ -101,7 +101,7 @@ class Shapes:
             self._alike.clear()
             self._specs.clear()
 
-    def _key(self, func: Op, args: Any, kwargs: Any) -> Any:
+    def _key(self, func: Op, args: object, kwargs: object) -> Any:
         """Everything that the result depends on; None if equal arguments may give another result."""
         if not _repeats(func):
             return None
@@ -115,7 +115,7 @@ class Shapes:
             return None
         return key
 
-    def _part(self, tree: Any, name: Callable[[FakeTensor], Any]) -> Any:
+    def _part(self, tree: object, name: Callable[[FakeTensor], Any]) -> Any:
         if isinstance(tree, FakeTensor):
             return name(tree)
         if isinstance(tree, (list, tuple)):
@@ -144,7 +144,7 @@ class Shapes:
         return found
 
     @staticmethod
-    def _lasting(out: Any) -> bool:
+    def _lasting(out: object) -> bool:
         """Whether results may be cached: fake tensors of plain memory, without data-dependent sizes."""
         flat = out if isinstance(out, (list, tuple)) else (out,)
         return all(
@@ -165,7 +165,7 @@ class Shapes:
         return found
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_plain(leaf: object) -> bool:
     """Whether this argument of a view says all by itself: numbers, memory of real numbers with such sizes."""
     if isinstance(leaf, FakeTensor):
         is_real = leaf.layout is torch.strided and not leaf.dtype.is_complex and leaf.constant is None
@@ -179,7 +179,7 @@ def _begins(fake: torch.Tensor) -> bool:
     return isinstance(at, torch.SymInt) or at == 0
 
 
-def _begin_anew(out: Any) -> bool:
+def _begin_anew(out: object) -> bool:
     """Whether results lie at the start of their memory, and so not where an argument lies that begins later."""
     return all(item is None or _begins(item) for item in (out if isinstance(out, (list, tuple)) else (out,)))
 
@@ -192,7 +192,7 @@ def _metadata(tensor: torch.Tensor) -> Any:
     return (tensor.dtype, tensor.device, *_sizes(tensor), _expr(tensor.storage_offset()))
 
 
-def _expr(size: Any) -> Any:
+def _expr(size: object) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 

@@ -91,7 +91,7 @@ class _Env(ShapeEnv):
         """No stack for a relation: torch would import its exporter to find one, and our nodes have their lines."""
         return SLoc(framework_loc or "", None), ""
 
-    def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
+    def _log_create_unbacked_symbol(self, *args: object, **kwargs: object) -> None:
         """No log of a size that only data tell, for the same reason."""
 
     def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: Any = None) -> Any:
@@ -102,7 +102,7 @@ class _Env(ShapeEnv):
         return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
 
     def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch's has a cache around it
-        self, orig_expr: Any, msg: str, fx_node: Any = None
+        self, orig_expr: object, msg: str, fx_node: object = None
     ) -> bool:
         """Defer a data-dependent equality to a guard as well; the kernel alone might broadcast a single row."""
         found = super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
@@ -134,7 +134,7 @@ class _Env(ShapeEnv):
         return result
 
 
-def _is_equality(expr: Any, outcome: Any) -> bool:
+def _is_equality(expr: object, outcome: object) -> bool:
     """Whether evaluating ``expr`` to ``outcome`` states an equality (or fixes a number)."""
     if isinstance(expr, sympy.Eq):
         return bool(outcome)
@@ -158,13 +158,13 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def is_relation(expr: Any) -> bool:
+def is_relation(expr: object) -> bool:
     """Whether an expression is true or false; to sympy a bare symbol is a Boolean."""
     return isinstance(expr, sympy.logic.boolalg.Boolean) and isinstance(expr, sympy.Basic) and not expr.is_Symbol
 
 
 @lru_cache(maxsize=4096)
-def _holds_when_short(expr: Any) -> bool:
+def _holds_when_short(expr: sympy.Expr) -> bool:
     """Whether the truth of ``expr`` is the same for all sizes, including 0 and 1."""
     if not is_relation(expr):
         return True
@@ -178,10 +178,10 @@ def _holds_when_short(expr: Any) -> bool:
 class Listener(Protocol):
     """Receives the relations that a recording assumes, and answers questions that only samples can decide."""
 
-    def heard(self, text: str, expr: Any, *, by_torch: bool) -> None:
+    def heard(self, text: str, expr: object, *, by_torch: bool) -> None:
         """A new relation between sizes."""
 
-    def settled(self, expr: Any) -> Any:
+    def settled(self, expr: object) -> Any:
         """The truth or number of an expression over sizes that data tell."""
 
 
@@ -199,11 +199,11 @@ class Symbols:
         self._texts: dict[Any, str] = {}
         self._observed: dict[sympy.Symbol, sympy.Integer] = {}  # symbol -> its size in the samples
 
-    def _heard(self, expr: Any, *, by_torch: bool = False) -> None:
+    def _heard(self, expr: object, *, by_torch: bool = False) -> None:
         if self.listener is not None:
             self.listener.heard(self.text(expr), expr, by_torch=by_torch)
 
-    def _settled(self, expr: Any) -> Any:
+    def _settled(self, expr: object) -> Any:
         if self.listener is None:
             raise ShapeError(f"only the data of a run tell {self.text(expr)}")
         return self.listener.settled(expr)
@@ -270,14 +270,14 @@ class Symbols:
 
     # -- translating ---------------------------------------------------------------------------------------
 
-    def text(self, expr: Any) -> str:
+    def text(self, expr: object) -> str:
         """The expression over the letters; a symbol not met before (a data-dependent size) gets one."""
         found = self._texts.get(expr)
         if found is None:
             found = self._texts[expr] = self._text(expr)
         return found
 
-    def _text(self, expr: Any) -> str:
+    def _text(self, expr: sympy.Expr) -> str:
         for symbol in sorted(expr.free_symbols, key=str):
             if symbol not in self._letters:
                 letter = unique("N", self._values)
@@ -301,7 +301,7 @@ class Symbols:
         expr = size.node.expr
         return int(expr) if expr.is_number else Dim(self.text(expr))
 
-    def leaf(self, leaf: Any) -> Any:
+    def leaf(self, leaf: object) -> Any:
         """An op argument in the form stored in ``attrs``."""
         if isinstance(leaf, torch.SymInt):
             return self.size(leaf)
@@ -310,7 +310,7 @@ class Symbols:
             return leaf.node.pytype(expr) if expr.is_number else Dim(self.text(expr))
         return leaf
 
-    def concrete(self, leaf: Any) -> Any:
+    def concrete(self, leaf: object) -> Any:
         """An op argument for computing the sample."""
         if not isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return leaf
@@ -319,7 +319,7 @@ class Symbols:
             return hint
         return self.seen(leaf.node.expr, leaf.node.pytype)
 
-    def seen(self, expr: Any, kind: type) -> Any:
+    def seen(self, expr: sympy.Expr, kind: type) -> Any:
         """An expression evaluated at the sizes of the samples; None if those are unknown."""
         value = expr.xreplace(self._observed)
         return None if value.free_symbols else kind(value)
@@ -356,7 +356,7 @@ class Symbols:
         """Inside, a tensor is allocated: torch's question for gaps in its memory is no relation to keep."""
         return setting(self.env, laying=True)
 
-    def decided(self, relation: Any) -> bool:
+    def decided(self, relation: object) -> bool:
         """The outcome of a relation, guarded as if the user's line had asked."""
         before, self.env.depth = self.env.depth, 0
         try:
@@ -385,7 +385,7 @@ class Symbols:
         with _disable_current_modes(), self.fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
-    def renewed(self, leaf: Any) -> Any:
+    def renewed(self, leaf: object) -> Any:
         """A size, or a fake tensor, over the symbols that stand under its letters now; anything else unchanged."""
         if isinstance(leaf, torch.SymInt):
             size = self.size(leaf)
@@ -396,7 +396,7 @@ class Symbols:
         with _disable_current_modes(), self.fake_mode:
             return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
 
-    def _is_current(self, size: Any) -> bool:
+    def _is_current(self, size: object) -> bool:
         symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
         return all(self._values[self._letters[s]].node.expr == s for s in symbols if s in self._letters)
 

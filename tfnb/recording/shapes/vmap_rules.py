@@ -7,12 +7,13 @@ vary along the batch have it as their first axis. It gives one tensor, or severa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard, _functorch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
@@ -20,12 +21,12 @@ _BATCHED = DispatchKey.FuncTorchBatched
 Rule = Callable[..., Any]
 
 
-def _level_below(op: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
+def _level_below(op: OpOverload, rule: Rule, *args: object, **kwargs: object) -> Any:
     """Call a rule with the unwrapped tensors of this vmap level; every tensor argument gets the batch axis."""
     level = _functorch.maybe_current_level()
     assert level is not None
 
-    def is_batched(leaf: Any) -> bool:
+    def is_batched(leaf: object) -> bool:
         return (
             isinstance(leaf, torch.Tensor)
             and _functorch.is_batchedtensor(leaf)
@@ -41,7 +42,7 @@ def _level_below(op: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
             return op(*args, **kwargs)
         batch = opened(batched).shape[0]
 
-        def with_batch(leaf: Any) -> Any:
+        def with_batch(leaf: object) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             return opened(leaf) if is_batched(leaf) else leaf.expand(batch, *leaf.shape)
@@ -66,12 +67,12 @@ def _axis(dim: int, rank: int) -> int:
     return dim % max(rank, 1) + 1
 
 
-def _at_least_1d(x: Any) -> Any:
+def _at_least_1d(x: object) -> Any:
     return x.unsqueeze(-1) if isinstance(x, torch.Tensor) and x.dim() == 1 else x
 
 
 @_batch_rule(aten.gather.default)
-def _gather(op: Any, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+def _gather(op: OpOverload, x: torch.Tensor, dim: int, index: Any, **kwargs: object) -> Any:
     out = op(_at_least_1d(x), _axis(dim, x.dim() - 1), _at_least_1d(index), **kwargs)
     return out.squeeze(-1) if index.dim() == 1 else out
 
@@ -80,14 +81,16 @@ def _gather(op: Any, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
     aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce, aten.scatter_add.default,
     aten.scatter_reduce.two,
 )  # fmt: skip
-def _scatter(op: Any, x: Any, dim: int, index: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+def _scatter(
+    op: OpOverload, x: torch.Tensor, dim: int, index: object, source: torch.Tensor, *args: object, **kwargs: object
+) -> Any:
     axis = _axis(dim, x.dim() - 1)
     out = op(_at_least_1d(x), axis, _at_least_1d(index), _at_least_1d(source), *args, **kwargs)
     return out.squeeze(-1) if x.dim() == 1 else out
 
 
 @_batch_rule(aten.cat.default)
-def _cat(op: Any, tensors: Any, dim: int = 0) -> Any:
+def _cat(op: OpOverload, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     rank = max(x.dim() for x in tensors) - 1
     some = [x for x in tensors if x.dim() - 1 == rank or not _is_legacy_empty(x)]  # torch skips those of shape (0,)
     return op(some, _axis(dim, rank))
@@ -98,18 +101,20 @@ def _is_legacy_empty(x: Any) -> bool:
 
 
 @_batch_rule(aten.slice_backward.default)
-def _slice_backward(op: Any, grad: Any, sizes: Any, dim: int, *where: Any) -> Any:
+def _slice_backward(op: OpOverload, grad: torch.Tensor, sizes: Sequence[int], dim: int, *where: object) -> Any:
     return op(grad, [grad.shape[0], *sizes], _axis(dim, len(sizes)), *where)
 
 
 @_batch_rule(aten.diagonal_backward.default)
-def _diagonal_backward(op: Any, grad: Any, sizes: Any, offset: int, dim1: int, dim2: int) -> Any:
+def _diagonal_backward(
+    op: OpOverload, grad: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int
+) -> Any:
     rank = len(sizes)
     return op(grad, [grad.shape[0], *sizes], offset, _axis(dim1, rank), _axis(dim2, rank))
 
 
 @_batch_rule(aten.index_add.default)
-def _index_add(op: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+def _index_add(op: OpOverload, x: torch.Tensor, dim: int, index: Any, source: torch.Tensor, *, alpha: Any = 1) -> Any:
     axis, rows = _axis(dim, x.dim() - 1), _at_least_1d(source)
     index = _at_least_1d(index)
     index = index[(slice(None), *[None] * (axis - 1), slice(None), *[None] * (rows.dim() - axis - 1))]
@@ -118,7 +123,14 @@ def _index_add(op: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: Any
 
 
 @_batch_rule(aten.native_layer_norm.default)
-def _layer_norm(op: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+def _layer_norm(
+    op: OpOverload,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> Any:
     out, mean, rstd = op(x, shape, None, None, eps)
     out = out if weight is None else out * _beside(weight, x)
     return out if bias is None else out + _beside(bias, x), mean, rstd
@@ -126,7 +138,8 @@ def _layer_norm(op: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: float)
 
 @_batch_rule(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(
-    op: Any, grad: Any, x: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
+    op: OpOverload, grad: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: torch.Tensor, rstd: torch.Tensor,
+    weight: torch.Tensor | None, bias: torch.Tensor | None, mask: Sequence[bool],
 ) -> Any:  # fmt: skip
     scaled = grad if weight is None else grad * _beside(weight, x)
     to_x = op(scaled, x, shape, mean, rstd, None, None, [True, False, False])[0] if mask[0] else None
@@ -139,7 +152,7 @@ def _layer_norm_backward(
     return to_x, to_weight, summed(grad) if mask[2] and bias is not None else None
 
 
-def _beside(weight: Any, x: Any) -> Any:
+def _beside(weight: torch.Tensor, x: torch.Tensor) -> Any:
     """Per-sample weights of the last axes, expanded with axes of length one."""
     return weight[(slice(None), *[None] * (x.dim() - weight.dim()))]
 
@@ -148,7 +161,7 @@ def _beside(weight: Any, x: Any) -> Any:
     aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten.max_pool2d_with_indices.default,
     aten.max_pool2d_with_indices_backward.default,
 )  # fmt: skip
-def _pooled(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _pooled(op: OpOverload, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
     """The batch and the samples' own rows are one axis; an image without rows has its batch there."""
     if x.dim() == 4:
         return op(x, *args, **kwargs)
@@ -158,7 +171,8 @@ def _pooled(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @_batch_rule(aten.convolution.default)
 def _convolution(
-    op: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
+    op: OpOverload, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], transposed: bool, *rest: Any,
 ) -> Any:  # fmt: skip
     """Samples with their own weights become groups of channels; samples with shared weights become rows."""
     *output_padding, groups = rest
@@ -175,8 +189,9 @@ def _convolution(
 
 @_batch_rule(aten.convolution_backward.default)
 def _convolution_backward(
-    op: Any, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
-    transposed: bool, output_padding: Any, groups: Any, mask: Any,
+    op: OpOverload, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+    output_padding: Sequence[int], groups: int, mask: Sequence[bool],
 ) -> Any:  # fmt: skip
     batch = x.shape[0]
     to_x, to_weight, _ = op(
@@ -190,15 +205,15 @@ def _convolution_backward(
     )
 
 
-def _is_shared(x: Any) -> bool:
+def _is_shared(x: torch.Tensor) -> bool:
     """Whether the samples share a tensor that was expanded along the batch."""
     stride = x.stride(0)
     return isinstance(stride, int) and stride == 0
 
 
-def _as_channels(x: Any) -> Any:
+def _as_channels(x: torch.Tensor) -> Any:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def _from_channels(x: Any, batch: Any) -> Any:
+def _from_channels(x: torch.Tensor, batch: Any) -> Any:
     return x.unflatten(1, (batch, x.shape[1] // batch)).transpose(0, 1)

@@ -31,7 +31,7 @@ class OwnRule:
     function: Callable[[Any, Any], Any]
     where: str
 
-    def __call__(self, n: Any, dys: Any) -> Any:
+    def __call__(self, n: object, dys: Sequence[torch.Tensor | None]) -> Any:
         return self.function(n, dys)
 
 
@@ -60,7 +60,7 @@ def attach(
     return results
 
 
-def _renewed(recorder: Recording, out: Any, entry: Entry) -> Tensor:
+def _renewed(recorder: Recording, out: object, entry: Entry) -> Tensor:
     if not isinstance(out, Tensor) or out._space is not recorder.space:
         return recorder._wrap(entry)
     out._entry, out._family, out._chain, out._seen = entry, Base(entry), (), 0
@@ -76,7 +76,7 @@ def kept(recorder: Recording, tensor: Any) -> Any:
     return node.attrs["value"] if node.op == "tfnb.constant" else recorder._wrap(entry)
 
 
-def floats(value: Any) -> bool:
+def floats(value: object) -> bool:
     """Whether a value is a tensor through which gradients flow."""
     return isinstance(value, torch.Tensor) and flows(value.dtype)
 
@@ -93,7 +93,7 @@ def sealed(recorder: Recording, refuse: Callable[[str], None]) -> AbstractContex
     return setting(recorder, refuse=refuse)
 
 
-def written_at(function: Any) -> str:
+def written_at(function: Callable[..., Any]) -> str:
     """``Sign.backward, signs.py line 12``: a function and its position."""
     inner = getattr(function, "__wrapped__", function)
     name = getattr(inner, "__qualname__", repr(inner)).replace("<locals>.", "")

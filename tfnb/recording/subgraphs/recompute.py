@@ -148,7 +148,7 @@ def may_fail(node: Node) -> bool:
 # -- torch.utils.checkpoint ---------------------------------------------------------------------------------------
 
 
-def _reentrant(recorder: Recording, function: Any, preserve: bool, *args: Any) -> Any:
+def _reentrant(recorder: Recording, function: Callable[..., Any], preserve: bool, *args: object) -> Any:
     if torch.is_grad_enabled() and not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
         warnings.warn(
             "no input of checkpoint(use_reentrant=True) requires a gradient: plain PyTorch then gives none to the "
@@ -165,7 +165,9 @@ CHECKPOINTS: dict[Any, Callable[..., Any]] = {torch.utils.checkpoint.CheckpointF
 def checkpoint_generator(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
     """The generator behind ``checkpoint(use_reentrant=False)``, opening a region during a recording."""
 
-    def generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def generator(
+        fn: object, preserve: bool = True, context_fn: Any = None, *args: object, **kwargs: object
+    ) -> Iterator[None]:
         recorder = open_recording()
         if recorder is None:
             yield from original(fn, preserve, context_fn, *args, **kwargs)

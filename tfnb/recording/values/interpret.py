@@ -32,7 +32,7 @@ def evaluate(node: Node, inputs: Sequence[Any], size: Sizes, seed: int, run: int
     """The outputs of one node on plain tensors; ``size`` gives the number that a symbolic argument is."""
     raise_held()
 
-    def argument(leaf: Any) -> Any:
+    def argument(leaf: object) -> Any:
         if isinstance(leaf, Ref):
             return inputs[leaf.input]
         return size(leaf) if isinstance(leaf, Dim) else leaf

@@ -34,5 +34,5 @@ def contiguous(env: ShapeEnv, sizes: Sequence[Any], strides: Sequence[Any], memo
     return bool(fits) if fits in (sympy.true, sympy.false) else env.create_symboolnode(fits)
 
 
-def _expr(size: Any) -> sympy.Expr:
+def _expr(size: object) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

@@ -7,10 +7,11 @@ says what a recorded tensor is here, and what to do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -69,7 +70,7 @@ class RecordedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
         return _on_samples(func, args, kwargs or {})
@@ -92,7 +93,7 @@ class StandIn(torch.Tensor):
         return self  # type: ignore[no-any-return]
 
 
-def _is_foreign(x: Any) -> bool:
+def _is_foreign(x: object) -> bool:
     return isinstance(x, RecordedTensor) and x.is_foreign()
 
 
@@ -103,7 +104,7 @@ def _asks_or_writes(func: Callable[..., Any]) -> bool:
     return is_in_place or name in _WRITES or getattr(getattr(func, "__self__", None), "__name__", "") in _FACTS
 
 
-def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call(func: Callable[..., Any], args: Any, kwargs: object) -> Any:
     """A function of torch on stand-ins."""
     __tracebackhide__ = True
     name = getattr(func, "__name__", "")
@@ -127,13 +128,13 @@ def _stand_in(x: Any) -> Any:
     return x if sample is None else StandIn(x, sample)
 
 
-def _on_samples(func: Any, args: Any, kwargs: Any) -> Any:
+def _on_samples(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on the samples; refuse an op that would write into them."""
     __tracebackhide__ = True
     for written in _written(func, args, kwargs):
         raise _refused(func._schema.name.partition("::")[2], written)
 
-    def sample(x: Any) -> Any:
+    def sample(x: object) -> Any:
         if isinstance(x, torch.SymInt):
             return x.node.hint
         recorded = recorded_of(x)
@@ -146,14 +147,14 @@ def _on_samples(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def recorded_of(x: Any) -> RecordedTensor | None:
+def recorded_of(x: object) -> RecordedTensor | None:
     """The recorded tensor that ``x`` is or stands for."""
     if isinstance(x, StandIn):
         return x.recorded
     return x if isinstance(x, RecordedTensor) else None
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[RecordedTensor]:
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[RecordedTensor]:
     """The recorded tensors that an op writes into."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -168,7 +169,7 @@ def _refused(name: str, written: RecordedTensor) -> FailedPrecondition:
     )
 
 
-def _explained(func: Callable[..., Any], error: Exception, given: Any) -> TfnbError:
+def _explained(func: Callable[..., Any], error: Exception, given: object) -> TfnbError:
     tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
     listed = [x.described() if isinstance(x, RecordedTensor) else f"{x.dtype}{list(x.shape)}"[6:] for x in tensors]
     first = next((x.described() for x in tensors if isinstance(x, RecordedTensor)), "a tensor")

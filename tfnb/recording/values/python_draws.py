@@ -86,7 +86,7 @@ def is_clock(called: str) -> bool:
     return called in _CLOCK_NAMES
 
 
-def _unheard(function: Any) -> Any:
+def _unheard(function: object) -> Any:
     return function.__dict__.get(_ORIGINAL, function) if type(function) is FunctionType else function
 
 
@@ -105,7 +105,7 @@ def heard(function: Callable[..., Any], called: str) -> Callable[..., Any]:
     return call
 
 
-def of_module(original: Any) -> Any:
+def of_module(original: Callable[..., Any]) -> Any:
     """The replacement of a function of a module while a thread records."""
     hearing = heard(original, drawing(original) or original.__name__)
 
@@ -116,7 +116,7 @@ def of_module(original: Any) -> Any:
     return call
 
 
-def of_class(original: Any) -> Any:
+def of_class(original: Callable[..., Any]) -> Any:
     """The replacement of a method of Python's generators on which all their other methods are based."""
 
     def method(self: random.Random, *args: Any) -> Any:
@@ -128,7 +128,7 @@ def of_class(original: Any) -> Any:
     return method
 
 
-def seeding(original: Any) -> Any:
+def seeding(original: Callable[..., Any]) -> Any:
     """The replacement of ``random.Random.seed``, which the constructor calls, too."""
 
     def seed(self: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ def seeding(original: Any) -> Any:
     return seed
 
 
-def making(original: Any) -> Any:
+def making(original: Callable[..., Any]) -> Any:
     """The replacement of ``numpy.random.default_rng``."""
 
     def default_rng(seed: Any = None) -> Any:
@@ -151,7 +151,7 @@ def making(original: Any) -> Any:
     return default_rng
 
 
-def _remember_seeded(generator: Any) -> None:
+def _remember_seeded(generator: object) -> None:
     """Remember a generator seeded inside a function: it draws the same numbers at every call, as in a run."""
     recording = open_recording()
     if recording is None:
@@ -211,7 +211,7 @@ def numpy_functions() -> tuple[str, ...]:
     return tuple(name for name, each in vars(np.random).items() if drawing(each) is not None)
 
 
-def _hear(recording: Recording, called: str, owner: Any) -> None:
+def _hear(recording: Recording, called: str, owner: object) -> None:
     if any(owner is seeded for seeded in recording.tape.seeded):
         return
     recording.tape.heard.add(id(owner))

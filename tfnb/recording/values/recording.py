@@ -8,6 +8,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch._ops import OpOverload
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.graph import Graph, Node, Owner, SourceLine, Value, Variable, current
@@ -139,10 +140,10 @@ class Recording(current.OpenRecording, Protocol):
     ) -> None:  # fmt: skip
         """Python took a branch on a recorded value."""
 
-    def record_view(self, view: Any, op: Any, x: torch.Tensor) -> Any:
+    def record_view(self, view: Any, op: OpOverload, x: torch.Tensor) -> Any:
         """Record ``op``; the result looks at the memory of ``x`` as that of ``view`` would."""
 
-    def override(self, func: Any) -> Callable[..., Any] | None:
+    def override(self, func: OpOverload) -> Callable[..., Any] | None:
         """The gradient that the user gave this op here."""
 
 

@@ -39,7 +39,7 @@ def conjugating(complex: bool) -> Iterator[None]:
         yield
 
 
-def physical(tensor: Any) -> Any:
+def physical(tensor: object) -> Any:
     """``tensor`` without the bits of a lazy conjugate or negation: recorded tensors hold the numbers themselves."""
     if not isinstance(tensor, torch.Tensor) or not (tensor.is_conj() or tensor.is_neg()):
         return tensor

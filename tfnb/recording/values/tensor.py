@@ -135,7 +135,7 @@ class Tensor(RecordedTensor):
         self._graph = space.graph
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
     # -- where it stands in the graph -----------------------------------------------------------------------
@@ -248,7 +248,7 @@ class Tensor(RecordedTensor):
 
     # -- behaviour ------------------------------------------------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         try:
             shown = f"sample {torch.Tensor.__repr__(self.sample)}"
         except (InvalidArgument, Unsupported):
@@ -308,7 +308,7 @@ class Tensor(RecordedTensor):
     def numpy(self, *, force: bool = False) -> Any:
         return self._escaped("numpy()").numpy(force=force)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype: object = None, copy: object = None) -> Any:
         return self._escaped("numpy()").__array__(dtype)
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
@@ -338,7 +338,7 @@ class Tensor(RecordedTensor):
             f"a recorded tensor has no memory of its own: use .nbytes or .numel(), or .sample.untyped_storage(){_at()}"
         )
 
-    def as_subclass(self, cls: Any) -> Any:
+    def as_subclass(self, cls: type) -> Any:
         """Outside of a recording the sample as a subclass; inside, refused with the line."""
         if isinstance(self, cls):
             return self
@@ -356,16 +356,16 @@ class Tensor(RecordedTensor):
             f"torch.library.custom_op, or use .sample{_at()}"
         )
 
-    def apply_(self, function: Any) -> Any:
+    def apply_(self, function: Callable[..., Any]) -> Any:
         raise Unsupported(f"apply_() calls Python for each element of a sample: use torch calls{_at()}")
 
-    def map_(self, *args: Any) -> Any:
+    def map_(self, *args: object) -> Any:
         raise Unsupported(f"map_() calls Python for each element of a sample: use torch calls{_at()}")
 
     def __dlpack__(self, **options: Any) -> Any:
         return self._apart("__dlpack__()").__dlpack__(**options)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self._apart("pickle").__reduce_ex__(protocol)
 
     def _apart(self, how: str) -> torch.Tensor:
@@ -378,7 +378,7 @@ class Tensor(RecordedTensor):
         copy = self.detach()
         return copy.requires_grad_() if self.requires_grad else copy
 
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
         if current.recording() is None:
             return self.sample.detach().clone()
         if self.requires_grad and not self.is_leaf:

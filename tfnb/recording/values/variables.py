@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,7 +23,7 @@ def known(tensor: torch.Tensor) -> Variable | None:
     return entry[1] if entry[1].held is None or entry[1].held.tensor() is tensor else None
 
 
-def variable(source: Any, *, name: str | None = None, trainable: bool | None = None) -> Variable:
+def variable(source: object, *, name: str | None = None, trainable: bool | None = None) -> Variable:
     """The Variable of a Parameter or buffer (or of itself).
 
     One Variable per object, so tied weights are one. It shares the module's storage, and once it was met inside a

@@ -49,7 +49,7 @@ def renewed_chain(chain: tuple[Any, ...], renew: Callable[[Any], Any]) -> tuple[
     )
 
 
-def _reshape(base: Any, new: Any, a: Any, i: int) -> Any:
+def _reshape(base: Any, new: Any, a: object, i: int) -> Any:
     return new.reshape(base.shape)
 
 
@@ -57,7 +57,7 @@ def _view(base: Any, new: Any, a: Any, i: int) -> Any:
     return new.view(base.dtype) if "dtype" in a else new.reshape(base.shape)
 
 
-def _expand(base: Any, new: Any, a: Any, i: int) -> Any:
+def _expand(base: Any, new: Any, a: object, i: int) -> Any:
     if not statically_known_true(new.numel() == base.numel()):
         raise Unsupported("a write through expand() would write one place of memory more than once: write to the base")
     return new.reshape(base.shape)

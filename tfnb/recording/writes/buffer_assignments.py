@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -143,7 +143,7 @@ class Buffers:
             f"cell{self._rec.tape.at()}"
         )
 
-    def follows(self, owner: Any, name: str) -> bool:
+    def follows(self, owner: object, name: str) -> bool:
         """Whether an attribute is a buffer whose rebinding is an assignment."""
         if not isinstance(owner, torch.nn.Module) or name not in vars(owner).get("_buffers", ()):
             return False

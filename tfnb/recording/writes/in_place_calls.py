@@ -8,7 +8,7 @@ through ``detach()`` or ``.data``, leaves the path of gradients through its targ
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import eq
 from typing import Any
 
@@ -26,7 +26,7 @@ from tfnb.recording.writes.aliases import STRAIGHT, check_write, fitting, put
 aten = torch.ops.aten
 
 
-def record_write(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+def record_write(rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Record the out-of-place twin of ``func``, then rebind its targets; returns the result of ``func``."""
     named = dict(zip(own.names, args, strict=False)) | kwargs
     other = twin(func)
@@ -94,7 +94,7 @@ def _write_lists(rec: Recording, other: Op, own: Facts, named: Mapping[str, Any]
             rebind(rec, target, fitting(target, result))
 
 
-def _entry_of(argument: Any, at: int, count: int) -> Any:
+def _entry_of(argument: object, at: int, count: int) -> Any:
     """The ``at``-th of an argument that has one entry for each target."""
     return [argument[at]] if isinstance(argument, (list, tuple)) and len(argument) == count else argument
 
@@ -116,7 +116,7 @@ def _look_again(rec: Recording, func: Op, other: Op, own: Facts, named: Mapping[
     return target
 
 
-def _is_of_shape(target: torch.Tensor, shape: Any) -> bool:
+def _is_of_shape(target: torch.Tensor, shape: Sequence[int]) -> bool:
     known = len(shape) == target.dim() and all(map(statically_known_true, map(eq, target.shape, shape)))
     return known and target.is_contiguous()
 
@@ -186,7 +186,7 @@ def become(rec: Recording, base: Base, entry: Entry) -> None:
         base.write(entry)
 
 
-def note_copy(rec: Recording, source: torch.Tensor, result: Any) -> None:
+def note_copy(rec: Recording, source: torch.Tensor, result: object) -> None:
     """Remember a copy that is a view for some sizes: a write would show in both."""
     if not isinstance(source, Tensor) or not isinstance(result, Tensor):
         return

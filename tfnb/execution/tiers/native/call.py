@@ -105,7 +105,7 @@ class Package:
         self._direct.argtypes, self._direct.restype = (ctypes.py_object,), ctypes.py_object
         self._kept: _KeptTensors | None = None
 
-    def _operand(self, abi: Any, operand: Operand, writes: bool) -> _Operand:
+    def _operand(self, abi: object, operand: Operand, writes: bool) -> _Operand:
         arrays = [(_int * (len(numbers) + 1))(*numbers) for numbers in (operand.shape, operand.stride)]
         self._held += arrays
         size = torch.empty_strided(operand.shape, operand.stride, dtype=operand.torch_dtype, device="meta")

@@ -39,7 +39,7 @@ class Direct:
     watches: tuple[TensorWatch, ...]
     changes: int
 
-    def is_of(self, kept: Any, watches: Sequence[TensorWatch]) -> bool:
+    def is_of(self, kept: object, watches: Sequence[TensorWatch]) -> bool:
         """Whether the call was made for these operands and watches."""
         return (
             self.kept is kept
@@ -55,7 +55,7 @@ def watched(variables: Iterable[Variable]) -> tuple[TensorWatch, ...] | None:
 
 
 def direct_call(
-    make: Callable[[Any], Any], package: Any, step: int, kept: Any, watches: Sequence[TensorWatch], access: Access,
+    make: Callable[[Any], Any], package: object, step: int, kept: Any, watches: Sequence[TensorWatch], access: Access,
     written: Iterable[Variable], fetched: tuple[int | None, ...],
 ) -> Callable[..., list[Any] | None] | None:  # fmt: skip
     """The function `Direct.call`; None if the layout of torch's objects is not as expected.

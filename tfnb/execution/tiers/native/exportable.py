@@ -165,7 +165,7 @@ class _Layouts(fx.Interpreter):
         return super().run_node(n)
 
 
-def _draw(program: Program, node: fx.Node, given: Any) -> Callable[[int, Sequence[Any]], torch.Tensor]:
+def _draw(program: Program, node: fx.Node, given: Sequence[Any]) -> Callable[[int, Sequence[Any]], torch.Tensor]:
     place = {n: at for at, n in enumerate(program.module.graph.find_nodes(op="placeholder"))}
     places = [place.get(arg) if isinstance(arg, fx.Node) else None for arg in node.args]
     drawing: Any = node.target

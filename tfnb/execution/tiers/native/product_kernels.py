@@ -71,7 +71,7 @@ def choose_products(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _layout(x: Any) -> Layout | None:
+def _layout(x: object) -> Layout | None:
     """How a matrix in float32 on the CPU lies, with examples for sizes that vary; None for another value."""
     if not isinstance(x, Tensor) or x.dtype is not torch.float32 or x.device.type != "cpu":
         return None
@@ -102,7 +102,7 @@ def _seconds(call: Callable[[], Tensor], count: int) -> float:
 
 
 @register_lowering(_product, type_promotion_kind=None)  # type: ignore[untyped-decorator]
-def _lowered(a: Any, b: Any) -> Any:
+def _lowered(a: Any, b: object) -> Any:
     """Inductor's lowering of torch's op, which accepts constant weights only, here for weights of any strides."""
     x = LinearUnary.require_contiguous(LinearUnary.realize_input(a))
     w = LinearUnary.require_stride1(LinearUnary.realize_input(permute(b, [1, 0])))

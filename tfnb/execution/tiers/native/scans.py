@@ -34,7 +34,7 @@ def refusal(program: Program, node: fx.Node) -> str | None:
     return "draws in each iteration" if loop.draws else None
 
 
-def _is_known(program: Program, limit: Any) -> bool:
+def _is_known(program: Program, limit: object) -> bool:
     """Whether sizes tell the limit of a loop: values have specs, and sizes have none."""
     return not isinstance(limit, fx.Node) or is_count(limit) or limit.name not in program.specs
 
@@ -53,7 +53,7 @@ class Scan:
         self.__name__ = "scan"  # for the traced code
 
     def __call__(
-        self, init: Any, xs: Any, captures: Any, limit: Any, rows: Any, constants: Sequence[Tensor]
+        self, init: Any, xs: Sequence[Any], captures: Any, limit: object, rows: object, constants: Sequence[Tensor]
     ) -> list[Any]:
         loop = self.loop
         sequences = [*xs, *(product.stacked() for product in loop.products(xs, captures))]

@@ -36,7 +36,7 @@ class SegmentedStep:
     def __init__(self, code: fx.GraphModule, lacks: str, package: PackageFolder) -> None:
         self.lacks, self.package, self._code = lacks, package, written(code)
 
-    def __call__(self, *args: Any) -> Sequence[Any]:
+    def __call__(self, *args: object) -> Sequence[Any]:
         try:
             return self._code(*args)  # type: ignore[no-any-return]
         except (Unfit, OperandRefused, PackageFailed):
@@ -51,7 +51,7 @@ def given(code: fx.GraphModule, segments: Sequence[StepSegment], args: Sequence[
     """The arguments of each segment in a run of generated code."""
     found: dict[StepSegment, tuple[Any, ...]] = {}
 
-    def noted(segment: StepSegment, *args: Any) -> Sequence[Any]:
+    def noted(segment: StepSegment, *args: object) -> Sequence[Any]:
         found[segment] = args
         return segment.program.forward(*args)
 

@@ -32,7 +32,7 @@ def _is_static(match: Match) -> bool:
 
 
 @register_graph_pattern(CallFunctionVarArgs(higher_order.scan), extra_check=_is_static, pass_dict=_scans)
-def _unrolled(match: Match, body: fx.Node, init: Any, xs: Any, given: Any) -> None:
+def _unrolled(match: Match, body: fx.Node, init: Any, xs: Sequence[Any], given: Any) -> None:
     (node,) = match.nodes
     module: fx.GraphModule = getattr(node.graph.owning_module, str(body.target))
     turned = [x.target in _TURNED and x.args[1] == [0] for x in xs]
@@ -98,7 +98,7 @@ class _UnrolledLoop:
         return (at + self.each, *state, *made)
 
     def _iteration(
-        self, at: Any, state: Sequence[Tensor], xs: Sequence[Tensor], given: Sequence[Tensor], made: Sequence[Tensor]
+        self, at: object, state: Sequence[Tensor], xs: Sequence[Tensor], given: Sequence[Tensor], made: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         rows = [aten.select.int(x, 0, self._place(at, back)) for x, back in zip(xs, self.turned, strict=True)]
         outs = self.body(*state, *rows, *given)
