@@ -1,0 +1,203 @@
+"""The calls of modules in a step, in the order in which they compute: what stages of a pipeline are made of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from tfnb.graph import Node, Value, Variable
+from tfnb.graph.device_request import parse
+from tfnb.passes import StepGraph
+from tfnb.passes.liveness import nominal
+from tfnb.passes.resolve import resolve
+from tfnb.placement.shards import nbytes, together
+
+_GRADIENT = "gradient"
+_NOWHERE = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.assign", "tfnb.group"})  # no stage computes these
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """A call of an innermost module, or name scope, with the nodes up to the next call.
+
+    asked: the first node with a request of the user for a task. variables: those that it is the first to read;
+    slots: other Variables that are updated with these.
+    """
+
+    path: tuple[str, ...]
+    nodes: list[Node] = field(default_factory=list)
+    asked: Node | None = None
+    variables: list[Variable] = field(default_factory=list)
+    slots: list[Variable] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The path of the module, or the first node where it is in none."""
+        return ".".join(self.path) or self.nodes[0].name
+
+    @property
+    def task(self) -> int | None:
+        """The task that the user asks for."""
+        return None if self.asked is None else task_of(self.asked)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of Variables and slots."""
+        return sum(map(nbytes, (*self.variables, *self.slots)))
+
+
+class Passage(NamedTuple):
+    """A value that one call makes and later ones use. Calls by number; bytes: of the value, and of its gradient."""
+
+    source: int
+    users: tuple[int, ...]
+    bytes: tuple[int, ...]
+
+
+def task_of(node: Node) -> int | None:
+    """The number of the task that a node asks for."""
+    request = None if node.device is None else parse(node.device)
+    return None if request is None or request.job == "ps" else request.task
+
+
+def is_gradient(node: Node) -> bool:
+    """Whether a node is of a recorded derivative."""
+    return _GRADIENT in node.tags
+
+
+def forward_nodes(step: StepGraph) -> list[Node]:
+    """The nodes before gradients and updates that these need, that are fetched, or that stand in the same modules."""
+    state = resolve(step.graph, step.feeds)
+    behind: set[int] = set()
+    for node in step.graph.nodes:
+        same = state.resolved(Value(node.id)).node
+        if (
+            is_gradient(node)
+            or node.id in state.updated
+            or same in behind
+            or any(v.node in behind for v in node.inputs)
+        ):
+            behind.add(node.id)
+    ahead = {node.id: node for node in step.graph.nodes if node.id not in behind and node.op not in _NOWHERE}
+    roots = {node.forward for node in step.graph.nodes if is_gradient(node)} | {value.node for value in step.fetches}
+    needed, stack = set[int](), [root for root in roots if root in ahead] or [*ahead]
+    while stack:
+        node = ahead[stack.pop()]
+        if node.id not in needed:
+            needed.add(node.id)
+            stack += [i for i in (*(v.node for v in node.inputs), *node.control) if i in ahead]
+    paths = _innermost(ahead[i] for i in needed)
+    return [node for node in ahead.values() if node.id in needed or _path(node) in paths]
+
+
+def without_writes(step: StepGraph, forward: Sequence[Node]) -> tuple[Value, ...]:
+    """Fetches for all forward and backward work of a step, and none of its writes."""
+    made, by_id = {node.id for node in forward}, step.graph.contents.by_id
+    ends = {node.id: None for node in forward if node.outputs}
+    for node in forward:
+        for value in node.inputs:
+            ends.pop(value.node, None)
+    found = [Value(end) for end in ends] + [value for value in step.fetches if value.node in made]
+    for node in step.graph.nodes:
+        if not is_gradient(node):
+            found += [v for v in node.inputs if v.node in by_id and is_gradient(by_id[v.node])]
+    found += [v for v in step.fetches if v.node in by_id and is_gradient(by_id[v.node])]
+    return tuple(dict.fromkeys(found))
+
+
+def module_calls(nodes: Sequence[Node]) -> list[ModuleCall]:
+    """The calls of modules that forward nodes are of; a node outside of innermost modules goes with the one before.
+
+    A node with another request than its call has begins a call of its own. What reads a Variable goes with its first
+    user.
+    """
+    paths, calls = _innermost(nodes), list[ModuleCall]()
+    for node in nodes:
+        if node.op == "tfnb.read":
+            continue
+        path = _path(node) if _path(node) in paths else ()
+        task, now = task_of(node), calls[-1] if calls else ModuleCall(())
+        is_other_task = task is not None and now.task not in (None, task)
+        if now.nodes and not now.path and not is_other_task:
+            now.path = path  # what stands before the first module goes with it
+        is_alone = task is not None and now.task is None and (not path or path == now.path) and bool(now.nodes)
+        if not now.nodes or is_other_task or is_alone or (path and path != now.path):
+            calls.append(now := ModuleCall(path))
+        now.nodes.append(node)
+        now.asked = now.asked or (node if task is not None else None)
+    _take_reads(nodes, calls)
+    return calls
+
+
+def take_slots(step: StepGraph, calls: Sequence[ModuleCall]) -> None:
+    """Give each call the Variables that are updated with those that it reads."""
+    owner = {variable: call for call in calls for variable in call.variables}
+    for group in together(step.graph):
+        read = [variable for variable in group if variable in owner]
+        for variable in group if read else ():
+            if variable not in owner:
+                beside = next((v for v in read if v.shape == variable.shape), read[0])
+                owner[beside].slots.append(variable)
+
+
+def passages(step: StepGraph, calls: Sequence[ModuleCall], sizes: Mapping[str, int]) -> list[Passage]:
+    """All values that calls make for later ones. sizes: of symbols, by name."""
+    made_by = {node.id: number for number, call in enumerate(calls) for node in call.nodes}
+    users: dict[Value, set[int]] = {}
+    for number, call in enumerate(calls):
+        for node in call.nodes:
+            for value in node.inputs:
+                if made_by.get(value.node, number) != number:
+                    users.setdefault(value, set()).add(number)
+    is_trained = any(is_gradient(node) for node in step.graph.nodes)
+    found = []
+    for value, numbers in users.items():
+        spec = step.graph.contents.by_id[value.node].outputs[value.index]
+        size = prod(nominal(spec, sizes)) * spec.dtype.itemsize
+        is_back = is_trained and (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        found.append(Passage(made_by[value.node], tuple(sorted(numbers)), (size,) * (2 if is_back else 1)))
+    return found
+
+
+def seconds_of_calls(
+    step: StepGraph, calls: Sequence[ModuleCall], seconds: Mapping[int, float]
+) -> list[float]:  # fmt: skip
+    """Seconds of each call, with those of its gradients. seconds: of nodes, by id."""
+    at = {node.id: number for number, call in enumerate(calls) for node in call.nodes}
+    found = [0.0] * len(calls)
+    for node in step.graph.nodes:
+        if node.id not in at and is_gradient(node):
+            beside = (node.forward, *(value.node for value in node.inputs))
+            number = next((at[i] for i in beside if i is not None and i in at), None)
+            if number is not None:
+                at[node.id] = number
+        if node.id in at:
+            found[at[node.id]] += seconds.get(node.id, 0.0)
+    return found
+
+
+def _path(node: Node) -> tuple[str, ...]:
+    """The modules and name scopes around a node, without the torch function at the end."""
+    return node.scope[:-1]
+
+
+def _innermost(nodes: Iterable[Node]) -> set[tuple[str, ...]]:
+    """The paths of modules in which there are no others."""
+    paths = {_path(node) for node in nodes} - {()}
+    return paths - {path[:end] for path in paths for end in range(len(path))}
+
+
+def _take_reads(nodes: Sequence[Node], calls: Sequence[ModuleCall]) -> None:
+    first: dict[int, ModuleCall] = {}
+    for call in calls:
+        for node in call.nodes:
+            for value in node.inputs:
+                first.setdefault(value.node, call)
+    for node in nodes:
+        if node.op == "tfnb.read" and node.id in first:
+            call, variable = first[node.id], node.attrs["variable"]
+            call.nodes.append(node)
+            if not any(variable in each.variables for each in calls):
+                call.variables.append(variable)
