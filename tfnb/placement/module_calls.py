@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -20,7 +21,7 @@ _NOWHERE = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.assign", "tfnb.
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A call of an innermost module, or name scope, with the nodes up to the next call.
+    """A call of an innermost module, or a name scope, with the nodes that go with it.
 
     asked: the first node with a request of the user for a task. variables: those that it is the first to read;
     slots: other Variables that are updated with these.
@@ -82,14 +83,21 @@ def forward_nodes(step: StepGraph) -> list[Node]:
             behind.add(node.id)
     ahead = {node.id: node for node in step.graph.nodes if node.id not in behind and node.op not in _NOWHERE}
     roots = {node.forward for node in step.graph.nodes if is_gradient(node)} | {value.node for value in step.fetches}
-    needed, stack = set[int](), [root for root in roots if root in ahead] or [*ahead]
+    needed = _ancestors(ahead, [root for root in roots if root in ahead] or ahead)
+    paths = {ahead[i].scope[:-1] for i in needed} - {()}
+    needed |= _ancestors(ahead, [node.id for node in ahead.values() if node.scope[:-1] in paths])
+    return [node for node in ahead.values() if node.id in needed]
+
+
+def _ancestors(nodes: Mapping[int, Node], roots: Iterable[int]) -> set[int]:
+    """The ids of nodes that these roots need, with the roots."""
+    needed, stack = set[int](), [*roots]
     while stack:
-        node = ahead[stack.pop()]
+        node = nodes[stack.pop()]
         if node.id not in needed:
             needed.add(node.id)
-            stack += [i for i in (*(v.node for v in node.inputs), *node.control) if i in ahead]
-    paths = _innermost(ahead[i] for i in needed)
-    return [node for node in ahead.values() if node.id in needed or _path(node) in paths]
+            stack += [i for i in (*(v.node for v in node.inputs), *node.control) if i in nodes]
+    return needed
 
 
 def without_writes(step: StepGraph, forward: Sequence[Node]) -> tuple[Value, ...]:
@@ -108,27 +116,40 @@ def without_writes(step: StepGraph, forward: Sequence[Node]) -> tuple[Value, ...
 
 
 def module_calls(nodes: Sequence[Node]) -> list[ModuleCall]:
-    """The calls of modules that forward nodes are of; a node outside of innermost modules goes with the one before.
+    """The calls of modules that forward nodes are of, in order.
 
-    A node with another request than its call has begins a call of its own. What reads a Variable goes with its first
-    user.
+    A node of a module around the last call goes with that call, such as the sum behind a residual branch, and one in
+    front of the first call inside of a module with that one. A node that asks for another task than its call begins a
+    call of its own, and so does another weight in a module of the same name: the next turn of a loop over layers. What
+    reads a Variable goes with its first user.
     """
-    paths, calls = _innermost(nodes), list[ModuleCall]()
+    reads = {node.id: node.attrs["variable"] for node in nodes if node.op == "tfnb.read"}
+    calls: list[ModuleCall] = []
+    held: dict[str, Variable] = {}  # of the last call, by the attribute of the module
     for node in nodes:
-        if node.op == "tfnb.read":
+        if node.id in reads:
             continue
-        path = _path(node) if _path(node) in paths else ()
-        task, now = task_of(node), calls[-1] if calls else ModuleCall(())
-        is_other_task = task is not None and now.task not in (None, task)
-        if now.nodes and not now.path and not is_other_task:
-            now.path = path  # what stands before the first module goes with it
-        is_alone = task is not None and now.task is None and (not path or path == now.path) and bool(now.nodes)
-        if not now.nodes or is_other_task or is_alone or (path and path != now.path):
+        path, task = node.scope[:-1], task_of(node)  # the torch function stands at the end
+        now = calls[-1] if calls else ModuleCall(path)
+        mine = {_attribute(reads[v.node]): reads[v.node] for v in node.inputs if v.node in reads}
+        is_within = now.path[: len(path)] == path and (path == now.path or not mine)
+        is_before = not held and path[: len(now.path)] == now.path
+        is_again = any(held.get(name, variable) is not variable for name, variable in mine.items())
+        if not calls or task not in (None, now.task) or is_again or not (is_within or is_before):
             calls.append(now := ModuleCall(path))
+            held = {}
+        elif is_before:
+            now.path = path
+        held |= mine
         now.nodes.append(node)
         now.asked = now.asked or (node if task is not None else None)
     _take_reads(nodes, calls)
     return calls
+
+
+def _attribute(variable: Variable) -> str:
+    """The attribute of a module that a Variable was: the end of its name, without what makes that unique."""
+    return re.sub(r"_\d+$", "", variable.name.rpartition(".")[2])
 
 
 def take_slots(step: StepGraph, calls: Sequence[ModuleCall]) -> None:
@@ -176,17 +197,6 @@ def seconds_of_calls(
         if node.id in at:
             found[at[node.id]] += seconds.get(node.id, 0.0)
     return found
-
-
-def _path(node: Node) -> tuple[str, ...]:
-    """The modules and name scopes around a node, without the torch function at the end."""
-    return node.scope[:-1]
-
-
-def _innermost(nodes: Iterable[Node]) -> set[tuple[str, ...]]:
-    """The paths of modules in which there are no others."""
-    paths = {_path(node) for node in nodes} - {()}
-    return paths - {path[:end] for path in paths for end in range(len(path))}
 
 
 def _take_reads(nodes: Sequence[Node], calls: Sequence[ModuleCall]) -> None:

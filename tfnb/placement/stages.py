@@ -101,15 +101,14 @@ class StageWeights:
         Raises InvalidArgument where there are too few calls, or where requests of the user leave no such stages.
         """
         units = len(self.calls)
-        named = len({call.path for call in self.calls} - {()})
+        if not any(call.path for call in self.calls):
+            raise InvalidArgument(
+                "stages are made of modules and name scopes, and none of the step's nodes is in one: call modules in "
+                "the cell, or place nodes by tfnb.device('task:0')"
+            )
         if units < stages:
             what = f"{units} module{'s' * (units != 1)}: {', '.join(call.name for call in self.calls)}"
             raise InvalidArgument(f"a stage has one module at least, and stages={stages} of {what}")
-        if not named:
-            raise InvalidArgument(
-                "stages are made of modules and name scopes, and none of the step's nodes is in one: call modules in the "
-                "cell, or place nodes by tfnb.device('task:0')"
-            )
         self._ensure_in_order(stages)
         seconds = self._stage_seconds()
         bytes_before = [0, *accumulate(call.bytes for call in self.calls)]
@@ -143,8 +142,8 @@ class StageWeights:
                 )
             if before is not None and before.task is not None and before.task > call.task:
                 raise InvalidArgument(
-                    f"stages go through the modules in their order, and {_said(before)}, but {_said(call)}, which comes "
-                    "later: take one of these requests away",
+                    f"stages go through the modules in their order, and {_said(before)}, but {_said(call)}, which "
+                    "comes later: take one of these requests away",
                     **_where(call.asked),
                 )
             before = call

@@ -15,7 +15,7 @@ TURNS = 3
 
 
 def node_seconds(step: StepGraph, feeds: Sequence[torch.Tensor]) -> dict[int, float]:
-    """The least seconds of several turns of each node, by its id, computed one by one in this process.
+    """The least seconds of several turns of each node, by its id, computed one by one in this process by one thread.
 
     A step that writes is refused with InvalidArgument: it is to be measured, and to leave all as it was.
     """
@@ -25,7 +25,12 @@ def node_seconds(step: StepGraph, feeds: Sequence[torch.Tensor]) -> dict[int, fl
     found: dict[int, float] = {}
     for _ in range(TURNS):
         tracer = Everything(program)
-        program.compute(feeds, [variable.storage for variable in program.variables], 0, tracer.forward)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a task has one, and several that share busy cores wait for each other
+        try:
+            program.compute(feeds, [variable.storage for variable in program.variables], 0, tracer.forward)
+        finally:
+            torch.set_num_threads(threads)
         turn: dict[int, float] = {}
         for event in tracer.events:
             if event.node is not None:
