@@ -181,9 +181,7 @@ def test_requests_that_no_stages_meet_are_named() -> None:
     def crossed(at: int) -> Any:
         return tfnb.device(f"task:{2 if at == 1 else 0}") if at in (1, 6) else nullcontext()
 
-    with pytest.raises(
-        InvalidArgument, match=r"model\.blocks\.0\.1 asks for task:2 \(.*, but model\.blocks\.3\.0 asks for task:0"
-    ):
+    with pytest.raises(InvalidArgument, match=r"0\.1 asks for task:2 \(.*, but .*\.3\.0 asks for task:0"):
         tfnb.place(Net(crossed).train, stages=3)
     with pytest.raises(InvalidArgument, match=r"task:0 to task:1, and model\.blocks\.0\.0 asks for task:2"):
         tfnb.place(Net(lambda at: tfnb.device("task:2")).train, stages=2)

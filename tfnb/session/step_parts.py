@@ -99,7 +99,7 @@ def _staged(graph: Graph, values: Sequence[Value], feeds: Any, stages: int, soft
     weights = _weights(step, Feeder(bare, [(key, fed_by(graph, key)) for key in keys]).fed(batch.values())[0])
     ends = weights.ends(stages)
     contents, graph.attached[_GIVEN] = placed(
-        bare.contents, requests(step.graph.nodes, weights.calls, ends, soft=soft)
+        bare.contents, requests(bare.contents.nodes, weights.calls, ends, soft=soft)
     )  # fmt: skip
     graph.commit(contents)
     return StagedStep(graph, in_parts(step_graph(graph, values, step.feeds)), weights.stages(ends))
