@@ -1,4 +1,4 @@
-"""The calls of modules in a step, in the order in which they compute: what stages of a pipeline are made of. Pure."""
+"""The calls of modules in a step, in order of computation: the units of pipeline stages. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOWHERE = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.assign", "tfnb.
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A call of an innermost module, or a name scope, with the nodes that go with it.
+    """A call of an innermost module, or a name scope, with the nodes around it.
 
     asked: the first node with a request of the user for a task. variables: those that it is the first to read;
     slots: other Variables that are updated with these.
@@ -35,12 +35,12 @@ class ModuleCall:
 
     @property
     def name(self) -> str:
-        """The path of the module, or the first node where it is in none."""
+        """The path of the module, or the name of the first node outside of modules."""
         return ".".join(self.path) or self.nodes[0].name
 
     @property
     def task(self) -> int | None:
-        """The task that the user asks for."""
+        """The task requested by the user."""
         return None if self.asked is None else task_of(self.asked)
 
     @property
@@ -50,7 +50,7 @@ class ModuleCall:
 
 
 class Passage(NamedTuple):
-    """A value that one call makes and later ones use. Calls by number; bytes: of the value, and of its gradient."""
+    """A value of one call used by later calls. Calls by number; bytes: of the value, and of its gradient."""
 
     source: int
     users: tuple[int, ...]
@@ -58,7 +58,7 @@ class Passage(NamedTuple):
 
 
 def task_of(node: Node) -> int | None:
-    """The number of the task that a node asks for."""
+    """The number of the task in a node's request."""
     request = None if node.device is None else parse(node.device)
     return None if request is None or request.job == "ps" else request.task
 
@@ -69,7 +69,7 @@ def is_gradient(node: Node) -> bool:
 
 
 def forward_nodes(step: StepGraph) -> list[Node]:
-    """The nodes before gradients and updates that these need, that are fetched, or that stand in the same modules."""
+    """The nodes of the forward pass: needed by gradients or fetches, or recorded in the same modules."""
     state = resolve(step.graph, step.feeds)
     behind: set[int] = set()
     for node in step.graph.nodes:
@@ -90,7 +90,7 @@ def forward_nodes(step: StepGraph) -> list[Node]:
 
 
 def _ancestors(nodes: Mapping[int, Node], roots: Iterable[int]) -> set[int]:
-    """The ids of nodes that these roots need, with the roots."""
+    """The ids of the roots, and of all nodes before them."""
     needed, stack = set[int](), [*roots]
     while stack:
         node = nodes[stack.pop()]
@@ -116,7 +116,7 @@ def without_writes(step: StepGraph, forward: Sequence[Node]) -> tuple[Value, ...
 
 
 def module_calls(nodes: Sequence[Node]) -> list[ModuleCall]:
-    """The calls of modules that forward nodes are of, in order.
+    """The calls of modules around forward nodes, in order.
 
     A node of a module around the last call goes with that call, such as the sum behind a residual branch, and one in
     front of the first call inside of a module with that one. A node that asks for another task than its call begins a
@@ -148,12 +148,12 @@ def module_calls(nodes: Sequence[Node]) -> list[ModuleCall]:
 
 
 def _attribute(variable: Variable) -> str:
-    """The attribute of a module that a Variable was: the end of its name, without what makes that unique."""
+    """The attribute of a module that a Variable was: the end of its name, without a number for uniqueness."""
     return re.sub(r"_\d+$", "", variable.name.rpartition(".")[2])
 
 
 def take_slots(step: StepGraph, calls: Sequence[ModuleCall]) -> None:
-    """Give each call the Variables that are updated with those that it reads."""
+    """Give each call the Variables updated together with its own."""
     owner = {variable: call for call in calls for variable in call.variables}
     for group in together(step.graph):
         read = [variable for variable in group if variable in owner]
@@ -164,7 +164,7 @@ def take_slots(step: StepGraph, calls: Sequence[ModuleCall]) -> None:
 
 
 def passages(step: StepGraph, calls: Sequence[ModuleCall], sizes: Mapping[str, int]) -> list[Passage]:
-    """All values that calls make for later ones. sizes: of symbols, by name."""
+    """All values passed from calls to later calls. sizes: of symbols, by name."""
     made_by = {node.id: number for number, call in enumerate(calls) for node in call.nodes}
     users: dict[Value, set[int]] = {}
     for number, call in enumerate(calls):

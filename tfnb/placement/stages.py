@@ -29,7 +29,7 @@ Cost = Callable[[int, int, int], float]
 
 
 def least_maximum(cost: Cost, units: int, stages: int) -> tuple[int, ...] | None:
-    """Ends of consecutive stages, each of one unit at least, whose dearest one is the least; None if none is finite.
+    """Cut units into consecutive stages with the least largest cost: the ends, or None if every cut is infinite.
 
     Exact: dynamic programming over the first unit of the last stage.
 
@@ -52,9 +52,9 @@ def least_maximum(cost: Cost, units: int, stages: int) -> tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage, as a line of a table. sends: bytes of the values for later stages, for the batch that was measured.
+    """A stage, as a line of a table. sends: bytes of the values for later stages, for the measured batch.
 
-    variables, slots: bytes of Variables that the stage reads first, and of others that are updated with them.
+    variables, slots: bytes of the Variables first read here, and of other Variables updated together with these.
     """
 
     place: Place
@@ -89,14 +89,14 @@ class StagedStep(StepParts):
 
 @dataclass(frozen=True)
 class StageWeights:
-    """What decides where stages end: the calls of modules, the seconds of each, and the values between them."""
+    """The input of the cut: the calls of modules, the seconds of each, and the values between them."""
 
     calls: Sequence[ModuleCall]
     seconds: Sequence[float]
     passages: Sequence[Passage]
 
     def ends(self, stages: int) -> tuple[int, ...]:
-        """Ends of the stages, by number of calls: the slowest is the least, then the largest in bytes.
+        """Ends of the stages, by number of calls: least seconds of the slowest stage, then least bytes of the largest.
 
         Raises InvalidArgument where there are too few calls, or where requests of the user leave no such stages.
         """
@@ -131,7 +131,7 @@ class StageWeights:
         return least_maximum(size, units, stages) or quickest
 
     def _ensure_in_order(self, stages: int) -> None:
-        """Raise InvalidArgument for requests of the user that consecutive stages cannot meet."""
+        """Raise InvalidArgument for requests of the user that contradict consecutive stages."""
         before: ModuleCall | None = None
         for call in self.calls:
             if call.task is None:
@@ -190,7 +190,7 @@ class StageWeights:
 def requests(
     nodes: Iterable[Node], calls: Sequence[ModuleCall], ends: Sequence[int], *, soft: bool
 ) -> dict[int, str]:  # fmt: skip
-    """The device request of each node of the stages, by id; a gradient asks for what its forward node asks for.
+    """The device request of each node of the stages, by id; a gradient has the request of its forward node.
 
     A request of the user for a task stands, and fields of others are kept.
     """
@@ -213,14 +213,14 @@ Requests = Mapping[int, tuple[str | None, str]]
 
 
 def placed(contents: Contents, asks: Mapping[int, str]) -> tuple[Contents, Requests]:
-    """The contents with these requests, and what changed."""
+    """The contents with these requests, and the changes."""
     changed = {n.id: (n.device, asks[n.id]) for n in contents.nodes if n.device != asks.get(n.id, n.device)}
     nodes = tuple(replace(n, device=changed[n.id][1]) if n.id in changed else n for n in contents.nodes)
     return replace(contents, nodes=nodes), changed
 
 
 def unplaced(contents: Contents, given: Requests) -> Contents:
-    """The contents before `placed`: also of gradients that were recorded later, with the request of a forward node."""
+    """The contents before `placed`; gradients recorded later lose the request of their forward node, too."""
     before: dict[int, tuple[str | None, str]] = {}
     nodes = []
     for node in contents.nodes:
@@ -233,7 +233,7 @@ def unplaced(contents: Contents, given: Requests) -> Contents:
 
 
 def _shortest(paths: Sequence[tuple[str, ...]], others: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Names of modules: the outermost ones of which all calls are among ``paths``."""
+    """Names of modules: the outermost ones with all of their calls among ``paths``."""
     taken = {other[:end] for other in others for end in range(len(other) + 1)}
     found = (next((path[:end] for end in range(1, len(path)) if path[:end] not in taken), path) for path in paths)
     return tuple(dict.fromkeys(map(".".join, found)))
