@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Contents, Graph, Node
@@ -201,7 +202,7 @@ def requests(
             for node in call.nodes:
                 device = node.device
                 is_free = device is None or (parse(device).job != "ps" and parse(device).task is None)
-                asks[node.id] = (device and nested(device, here)) or here if is_free else device
+                asks[node.id] = here if device is None else str(nested(device, here)) if is_free else device
     for node in nodes:
         if is_gradient(node) and node.forward in asks and task_of(node) is None:
             asks[node.id] = asks[node.forward]
@@ -244,5 +245,5 @@ def _said(call: ModuleCall) -> str:
     return f"{call.name} asks for task:{call.task}{at}"
 
 
-def _where(node: Node | None) -> dict[str, str]:
-    return {} if node is None else {"node": node.name}
+def _where(node: Node | None) -> dict[str, Any]:
+    return {} if node is None else node.where
