@@ -26,7 +26,7 @@ from tfnb.magics import text_table
 from tfnb.passes import pipeline
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts, parts_of_graph
-from tfnb.placement.stages import Stage, StagedStep
+from tfnb.placement.stages import PipelineStage, StagedStep
 from tfnb.state import checkpoint
 from tfnb.widgets import curve, progress
 
@@ -69,7 +69,7 @@ def placed(text: str) -> StepParts:
 
 def staged(text: str) -> StagedStep:
     """A step of a graph of this name, in a stage of a module of this name."""
-    stage = Stage(Place(0), (text,), 1, 1, 1.0, 1)
+    stage = PipelineStage(Place(0), (text,), 1, 1, 1.0, 1)
     return StagedStep(graph(text), placed(text)._step, (stage,))
 
 

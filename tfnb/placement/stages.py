@@ -52,7 +52,7 @@ def least_maximum(cost: Cost, units: int, stages: int) -> tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A stage, as a line of a table. sends: bytes of the values for later stages, for the measured batch.
 
     variables, slots: bytes of the Variables first read here, and of other Variables updated together with these.
@@ -69,7 +69,7 @@ class Stage:
 class StagedStep(StepParts):
     """A step in the ``stages`` that `tfnb.place` chose; prints a table of them."""
 
-    def __init__(self, graph: Graph, step: StepFlow, stages: Sequence[Stage]) -> None:
+    def __init__(self, graph: Graph, step: StepFlow, stages: Sequence[PipelineStage]) -> None:
         super().__init__(graph, step)
         self.stages = tuple(stages)
 
@@ -168,13 +168,13 @@ class StageWeights:
                 found[border][stop] += sum(taken[border:stop])
         return found
 
-    def stages(self, ends: Sequence[int]) -> tuple[Stage, ...]:
+    def stages(self, ends: Sequence[int]) -> tuple[PipelineStage, ...]:
         """The stages, as lines of a table."""
         found = []
         for number, (start, stop) in enumerate(pairwise((0, *ends))):
             mine = self.calls[start:stop]
             found.append(
-                Stage(
+                PipelineStage(
                     Place(number),
                     _shortest(
                         [call.path or (call.name,) for call in mine], [c.path for c in self.calls if c not in mine]
