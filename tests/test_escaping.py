@@ -24,7 +24,9 @@ from tfnb.fitting import background, comparing, fit_loop
 from tfnb.graph import Contents, Graph, Spec, Variable
 from tfnb.magics import text_table
 from tfnb.passes import pipeline
+from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts, parts_of_graph
+from tfnb.placement.stages import PipelineStage, StagedStep
 from tfnb.state import checkpoint
 from tfnb.widgets import curve, progress
 
@@ -65,6 +67,12 @@ def placed(text: str) -> StepParts:
     return parts_of_graph(Graph(text, Contents(tuple(nodes))))
 
 
+def staged(text: str) -> StagedStep:
+    """A step of a graph of this name, in a stage of a module of this name."""
+    stage = PipelineStage(Place(0), (text,), 1, 1, 1.0, 1)
+    return StagedStep(graph(text), placed(text)._step, (stage,))
+
+
 def saved(text: str) -> checkpoint.Checkpoint:
     """A variable file of this name, with a Variable and a graph of this name."""
     return checkpoint.Checkpoint(Path(text or "x"), 1, {text: Spec(torch.float32, ())}, {"graph": text})
@@ -93,6 +101,7 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.watching.Watch": lambda text: watched(text)._repr_html_(),
     "tfnb.passes.pipeline.Passes": lambda text: passed(text)._repr_html_(),
     "tfnb.passes.flow.reasons.StepParts": lambda text: placed(text)._repr_html_(),
+    "tfnb.placement.stages.StagedStep": lambda text: staged(text)._repr_html_(),
     "tfnb.magics.text_table.Table": lambda text: text_table.Table((text,), [(text,)])._repr_html_(),
     "tfnb.widgets.progress": paneled,
     "tfnb.widgets.curve": lambda text: "".join([

@@ -72,6 +72,7 @@ LATE = {
     ("tfnb/graph/difference.py", "tfnb.view"): "a repr asks view",
     ("tfnb/passes/flow/reasons.py", "tfnb.view"): "a repr asks view",
     ("tfnb/passes/pipeline.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/placement/stages.py", "tfnb.view"): "a repr asks view",
     ("tfnb/execution/tracing/trace.py", "tfnb.view"): "a repr asks view",
     (
         "tfnb/recording/cells/block.py",

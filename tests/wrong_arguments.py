@@ -213,7 +213,7 @@ class World:
             "Session.written": Call(s.written, {"fetches": self.train, "feeds": [x]}),
             "Session.code": Call(s.code, {"fetches": self.y, "feeds": [x]}),
             "Session.reset": Call(tfnb.Session.reset, {"containers": ()}),
-            "place": Call(tfnb.place, {"fetches": self.y, "feeds": [x]}),
+            "place": Call(tfnb.place, {"fetches": self.y, "feeds": [x], "stages": None, "soft": False}),
             "run": Call(tfnb.run, {"fetches": self.y, "feed_dict": feeds, "isolation": None}),
             "Tensor.eval": Call(self.y.eval, {"feed_dict": feeds}),
             "Operation.run": Call(self.still.run, {"feed_dict": feeds}),

@@ -144,6 +144,33 @@ def test_what_a_pipeline_refuses(connect) -> None:
     watch.stop()
 
 
+class Unplaced(Net):
+    """A step whose stages are made by `tfnb.place`; in a process without tasks they are dropped."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)))
+        with tfnb.record() as self.graph:
+            x, y = tfnb.placeholder(torch.ones(4, 6), name="x"), tfnb.placeholder(torch.ones(4, 6), name="y")
+            h = self.model(x)
+            self.loss, self.count = F.mse_loss(h, y), (h > y).sum()
+            self.train = tfnb.train.Adam(0.01).minimize(self.loss)
+        self.data = dict(zip((x, y), (torch.randn(ROWS, 6), torch.randn(ROWS, 6)), strict=True))
+        self.stages = tfnb.place([self.loss, self.train], stages=3, soft=True).stages
+
+
+def test_stages_that_place_makes_train_as_one_device_does(connect) -> None:
+    here, there = Unplaced(), Unplaced()
+    assert [str(stage.place) for stage in there.stages] == ["task:0", "task:1", "task:2"]
+    expected = here.fit()
+    connect(3)
+    found = there.fit(mode="pipeline")
+    for one, other in zip(found.history, expected.history, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)  # the two were measured, and cut, apart
+    for name, value in here.state.items():
+        torch.testing.assert_close(there.state[name], value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(3))
 def test_a_stage_killed_in_mid_training_is_replaced_and_each_step_counts_once(connect, dask, stage: int) -> None:

@@ -91,7 +91,8 @@ def ensure_stages(found: Sequence[NodeRequest]) -> None:
         some = f"all that do ask for task:{asked_for[0]}" if asked_for else "none of its nodes asks for a task"
         raise InvalidArgument(
             f"mode='pipeline' takes a step in stages, and {some}: record each stage inside of "
-            "tfnb.device('task:0'), tfnb.device('task:1') ..., or use another mode"
+            "tfnb.device('task:0'), tfnb.device('task:1') ..., let tfnb.place(step, stages=2) choose, or use another "
+            "mode"
         )
 
 

@@ -12,6 +12,7 @@ from tfnb.view.export import (
     graph_svg,
     parts_html,
     passes_html,
+    stages_html,
     timeline_of,
     trace_html,
 )
@@ -30,6 +31,6 @@ from tfnb.view.reprs import (
 __all__ = [
     "Drawing", "checkpoint_html", "difference_html", "graph_bundle", "graph_dot", "graph_graphml", "graph_html",
     "graph_networkx", "graph_png", "graph_svg", "operation_html", "parts_html", "passes_html", "queue_html",
-    "session_html", "spec_html", "tensor_html", "text_tree", "timeline_of", "trace_html", "values_html",
+    "session_html", "spec_html", "stages_html", "tensor_html", "text_tree", "timeline_of", "trace_html", "values_html",
     "variable_html",
 ]  # fmt: skip

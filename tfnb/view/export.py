@@ -82,6 +82,11 @@ def parts_html(step: Any) -> str:
     return f"<pre>{xml(repr(step))}</pre>{drawn}"
 
 
+def stages_html(step: Any) -> str:
+    """The table of a step in stages."""
+    return f"<pre>{xml(repr(step))}</pre>"
+
+
 def graph_svg(graph: Graph, **options: Any) -> str:
     """The first view as an SVG document; raises LayoutFailed."""
     return Drawing(graph, **options).svg
