@@ -271,6 +271,21 @@ def test_what_one_batch_hides_another_shows() -> None:
     assert ["ignore_index" in note for note in found.notes] == [True] and found.is_settled
 
 
+def test_what_two_batches_hide_a_third_shows_however_slow_a_look_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first two batches each part ignores a quarter."""
+    monkeypatch.setattr(divided_rows, "MORE", 0.0)
+    y = torch.arange(ROWS) % 4
+    y[:32:4] = -100
+    y[32:40:2] = -100
+    module = flat()
+    train, feeds = recorded(lambda x, z: F.cross_entropy(module(x), z), [Data().x, y])
+    step = default_session(train.graph)._prepare(train, tuple(feeds)).code.step
+    homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
+    taken = batches(step, (([rows[at : at + 16] for rows in feeds.values()], 0) for at in range(0, ROWS, 16)))
+    (note,) = divided_rows.look(step, homes, 2, [batch for batch in taken if batch is not None]).notes
+    assert "ignore_index" in note
+
+
 def test_batch_norm_in_training_is_one_note_and_the_loss_is_compared_without_it() -> None:
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4, affine=False))
     (note,) = seen(lambda x, y: F.cross_entropy(plain(x), y), "xy").notes

@@ -33,6 +33,7 @@ ROWS = 64  # of a batch, at most
 FEW = 16  # rows that are looked at first: steps may take long
 BATCHES = 8  # of arrays that are looked at: by chance one has rows that are alike
 SECONDS = 5.0
+FEWEST = 3  # batches that are looked at however long it takes: each may hide a difference by chance
 MORE = 0.5  # seconds after which what was seen is enough
 APART = 1e-3  # of the size of a gradient: kernels add its parts in another order
 NEAR = 2e-6  # the same of sums and means: of losses that begin alike, they tell what makes the difference
@@ -145,15 +146,19 @@ class _Comparing:
         self._compute = lower(found.graph, found.fetches, (*found.feeds, *found.drawn))
         told = Observation(is_settled=False)
         few = max(FEW, 2 * self.tasks)
-        looks = ((batch, rows) for batch in batches for rows in sorted({min(few, _rows(batch)), _rows(batch)}))
-        for batch, rows in looks:
+        looks = (
+            (number, batch, rows)
+            for number, batch in enumerate(batches, 1)
+            for rows in sorted({min(few, _rows(batch)), _rows(batch)})
+        )
+        for number, batch, rows in looks:
             try:
                 told = (self._of(batch, rows) if rows > 1 else None) or told
             except Exception:
                 if told.is_settled:  # one look is enough
                     break
                 raise
-            if told.notes or (told.is_settled and time.monotonic() > begin + MORE):
+            if told.notes or (told.is_settled and number >= FEWEST and time.monotonic() > begin + MORE):
                 break
         return told
 
