@@ -68,8 +68,8 @@ class StepCode:
         return found.program, self.tiers.forward(shapes) if self._fits(found) else found.forward
 
     def _fits(self, found: SizedPlan) -> bool:
-        """Whether the step fits its memory budget unchanged, without recomputed or offloaded values."""
-        return found.program is self.program and not found.plan.decisions
+        """Whether the step fits its memory budget unchanged, whatever the number of iterations of its loops."""
+        return found.program is self.program and not found.plan.decisions and not found.plan.counts_rows
 
     def code(self, shapes: tuple[torch.Size, ...] | None = None) -> str:
         """The kind of code that runs the step, and why, for feeds of these shapes or of the first run."""

@@ -17,7 +17,7 @@ from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.node import leaves
 from tfnb.graph.ops import WHILE
 from tfnb.graph.subgraph import row_places
-from tfnb.memory.loop_rows import LoopRows, loop_rows, of_rows, working
+from tfnb.memory.loop_rows import LoopRows, kept_by_loops, loop_rows, of_rows, working
 from tfnb.memory.prices import computing, cost, moving
 from tfnb.memory.rematerialize import AGAIN, counted, infeasible, plans, spare
 from tfnb.memory.scratch import state_bytes
@@ -70,13 +70,15 @@ class MemoryPlan:
     """The most bytes that a step holds, as predicted, and a decision for each value and loop that does not stay.
 
     peak: with Variables, gradients and the scratch of convolutions, without rows of loops whose bytes the run counts.
-    state: of which Variables. left: what the budget leaves for those rows.
+    state: of which Variables. left: what the budget leaves for those rows. counts_rows: whether there are such rows,
+    also of loops with swap_memory=False, which have no decision.
     """
 
     peak: int
     left: int
     state: int = 0
     decisions: tuple[Decision, ...] = ()
+    counts_rows: bool = False
 
     @property
     def values(self) -> tuple[Decision, ...]:
@@ -105,7 +107,7 @@ def memory_plan(
     memory, state = counted(seen, fetches, feeds, sizes), state_bytes(graph)
     peak = state + memory.peak()
     decisions = (*_of_values(seen, memory, sizes), *_of_loops(seen, fetches, memory, sizes))
-    return MemoryPlan(peak, budget - peak, state, decisions)
+    return MemoryPlan(peak, budget - peak, state, decisions, bool(kept_by_loops(seen, fetches, sizes)))
 
 
 def _of_values(graph: Graph, memory: Memory, sizes: Mapping[str, int]) -> Iterator[Decision]:
