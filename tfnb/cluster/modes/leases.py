@@ -176,7 +176,8 @@ class PieceSizes:
 
     def next(self, left: int | None, tasks: int) -> int:
         """The number of steps of the next piece; ``left``: the steps left to lend (None: unknown)."""
-        most = LARGEST if not self.seconds else max(SMALLEST, min(LARGEST, round(SECONDS / self.seconds)))
+        is_quick = self.seconds * LARGEST <= SECONDS
+        most = LARGEST if is_quick else max(SMALLEST, min(LARGEST, round(SECONDS / self.seconds)))
         if left is not None:
             most = max(SMALLEST, min(most, -(-left // (AHEAD * max(1, tasks)))))
         self.last = min(2 * self.last, most)
