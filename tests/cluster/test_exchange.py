@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from tfnb.cluster.wire import streams
 from tfnb.cluster.wire.messages import Peer
 from tfnb.cluster.wire.posting import LEND
 from tfnb.errors import InvalidArgument, StepAborted, TfnbError, Unavailable
+from tfnb.state.waits import Inbox
 
 LANES = ["posts", "calls"]
 
@@ -56,11 +58,20 @@ def put(got: queue.SimpleQueue[Any], edge: int, expected: Any, value: Any, dead:
     got.put((edge, (value, dead), expected))
 
 
+def next_event(peers: Any, inbox: Inbox) -> Any:
+    """The next event of a step that waits; it reads the connections itself after a few waits."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        with suppress(queue.Empty):
+            return peers.wait(inbox, 0.1)
+    raise AssertionError("nothing came")
+
+
 def both_ways(parts: dict[int, Peer], me: int, rounds: list[int]) -> list[str]:
     """On a worker, in a thread as a step has one: tell the other part everything, and want as much of it."""
     exchange, wrong = exchange_of(parts[me]), []
     for number in rounds:
-        got: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        got = Inbox()
         peers = exchange.begin(number, parts, got.put)
         mine, theirs = values(number * 10 + me), values(number * 10 + 1 - me)
         for edge, (value, dead) in enumerate(mine):
@@ -68,11 +79,12 @@ def both_ways(parts: dict[int, Peer], me: int, rounds: list[int]) -> list[str]:
         for edge, expected in reversed(list(enumerate(theirs))):
             peers.want(edge, (0, number), partial(put, got, edge, expected))
         for _ in theirs:
-            found = got.get(timeout=SECONDS)
+            found = next_event(peers, got)
             if isinstance(found, TfnbError):
                 raise found
             if not is_same(found[1], found[2]):
                 wrong.append(f"round {number}, edge {found[0]}: {found[1]}")
+        peers.leave()
         exchange.end(number)
     return wrong
 
@@ -128,15 +140,17 @@ def test_two_tasks_exchange_values_of_every_kind(dask, parts, lane):
 
 def hang(parts: dict[int, Peer], me: int, number: int) -> tuple[str, str]:
     """Want what never comes; why the round failed."""
-    exchange, got = exchange_of(parts[me]), queue.SimpleQueue()
+    exchange, got, error = exchange_of(parts[me]), Inbox(), None
     peers = exchange.begin(number, parts, got.put)
     for turn in range(1000):
         peers.tell(0, 1 - me, (turn,), torch.zeros(100), None)
-        time.sleep(0.01)
         peers.want(1, (turn,), lambda value, dead: None)
-        if not got.empty():
+        time.sleep(0.01)
+        with suppress(queue.Empty):
+            error = peers.wait(got, 0.001)
             break
-    error = got.get(timeout=2 * SECONDS)
+    error = error or next_event(peers, got)
+    peers.leave()
     exchange.end(number, error)
     return type(error).__name__, str(error)
 
@@ -177,6 +191,42 @@ def fill(parts: dict[int, Peer], me: int, rounds: int) -> int:
         del found
         exchange.end(number)
     return len(threading.enumerate())
+
+
+def read_while(parts: dict[int, Peer], me: int, others: list[int]) -> list[Any]:
+    """On a worker: the values of a round whose thread reads the connections, and whether it did, alone and beside
+    ``others``, rounds that go on meanwhile.
+    """
+    exchange, got, found = exchange_of(parts[me]), Inbox(), []
+    peers = exchange.begin(1, parts, got.put)
+    for turn in range(10):
+        peers.tell(0, 1 - me, (turn,), turn, None)
+        peers.want(0, (turn,), lambda value, dead: got.put(value))
+        found.append(next_event(peers, got))
+    found.append(exchange._reader is not None)
+    for number in others:
+        exchange.begin(number, parts, got.put)
+    peers.tell(1, 1 - me, (), 10, None)
+    peers.want(1, (), lambda value, dead: got.put(value))
+    found += [next_event(peers, got), exchange._reader is not None]
+    for number in others:
+        exchange.end(number)
+    peers.tell(2, 1 - me, (), 11, None)
+    peers.want(2, (), lambda value, dead: got.put(value))
+    found += [next_event(peers, got), exchange._reader is not None]
+    peers.leave()
+    found.append(exchange._reader is not None)
+    exchange.end(1)
+    return found
+
+
+@pytest.mark.parametrize("others", [[], [2], [2, 3]], ids=str)
+def test_a_waiting_thread_reads_its_connections_as_long_as_its_round_is_alone(dask, parts, lane, others):
+    start(dask, both_ways, parts, 0, [9]), start(dask, both_ways, parts, 1, [9]).result(SECONDS)  # all are connected
+    first, second = (start(dask, read_while, parts, me, others) for me in parts)
+    is_read, is_shared = lane == "posts", lane == "posts" and not others
+    expected = [*range(10), is_read, 10, is_shared, 11, is_read, False]
+    assert [first.result(2 * SECONDS), second.result(2 * SECONDS)] == [expected, expected]
 
 
 def test_a_thousand_rounds_leave_nothing(dask, parts, lane):

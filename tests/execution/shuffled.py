@@ -43,6 +43,9 @@ class ShuffledPeers:
         self.taken.add((edge, tag))
         self.wanted[edge, tag] = deliver
 
+    def leave(self) -> None:
+        """See `tfnb.execution.dataflow.executor.WaitingPeers`."""
+
     def deliver(self) -> bool:
         """Let one message arrive that somebody waits for; False if there is none."""
         ready = sorted(self.flying.keys() & self.wanted.keys())

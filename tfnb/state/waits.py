@@ -43,6 +43,18 @@ _WANTS = {"dequeue": "an element", "enqueue": "room", "close": "the enqueues bef
 _PRODUCER = {"dequeue": "enqueue", "enqueue": "dequeue", "close": "dequeue"}  # of what an operation waits for
 
 
+class Inbox(queue.SimpleQueue[Any]):
+    """Events for the thread of a step. ``wake``: called after each put while that thread waits somewhere else."""
+
+    wake: Callable[[], None] | None = None
+
+    def put(self, event: Any) -> None:  # type: ignore[override]  # it never blocks
+        """Add an event, from any thread."""
+        super().put(event)
+        if (wake := self.wake) is not None:
+            wake()
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class QueueOperation:
     """An operation on a queue that waits there, or that a runner would still do ``behind`` attempts that wait."""
@@ -71,7 +83,7 @@ class Runner:
     attempts: Callable[[], Iterable[Attempt]] = tuple
     later: Callable[[], Iterable[QueueOperation]] = tuple
     name: str = field(default_factory=lambda: f"thread {threading.current_thread().name}")
-    inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    inbox: Inbox = field(default_factory=Inbox)
     since: float | None = None  # when it began to wait
     looked: float = 0.0
     noticed: bool = False

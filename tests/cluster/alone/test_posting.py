@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.cluster.alone.test_wire import DTYPES
 from tfnb.cluster.wire import posting
-from tfnb.cluster.wire.envelope import bytes_of
+from tfnb.cluster.wire.envelope import ALIGN, bytes_of
 from tfnb.cluster.wire.lending import FREE, HELD, ServerLoans, TaskLoans
 from tfnb.cluster.wire.posting import BUFFER, LEND, Post, PostReader, Receiver, Sender, written
 from tfnb.cluster.wire.streams import StreamBroken
@@ -164,6 +164,15 @@ def test_mutated_bytes_are_posts_or_an_error_of_the_wire(source):
     except (ProtocolError, ResourceExhausted, OSError):
         return
     assert all(type(post) is Post and len(post.tag) <= 64 for post in found)
+
+
+@pytest.mark.parametrize("start", [-ALIGN, -(1 << 63), 1 << 40, 1, (1 << 63) - ALIGN])
+def test_a_loan_outside_of_its_memory_is_refused(start):
+    loans = TaskLoans()
+    message = bytearray(data(1, 0, (), tensor(torch.int8, LEND + 1), None, loans=loans))
+    struct.pack_into("<q", message, len(message) - 16, start)  # a loan ends with its first byte and its word
+    with pytest.raises(ProtocolError, match="are lent"):
+        PostReader(1 << 20, ServerLoans(loans.name).borrowing).feed(message)
 
 
 # -- connections ------------------------------------------------------------------------------------------------------

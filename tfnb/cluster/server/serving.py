@@ -123,9 +123,9 @@ class Serving:
         """Register a change of the events that an end waits for."""
         self._post(partial(self._look, end))
 
-    def drop(self, end: HostedConnection, why: str) -> None:
-        """Close an end."""
-        self._post(partial(self._drop, end, StreamBroken(why)))
+    def drop(self, end: HostedConnection, error: Exception) -> None:
+        """Close an end, for the reason ``error``."""
+        self._post(partial(self._drop, end, error))
 
     def stop(self) -> threading.Thread:
         """End the thread, and close its sockets; pending callers get no answer. Returns the thread."""

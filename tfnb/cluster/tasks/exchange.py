@@ -28,6 +28,7 @@ from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.tasks import meeting
 from tfnb.cluster.tasks.meeting import Effect, Event, Meeting
 from tfnb.cluster.tasks.step_notes import Arrivals
+from tfnb.cluster.tasks.waiting_reads import WaitingReader
 from tfnb.cluster.wire import envelope, streams
 from tfnb.cluster.wire.encryption import encryption
 from tfnb.cluster.wire.lending import ServerLoans
@@ -36,11 +37,13 @@ from tfnb.cluster.wire.posting import HostedConnection, Post, PostReader, Receiv
 from tfnb.cluster.wire.streams import AGAIN, Stream, StreamBroken, StreamOffer
 from tfnb.cluster.wire.transport import Link
 from tfnb.errors import ProtocolError, StepAborted, TfnbError, Unavailable
-from tfnb.execution.dataflow.machine import Peers
+from tfnb.execution.dataflow.executor import WaitingPeers
+from tfnb.state.waits import Inbox
 
 MOST = 64 << 20  # bytes of one call of ``deliver``, but for a single value that is larger
 LOOK = 0.05  # seconds between looks whether a paused caller may go on
 LEFT = 8  # keys of values left over that are named
+WAITS = 4  # of a round, until its thread reads the connections itself: taking them over costs a turn of another thread
 log = logging.getLogger(__name__)
 
 
@@ -62,6 +65,7 @@ class Exchange:
         self._failed: dict[int, Callable[[TfnbError], None]] = {}  # of rounds that began and have not failed
         self._lanes: dict[Peer, _TaskLane] = {}
         self._receivers: dict[Receiver, int] = {}  # and the incarnation of who sends
+        self._reader: WaitingReader | None = None  # of the step that reads the connections itself
         self._tasks: set[asyncio.Task[None]] = set()
         self.arrivals: Arrivals | None = None  # round, edge, tag and time of values, while a step is traced
         self.serving: Serving | None = None  # that hosts its connections
@@ -69,7 +73,7 @@ class Exchange:
 
     # -- the task's side --------------------------------------------------------------------------------------------
 
-    def begin(self, round: int, parts: Mapping[int, Peer], failed: Callable[[TfnbError], None]) -> Peers:
+    def begin(self, round: int, parts: Mapping[int, Peer], failed: Callable[[TfnbError], None]) -> WaitingPeers:
         """Begin a round. ``parts``: the task of each part, this one included.
 
         failed: called at most once, from any thread, with the first cause when the round is aborted: a connection that
@@ -78,6 +82,8 @@ class Exchange:
         others = {peer for peer in parts.values() if peer.incarnation != self.incarnation}
         with self._lock:
             self._failed[round] = failed
+            if self._reader is not None:
+                self._reader.wake()  # it is not alone any more
             calling = [lane for peer in others if (lane := self._lanes.get(peer)) is not None and lane.may_open()]
         for lane in calling:
             self._soon(self._open, lane)
@@ -89,6 +95,30 @@ class Exchange:
         with self._lock:
             self._failed.pop(round, None)
         self._on(meeting.PartEnd(round, error is not None))
+
+    def take(self, reader: WaitingReader | None) -> WaitingReader | None:
+        """The reader with all connections, for a step that waits; None where other rounds need the connections, too.
+
+        reader: the one that the step had before.
+        """
+        with self._lock:
+            serving = self.serving
+            is_alone = len(self._failed) == 1 and not self._meeting.paused
+            if is_alone and serving is not None and reader is None and self._reader is None:
+                reader = self._reader = WaitingReader(serving.look, serving.drop)
+            receivers = list(self._receivers)
+        if reader is not None and is_alone:
+            reader.take(receivers)
+            return reader
+        self.leave(reader)
+        return None
+
+    def leave(self, reader: WaitingReader | None) -> None:
+        """Let the hosting thread read again."""
+        if reader is not None:
+            with self._lock:
+                self._reader = None
+            reader.close()
 
     def abort(self, round: int, floor: int, cause: TfnbError) -> None:
         """Give up a round, and all rounds up to ``floor``."""
@@ -106,7 +136,7 @@ class Exchange:
         ends: list[HostedConnection] = [*(lane.sender for lane in lanes), *receivers]
         for end in ends:
             if self.serving is not None:
-                self.serving.drop(end, "the task ends")
+                self.serving.drop(end, StreamBroken("the task ends"))
             else:  # it is not hosted
                 end.over(StreamBroken("the task ends"))
         self._soon(self._cancel)
@@ -356,7 +386,7 @@ class _TaskLane:
 
 
 class _RoundPeers:
-    """`Peers` of one round.
+    """`WaitingPeers` of one round.
 
     A value is captured when it is told; a value with a shape is a tensor, or a meta tensor, of which dtype and sizes
     travel. Raises InvalidArgument or UnsupportedDtype for values that cannot travel. In an aborted round no more values
@@ -366,6 +396,8 @@ class _RoundPeers:
     def __init__(self, exchange: Exchange, number: int, parts: Mapping[int, Peer]) -> None:
         self._exchange, self.round, self._parts = exchange, number, parts
         self._lanes: dict[int, _TaskLane] = {}
+        self._waits = 0
+        self._reader: WaitingReader | None = None
 
     def tell(self, edge: int, to: int, tag: Tag, value: Any, dead: Dead | None) -> None:
         post = Post(self.round, edge, tag, value, dead)
@@ -380,6 +412,18 @@ class _RoundPeers:
 
     def want(self, edge: int, tag: Tag, deliver: Callable[[Any, Dead | None], None]) -> None:
         self._exchange._on(meeting.Want(self.round, edge, tag, deliver))
+
+    def wait(self, inbox: Inbox, seconds: float) -> Any:
+        self._waits += 1
+        if self._waits > WAITS and (reader := self._exchange.take(self._reader)) is not None:
+            self._reader = reader
+            reader.read(inbox, seconds)
+            return inbox.get_nowait()
+        self._reader = None
+        return inbox.get(timeout=seconds)
+
+    def leave(self) -> None:
+        self._exchange.leave(self._reader)
 
 
 def _sender(request: Request) -> tuple[int, str]:

@@ -17,11 +17,12 @@ import torch
 from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import Ask, Dead, Ok, Tag
 from tfnb.errors import ProtocolError, ResourceExhausted
-from tfnb.execution.dataflow.executor import Meet
-from tfnb.execution.dataflow.machine import ACKNOWLEDGE, Peers
+from tfnb.execution.dataflow.executor import Meet, WaitingPeers
+from tfnb.execution.dataflow.machine import ACKNOWLEDGE
 from tfnb.execution.tracing.place_tracer import MOST, PlaceTracer
 from tfnb.graph import Graph, Node
 from tfnb.graph.subgraph import nested
+from tfnb.state.waits import Inbox
 
 
 class ShardCall(NamedTuple):
@@ -154,9 +155,9 @@ class StepNotes:
 
 
 class _Noting:
-    """`Peers` that note sent messages."""
+    """`WaitingPeers` that note sent messages."""
 
-    def __init__(self, peers: Peers, sent: list[PostTime]) -> None:
+    def __init__(self, peers: WaitingPeers, sent: list[PostTime]) -> None:
         self._peers, self._sent = peers, sent
 
     @property
@@ -171,6 +172,12 @@ class _Noting:
 
     def want(self, edge: int, tag: Tag, deliver: Callable[[Any, Dead | None], None]) -> None:
         self._peers.want(edge, tag, deliver)
+
+    def wait(self, inbox: Inbox, seconds: float) -> Any:
+        return self._peers.wait(inbox, seconds)
+
+    def leave(self) -> None:
+        self._peers.leave()
 
 
 Arrivals = deque[tuple[int, int, Tag, int]]

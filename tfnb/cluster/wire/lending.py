@@ -165,6 +165,6 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _within(flat: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    if start % ALIGN or start + nbytes > flat.numel():
+    if start % ALIGN or not 0 <= start <= start + nbytes <= flat.numel():
         raise ProtocolError(f"not a message of tfnb: bytes {start} to {start + nbytes} of {flat.numel()} are lent")
     return flat[start : start + nbytes]

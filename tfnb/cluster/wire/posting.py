@@ -449,23 +449,36 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end, in its hosting thread. ``take``: gets posts; ``lost``: called once, with the error."""
+    """The receiving end. ``take``: gets posts; ``lost``: called once, with the error.
+
+    Its hosting thread reads, or, while ``is_taken``, another one.
+    """
 
     def __init__(
         self, sock: socket.socket, loans: ServerLoans | None, take: Callable[[Sequence[Post]], None],
         lost: Callable[[Exception], None], budget: int = envelope.BUDGET,
     ) -> None:  # fmt: skip
         self.sock, self._take, self._lost = sock, take, lost
-        self.is_paused = False
+        self.is_paused = self.is_taken = False
+        self._turn = threading.Lock()  # of the thread that reads
         self._reader = PostReader(budget, loans.borrowing if loans is not None else None)
         self._is_over = False
 
     def events(self) -> int:
-        """The awaited selector events: none while paused."""
-        return 0 if self.is_paused else selectors.EVENT_READ
+        """The awaited selector events: none while paused, or taken."""
+        return 0 if self.is_paused or self.is_taken else selectors.EVENT_READ
 
     def ready(self, events: int) -> None:
+        """`read`, in the hosting thread."""
+        if not self.is_taken:
+            self.read()
+
+    def read(self) -> None:
         """Read the bytes at hand. Raises OSError, StreamBroken, ProtocolError, ResourceExhausted or MemoryError."""
+        with self._turn:
+            self._read()
+
+    def _read(self) -> None:
         for _ in range(TURNS):
             if self.is_paused:
                 return
@@ -486,7 +499,8 @@ class Receiver:
         """Close the receiver."""
         if not self._is_over:
             self._is_over = True
-            self.sock.close()
+            with self._turn:
+                self.sock.close()
             self._lost(error)
 
 

@@ -11,7 +11,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -41,7 +41,7 @@ from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
 from tfnb.state.queue_machine import Attempt, Kind, QueueHost, StepQueues
 from tfnb.state.queue_operations import attempt_on, machine_of, outcome, overdue
-from tfnb.state.waits import POLL, WAITS, QueueOperation, Runner
+from tfnb.state.waits import POLL, WAITS, Inbox, QueueOperation, Runner
 
 
 class BorrowedMemory:
@@ -58,6 +58,19 @@ class BorrowedMemory:
         """The value in memory of the step's own."""
         is_borrowed = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._at
         return copied(value) if is_borrowed else value
+
+
+class WaitingPeers(Peers, Protocol):
+    """`Peers` that a driver waits for."""
+
+    def wait(self, inbox: Inbox, seconds: float) -> Any:
+        """The next event of the step's ``inbox``; may read messages of other parts in this thread meanwhile.
+
+        Raises queue.Empty after ``seconds``, or earlier where what came was no event of this step.
+        """
+
+    def leave(self) -> None:
+        """The step waits no more; in the thread that called `wait`."""
 
 
 class Here:
@@ -93,8 +106,15 @@ class Here:
         else:
             deliver(*found)
 
+    def wait(self, inbox: Inbox, seconds: float) -> Any:
+        """See `WaitingPeers`."""
+        return inbox.get(timeout=seconds)
 
-Meet = Callable[[Callable[[BaseException], None]], Peers]
+    def leave(self) -> None:
+        """See `WaitingPeers`."""
+
+
+Meet = Callable[[Callable[[BaseException], None]], WaitingPeers]
 """Joins the other parts of a step; what is given is called, from any thread, with the error that ends it."""
 
 
@@ -145,6 +165,8 @@ class Driver:
             self._abandon()
             raise
         finally:
+            if self.peers is not None:
+                self.peers.leave()
             machine.submit = machine.arrived = machine.peers = None  # which know the driver: all is free now
         return machine.results
 
@@ -180,7 +202,9 @@ class Driver:
             return WAITS.next(self.runner)
         self.runner.is_blocked = is_blocked
         try:
-            return self.inbox.get(timeout=POLL)
+            if self.peers is None or not self.machine.receiving:
+                return self.inbox.get(timeout=POLL)
+            return self.peers.wait(self.inbox, POLL)
         except queue.Empty:
             return None
         finally:
