@@ -29,6 +29,15 @@ if WORKERS > 1:  # processes side by side share the cores
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of the processes that tests start
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``pytest.mark.parametrize_by``: parameters that a function gives, which is called where the run takes the test."""
+    expression = str(metafunc.config.getoption("markexpr"))
+    is_left_out = any(f"not {mark.name}" in expression for mark in metafunc.definition.iter_markers())
+    for mark in metafunc.definition.iter_markers("parametrize_by"):
+        name, parameters = mark.args
+        metafunc.parametrize(name, [] if is_left_out else list(parameters()))
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """Each device under test in turn."""
