@@ -30,7 +30,7 @@ if WORKERS > 1:  # processes side by side share the cores
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``pytest.mark.parametrize_by``: parameters that a function gives, which is called where the run takes the test."""
+    """``parametrize_by``: parameters that a function gives, which is called where the run takes the test."""
     expression = str(metafunc.config.getoption("markexpr"))
     is_left_out = any(f"not {mark.name}" in expression for mark in metafunc.definition.iter_markers())
     for mark in metafunc.definition.iter_markers("parametrize_by"):

@@ -64,8 +64,8 @@ def page() -> str:
         f"  gradients equal to torch's: up to {VARYING} samples for which torch itself takes these sizes.",
         "- A dash: torch does not do it either, or it means nothing there.", "",
         "| column | passes | of | share | target |", "|---|---|---|---|---|", *shares, "",
-        f"Of the {len(checks.entries())} entries {len(NO_CPU)} count nowhere: torch itself has no kernel for them on the",
-        f"CPU. Of all of them {counts['replays'][0] / len(checks.entries()):.1%} replay.", "",
+        f"Of the {len(rows)} entries {len(NO_CPU)} count nowhere: torch itself has no kernel for them on the",
+        f"CPU. Of all of them {counts['replays'][0] / len(rows):.1%} replay.", "",
         f"| op | {' | '.join(heads)} | reason |", "|---" * (len(heads) + 2) + "|", *rows, "",
     ])  # fmt: skip
 

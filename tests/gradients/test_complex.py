@@ -26,7 +26,9 @@ FIRST_ORDER = {"linalg.norm.subgradients_at_zero"}  # NaN in torch
 def _complex_entries() -> list[str]:
     """Entries that torch differentiates for complex tensors."""
     dtype = torch.complex128
-    return [n for n, info in entries().items() if info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")]
+    return [
+        n for n, info in entries().items() if info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+    ]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from types import CodeType
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.frontend.expressions import Plain
 from tfnb.control_flow.frontend.source import CELL, FUNCTION, CodeOrigin, compiled, with_operators, worth
+from tfnb.control_flow.frontend.tree_copies import copied
 from tfnb.control_flow.frontend.trees import (
     CONTROL,
     bound_names,
@@ -18,7 +19,6 @@ from tfnb.control_flow.frontend.trees import (
     no_arguments,
     placed,
 )
-from tfnb.control_flow.frontend.tree_copies import copied
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
