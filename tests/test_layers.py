@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import parsed
 from tfnb.execution.compiling.package_cache import SHAPES_CODE
 from tfnb.execution.tiers.native.tier import BUILD
 
@@ -133,12 +134,6 @@ def module_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "tfnb" else ("tfnb", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
-    return ast.parse(path.read_text())
 
 
 @cache
