@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_controller:
         config.pluginmanager.import_plugin("tests.each_test")
     if any(name.startswith("TFNB_SLOW_") for name in os.environ):
-        from tests.selection import Selection  # it reads the table of the rooms, which loads the compiler
+        from tests.selection import Selection
 
         config.pluginmanager.register(Selection())
     if counts := getattr(getattr(config, "failures_db", None), "sock", None):
@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest tests first, so that processes side by side end at about the same time."""
-    items.sort(key=lambda item: (place(item.nodeid), item.nodeid.partition("::")[0]))  # in all processes the same
+    items.sort(key=lambda item: (place(item.nodeid), item.nodeid.partition("::")[0].split("/")))  # in each process
     left = long((item.nodeid for item in items if not item.get_closest_marker("slow")), known())
     for item in items:
         is_cell = config.getoption("nbval", None) and item.path.suffix == ".ipynb"

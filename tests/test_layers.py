@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.syntax import parsed
-from tfnb.execution.compiling.package_cache import SHAPES_CODE
-from tfnb.execution.tiers.native.tier import BUILD
 
 ROOT = Path(__file__).parent.parent
 
@@ -197,6 +195,10 @@ def test_imports_inside_of_a_room_point_down(name: str) -> None:
 
 def test_all_that_the_compiler_imports_is_in_the_key_of_its_packages() -> None:
     """Else a change of ours leaves packages in use that were made by the code before it."""
+    # here, since the choice of slow tests reads the table above in a process that needs no compiler
+    from tfnb.execution.compiling.package_cache import SHAPES_CODE
+    from tfnb.execution.tiers.native.tier import BUILD
+
     modules = {module_of(path): path for path in sources()}
     home = ROOT / "tfnb"
     counted = [ROOT / "kernels", *(home / name for name in SHAPES_CODE)]
