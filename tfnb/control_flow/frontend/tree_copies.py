@@ -15,7 +15,7 @@ def copied(tree: Any) -> Any:
     """
     if isinstance(tree, list):
         return [copied(each) if isinstance(each, ast.AST) else each for each in tree]
-    new = type(tree).__new__(type(tree))
+    new = ast.AST.__new__(type(tree))
     new.__dict__.update(tree.__dict__)
     for name in tree._fields:
         field = getattr(tree, name, None)
