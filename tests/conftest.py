@@ -1,8 +1,6 @@
-"""Common set-up of all tests: fixed seeds, a leak check, the tested devices, hypothesis profiles, the order.
+"""Common set-up of test runs: the order of tests, which of them are slow, one package cache for all processes.
 
-``TFNB_TEST_DEVICES=cpu,cuda`` names the devices (default ``cpu``); one that is absent fails, it does not skip.
-``TFNB_FUZZ=1000`` takes the long random profile of hypothesis instead of the short, repeatable one, and so many
-changed files, wrong arguments and attacks (`tests/mutations.py`).
+What each test gets is in `tests/each_test.py`. It loads torch, for which the controller of pytest-xdist has no use.
 """
 
 from __future__ import annotations
@@ -13,35 +11,29 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
-import torch
 
 from tests.durations import known, long
 from tests.scheduling import Scheduling, place
-from tfnb.graph import current
-from tfnb.recording.cells.block import forget, graphs
 
 os.environ.setdefault("TFNB_COMPILE", "off")  # compiled code differs in the last bits; its tests ask for it
 _PACKAGES = None if "TFNB_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="tfnb-tests-")
 os.environ.setdefault("TFNB_CACHE_DIR", str(_PACKAGES))  # not the user's; all processes of a run share it
 QUICK_NOTEBOOKS = ("quickstart",)  # the others, and pages in a browser, are for slow runs
-DEVICES = os.environ.get("TFNB_TEST_DEVICES", "cpu").split(",")
-
-hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=25, database=None)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
-hypothesis.settings.load_profile("long" if os.environ.get("TFNB_FUZZ") else "short")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Ctrl-C work even if the parent ignores signals (nohup, some CI); processes side by side share the cores."""
+    """Let Ctrl-C work even if the parent ignores signals (nohup, some CI)."""
     gc.disable()  # what is imported stays
+    is_controller = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+    if not is_controller:
+        config.pluginmanager.import_plugin("tests.each_test")
     if any(name.startswith("TFNB_SLOW_") for name in os.environ):
-        from tests.selection import Selection  # it reads the table of the rooms, which loads the compiler
+        from tests.selection import Selection
 
         config.pluginmanager.register(Selection())
     if counts := getattr(getattr(config, "failures_db", None), "sock", None):
@@ -49,16 +41,27 @@ def pytest_configure(config: pytest.Config) -> None:
         counts.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start inherit no "ignored"
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if workers > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of the processes that tests start
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     """Has its way before ``--dist``."""
     return Scheduling(config, log)
+
+
+class BackwardDir(pytest.Dir):
+    """A folder that is collected from its end."""
+
+    def collect(self) -> list[Any]:
+        return [*super().collect()][::-1]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> BackwardDir | None:
+    """Every other process begins at the end. The process that comes first to a file rewrites its assertions and keeps
+    them for the others: so processes that begin together do not do all of that twice.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    return BackwardDir.from_parent(parent, path=path) if int(worker.removeprefix("gw")) % 2 else None
 
 
 def pytest_collection_finish() -> None:
@@ -70,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest tests first, so that processes side by side end at about the same time."""
-    items.sort(key=lambda item: place(item.nodeid))
+    items.sort(key=lambda item: (place(item.nodeid), item.nodeid.partition("::")[0].split("/")))  # in each process
     left = long((item.nodeid for item in items if not item.get_closest_marker("slow")), known())
     for item in items:
         is_cell = config.getoption("nbval", None) and item.path.suffix == ".ipynb"
@@ -94,62 +97,3 @@ def pytest_unconfigure() -> None:
     """Remove the package cache of this run."""
     if _PACKAGES is not None:
         shutil.rmtree(_PACKAGES, ignore_errors=True)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    """Each device under test in turn."""
-    torch.empty(0, device=request.param)  # raises where it is absent
-    return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Every test starts from the same random state."""
-    if DEVICES == ["cpu"]:
-        torch.default_generator.manual_seed(0)  # `torch.manual_seed` keeps a stack for each device that may come
-    else:
-        torch.manual_seed(0)
-
-
-@pytest.fixture(scope="module")
-def own_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A separate package cache for a file whose tests inspect or clear the cache."""
-    from tfnb.execution.compiling.package_cache import packages  # the files that ask for it have loaded the compiler
-
-    with pytest.MonkeyPatch.context() as patch:
-        # removed with pytest's folders of later runs: a compiler that was started meanwhile keeps its log there
-        patch.setenv("TFNB_CACHE_DIR", str(tmp_path_factory.mktemp("packages")))
-        packages.cache_clear()
-        yield
-    packages.cache_clear()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_graphs() -> Iterator[None]:
-    """Forget the named graphs of a file at its end: cells of another file would continue a graph of the same name."""
-    before = graphs()
-    yield
-    for name in graphs().keys() - before.keys():
-        forget(name)
-
-
-def _left_open() -> dict[str, object]:
-    """Modes of this thread that a recording enters."""
-    return {
-        "recordings": list(current.stack.open),
-        "dispatch modes": torch._C._len_torch_dispatch_stack(),
-        "function modes": torch._C._len_torch_function_stack(),
-        "excluded dispatch keys": torch._C._dispatch_tls_local_exclude_set().raw_repr(),
-        "grad mode": torch.is_grad_enabled(),
-    }
-
-
-@pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
-    """A test leaves no open recording and no torch mode behind, also when it fails."""
-    before = _left_open()
-    yield
-    after = _left_open()
-    current.stack.open.clear()
-    assert after == before, "the test left a recording or a torch mode open"

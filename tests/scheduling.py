@@ -27,9 +27,18 @@ WITH_FAULTS = (
 )  # fmt: skip
 
 
+# File -> the one in whose process it runs, since both need what takes seconds to load.
+WITH_ANOTHER = {
+    "tests/recording/test_strides.py": "tests/coverage/test_opinfo.py",  # PyTorch's table of operators
+    "tests/test_layers.py": "tests/test_house.py",  # syntax trees of all sources
+    "tests/test_escaping.py": "tests/test_house.py",
+}
+
+
 def scope(nodeid: str) -> str:
     """The scope of a test, run as a whole by one process: its file, or a group of files that share a Dask cluster."""
     path = nodeid.split("::", 1)[0]
+    path = WITH_ANOTHER.get(path, path)
     if not path.startswith(CLUSTER) or path.startswith(ALONE):
         return path
     return FAULTS if path.removeprefix(f"{CLUSTER}test_").removesuffix(".py") in WITH_FAULTS else REST

@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import tfnb
+from tests.syntax import parsed
 from tests.test_layers import module_of, sources
 from tests.view.test_escape import NASTY, graph
 from tfnb import view, watching
@@ -150,10 +152,16 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
+@cache
+def plain_page(name: str) -> Page:
+    """The page of a producer that is given nothing to escape."""
+    return Page(PRODUCERS[name]("plain"))
+
+
 @pytest.mark.parametrize("name", PRODUCERS)
 @pytest.mark.parametrize("text", [*NASTY, *MORE], ids=ascii)
 def test_a_text_adds_no_element_and_hides_nothing(name: str, text: str) -> None:
-    plain, made = Page(PRODUCERS[name]("plain")), PRODUCERS[name](text)
+    plain, made = plain_page(name), PRODUCERS[name](text)
     made.encode()  # a front end can be sent it
     page = Page(made)
     assert page.tags <= plain.tags, page.tags - plain.tags
@@ -164,11 +172,12 @@ def test_a_text_adds_no_element_and_hides_nothing(name: str, text: str) -> None:
     assert hidden == set()
 
 
-def found() -> set[str]:
+@cache
+def found() -> frozenset[str]:
     """Classes with a form for notebooks, and modules with markup in their code."""
     made = set[str]()
     for path in sources():
-        tree, module = ast.parse(path.read_text()), module_of(path)
+        tree, module = parsed(path), module_of(path)
         for each in ast.walk(tree):
             if isinstance(each, ast.ClassDef) and any(
                 isinstance(item, ast.FunctionDef) and re.fullmatch(r"_repr_(html|svg|mimebundle)_", item.name)
@@ -179,7 +188,7 @@ def found() -> set[str]:
                 isinstance(part, ast.Constant) and MARKUP.search(str(part.value)) for part in each.values
             ):
                 made.add(module)
-    return made
+    return frozenset(made)
 
 
 def test_every_producer_is_in_the_table() -> None:

@@ -20,6 +20,7 @@ import pytest
 
 import tfnb
 from tests.benchmarks import prose
+from tests.syntax import parsed
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -205,8 +206,7 @@ def test_links_of_pages_lead_to_files(page: str) -> None:
 
 def test_errors_of_the_page_have_the_words_that_it_quotes() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (ROOT / "notebooks/errors.md").read_text(), re.MULTILINE)
-    sources = [path.read_text() for path in (ROOT / "tfnb").rglob("*.py")]
-    strings = {node.value for text in sources for node in ast.walk(ast.parse(text)) if _is_text(node)}
+    strings = {node.value for path in prose.sources("tfnb") for node in ast.walk(parsed(path)) if _is_text(node)}
     assert len(rows) > 10
     for name, words in rows:
         assert issubclass(getattr(tfnb.errors, name), tfnb.errors.TfnbError)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfnb.execution.compiling.package_cache import SHAPES_CODE
-from tfnb.execution.tiers.native.tier import BUILD
+from tests.syntax import parsed
 
 ROOT = Path(__file__).parent.parent
 
@@ -136,12 +135,6 @@ def module_of(path: Path) -> str:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
-    return ast.parse(path.read_text())
-
-
-@cache
 def imports(path: Path) -> list[tuple[str, int, bool]]:
     """(module, line, whether inside a function) of each import that runs."""
 
@@ -202,6 +195,10 @@ def test_imports_inside_of_a_room_point_down(name: str) -> None:
 
 def test_all_that_the_compiler_imports_is_in_the_key_of_its_packages() -> None:
     """Else a change of ours leaves packages in use that were made by the code before it."""
+    # here, since the choice of slow tests reads the table above in a process that needs no compiler
+    from tfnb.execution.compiling.package_cache import SHAPES_CODE
+    from tfnb.execution.tiers.native.tier import BUILD
+
     modules = {module_of(path): path for path in sources()}
     home = ROOT / "tfnb"
     counted = [ROOT / "kernels", *(home / name for name in SHAPES_CODE)]

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from tests.syntax import parsed
+
 ROOT = Path(__file__).parent.parent.parent
 TOPS = ("tfnb", "kernels", "magics", "widgets")
 
@@ -62,7 +64,7 @@ def facts(path: Path) -> Facts:
     """The facts of a file, which is parsed once; expressions are left to a regular expression, which is quicker."""
     text = path.read_text()
     found, rest = Facts(), text.splitlines()
-    stack: list[tuple[ast.AST, str]] = [(ast.parse(text), "")]
+    stack: list[tuple[ast.AST, str]] = [(parsed(path), "")]
     while stack:
         node, scope = stack.pop()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

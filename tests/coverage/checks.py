@@ -9,13 +9,13 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import tfnb
@@ -33,7 +33,12 @@ def name_of(info: Any) -> str:
     return info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
 
 
-ENTRIES: dict[str, Any] = {name_of(info): info for info in sorted(op_db, key=name_of)}
+@cache
+def entries() -> dict[str, Any]:
+    """PyTorch's table of operators by name. It takes seconds to load: runs that take none of its tests do without."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {name_of(info): info for info in sorted(op_db, key=name_of)}
 
 
 def supports(info: Any, dtype: torch.dtype) -> bool:

@@ -37,7 +37,7 @@ def totals() -> dict[str, tuple[int, int]]:
     """Column -> (entries that pass, entries it applies to)."""
     found = {}
     for column in COLUMNS:
-        asked = [name for name, info in checks.ENTRIES.items() if column in applies(info)]
+        asked = [name for name, info in checks.entries().items() if column in applies(info)]
         found[column] = (sum(fails(column, name) is None for name in asked), len(asked))
     return found
 
@@ -46,7 +46,7 @@ def page() -> str:
     """The text of the page."""
     counts = totals()
     shares = [_share(column, *counts[column]) for column in COLUMNS if counts[column][1]]
-    rows = [_row(name, info) for name, info in checks.ENTRIES.items()]
+    rows = [_row(name, info) for name, info in checks.entries().items()]
     heads = [HEADS[column] for column in COLUMNS]
     return "\n".join([
         "# What records, runs again and differentiates", "",
@@ -64,8 +64,8 @@ def page() -> str:
         f"  gradients equal to torch's: up to {VARYING} samples for which torch itself takes these sizes.",
         "- A dash: torch does not do it either, or it means nothing there.", "",
         "| column | passes | of | share | target |", "|---|---|---|---|---|", *shares, "",
-        f"Of the {len(checks.ENTRIES)} entries {len(NO_CPU)} count nowhere: torch itself has no kernel for them on the",
-        f"CPU. Of all of them {counts['replays'][0] / len(checks.ENTRIES):.1%} replay.", "",
+        f"Of the {len(rows)} entries {len(NO_CPU)} count nowhere: torch itself has no kernel for them on the",
+        f"CPU. Of all of them {counts['replays'][0] / len(rows):.1%} replay.", "",
         f"| op | {' | '.join(heads)} | reason |", "|---" * (len(heads) + 2) + "|", *rows, "",
     ])  # fmt: skip
 

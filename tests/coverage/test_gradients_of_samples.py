@@ -13,7 +13,7 @@ COLUMNS = ("first", "second", "varying")
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", checks.ENTRIES)
+@pytest.mark.parametrize_by("name", checks.entries)
 def test_all_samples_differentiate(name: str) -> None:
-    found = failures(checks.ENTRIES[name], frozenset(COLUMNS), asked=COLUMNS)
+    found = failures(checks.entries()[name], frozenset(COLUMNS), asked=COLUMNS)
     assert surprises(name, found, COLUMNS) == []

@@ -32,10 +32,10 @@ FAILED: dict[str, dict[str, str]] = {}  # entry -> what the quick sweep found, i
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", checks.ENTRIES)
+@pytest.mark.parametrize_by("name", checks.entries)
 def test_entry(name: str) -> None:
     whole = frozenset(column for column in COLUMNS if name in KNOWN[column])
-    FAILED[name] = failures(checks.ENTRIES[name], whole)
+    FAILED[name] = failures(checks.entries()[name], whole)
     assert surprises(name, FAILED[name]) == []
 
 
@@ -45,9 +45,9 @@ def test_target_is_met(column: str) -> None:
     """In the table, and in this run: also on a torch for which the table was not made."""
     good, count = totals()[column]
     assert good >= TARGETS[column] * count, f"{good} of {count} by the table"
-    if len(FAILED) < len(checks.ENTRIES):
+    if len(FAILED) < len(checks.entries()):
         return  # only part of the entries ran
-    asked = [name for name, info in checks.ENTRIES.items() if column in applies(info)]
+    asked = [name for name, info in checks.entries().items() if column in applies(info)]
     good = sum(FAILED[name].keys().isdisjoint({column} | builds_on(column)) for name in asked)
     assert good >= TARGETS[column] * len(asked), f"{good} of {len(asked)} in this run"
 
@@ -63,7 +63,7 @@ def test_table_names_entries() -> None:
         pytest.skip(f"the table was made with torch {TORCH_OF_PAGE}")
     listed = [(column, name) for column in COLUMNS for name in KNOWN[column]]
     assert [
-        row for row in listed if row[1] not in checks.ENTRIES or row[0] not in applies(checks.ENTRIES[row[1]])
+        row for row in listed if row[1] not in checks.entries() or row[0] not in applies(checks.entries()[row[1]])
     ] == []
     assert all(fails(*row) for row in listed)
 
@@ -71,7 +71,7 @@ def test_table_names_entries() -> None:
 @pytest.mark.slow
 def test_every_rule_is_reached() -> None:
     """Runs after the entries: a rule is met by them, by a row of test_overloads.py, or by a test named here."""
-    if len(FAILED) < len(checks.ENTRIES):
+    if len(FAILED) < len(checks.entries()):
         pytest.skip("only part of the entries ran")
     unreached = sorted(set(RULES) - checks.MET - set(ROWS) - MET_ELSEWHERE)
     assert not unreached, "\n".join(unreached)
@@ -112,7 +112,7 @@ def test_a_value_frozen_while_recording_is_found() -> None:
 
 
 def test_fresh_inputs_have_other_values() -> None:
-    found = checks.pairs(checks.ENTRIES["mul"], torch.float64)
+    found = checks.pairs(checks.entries()["mul"], torch.float64)
     assert not any(torch.equal(sample.input, fresh.input) for sample, fresh in found if sample.input.numel())
 
 

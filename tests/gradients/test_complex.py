@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import tfnb
+from tests.coverage.checks import entries
 from tests.gradients.reference import compare
 
 SKIPPED = {
@@ -23,20 +23,21 @@ SKIPPED = {
 FIRST_ORDER = {"linalg.norm.subgradients_at_zero"}  # NaN in torch
 
 
-def _name(info: Any) -> str:
-    return info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
-
-
-INFOS = {_name(i): i for i in op_db if i.supports_autograd and torch.complex128 in i.supported_backward_dtypes("cpu")}
+def _complex_entries() -> list[str]:
+    """Entries that torch differentiates for complex tensors."""
+    dtype = torch.complex128
+    return [
+        n for n, info in entries().items() if info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(INFOS))
+@pytest.mark.parametrize_by("name", _complex_entries)
 def test_opinfo_samples(name: str) -> None:
     if name in SKIPPED:
         pytest.skip(SKIPPED[name])
-    info = INFOS[name]
+    info = entries()[name]
     samples = list(info.sample_inputs("cpu", torch.complex128, requires_grad=True))
     for sample in samples[:: max(1, len(samples) // 2)][:2]:
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))

@@ -91,7 +91,10 @@ def test_tab_after_a_magic_offers_what_the_magic_takes_alone(kernel: Kernel, jed
     assert {"clear", "g", "--lazy"} <= set(names) and "print" not in names and "torch" not in names
 
 
-def test_tab_elsewhere_offers_python_names(kernel: Kernel) -> None:
+# Of a fresh machine jedi reads Python's own stubs first, for 4 seconds and more; without it the way to it is the same.
+@pytest.mark.parametrize("jedi", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_tab_elsewhere_offers_python_names(kernel: Kernel, jedi: bool) -> None:
+    kernel.run(f"%config IPCompleter.use_jedi = {jedi}")
     kernel.run("%%tfgraph g --no-show\nx = tfnb.placeholder(torch.ones(2, 3))\nlossy = x * 2\nlossless = 3", "one")
     assert "lossless" in kernel.completions("%tfrun lossy -f x=loss")
     assert "lossless" in kernel.completions("%%tfgraph g\nloss")

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 import tfnb
-from tests.conftest import _left_open
+from tests.each_test import _left_open
 
 started = threading.Event()
 model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))

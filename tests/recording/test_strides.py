@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tfnb
+from tests.coverage.checks import entries
 from tfnb.graph.op_facts import facts, kernel
 
 QUICK = [
@@ -134,15 +134,15 @@ def checked(entries: Any, dtypes: Any) -> set[str]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", QUICK)
 def test_kernels_take_tensors_of_any_strides(name: str) -> None:
-    assert not checked([entry for entry in op_db if entry.name == name], [torch.float32, torch.float64])
+    assert not checked([entry for entry in entries().values() if entry.name == name], [torch.float32, torch.float64])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(4))
 def test_all_kernels_take_tensors_of_any_strides(part: int) -> None:
-    entries = [entry for entry in op_db if not entry.name.startswith("jiterator")]  # of CUDA
-    assert not checked(entries[part::4], [torch.float32, torch.complex64, torch.int64])
+    found = [entry for entry in entries().values() if not entry.name.startswith("jiterator")]  # of CUDA
+    assert not checked(found[part::4], [torch.float32, torch.complex64, torch.int64])
 
 
 class Mixer(nn.Module):

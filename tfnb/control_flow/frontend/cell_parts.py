@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -11,6 +10,7 @@ from types import CodeType
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.frontend.expressions import Plain
 from tfnb.control_flow.frontend.source import CELL, FUNCTION, CodeOrigin, compiled, with_operators, worth
+from tfnb.control_flow.frontend.tree_copies import copied
 from tfnb.control_flow.frontend.trees import (
     CONTROL,
     bound_names,
@@ -57,13 +57,13 @@ def cell_text(body: Sequence[ast.stmt], result: ast.expr | None) -> str:
             found.append("\n".join(map(ast.unparse, group)))
         else:
             tree = _Parts(CodeOrigin("", CELL, CELL, 0)).tree
-            found.append(_text(line, lambda of=group, tree=tree: tree(copy.deepcopy(of))))  # type: ignore[misc]
+            found.append(_text(line, lambda of=group, tree=tree: tree(copied(of))))  # type: ignore[misc]
     return "\n\n".join(found)
 
 
 def _defined(tree: ast.stmt) -> ast.AST:
     """A definition in the form it is converted to when called."""
-    tree = copy.deepcopy(tree)
+    tree = copied(tree)
     return with_operators(tree) if isinstance(tree, ast.FunctionDef) and worth(tree) else tree
 
 
@@ -88,7 +88,7 @@ class _Parts:
         found, why = None, ""
         if not _stays(group[0]) and (any(map(worth, group)) or self.unsure & _names(group)):
             try:
-                code, needed = self.code(copy.deepcopy(group))
+                code, needed = self.code(copied(group))
                 names = frozenset(mine - self.above - needed) if is_control else frozenset()
                 found = CellPart(code, True, "", names, isinstance(group[0], (ast.For, ast.While)))
             except CannotStage as error:

@@ -8,7 +8,6 @@ compiles to, and code that no definition gives any more is not converted.
 from __future__ import annotations
 
 import ast
-import copy
 import linecache
 import textwrap
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import CodeType
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.tree_copies import copied
 
 _BEGAN = time.time()
 _CLASS = "__autoreload_class__"  # what autoreload puts around a method
@@ -37,7 +37,7 @@ def edited_tree(code: CodeType) -> Definition:
     linecache.checkcache(code.co_filename)
     for other, node in _definitions("".join(linecache.getlines(code.co_filename))):
         if _same(other, code):
-            return copy.deepcopy(node)  # a conversion changes it
+            return copied(node)  # a conversion changes it
     raise CannotStage("its source was edited since and not loaded again")
 
 
