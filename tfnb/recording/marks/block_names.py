@@ -70,11 +70,18 @@ def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameR
         for given in (*node.args, *node.keywords):  # the list is a log, which the block does not read
             yield from _reads(given, bound)
         return
+    is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
+    if isinstance(node, ast.Subscript) and is_stored and isinstance(node.value, ast.Name):  # the same of a dict
+        yield from _reads(node.slice, bound)
+        return
     read = node.target if isinstance(node, ast.AugAssign) else node
     if isinstance(read, ast.Name) and read.id not in bound and (read is not node or isinstance(read.ctx, ast.Load)):
         yield NameRead(read.id)
-    if isinstance(node, ast.Attribute) and (found := _path(node)) is not None and found.name not in bound:
+    is_path = isinstance(read, ast.Attribute) and (read is not node or not is_stored)
+    if is_path and (found := _path(read)) is not None and found.name not in bound:
         yield found
+    if isinstance(read, ast.Subscript) and read is not node:
+        yield from _reads(read.value, bound)
     for child in ast.iter_child_nodes(node):
         yield from _reads(child, bound)
 

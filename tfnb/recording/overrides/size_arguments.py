@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tfnb.errors import Unsupported
 from tfnb.recording.overrides.override_table import Stage, override
+from tfnb.recording.overrides.python_answers import stands_for_number
 from tfnb.recording.values.recording import Recording
-from tfnb.recording.values.tensor import WholeNumbers
+from tfnb.recording.values.tensor import Tensor, WholeNumbers
 
 aten = torch.ops.aten
 _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -24,9 +26,12 @@ _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @override(Stage.FUNCTION, torch.tensor, torch.as_tensor)
 def _tensor(rec: Recording, data: object, **kwargs: Any) -> Any:
-    """torch.tensor of numbers and varying sizes; torch would fix the sizes to the sample's."""
-    if not any(isinstance(leaf, (*_VARYING, WholeNumbers)) for leaf in tree_leaves(data)):
+    """torch.tensor of numbers, varying sizes and recorded numbers; torch would fix them to the sample's."""
+    if not any(isinstance(leaf, (*_VARYING, WholeNumbers, Tensor)) for leaf in tree_leaves(data)):
         return NotImplemented
+    if isinstance(data, Tensor) and not stands_for_number(rec, data.value):
+        return NotImplemented
+    data = tree_map_only(Tensor, partial(_as_in_python, rec), data)
     data = tree_map_only(WholeNumbers, lambda numbers: numbers.tensor(), data)
     data = tree_map_only(torch.SymBool, bool, data)
     if not any(isinstance(leaf, (*_VARYING, torch.Tensor)) for leaf in tree_leaves(data)):
@@ -34,6 +39,16 @@ def _tensor(rec: Recording, data: object, **kwargs: Any) -> Any:
     frozen = kwargs.pop("requires_grad", False) is False
     made = _stacked(data).to(kwargs.get("device"), kwargs.get("dtype"))
     return made if frozen else made.requires_grad_()
+
+
+def _as_in_python(rec: Recording, item: Tensor) -> torch.Tensor:
+    """An item of a list, without gradient; one that stands for a number in the dtype of Python's numbers."""
+    if item.graph is not rec.graph or item.numel() != 1:
+        return item
+    item = item.detach().reshape(())
+    if not stands_for_number(rec, item.value):
+        return item
+    return item.to(torch.get_default_dtype()) if item.is_floating_point() else item
 
 
 def _stacked(data: Any) -> Any:
