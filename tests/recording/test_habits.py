@@ -189,6 +189,28 @@ def test_nothing_reads_or_writes_the_memory_that_is_not_there(call: Callable[[to
         call(tfnb.placeholder(SAMPLE, shape=tuple(SAMPLE.shape)) * 2)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: nn.Parameter(m.weight.detach().clone())],
+                         ids=["deepcopy", "clone"])  # fmt: skip
+def test_a_parameter_copied_in_a_recording_is_said_to_be_copied_once(copied: Callable[[nn.Module], Any]) -> None:
+    model = nn.Linear(3, 3)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(SAMPLE)
+        twin = copied(model)
+        y = x @ (twin.weight if isinstance(twin, nn.Module) else twin)
+    assert y is not None and [note for note in graph.notes if "is a copy of another one as of this recording" in note]
+
+
+def test_an_error_of_the_samples_that_the_program_catches_is_said() -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(-torch.eye(2), shape=(2, 2))
+        try:
+            y = torch.linalg.cholesky(x)
+        except ValueError:
+            y = x * 2
+    assert torch.equal(tfnb.run(y, {x: torch.eye(2)}), 2 * torch.eye(2))
+    assert [note for note in graph.notes if "failed for the sample's values, and the program caught" in note]
+
+
 # -- frozen parameters ------------------------------------------------------------------------------------------------
 
 

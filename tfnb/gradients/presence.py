@@ -2,8 +2,8 @@
 
 torch's optimizers leave a Parameter without gradient as it is, and its state: one of zeros would move it by the momentum
 of earlier steps, or by weight decay. Presence is None where no path leads, True where one leads in every run, else a
-recorded truth value, made of the predicates of the branches on the way. A loop is taken to be entered, and all branches
-inside of its body to be taken.
+recorded truth value, made of the predicates of the branches on the way. A loop whose count a run decides may have no
+iteration; branches inside of a loop's body are taken to be taken, which is noted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from tfnb.gradients.walker import Walk, ways
 from tfnb.graph import Node, Ref, Spec, Subgraph, Value
-from tfnb.graph.ops import COND
+from tfnb.graph.ops import COND, WHILE
 from tfnb.recording.subgraphs.capture import AGAIN, append
 from tfnb.recording.values.recording import Recording
 
@@ -27,7 +27,7 @@ _SIDES = ("then", "else")
 def presences(recorder: Recording, ys: Iterable[Value], groups: Sequence[Sequence[Value]]) -> list[Presence]:
     """For each group of values, such as the reads of one Variable, when a gradient of the ``ys`` reaches it."""
     nodes = recorder.nodes
-    if not any(node.op == COND for node in nodes):
+    if not any(node.op in (COND, WHILE) for node in nodes):
         return [True] * len(groups)
     walk = Walk(recorder, [value for group in groups for value in group])
     walk.reach(nodes)
@@ -51,14 +51,34 @@ class _Paths:
             outs = [found.get(node.value(i)) for i in range(len(node.outputs)) if node.value(i) in reached]
             if all(each is None for each in outs):
                 continue
-            entries = self._branch(node, found, reached) if node.op == COND else self._op(node, outs, reached)
+            own = either(outs)
+            entries = {value: own for value in ways(node) if value in reached}
+            if node.op == COND:
+                entries = self._branch(node, found, reached)
+            elif node.op == WHILE:
+                entries |= self._loop(node, entries)
             for value, presence in entries.items():
                 found[value] = either([found.get(value), presence])
         return found
 
-    def _op(self, node: Node, outs: Sequence[Presence], reached: set[Value]) -> dict[Value, Presence]:
-        own = either(outs)
-        return {value: own for value in ways(node) if value in reached}
+    def _loop(self, node: Node, entries: Mapping[Value, Presence]) -> dict[Value, Presence]:
+        """The captures of a loop that a run may not enter; the values that it carries go past it, too."""
+        attrs, body = node.attrs, node.attrs["body"]
+        refs = [ref for ref in attrs["captures"] if isinstance(ref, Ref)]
+        captured = dict.fromkeys(node.inputs[ref.input] for ref in refs)
+        inner = zip(body.inputs[len(body.inputs) - len(attrs["captures"]) :], attrs["captures"], strict=True)
+        walk = Walk(self.recorder, [v for v, ref in inner if isinstance(ref, Ref) and node.inputs[ref.input] in entries])
+        walk.reach(body.contents.nodes)
+        if any(_divides(each, walk) for each in body.contents.nodes):
+            self.recorder.note(
+                "a branch inside of a loop leaves a Parameter out in some runs: plain PyTorch has no gradient of it "
+                "then, and its optimizer leaves it; here the gradient is 0, and momentum or weight decay may move it"
+            )
+        if self.outermost is not None or (attrs["cond"] is None and not isinstance(attrs.get("limit"), Ref)):
+            return {}
+        others = {v for i, v in enumerate(node.inputs) if all(ref.input != i for ref in refs)}
+        turns = self.recorder.tensor(node.value(len(attrs["init"]))) > 0
+        return {v: _both(turns, entries[v]) for v in captured if v in entries and v not in others}
 
     def _branch(self, node: Node, found: Mapping[Value, Presence], reached: set[Value]) -> dict[Value, Presence]:
         is_outer, self.outermost = self.outermost is None, self.outermost or node
@@ -108,6 +128,24 @@ class _Paths:
                 self.recorder, node.op, node.inputs, telling.attrs, telling.outputs, frozenset({AGAIN})
             )  # fmt: skip
         self.known |= dict(zip(owners, outs[len(node.outputs) :], strict=True))
+
+
+def _divides(node: Node, walk: Walk) -> bool:
+    """Whether one side of a branch depends on a value among those reached on which the other side does not."""
+    if node.op != COND:
+        return False
+    ends: list[set[int]] = []
+    for name in _SIDES:
+        side = node.attrs[name]
+        refs = [(i, ref) for i, ref in enumerate(node.attrs["operands"]) if isinstance(ref, Ref)]
+        active = [i for i, ref in refs if node.inputs[ref.input] in walk.reached]
+        own = {i: Walk(walk.recorder, [side.inputs[i]]) for i in active}
+        for each in own.values():
+            each.reach(side.contents.nodes)
+        ends.append({i for i, each in own.items() if not each.reached.isdisjoint(side.outputs)})
+        if any(_divides(inner, each) for each in own.values() for inner in side.contents.nodes):
+            return True
+    return ends[0] != ends[1]
 
 
 def _telling(node: Node) -> tuple[Node, list[int]]:

@@ -42,6 +42,8 @@ from tfnb.recording.values.tensor import Tensor
 
 Original = Callable[..., Any]
 
+_COPIES = {"aten.clone.default", "aten.detach.default", "aten.alias.default", "aten._to_copy.default"}
+
 
 class Patch(NamedTuple):
     """A patch: attributes of one or more owners, the factory of each replacement, and the reason."""
@@ -72,9 +74,23 @@ def _new_parameter(original: Original) -> Any:
             plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
             parameter = original(cls, plain, requires_grad)
         rec.born[parameter] = not isinstance(data, Tensor) or not rec.tape.is_computed(rec.look(data).value)
+        if isinstance(data, Tensor) and _is_copy(rec, data):
+            rec.note(
+                "a Parameter that is made here is a copy of another one as of this recording: each run goes on with "
+                "what the last one left in it. To begin each run with the values of now, compute with clones "
+                "(torch.func.functional_call), or copy them here: `p.copy_(q)` under torch.no_grad()"
+            )
         return parameter
 
     return staticmethod(new)
+
+
+def _is_copy(rec: Any, data: Tensor) -> bool:
+    """Whether a recorded tensor is a copy of a Variable."""
+    node = rec.node(rec.look(data).value.node)
+    while node.op in _COPIES:
+        node = rec.node(node.inputs[0].node)
+    return node.op == "tfnb.read"
 
 
 def _call_module(original: Original) -> Any:

@@ -20,7 +20,6 @@ from tfnb.control_flow import cond
 from tfnb.gradients import IndexedSlices
 from tfnb.gradients.rules.index import without_padding
 from tfnb.graph import Variable, current
-from tfnb.graph.ops import STEP
 from tfnb.kernels.optim import NUMBERS, SWITCHES
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
@@ -292,7 +291,7 @@ class FromTorch(Optimizer):
 
         def taken() -> Operation:
             made = self._record_one(recorder, grad, target)
-            return recorder.group(tuple(value.value for value in made), tags=frozenset({STEP}))
+            return recorder.group(tuple(value.value for value in made))
 
         step = cond(present, taken, lambda: None)
         recorder.python.updates(self.optimizer, [step.value.node])
