@@ -208,8 +208,9 @@ def test_whole_numbers_beside_short_integers(of: torch.dtype) -> None:
     with tfnb.record():
         x = tfnb.placeholder(FED[0], shape=(1, 2))
         found = staged(x)
-    for value, wanted in zip(tfnb.run(found, {x: FED[1]}), (torch.ones(2, dtype=of) * 4, torch.ones((), dtype=of) + 4),
-                             strict=True):
+    for value, wanted in zip(
+        tfnb.run(found, {x: FED[1]}), (torch.ones(2, dtype=of) * 4, torch.ones((), dtype=of) + 4), strict=True
+    ):
         assert value.dtype is wanted.dtype and torch.equal(value, wanted)
 
 

@@ -211,6 +211,28 @@ def test_an_error_of_the_samples_that_the_program_catches_is_said() -> None:
     assert [note for note in graph.notes if "failed for the sample's values, and the program caught" in note]
 
 
+@pytest.mark.parametrize("array", [lambda y: y.numpy(), np.asarray, lambda y: y.detach().cpu().numpy()])
+def test_numpy_does_not_write_into_a_recorded_tensor(array: Callable[[torch.Tensor], Any]) -> None:
+    with tfnb.record():
+        y = tfnb.placeholder(SAMPLE, shape=tuple(SAMPLE.shape)) * 2
+        with pytest.raises(ValueError, match="read-only"):
+            array(y)[:] = 0
+    assert torch.equal(y.sample, SAMPLE * 2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:no input of checkpoint")
+def test_running_statistics_in_a_checkpoint_are_said_to_move_once(reentrant: bool) -> None:
+    body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(SAMPLE)
+        y = torch.utils.checkpoint.checkpoint(body, x, use_reentrant=reentrant)
+        everything = tfnb.effects()
+    assert [note for note in graph.notes if "running_mean" in note and "twice in a step" in note]
+    tfnb.run([y, everything], {x: SAMPLE})
+    assert body[1].num_batches_tracked == 1
+
+
 # -- frozen parameters ------------------------------------------------------------------------------------------------
 
 

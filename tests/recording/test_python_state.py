@@ -440,6 +440,16 @@ def test_an_optimizer_that_another_one_replaced_is_said(tmp_path: Path) -> None:
         run(names["step"], names["x"])
 
 
+def test_an_optimizer_of_ours_that_another_one_replaced_is_said(tmp_path: Path) -> None:
+    net = nn.Linear(3, 3)
+    names: dict[str, Any] = {"tfnb": tfnb, "X": X, "net": net, "opt": tfnb.train.Adam(0.1)}
+    block(tmp_path, "net(x); step = opt.minimize(y.sum())")(names)
+    run(names["step"], names["x"])
+    names["opt"] = tfnb.train.Adam(0.01)
+    with pytest.warns(UserWarning, match="opt is another Adam now than when .* was recorded: the graph computes with"):
+        run(names["step"], names["x"])
+
+
 def test_what_is_recorded_alike_is_no_other_setting(tmp_path: Path) -> None:
     def names_of(lines: str) -> dict[str, Any]:
         table: dict[str, Any] = {"torch": torch}

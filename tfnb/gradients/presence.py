@@ -67,7 +67,9 @@ class _Paths:
         refs = [ref for ref in attrs["captures"] if isinstance(ref, Ref)]
         captured = dict.fromkeys(node.inputs[ref.input] for ref in refs)
         inner = zip(body.inputs[len(body.inputs) - len(attrs["captures"]) :], attrs["captures"], strict=True)
-        walk = Walk(self.recorder, [v for v, ref in inner if isinstance(ref, Ref) and node.inputs[ref.input] in entries])
+        walk = Walk(
+            self.recorder, [v for v, ref in inner if isinstance(ref, Ref) and node.inputs[ref.input] in entries]
+        )
         walk.reach(body.contents.nodes)
         if any(_divides(each, walk) for each in body.contents.nodes):
             self.recorder.note(

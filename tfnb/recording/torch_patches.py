@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributions
 import torch.optim.swa_utils
 import torch.utils.checkpoint
 import torch.utils.data
@@ -35,6 +36,7 @@ from tfnb.recording.overrides.averaged_models import recorded_update
 from tfnb.recording.overrides.loader_batches import batch
 from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import FollowedGenerator
+from tfnb.recording.overrides.size_arguments import same_size
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.python_draws import making, numpy_functions, of_class, of_module, seeding
 from tfnb.recording.values.recording import open_recording
@@ -108,6 +110,26 @@ def _call_module(original: Original) -> Any:
             self.__dict__.pop("forward", None)
 
     return call
+
+
+def _validate_sample(original: Original) -> Any:
+    def validate(self: torch.distributions.Distribution, value: Any) -> None:
+        rec, batch = open_recording(), self._batch_shape
+        rows = value.shape[: value.dim() - len(self._event_shape)] if isinstance(value, torch.Tensor) else ()
+        if rec is None or len(rows) != len(batch) or not all(map(partial(_fits, rec), rows, batch)):
+            return original(self, value)
+        self._batch_shape = torch.Size()
+        try:
+            return original(self, value)
+        finally:
+            self._batch_shape = batch
+
+    return validate
+
+
+def _fits(rec: Any, one: Any, other: Any) -> bool:
+    """Whether an axis of a value stands for one of a distribution's batch, in every run."""
+    return any(isinstance(size, int) and size == 1 for size in (one, other)) or same_size(rec, one, other)
 
 
 def _call_compiled(original: Original) -> Any:
@@ -263,6 +285,8 @@ PATCHES = (
           "calls the `apply` of its base: so that one is shadowed"),
     Patch(_one(torch.utils.checkpoint), ("_checkpoint_without_reentrant_generator",), checkpoint_generator,
           "what checkpoint(use_reentrant=False) runs is computed again by the backward pass of a run"),
+    Patch(_one(torch.distributions.Distribution), ("_validate_sample",), _validate_sample,
+          "it asks of each size whether it is 1, also where both have the same one: a batch of one row were refused"),
     Patch(_one(torch.nn.Module), ("__delattr__",), _delete,
           "torch has no hook for what a module loses; a module that was there before is not changed by a recording"),
     Patch(_one(torch.nn.Module), ("load_state_dict",), _load,

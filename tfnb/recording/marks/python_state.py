@@ -713,7 +713,7 @@ class PythonReads:
         if isinstance(before, torch.Tensor):
             _, handle = self._rec.tape.handles.get(id(before), (None, None))
             if handle is None:
-                return False
+                return self._rec.variable_of(before) is not None and now is not before and self._is_computed(now)
             if now is before or self._is_computed(now):
                 return now is not before or handle._family.version > 0
             return is_recorded(now) and now.graph is self._rec.graph and not _is_close(now.found_sample(), before)

@@ -87,6 +87,31 @@ def _pad(rec: Recording, x: torch.Tensor, pad: Any, mode: str = "constant", valu
     return NotImplemented
 
 
+def same_size(rec: Recording, one: Any, other: Any) -> bool:
+    """Whether two sizes are equal. Those of two axes that vary are from here on, if they are equal for the samples."""
+    if not (isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt)):
+        return isinstance(one, int) and isinstance(other, int) and one == other
+    seen = rec.symbols.hint(one)
+    return seen is not None and seen == rec.symbols.hint(other) and bool(rec.symbols.decided(one == other))
+
+
+@override(Stage.FUNCTION, torch.broadcast_tensors)
+def _broadcast_tensors(rec: Recording, *tensors: Any) -> Any:
+    """Tensors whose sizes are equal or the number 1, expanded; torch would ask of a varying size whether it is 1."""
+    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        tensors = tuple(tensors[0])
+    if not all(isinstance(x, torch.Tensor) for x in tensors):
+        return NotImplemented
+    if not any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape):
+        return NotImplemented
+    rank = max(x.dim() for x in tensors)
+    rows = zip(*((1,) * (rank - x.dim()) + tuple(x.shape) for x in tensors), strict=True)
+    wide = [[n for n in sizes if not isinstance(n, int) or n != 1] or [1] for sizes in rows]
+    if not all(same_size(rec, n, sizes[0]) for sizes in wide for n in sizes):
+        return NotImplemented
+    return tuple(x.expand([sizes[0] for sizes in wide]) for x in tensors)
+
+
 @override(Stage.FUNCTION, F.affine_grid)
 def _affine_grid(rec: Recording, theta: torch.Tensor, size: Sequence[Any], align_corners: Any = None) -> Any:
     """affine_grid with each size compared with one: torch compares the minimum of all sizes, and so fixes
