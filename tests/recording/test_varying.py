@@ -614,5 +614,5 @@ def test_bincount_refuses_a_run_with_values_that_the_recording_had_no_place_for(
         counts = torch.bincount(x, minlength=3)
     assert counts.shape == (3,) and tfnb.run(counts, {x: torch.tensor([2, 2])}).tolist() == [0, 0, 2]
     for other in (3, -1):
-        with pytest.raises(BranchChanged, match="minlength=3.*values from 0 to 2"):
+        with pytest.raises(BranchChanged, match=r"minlength=3.*values from 0 to 2"):
             tfnb.run(counts, {x: torch.tensor([0, other])})

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import tfnb
@@ -20,6 +19,7 @@ STEPS = 8
 def either(m: nn.ModuleList, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     if x[0, 0] > 0:
         y = m[0](x)
+        y = y + y.sin()
     else:
         y = m[1](x)
     return y.square().mean()
@@ -156,6 +156,7 @@ def test_a_branch_inside_of_a_loop_that_leaves_a_parameter_out_is_noted() -> Non
         for _ in range(k):
             if x.sum() > 0:
                 x = m[0](x)
+                x = x.sin()
             else:
                 x = x + 1
         return x.square().mean()

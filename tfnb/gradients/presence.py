@@ -1,9 +1,9 @@
 """In which runs a gradient is there: a branch that is not taken gives the Parameters that it alone uses none.
 
-torch's optimizers leave a Parameter without gradient as it is, and its state: one of zeros would move it by the momentum
-of earlier steps, or by weight decay. Presence is None where no path leads, True where one leads in every run, else a
-recorded truth value, made of the predicates of the branches on the way. A loop whose count a run decides may have no
-iteration; branches inside of a loop's body are taken to be taken, which is noted.
+torch's optimizers leave a Parameter without gradient as it is, and its state: a gradient of zeros would move it by the
+momentum of earlier steps, or by weight decay. Presence is None where no path leads, True where one leads in every run,
+else a recorded truth value, made of the predicates of the branches on the way. A loop whose count a run decides may
+have no iteration; branches inside of a loop's body are taken to be taken, which is noted.
 """
 
 from __future__ import annotations

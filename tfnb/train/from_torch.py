@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import FailedPrecondition, Unsupported
 from tfnb.control_flow import cond
+from tfnb.errors import FailedPrecondition, Unsupported
 from tfnb.gradients import IndexedSlices
 from tfnb.gradients.rules.index import without_padding
 from tfnb.graph import Variable, current

@@ -114,8 +114,8 @@ def _samples_of(
         if rec.entered:
             rec.tape.drop_last()
             rec.note(
-                f"{op_name(func)} failed for the sample's values, and the program caught the error: each run goes on as "
-                "this recording did, also where it would not fail"
+                f"{op_name(func)} failed for the sample's values, and the program caught the error: each run goes on "
+                "as this recording did, also where it would not fail"
             )
             raise _failed(rec, func, error, inputs) from _further(func, error)
         rec.space.samples.lacks(node.id)  # what the test around it keeps from failing: it has a shape

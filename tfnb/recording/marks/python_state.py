@@ -677,8 +677,8 @@ class PythonReads:
             if state.takes_items:
                 yield CarriedState(
                     None,
-                    f"this cell or block takes items of {state.read}, an iterator: each run of the graph has those that "
-                    "the recording took. Take them outside, and feed them to placeholders",
+                    f"this cell or block takes items of {state.read}, an iterator: each run of the graph has those "
+                    "that the recording took. Take them outside, and feed them to placeholders",
                 )
 
     def _is_changed(self, state: _State) -> bool:
