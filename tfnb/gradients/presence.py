@@ -31,7 +31,7 @@ def presences(recorder: Recording, ys: Iterable[Value], groups: Sequence[Sequenc
         return [True] * len(groups)
     walk = Walk(recorder, [value for group in groups for value in group])
     walk.reach(nodes)
-    with torch.no_grad(), recorder.scope("gradients"), recorder.tagged(frozenset({"gradient"})):
+    with torch.no_grad(), recorder.scope("gradients"):
         found = _Paths(recorder).into(nodes, dict.fromkeys(ys, True), walk.reached)
         return [either([found.get(value) for value in group]) for group in groups]
 

@@ -77,8 +77,8 @@ def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameR
     read = node.target if isinstance(node, ast.AugAssign) else node
     if isinstance(read, ast.Name) and read.id not in bound and (read is not node or isinstance(read.ctx, ast.Load)):
         yield NameRead(read.id)
-    is_path = isinstance(read, ast.Attribute) and (read is not node or not is_stored)
-    if is_path and (found := _path(read)) is not None and found.name not in bound:
+    is_path = read is not node or not is_stored
+    if isinstance(read, ast.Attribute) and is_path and (found := _path(read)) is not None and found.name not in bound:
         yield found
     if isinstance(read, ast.Subscript) and read is not node:
         yield from _reads(read.value, bound)

@@ -45,10 +45,9 @@ def _as_in_python(rec: Recording, item: Tensor) -> torch.Tensor:
     """An item of a list, without gradient; one that stands for a number in the dtype of Python's numbers."""
     if item.graph is not rec.graph or item.numel() != 1:
         return item
-    item = item.detach().reshape(())
-    if not stands_for_number(rec, item.value):
-        return item
-    return item.to(torch.get_default_dtype()) if item.is_floating_point() else item
+    is_number = stands_for_number(rec, item.value) and item.is_floating_point()
+    alone = item.detach().reshape(())
+    return alone.to(torch.get_default_dtype()) if is_number else alone
 
 
 def _stacked(data: Any) -> Any:
