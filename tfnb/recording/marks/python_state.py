@@ -17,17 +17,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.errors import StaleNode
+from tfnb.errors import InvalidArgument, StaleNode
 from tfnb.graph import Node, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.attribute_reads import attribute_reads
-from tfnb.recording.marks.block_names import NameRead, Namespace, globals_read
+from tfnb.recording.marks.block_names import NameRead, Namespace, enclosed_set, globals_read
 from tfnb.recording.marks.settings import FEW, MISSING, Picture, at_path, picture
 from tfnb.recording.marks.user_code import is_foreign
 
@@ -478,7 +478,7 @@ class _State(NamedTuple):
         path = NameRead(read.name, read.attribute.rpartition(".")[0])
         value, holder = namespace.at(read), id(namespace.at(path)) if read.attribute else None
         items = _items(value) if isinstance(value, _KEPT) and len(value) < FEW else None
-        return cls(read, namespace, value, items, picture(value), holder, is_global)
+        return cls(read, namespace, value, items, _picture(value), holder, is_global)
 
     @property
     def takes_items(self) -> bool:
@@ -685,9 +685,9 @@ class PythonReads:
         """Whether the block changed what a name or path leads to, to what the next call would find."""
         now = state.namespace.at(state.read)
         if state.items is not None and isinstance(now, _KEPT):
-            return self._are_carried(state.items, now) or _is_other(state.picture, picture(now))
+            return self._are_carried(state.items, now) or _is_other(state.picture, _picture(now))
         if now is state.before:  # a tensor in place is noted there
-            return state.picture is not None and _is_other(state.picture, picture(now))
+            return _is_other(state.picture, _picture(now))
         return self._is_carried(state.before, now)
 
     def _are_carried(self, items: Mapping[Any, Any], now: Any) -> bool:
@@ -724,7 +724,23 @@ class PythonReads:
     def _is_computed(self, value: Any) -> bool:
         """Whether a value is a recorded tensor that is not the same in every run."""
         rec = self._rec
-        return is_recorded(value) and value.graph is rec.graph and not rec.tape.is_fixed(rec.look(value).value)
+        if not is_recorded(value) or value.graph is not rec.graph:
+            return False
+        try:
+            return not rec.tape.is_fixed(rec.look(value).value)
+        except InvalidArgument:  # of the inside of a branch or loop, and no result of it
+            return False
+
+
+def _picture(value: Any) -> Picture | None:
+    """The picture of a value that calls may change in place; of a function, what it keeps itself from call to call."""
+    if not isinstance(value, FunctionType):
+        return picture(value)
+    names = enclosed_set(value.__code__)
+    cells = {name: cell for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+             if name in names and cell != CellType()}  # fmt: skip
+    kept = [*(cell.cell_contents for cell in cells.values()), *(value.__defaults__ or ())]
+    return Picture("items", [picture(each) for each in kept])
 
 
 def _is_other(before: Picture | None, now: Picture | None) -> bool:
