@@ -417,9 +417,10 @@ def rmsprop(
 ) -> None:
     """w -= rate * g / (sqrt(running mean of g*g) + eps), through a buffer if ``momentum`` is not 0.
 
-    Slots: square_avg, with ``momentum`` momentum_buffer, with ``centered`` grad_avg. There is no fused
-    kernel in torch, so all temporaries are made before the writes.
+    Slots: square_avg, with ``momentum`` momentum_buffer, with ``centered`` grad_avg, and step, which torch counts and
+    uses nowhere. There is no fused kernel in torch, so all temporaries are made before the writes.
     """
+    *slots, counts = slots
     old = iter(slots)
     if maximize:
         grads = list(torch._foreach_neg(grads))
@@ -447,6 +448,7 @@ def rmsprop(
         torch._foreach_addcdiv_(ws, grads, scale, value=-rate)
     for column, values in zip(slots, new, strict=True):
         torch._foreach_copy_(column, values)
+    torch._foreach_add_(counts, 1)
 
 
 @update

@@ -31,7 +31,7 @@ BELOW = {
     "placement": "passes",
     "cluster": "execution placement escaping",
     "control_flow": "recording",
-    "train": "gradients state",
+    "train": "gradients state control_flow",
     "eager": "train",
     "session": "cluster control_flow execution gradients placement state",
     "interop": "session",

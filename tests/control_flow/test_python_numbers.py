@@ -169,3 +169,66 @@ def test_gradients_do_not_pass_through_a_number() -> None:
         x = tfnb.placeholder(torch.ones(2), shape=(2,), name="x")
         (dx,) = tfnb.gradients(tfnb.autograph(f)(x), [x])
     assert tfnb.run(dx, {x: torch.tensor([1.0, 4.0])}).tolist() == [5.0, 5.0]
+
+
+NUMBERS = {
+    "of integers": lambda s, x: (torch.arange(3) * s, torch.arange(3)[1] * s, torch.arange(3) / s),
+    "without axes": lambda s, x: (torch.ones((), dtype=torch.float32) * s, torch.ones((), dtype=torch.float64) + s),
+    "in half": lambda s, x: (x.half() * s, torch.ones((), dtype=torch.float16) - s, (s * 1024) * x.half()),
+    "complex": lambda s, x: (torch.ones(2, dtype=torch.complex64) * s,),
+    "of tensors made of them": lambda s, x: (torch.tensor(s), torch.tensor([s, 2 * s]), torch.tensor([s, 1])),
+    "as an operand": lambda s, x: (torch.clamp(x.float(), max=s), x.half().masked_fill(x > 1, s)),
+}
+
+
+@pytest.mark.parametrize("of", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_promote_as_those_of_python_do(name: str, of: torch.dtype) -> None:
+    program = NUMBERS[name]
+
+    @tfnb.autograph
+    def staged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return program(x.to(of).sum().item(), x)
+
+    with tfnb.record():
+        x = tfnb.placeholder(FED[0], shape=(1, 2))
+        found = staged(x)
+    for fed in FED[1:]:
+        for value, wanted in zip(tfnb.run(found, {x: fed}), program(fed.to(of).sum().item(), fed), strict=True):
+            torch.testing.assert_close(value, wanted, rtol=2e-3 if value.dtype.itemsize < 4 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("of", [torch.uint8, torch.int8, torch.bool])
+def test_whole_numbers_beside_short_integers(of: torch.dtype) -> None:
+    @tfnb.autograph
+    def staged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        s = x.sum().int().item()
+        return torch.ones(2, dtype=of) * s, torch.ones((), dtype=of) + s
+
+    with tfnb.record():
+        x = tfnb.placeholder(FED[0], shape=(1, 2))
+        found = staged(x)
+    for value, wanted in zip(
+        tfnb.run(found, {x: FED[1]}), (torch.ones(2, dtype=of) * 4, torch.ones((), dtype=of) + 4), strict=True
+    ):
+        assert value.dtype is wanted.dtype and torch.equal(value, wanted)
+
+
+def test_what_an_error_of_the_program_decides_is_guarded_where_the_program_catches_it() -> None:
+    @tfnb.autograph
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        try:
+            if x.sum() > 2:
+                raise ValueError
+            y = x * 1
+        except ValueError:
+            y = x * 10
+        return y
+
+    for sample, other in ((FED[1], FED[0]), (FED[0], FED[1])):
+        with tfnb.record():
+            x = tfnb.placeholder(sample, shape=(1, 2))
+            y = checked(x)
+        assert torch.equal(tfnb.run(y, {x: sample}), checked(sample))
+        with pytest.raises(BranchChanged):
+            tfnb.run(y, {x: other})

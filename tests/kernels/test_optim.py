@@ -68,10 +68,10 @@ CASES = {
     "sgd dampening": sgd("momentum_buffer step", momentum=0.9, dampening=0.3),
     "adagrad": Case(torch.optim.Adagrad, {}, "adagrad", ("sum", "step")),
     "adagrad decays": Case(torch.optim.Adagrad, {"lr_decay": 0.1, **DECAYS}, "adagrad", ("sum", "step")),
-    "rmsprop": rmsprop("square_avg"),
-    "rmsprop momentum": rmsprop("square_avg momentum_buffer", momentum=0.5, weight_decay=0.1),
-    "rmsprop centered": rmsprop("square_avg grad_avg", centered=True, alpha=0.9, maximize=True),
-    "rmsprop both": rmsprop("square_avg momentum_buffer grad_avg", centered=True, momentum=0.9),
+    "rmsprop": rmsprop("square_avg step"),
+    "rmsprop momentum": rmsprop("square_avg momentum_buffer step", momentum=0.5, weight_decay=0.1),
+    "rmsprop centered": rmsprop("square_avg grad_avg step", centered=True, alpha=0.9, maximize=True),
+    "rmsprop both": rmsprop("square_avg momentum_buffer grad_avg step", centered=True, momentum=0.9),
     "adam": Case(torch.optim.Adam, {}, "adam", ADAM),
     "adam betas": Case(
         torch.optim.Adam, {"betas": (0.5, 0.9), "eps": 1e-3, **DECAYS}, "adam", ADAM,
@@ -262,7 +262,7 @@ def test_complex_variables_follow_torch_optim(name: str) -> None:
     ("grad", "error"), [(torch.ones(4), ValueError), (torch.ones(3, dtype=torch.float64), ValueError)]
 )
 def test_bad_gradient_is_refused_before_anything_is_written(op, grad, error):
-    slots = {"tfnb.sgd.default": 0, "tfnb.rmsprop.default": 1}.get(op, 2)
+    slots = {"tfnb.sgd.default": 0}.get(op, 2)
     rows = [(torch.zeros(3), g, *(torch.zeros(3) for _ in range(slots))) for g in (torch.ones(3), grad)]
     with pytest.raises(error, match=r"float32\[3\]"):
         FUSED[op](rows, lr=1.0)
@@ -290,7 +290,7 @@ def test_op_needs_exactly_one_rate():
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "centered": True}, {"centered": True}])
 def test_a_rate_that_lies_on_a_device_is_not_waited_for(settings: dict[str, float]) -> None:
     """The values of a meta tensor cannot be had, so reading the rate would raise."""
-    count = 1 + ("momentum" in settings) + ("centered" in settings)
+    count = 2 + ("momentum" in settings) + ("centered" in settings)
     row = tuple(torch.zeros(3, device="meta") for _ in range(2 + count))
     FUSED["tfnb.rmsprop.default"]([(*row, torch.tensor(0.1, device="meta"))], **settings)
 
@@ -299,7 +299,7 @@ def test_a_rate_that_lies_on_a_device_is_not_waited_for(settings: dict[str, floa
 def test_a_rate_that_stays_a_tensor_moves_as_the_number_does(
     settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = 1 + ("momentum" in settings) + ("centered" in settings)
+    count = 2 + ("momentum" in settings) + ("centered" in settings)
     moved = []
     for how in (float, torch.Tensor.clone):
         monkeypatch.setattr(optim, "_rate", lambda rate, w, how=how: how(rate))

@@ -189,6 +189,50 @@ def test_nothing_reads_or_writes_the_memory_that_is_not_there(call: Callable[[to
         call(tfnb.placeholder(SAMPLE, shape=tuple(SAMPLE.shape)) * 2)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: nn.Parameter(m.weight.detach().clone())],
+                         ids=["deepcopy", "clone"])  # fmt: skip
+def test_a_parameter_copied_in_a_recording_is_said_to_be_copied_once(copied: Callable[[nn.Module], Any]) -> None:
+    model = nn.Linear(3, 3)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(SAMPLE)
+        twin = copied(model)
+        y = x @ (twin.weight if isinstance(twin, nn.Module) else twin)
+    assert y is not None and [note for note in graph.notes if "is a copy of another one as of this recording" in note]
+
+
+def test_an_error_of_the_samples_that_the_program_catches_is_said() -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(-torch.eye(2), shape=(2, 2))
+        try:
+            y = torch.linalg.cholesky(x)
+        except ValueError:
+            y = x * 2
+    assert torch.equal(tfnb.run(y, {x: torch.eye(2)}), 2 * torch.eye(2))
+    assert [note for note in graph.notes if "failed for the sample's values, and the program caught" in note]
+
+
+@pytest.mark.parametrize("array", [lambda y: y.numpy(), np.asarray, lambda y: y.detach().cpu().numpy()])
+def test_numpy_does_not_write_into_a_recorded_tensor(array: Callable[[torch.Tensor], Any]) -> None:
+    with tfnb.record():
+        y = tfnb.placeholder(SAMPLE, shape=tuple(SAMPLE.shape)) * 2
+        with pytest.raises(ValueError, match="read-only"):
+            array(y)[:] = 0
+    assert torch.equal(y.sample, SAMPLE * 2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:no input of checkpoint")
+def test_running_statistics_in_a_checkpoint_are_said_to_move_once(reentrant: bool) -> None:
+    body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(SAMPLE)
+        y = torch.utils.checkpoint.checkpoint(body, x, use_reentrant=reentrant)
+        everything = tfnb.effects()
+    assert [note for note in graph.notes if "running_mean" in note and "twice in a step" in note]
+    tfnb.run([y, everything], {x: SAMPLE})
+    assert body[1].num_batches_tracked == 1
+
+
 # -- frozen parameters ------------------------------------------------------------------------------------------------
 
 

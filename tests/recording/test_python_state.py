@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -438,6 +440,16 @@ def test_an_optimizer_that_another_one_replaced_is_said(tmp_path: Path) -> None:
         run(names["step"], names["x"])
 
 
+def test_an_optimizer_of_ours_that_another_one_replaced_is_said(tmp_path: Path) -> None:
+    net = nn.Linear(3, 3)
+    names: dict[str, Any] = {"tfnb": tfnb, "X": X, "net": net, "opt": tfnb.train.Adam(0.1)}
+    block(tmp_path, "net(x); step = opt.minimize(y.sum())")(names)
+    run(names["step"], names["x"])
+    names["opt"] = tfnb.train.Adam(0.01)
+    with pytest.warns(UserWarning, match="opt is another Adam now than when .* was recorded: the graph computes with"):
+        run(names["step"], names["x"])
+
+
 def test_what_is_recorded_alike_is_no_other_setting(tmp_path: Path) -> None:
     def names_of(lines: str) -> dict[str, Any]:
         table: dict[str, Any] = {"torch": torch}
@@ -687,6 +699,176 @@ def test_state_of_the_block_itself_is_said() -> None:
     assert twice
     names = sorted(str(w.message).split("keeps ")[1].split(" ")[0] for w in said)
     assert names == ["other", "running", "steps", "total"]
+
+
+class Annealed:
+    """Counts its own calls."""
+
+    started = 0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+class Module(nn.Module):
+    """Counts the steps of a method other than `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.steps = nn.Linear(3, 1), 0
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.linear(x).mean() / self.steps
+
+
+def enclosing() -> Callable[[], int]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+def in_a_dict(x: torch.Tensor) -> Any:
+    state = {"n": 0, "inner": {"m": 1}}
+    with tfnb.record() as graph:
+        state["n"] += 1
+        y = tfnb.placeholder(x) * state["n"]
+    return graph, y
+
+
+def in_a_nested_dict(x: torch.Tensor) -> Any:
+    state = {"inner": {"m": 1}}
+    with tfnb.record() as graph:
+        state["inner"]["m"] += 1
+        y = tfnb.placeholder(x) * state["inner"]["m"]
+    return graph, y
+
+
+def in_a_deque(x: torch.Tensor) -> Any:
+    state: deque[Any] = deque(maxlen=3)
+    with tfnb.record() as graph:
+        y = tfnb.placeholder(x) * 1
+        state.append(y.mean())
+        y = y - sum(state) / len(state)
+    return graph, y
+
+
+def in_a_set(x: torch.Tensor) -> Any:
+    state = {"first"}
+    with tfnb.record() as graph:
+        state.add("second")
+        y = tfnb.placeholder(x) * len(state)
+    return graph, y
+
+
+def in_a_counter(x: torch.Tensor) -> Any:
+    state: Counter[str] = Counter()
+    with tfnb.record() as graph:
+        state["n"] += 1
+        y = tfnb.placeholder(x) * state["n"]
+    return graph, y
+
+
+def in_an_array(x: torch.Tensor) -> Any:
+    state = np.zeros(2)
+    with tfnb.record() as graph:
+        state[0] += 1
+        y = tfnb.placeholder(x) * float(state[0])
+    return graph, y
+
+
+def in_a_constant(x: torch.Tensor) -> Any:
+    state = torch.ones(())
+    with tfnb.record() as graph:
+        state = state + 1
+        y = tfnb.placeholder(x) * state
+    return graph, y
+
+
+def in_an_object(x: torch.Tensor) -> Any:
+    state = SimpleNamespace(n=0)
+    with tfnb.record() as graph:
+        state.n += 1
+        y = tfnb.placeholder(x) * state.n
+    return graph, y
+
+
+def in_a_called_object(x: torch.Tensor) -> Any:
+    state = Annealed()
+    with tfnb.record() as graph:
+        y = tfnb.placeholder(x) * state()
+    return graph, y
+
+
+def in_a_method(x: torch.Tensor) -> Any:
+    state = Module()
+    with tfnb.record() as graph:
+        y = state.training_step(tfnb.placeholder(x))
+    return graph, y
+
+
+def in_an_enclosed_number(x: torch.Tensor) -> Any:
+    state = enclosing()
+    with tfnb.record() as graph:
+        y = tfnb.placeholder(x) * state()
+    return graph, y
+
+
+IN_PLACE = {
+    in_a_dict: "state", in_a_nested_dict: "state", in_a_deque: "state", in_a_set: "state", in_a_counter: "state",
+    in_an_array: "state", in_a_constant: "state", in_an_object: "state.n", in_a_called_object: "state.calls",
+    in_a_method: "state.steps", in_an_enclosed_number: "state",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("program", IN_PLACE, ids=lambda program: program.__name__)
+def test_state_that_the_block_changes_in_place_is_said(program: Callable[[torch.Tensor], Any]) -> None:
+    graph, _ = program(X)
+    assert [note for note in graph.notes if f"keeps {IN_PLACE[program]} in Python" in note]
+
+
+ITERATORS: dict[str, Callable[[], Any]] = {
+    "count": lambda: itertools.count(1), "cycle": lambda: itertools.cycle([1, 2]), "list": lambda: iter([1, 2]),
+    "generator": lambda: (n for n in (1, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_items_of_an_iterator_of_outside_are_said_to_be_the_same_in_each_run(kind: str) -> None:
+    numbers = ITERATORS[kind]()
+    with pytest.warns(UserWarning, match="takes items of numbers, an iterator"), tfnb.record():
+        y = tfnb.placeholder(X) * next(numbers)
+    assert y is not None
+
+
+def test_logs_and_constants_that_are_made_once_are_no_state() -> None:
+    history: dict[str, Any] = {}
+    grouped: dict[str, list[Any]] = {"loss": []}
+    made: dict[int, Any] = {}
+    mask, labels = torch.ones(3), torch.arange(4)
+    seen = SimpleNamespace(loss=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tfnb.record():
+            x = tfnb.placeholder(X)
+            mask = mask.to(x.dtype).bool()
+            labels = labels.long()
+            if 3 not in made:
+                made[3] = 2.0
+            loss = (x * mask * made[3]).mean() + labels.sum()
+            history["loss"] = seen.loss = loss
+            grouped["loss"].append(loss)
+    assert history and grouped["loss"] and seen.loss is loss
 
 
 @pytest.mark.parametrize(("run", "compared"), [(2.0, 21), (0.6, 11), (0.1, 3)])

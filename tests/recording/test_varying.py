@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Categorical, Normal, Poisson
 
 import tfnb
 from tfnb.errors import BranchChanged, ShapeError
@@ -386,6 +387,19 @@ LOSS: dict[str, tuple[Function, tuple[tuple[Any, ...], ...], dict[int, int]]] = 
         lambda x, i: x.new_zeros(4, 3).scatter_add(0, i[:, None].expand(-1, 3), x).sin(), (("B", 3), ("B",)), {1: 4},
     ),
     "bincount": (lambda x, i: x.sum() * torch.bincount(i, minlength=4), (("B", 3), ("B",)), {1: 4}),
+    "bincount, the weights of a loss": (
+        lambda x, i: F.cross_entropy(x, i, weight=1 / (torch.bincount(i, minlength=3) + 1).to(x.dtype)),
+        (("B", 3), ("B",)), {1: 3},
+    ),
+    "bincount, weighted": (
+        lambda x, i: x * torch.bincount(i, x.detach()[:, 0], minlength=3), (("B", 3), ("B",)), {1: 3},
+    ),
+    "log_prob": (lambda x, i: Categorical(logits=x).log_prob(i), (("B", 3), ("B",)), {1: 3}),
+    "log_prob of counts": (lambda x, i: Poisson(x.exp()).log_prob(i[:, None]), (("B", 3), ("B",)), {1: 3}),
+    "log_prob of two axes": (
+        lambda x, i: Normal(x, x.exp()).log_prob(i[:, None].expand(-1, 3).to(x.dtype)), (("B", 3), ("B",)), {1: 3},
+    ),
+    "broadcast_tensors": (lambda x, i: sum(torch.broadcast_tensors(x, i[:, None])), (("B", 3), ("B",)), {1: 3}),
     "x[arange, y]": (lambda x, y: x[torch.arange(x.shape[0]), y].sin(), (("B", 3), ("B",)), {1: 3}),
     "mixup": (lambda x, y: x * y[:, None] + x.flip(0) * (1 - y[:, None]), (("B", 3), ("B",)), {}),
     "baddbmm": (lambda x, y: torch.baddbmm(x, y, y), (("B", 3, 3), ("B", 3, 3)), {}),
@@ -592,3 +606,13 @@ def test_an_axis_that_has_one_row_by_the_values_is_squeezed_in_runs_that_have_on
     assert torch.equal(grad, 8 * torch.tensor([[5.0, -2.0], [0.0, 0.0], [0.0, 0.0]]))
     with pytest.raises(tfnb.errors.BranchChanged, match=r"test_varying\.py line"):
         tfnb.run(y, {x: other.abs()})
+
+
+def test_bincount_refuses_a_run_with_values_that_the_recording_had_no_place_for() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor([0, 1, 1]))
+        counts = torch.bincount(x, minlength=3)
+    assert counts.shape == (3,) and tfnb.run(counts, {x: torch.tensor([2, 2])}).tolist() == [0, 0, 2]
+    for other in (3, -1):
+        with pytest.raises(BranchChanged, match=r"minlength=3.*values from 0 to 2"):
+            tfnb.run(counts, {x: torch.tensor([0, other])})

@@ -15,7 +15,8 @@ import torch
 
 from tfnb.eager.state import AutogradState
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
-from tfnb.gradients.walker import differentiate
+from tfnb.gradients.presence import presences
+from tfnb.gradients.walker import differentiate, sources
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.own_gradient import FILLS
@@ -49,6 +50,7 @@ def autograd_backward(
     seeds = _seeds(recorder, ys, grad_variables if grad_tensors is None else grad_tensors)
     leaves = state.leaves() if inputs is None else _chosen(state, inputs)
     with _under_way() as within:
+        present = presences(recorder, [y.value for y in ys], sources(recorder, [x for _, x in leaves]))
         found = _gradients(recorder, ys, [x for _, x in leaves], seeds, create_graph) if leaves else []
     if recorder.refuse is not None and not within and _reached(leaves, found):
         recorder.refuse(FILLS)  # in the rule of an op that `gradients` differentiates: nobody would ask for them
@@ -58,9 +60,9 @@ def autograd_backward(
             f"looked at: {_names(x for _, x in leaves)}. detach(), .data, integer casts and torch.no_grad() cut paths"
             f"{recorder.tape.at()}"
         )
-    for (holder, _), dx in zip(leaves, found, strict=True):
+    for (holder, _), dx, presence in zip(leaves, found, present, strict=True):
         if dx is not None:
-            state.accumulate(holder, dx, keep_graph=create_graph)
+            state.accumulate(holder, dx, presence, keep_graph=create_graph)
             for hook in holder.after_hooks if isinstance(holder, Variable) else ():
                 hook()
 

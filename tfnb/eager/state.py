@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
+from tfnb.gradients.presence import Presence, either
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Value, Variable
 from tfnb.recording import Recorder, Tensor
@@ -30,6 +31,7 @@ class AutogradState:
         self.hooks: dict[Value, OrderedDict[int, Callable[..., Any]]] = {}
         self._grads = WeakIdKeyDictionary()  # Variable, recorded tensor or plain tensor -> its gradient
         self._retained = WeakIdKeyDictionary()
+        self._present = WeakIdKeyDictionary()  # of gradients that only some runs have: a recorded truth value
 
     # -- gradients and their holders ----------------------------------------------------------------------------
 
@@ -56,6 +58,7 @@ class AutogradState:
         """Replace the gradient; raises ShapeError or InvalidArgument for one that does not fit."""
         holder, at = self.holder(tensor), self.recorder.tape.at
         self.recorder.carried.clear(holder)
+        self._present.pop(holder, None)
         if grad is None:
             self._grads.pop(holder, None)
             return
@@ -68,10 +71,18 @@ class AutogradState:
             raise InvalidArgument(f"a .grad of {grad.dtype} was assigned to a tensor of {holder.dtype}{at()}")
         self._grads[holder] = grad
 
-    def accumulate(self, holder: Any, grad: torch.Tensor, *, keep_graph: bool) -> None:
+    def present(self, holder: Any) -> torch.Tensor | None:
+        """Whether a run has the gradient, which is zeros otherwise; None for one that each run has."""
+        return self._present.get(holder)
+
+    def accumulate(self, holder: Any, grad: torch.Tensor, presence: Presence, *, keep_graph: bool) -> None:
         """Add to the gradient as torch does: in place, unless the sum is to be differentiated again."""
         self.recorder.carried.fill(holder)
         before = self.held(holder)
+        total = presence if before is None else either([self._present.get(holder, True), presence])
+        self._present.pop(holder, None)
+        if isinstance(total, torch.Tensor):
+            self._present[holder] = total
         if before is None:
             self._grads[holder] = grad
         elif keep_graph:

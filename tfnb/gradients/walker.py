@@ -114,11 +114,7 @@ def differentiate(
     if len(given) != len(ys):
         raise InvalidArgument(f"grad_ys has {len(given)} entries for {len(ys)} ys")
     nodes, own = recorder.nodes, len(recorder.new)
-    reads: dict[Variable, list[Value]] = {}
-    for node in nodes:
-        if node.op == "tfnb.read" and FROZEN not in node.tags:
-            reads.setdefault(node.attrs["variable"], []).append(node.value())
-    targets = [_values(x, reads, recorder) for x in xs]
+    targets = sources(recorder, xs)
     with recorder.scope("gradients") as scope, recorder.tagged(_GRADIENT):
         seeds = [(y.value, seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if flows(y.dtype)]
         stop = {s.value for s in stops if isinstance(s, Tensor)}
@@ -135,6 +131,15 @@ def differentiate(
         Derivative(frozenset(n.id for n in recorder.new[own:]), tuple(value for value, _ in seeds), roots)
     )
     return results
+
+
+def sources(recorder: Recording, xs: Iterable[Tensor | Variable]) -> list[list[Value]]:
+    """The graph values of each of ``xs``, whose cotangents add up to its gradient."""
+    reads: dict[Variable, list[Value]] = {}
+    for node in recorder.nodes:
+        if node.op == "tfnb.read" and FROZEN not in node.tags:
+            reads.setdefault(node.attrs["variable"], []).append(node.value())
+    return [_values(x, reads, recorder) for x in xs]
 
 
 def _values(x: Tensor | Variable, reads: Mapping[Variable, list[Value]], recorder: Recording) -> list[Value]:
@@ -205,7 +210,7 @@ class Walk:
     def reach(self, nodes: Iterable[Node]) -> None:
         """Mark every value that depends on the targets through ops that conduct."""
         for node in nodes:
-            if any(v in self.reached for v in _ways(node)):
+            if any(v in self.reached for v in ways(node)):
                 outs = (node.value(i) for i, spec in enumerate(node.outputs[: _conducting(node)]) if flows(spec.dtype))
                 self.reached.update(v for v in outs if v not in self.stop)
                 if node.inputs[0] in self.tables and node.value() not in self.hooks and self._keeps_rows(node):
@@ -221,8 +226,8 @@ class Walk:
         return None if value in self.stop else self.total(value)
 
     def _node(self, node: Node, dys: list[Any]) -> None:
-        ways = _ways(node)
-        needed = [i < len(ways) and v in self.reached for i, v in enumerate(node.inputs)]
+        found = ways(node)
+        needed = [i < len(found) and v in self.reached for i, v in enumerate(node.inputs)]
         if not any(needed):
             return
         with ExitStack() as stack:
@@ -436,7 +441,7 @@ def _axis(node: Node) -> int:
     return node.attrs.get("dim", 0) % max(len(node.outputs[0].shape) + (node.op == "aten.select.int"), 1)
 
 
-def _ways(node: Node) -> tuple[Value, ...]:
+def ways(node: Node) -> tuple[Value, ...]:
     """The inputs that a gradient may reach.
 
     None through ops declared so, optimizer updates and what was recorded with grad mode off; but a write in place with

@@ -24,6 +24,8 @@ class Autograd(Protocol):
 
     def set_grad(self, tensor: Any, grad: torch.Tensor | None = None) -> None: ...
 
+    def present(self, holder: Any) -> torch.Tensor | None: ...
+
 
 class OpenRecording(Protocol):
     """An open recording, as the rooms above `tfnb.graph` use one."""

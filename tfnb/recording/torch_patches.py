@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributions
 import torch.optim.swa_utils
 import torch.utils.checkpoint
 import torch.utils.data
@@ -35,12 +36,15 @@ from tfnb.recording.overrides.averaged_models import recorded_update
 from tfnb.recording.overrides.loader_batches import batch
 from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import FollowedGenerator
+from tfnb.recording.overrides.size_arguments import same_size
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.python_draws import making, numpy_functions, of_class, of_module, seeding
 from tfnb.recording.values.recording import open_recording
 from tfnb.recording.values.tensor import Tensor
 
 Original = Callable[..., Any]
+
+_COPIES = {"aten.clone.default", "aten.detach.default", "aten.alias.default", "aten._to_copy.default"}
 
 
 class Patch(NamedTuple):
@@ -72,9 +76,23 @@ def _new_parameter(original: Original) -> Any:
             plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
             parameter = original(cls, plain, requires_grad)
         rec.born[parameter] = not isinstance(data, Tensor) or not rec.tape.is_computed(rec.look(data).value)
+        if isinstance(data, Tensor) and _is_copy(rec, data):
+            rec.note(
+                "a Parameter that is made here is a copy of another one as of this recording: each run goes on with "
+                "what the last one left in it. To begin each run with the values of now, compute with clones "
+                "(torch.func.functional_call), or copy them here: `p.copy_(q)` under torch.no_grad()"
+            )
         return parameter
 
     return staticmethod(new)
+
+
+def _is_copy(rec: Any, data: Tensor) -> bool:
+    """Whether a recorded tensor is a copy of a Variable."""
+    node = rec.node(rec.look(data).value.node)
+    while node.op in _COPIES:
+        node = rec.node(node.inputs[0].node)
+    return node.op == "tfnb.read"
 
 
 def _call_module(original: Original) -> Any:
@@ -92,6 +110,26 @@ def _call_module(original: Original) -> Any:
             self.__dict__.pop("forward", None)
 
     return call
+
+
+def _validate_sample(original: Original) -> Any:
+    def validate(self: torch.distributions.Distribution, value: Any) -> None:
+        rec, batch = open_recording(), self._batch_shape
+        rows = value.shape[: value.dim() - len(self._event_shape)] if isinstance(value, torch.Tensor) else ()
+        if rec is None or len(rows) != len(batch) or not all(map(partial(_fits, rec), rows, batch)):
+            return original(self, value)
+        self._batch_shape = torch.Size()
+        try:
+            return original(self, value)
+        finally:
+            self._batch_shape = batch
+
+    return validate
+
+
+def _fits(rec: Any, one: Any, other: Any) -> bool:
+    """Whether an axis of a value stands for one of a distribution's batch, in every run."""
+    return any(isinstance(size, int) and size == 1 for size in (one, other)) or same_size(rec, one, other)
 
 
 def _call_compiled(original: Original) -> Any:
@@ -247,6 +285,8 @@ PATCHES = (
           "calls the `apply` of its base: so that one is shadowed"),
     Patch(_one(torch.utils.checkpoint), ("_checkpoint_without_reentrant_generator",), checkpoint_generator,
           "what checkpoint(use_reentrant=False) runs is computed again by the backward pass of a run"),
+    Patch(_one(torch.distributions.Distribution), ("_validate_sample",), _validate_sample,
+          "it asks of each size whether it is 1, also where both have the same one: a batch of one row were refused"),
     Patch(_one(torch.nn.Module), ("__delattr__",), _delete,
           "torch has no hook for what a module loses; a module that was there before is not changed by a recording"),
     Patch(_one(torch.nn.Module), ("load_state_dict",), _load,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tfnb.control_flow import cond
 from tfnb.errors import FailedPrecondition, Unsupported
 from tfnb.gradients import IndexedSlices
 from tfnb.gradients.rules.index import without_padding
@@ -259,8 +260,6 @@ class FromTorch(Optimizer):
                 self._first[parameter]["step"].zero_()
             self._begin(rule, parameter, missing)
             first = {n: self._first[parameter][n] for n in missing}
-            if rule.kind == "RMSprop":
-                first.setdefault("step", torch.zeros(()))  # torch counts its steps, and uses the number nowhere
             self.optimizer.state[parameter].update(first)
         return self._first[parameter][name]
 
@@ -282,7 +281,21 @@ class FromTorch(Optimizer):
         return first[name]
 
     def _record(self, recorder: Recorder, pairs: Sequence[Pair], rate: Rate) -> list[Tensor]:
-        return [value for grad, target in pairs for value in self._record_one(recorder, grad, target)]
+        return [value for grad, target in pairs for value in self._record_present(recorder, grad, target)]
+
+    def _record_present(self, recorder: Recorder, grad: object, target: Variable) -> list[Any]:
+        """The update of a variable, in runs that have a gradient of it."""
+        present = recorder.autograd.present(target)
+        if present is None:
+            return self._record_one(recorder, grad, target)
+
+        def taken() -> Operation:
+            made = self._record_one(recorder, grad, target)
+            return recorder.group(tuple(value.value for value in made))
+
+        step = cond(present, taken, lambda: None)
+        recorder.python.updates(self.optimizer, [step.value.node])
+        return [step]
 
     def _record_one(self, recorder: Recorder, grad: object, target: Variable) -> list[Tensor]:
         parameter, rule = self._rule(target)

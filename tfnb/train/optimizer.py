@@ -22,6 +22,7 @@ from tfnb.graph import Graph, Value, Variable, current
 from tfnb.graph.ops import STEP
 from tfnb.recording import Operation, Recorder, Tensor, reopen, variable
 from tfnb.recording.cells.statements import outermost
+from tfnb.recording.marks.settings import OPTIMIZERS
 
 Rate = float | torch.Tensor
 LearningRate = Rate | Variable | Callable[[Any], torch.Tensor]  # the last: a schedule, of the number of steps
@@ -196,6 +197,9 @@ class Optimizer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(lr={self.lr!r})"
+
+
+OPTIMIZERS.append(Optimizer)
 
 
 def _is_schedule(lr: object) -> bool:

@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, Definition] = {
         "adagrad", "sum step",
         lambda s: s["weight_decay"] == 0 and (s["eps"] > 0 or s["initial_accumulator_value"] > 0),  # else 0 / 0
     ),
-    "RMSprop": Definition("rmsprop", "square_avg momentum_buffer?momentum grad_avg?centered"),
+    "RMSprop": Definition("rmsprop", "square_avg momentum_buffer?momentum grad_avg?centered step"),
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "Adadelta": Definition("adadelta", "square_avg acc_delta step"),
@@ -73,7 +73,7 @@ OPTIMIZERS: dict[str, Definition] = {
 }  # fmt: skip
 """By the name of the class in torch.optim."""
 
-_FUSED = {"sgd", "adagrad", "rmsprop", "adam"}  # their kernels take counts of steps in float32
+_FUSED = {"sgd", "adagrad", "adam"}  # their kernels take counts of steps in float32
 _BETWEEN = {"beta1": (0, 1), "beta2": (0, 1), "dampening": (-inf, inf), "beta2_decay": (-inf, inf)}  # else [0, inf)
 _PAIRS = {
     "betas": ("beta1", "beta2"), "eps": ("eps1", "eps2"), "etas": ("etaminus", "etaplus"),

@@ -48,6 +48,10 @@ def branched(
         return stage_if(st, test, body, orelse, wanted)
     except CannotStage as error:
         why = error
+    except Exception:  # which a `try` of the program may catch: what follows is of runs that raise it, too
+        if isinstance(test, Tensor) and sample_truth(st.recorder, test) is not None:
+            taken_by_python(st.recorder, test, None, is_check=True)
+        raise
     if why.instead is Instead.ONE_BRANCH:
         return body() if why.branch else orelse()
     is_check = why.instead is Instead.CHECK

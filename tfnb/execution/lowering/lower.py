@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.errors import InvalidArgument, ShapeError, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.lowering.bindings import QUICK, writing
 from tfnb.execution.lowering.checked_calls import Branch, RandomCall, Relation
@@ -320,7 +320,9 @@ class _Lowering:
         """The size as arithmetic in the generated code; as one call for rounding expressions, which proxies lack."""
         try:
             result = dim.evaluate(self.symbols)
-        except TypeError:
+        except ShapeError:
+            if not self.symbols.keys() >= set(dim.symbols):
+                raise
             at = [self.symbols[symbol].node for symbol in dim.symbols]
             return self.fx.call_function(_evaluated, (dim.expr, dim.symbols, *at))
         return result.node if isinstance(result, fx.Proxy) else result

@@ -24,6 +24,7 @@ from tfnb.kernels.random import seeded
 from tfnb.recording.marks.notes import asked_at, dense, explained
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.overrides.override_table import OVERRIDES, Stage
+from tfnb.recording.overrides.python_answers import with_numbers
 from tfnb.recording.shapes.custom_op_shapes import lacks_shapes, shapes
 from tfnb.recording.shapes.shape_cache import sized_by_data
 from tfnb.recording.values.interpret import stream_seed
@@ -45,6 +46,8 @@ def absent(device: str) -> Spec:
 def record_call(rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Record one op: node, fake result, sample result."""
     __tracebackhide__ = True
+    if rec.tape.numbers and torch.Tag.pointwise in func.tags:
+        args, kwargs = with_numbers(rec, args, kwargs)
     inputs: list[Entry] = []
     fake = rec.space.apart if sized_by_data(func) else attrgetter("fake")
     attr_args, fake_args = _arguments(rec, list(args), inputs, fake)
@@ -110,6 +113,10 @@ def _samples_of(
             raise
         if rec.entered:
             rec.tape.drop_last()
+            rec.note(
+                f"{op_name(func)} failed for the sample's values, and the program caught the error: each run goes on "
+                "as this recording did, also where it would not fail"
+            )
             raise _failed(rec, func, error, inputs) from _further(func, error)
         rec.space.samples.lacks(node.id)  # what the test around it keeps from failing: it has a shape
         return None

@@ -8,7 +8,7 @@ the recording changes: variables, modules, user tensors and torch's random state
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -54,6 +54,7 @@ _STATE = (torch.nn.Parameter, torch.nn.Buffer)
 _ANSWERS, _OPS = OVERRIDES[Stage.ANSWER], OVERRIDES[Stage.OP]
 _COMPUTED_BY_RUNS = frozenset({"gradient", "update"})
 _STATEMENT = frozenset({ops.STATEMENT})
+_PYTHON_KEYS = torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot
 
 
 class Recorder(TorchDispatchMode):
@@ -99,12 +100,17 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Record the calls inside, also from within a dispatch handler; no effect if recording is on already."""
-        if _get_current_dispatch_mode() is self:
+        """Record the calls inside, also from within a dispatch handler; no effect if recording is on already.
+
+        `torch.tensor` of a list excludes Python from dispatch while it asks the items for numbers: a kernel would read
+        memory that a recorded tensor has not.
+        """
+        with ExitStack() as stack:
+            for key in _PYTHON_KEYS:
+                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+            if _get_current_dispatch_mode() is not self:
+                stack.enter_context(self)
             yield
-        else:
-            with self:
-                yield
 
     @property
     def samples_wait(self) -> bool:

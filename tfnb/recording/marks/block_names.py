@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from textwrap import dedent
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -50,11 +50,12 @@ def names_read(statements: Sequence[ast.stmt]) -> list[NameRead]:
     assigned: set[str] = set()
     for statement in statements:
         for read in _reads(statement):
-            if read.name not in assigned:
+            if assigned.isdisjoint(accumulate(str(read).split("."), "{}.{}".format)):
                 found[read] = None
-        assigned |= {
-            node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
+        stored = [node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store)]
+        assigned |= {node.id for node in stored if isinstance(node, ast.Name)}
+        paths = (_path(node) for node in stored if isinstance(node, ast.Attribute))
+        assigned |= {str(path) for path in paths if path is not None}
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             assigned.add(statement.name)
     return list(found)
@@ -70,11 +71,18 @@ def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameR
         for given in (*node.args, *node.keywords):  # the list is a log, which the block does not read
             yield from _reads(given, bound)
         return
+    is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
+    if isinstance(node, ast.Subscript) and is_stored and isinstance(node.value, ast.Name):  # the same of a dict
+        yield from _reads(node.slice, bound)
+        return
     read = node.target if isinstance(node, ast.AugAssign) else node
     if isinstance(read, ast.Name) and read.id not in bound and (read is not node or isinstance(read.ctx, ast.Load)):
         yield NameRead(read.id)
-    if isinstance(node, ast.Attribute) and (found := _path(node)) is not None and found.name not in bound:
+    is_path = read is not node or not is_stored
+    if isinstance(read, ast.Attribute) and is_path and (found := _path(read)) is not None and found.name not in bound:
         yield found
+    if isinstance(read, ast.Subscript) and read is not node:
+        yield from _reads(read.value, bound)
     for child in ast.iter_child_nodes(node):
         yield from _reads(child, bound)
 
@@ -148,6 +156,13 @@ def _globals_of(code: CodeType) -> tuple[NameRead, ...]:
         if isinstance(each, CodeType):
             found |= dict.fromkeys(_globals_of(each))
     return tuple(found)
+
+
+@lru_cache(4096)
+def enclosed_set(code: CodeType) -> tuple[str, ...]:
+    """Names of enclosing functions that code sets, by ``nonlocal``."""
+    return tuple({step.argval for step in dis.get_instructions(code) if step.opname == "STORE_DEREF"}
+                 & set(code.co_freevars))  # fmt: skip
 
 
 def block_of(frame: FrameType) -> list[ast.stmt]:

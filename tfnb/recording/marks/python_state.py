@@ -8,23 +8,26 @@ conditions guards; it compiles again where one fails, and a recording is a cell 
 
 from __future__ import annotations
 
+import io
+import itertools
 import time
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.errors import StaleNode
+from tfnb.errors import InvalidArgument, StaleNode
 from tfnb.graph import Node, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.attribute_reads import attribute_reads
-from tfnb.recording.marks.block_names import NameRead, Namespace, globals_read
+from tfnb.recording.marks.block_names import NameRead, Namespace, enclosed_set, globals_read
 from tfnb.recording.marks.settings import FEW, MISSING, Picture, at_path, picture
 from tfnb.recording.marks.user_code import is_foreign
 
@@ -36,7 +39,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _OF_CHILDREN = {"_modules", "children", "named_children", "modules", "named_modules"}
-_KEPT = (list, dict, set)
+_KEPT = (list, dict, set, deque)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE = frozenset(vars(torch.nn.Module()))  # attributes that torch keeps itself
 _NO_HOOKS = ((),) * len(_HOOKS)
@@ -458,6 +461,35 @@ class CarriedState(NamedTuple):
     text: str
 
 
+class _State(NamedTuple):
+    """What a name or path of the program led to before the block; ``items``: a copy, of a short list, dict or set."""
+
+    read: NameRead
+    namespace: Namespace
+    before: Any
+    items: dict[Any, Any] | None
+    picture: Picture | None
+    holder: int | None  # the id of the object whose attribute it is
+    is_global: bool  # a function of the program reads it
+
+    @classmethod
+    def of(cls, read: NameRead, namespace: Namespace, *, is_global: bool = False) -> _State:
+        """The state before the block."""
+        path = NameRead(read.name, read.attribute.rpartition(".")[0])
+        value, holder = namespace.at(read), id(namespace.at(path)) if read.attribute else None
+        items = _items(value) if isinstance(value, _KEPT) and len(value) < FEW else None
+        return cls(read, namespace, value, items, _picture(value), holder, is_global)
+
+    @property
+    def takes_items(self) -> bool:
+        """Whether reading it is taking an item of an iterator that outlives the block.
+
+        A function's count mostly makes names.
+        """
+        is_count = self.is_global and isinstance(self.before, itertools.count)
+        return isinstance(self.before, Iterator) and not isinstance(self.before, io.IOBase) and not is_count
+
+
 class PythonReads:
     """Python state read by one block, collected while the block is recorded."""
 
@@ -469,11 +501,14 @@ class PythonReads:
         values = {} if namespace is None else {read: namespace.get(read.name, MISSING) for read in reads}
         self._reads = {read: value for read, value in values.items() if value is not MISSING}
         self._globals: dict[tuple[int, NameRead], tuple[Namespace, Any]] = {}  # that functions of the program read
+        self._states: list[_State] = []
         for read, value in list(self._reads.items()):
             if isinstance(value, FunctionType):
                 self._follow(value)
             else:
                 self._reads |= dict.fromkeys(self._of_method(read, value), value)
+        if namespace is not None:
+            self._states += [_State.of(read, namespace) for read in self._reads]
         self._attributes = {
             read: vars(module)[read.attribute]
             for read, module in self._reads.items()
@@ -484,7 +519,9 @@ class PythonReads:
         """The block calls a function of the program, as far as is known: what that reads of its globals."""
         for read, table in globals_read(function):
             namespace = Namespace(table)
-            self._globals.setdefault((id(table), read), (namespace, namespace.at(read)))
+            if (id(table), read) not in self._globals:
+                self._globals[id(table), read] = namespace, namespace.at(read)
+                self._states.append(_State.of(read, namespace, is_global=True))
 
     def _of_method(self, read: NameRead, value: Any) -> Iterator[NameRead]:
         """The attributes of an object that a method of the program reads, which the block names or calls."""
@@ -504,7 +541,7 @@ class PythonReads:
         if found is None:
             own = module.__dict__
             before = {name: own[name] for name in attribute_reads(type(module)) if name in own and name != "training"}
-            copies = {n: _items(v) for n, v in before.items() if type(v) in _KEPT and len(v) < FEW}
+            copies = {n: _items(v) for n, v in before.items() if isinstance(v, _KEPT) and len(v) < FEW}
             label = f"{'.'.join(self._rec.scopes.path)} ({type(module).__name__})"
             found = _ModuleVisit(module, label, self._rec.where(), before, copies, [], module.training)
             self._entered[id(module)] = found
@@ -633,20 +670,38 @@ class PythonReads:
                 continue
             for name in self._changed(entered):
                 yield CarriedState(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
-        names = self._namespace
-        for read, value in self._reads.items() if names is not None else ():
-            now = names.get(read.name) if names is not None else None
-            if not read.attribute and now is not value and self._is_carried(value, now):  # in place: noted there
-                yield CarriedState(None, f"this cell or block keeps {read.name} {cure}")
+        states = [state for state in self._states if state.holder not in self._entered]  # others were visited
+        for name in dict.fromkeys(str(state.read) for state in states if self._is_changed(state)):
+            yield CarriedState(None, f"this cell or block keeps {name} {cure}")
+        for state in states:
+            if state.takes_items:
+                yield CarriedState(
+                    None,
+                    f"this cell or block takes items of {state.read}, an iterator: each run of the graph has those "
+                    "that the recording took. Take them outside, and feed them to placeholders",
+                )
+
+    def _is_changed(self, state: _State) -> bool:
+        """Whether the block changed what a name or path leads to, to what the next call would find."""
+        now = state.namespace.at(state.read)
+        if state.items is not None and isinstance(now, _KEPT):
+            return self._are_carried(state.items, now) or _is_other(state.picture, _picture(now))
+        if now is state.before:  # a tensor in place is noted there
+            return _is_other(state.picture, _picture(now))
+        return self._is_carried(state.before, now)
+
+    def _are_carried(self, items: Mapping[Any, Any], now: Any) -> bool:
+        """Whether a list, dict or set, of which ``items`` is a copy, holds something else for the next call."""
+        is_grown = isinstance(now, set | Counter) and len(now) != len(items)  # an absent item is an answer there
+        return is_grown or any(self._is_carried(items.get(key, MISSING), item) for key, item in _items(now).items())
 
     def _changed(self, entered: _ModuleVisit) -> Iterator[str]:
         own = entered.module.__dict__
         for name, before in entered.before.items():
             if name not in own:
                 continue
-            if name in entered.copies and own[name] is before:
-                copy, now = entered.copies[name], _items(before)
-                if any(self._is_carried(copy.get(key, MISSING), item) for key, item in now.items()):
+            if name in entered.copies and isinstance(own[name], _KEPT):
+                if self._are_carried(entered.copies[name], own[name]):
                     yield name
             elif self._is_carried(before, own[name]):
                 yield name
@@ -658,16 +713,50 @@ class PythonReads:
         if isinstance(before, torch.Tensor):
             _, handle = self._rec.tape.handles.get(id(before), (None, None))
             if handle is None:
-                return False
-            return handle._family.version > 0 if now is before else self._is_computed(now)
+                return self._rec.variable_of(before) is not None and now is not before and self._is_computed(now)
+            if now is before or self._is_computed(now):
+                return now is not before or handle._family.version > 0
+            return is_recorded(now) and now.graph is self._rec.graph and not _is_close(now.found_sample(), before)
         if _is_plain(before):
             return self._is_computed(now) or (_is_plain(now) and before != now)
-        return before is MISSING and self._is_computed(now)
+        return before is MISSING and self._is_computed(now)  # a constant may be made once
 
     def _is_computed(self, value: Any) -> bool:
         """Whether a value is a recorded tensor that is not the same in every run."""
         rec = self._rec
-        return is_recorded(value) and value.graph is rec.graph and not rec.tape.is_fixed(rec.look(value).value)
+        if not is_recorded(value) or value.graph is not rec.graph:
+            return False
+        try:
+            return not rec.tape.is_fixed(rec.look(value).value)
+        except InvalidArgument:  # of the inside of a branch or loop, and no result of it
+            return False
+
+
+def _picture(value: Any) -> Picture | None:
+    """The picture of a value that calls may change in place; of a function, what it keeps itself from call to call."""
+    if not isinstance(value, FunctionType):
+        return picture(value)
+    names = enclosed_set(value.__code__)
+    cells = {name: cell for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+             if name in names and cell != CellType()}  # fmt: skip
+    kept = [*(cell.cell_contents for cell in cells.values()), *(value.__defaults__ or ())]
+    return Picture("items", [picture(each) for each in kept])
+
+
+def _is_other(before: Picture | None, now: Picture | None) -> bool:
+    """Whether a setting became another one in place; what a dict has not had yet may be made once."""
+    if before is None or now is None:
+        return False
+    if type(before.of) is dict and isinstance(now.of, dict):
+        return any(key in now.of and now.of[key] != value for key, value in before.of.items())
+    return before != now
+
+
+def _is_close(sample: torch.Tensor | None, before: torch.Tensor) -> bool:
+    """Whether a constant is the former one in another form, such as another dtype."""
+    if sample is None or sample.shape != before.shape:
+        return True
+    return torch.allclose(sample.to(before.dtype), before, equal_nan=True)
 
 
 def _attribute(module: weakref.ref[torch.nn.Module], name: str) -> Any:
@@ -678,7 +767,7 @@ def _items(value: Any) -> dict[Any, Any]:
     """The items of a short list, dict or set by their keys."""
     if isinstance(value, dict):
         return dict(value)
-    return dict(enumerate(value)) if isinstance(value, list) else dict.fromkeys(map(id, value))
+    return dict(enumerate(value)) if isinstance(value, list | deque) else dict.fromkeys(map(id, value))
 
 
 def _variables(nodes: Iterable[Node]) -> list[Variable]:

@@ -24,6 +24,9 @@ _NUMBERS = (bool, int, float, complex)
 _TEXTS = (str, bytes, torch.dtype, torch.device, torch.Size)
 _DEEP = 4  # levels of lists and dicts
 
+OPTIMIZERS: list[type] = [torch.optim.Optimizer]
+"""Bases of optimizers, of which each one is another setting: `tfnb.train` adds its own."""
+
 
 class Picture(NamedTuple):
     """A comparable copy of a setting. Pictures of two kinds are of two purposes, and not compared."""
@@ -64,7 +67,7 @@ def picture(value: Any, deep: int = _DEEP) -> Picture | None:
             return None
     if isinstance(value, torch.nn.Module):
         return Picture("callable", _Same(weakref.ref(value), kind.__name__))
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, tuple(OPTIMIZERS)):
         return Picture("optimizer", _Same(weakref.ref(value), kind.__name__))
     if isinstance(value, FunctionType | BuiltinFunctionType | partial) and deep:
         return Picture("callable", _behaviour(value, deep - 1))

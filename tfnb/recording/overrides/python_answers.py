@@ -6,7 +6,8 @@ be another one stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,37 @@ def stands_for_number(rec: Recording, value: Value) -> bool:
     if node is not None and node.inputs and all(stands_for_number(rec, v) for v in node.inputs):
         rec.tape.numbers.add(value)
     return value in rec.tape.numbers
+
+
+def with_numbers(rec: Recording, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of an element-wise op, with recorded numbers in the dtype to which torch promotes Python's.
+
+    A tensor without axes has a say in the result's dtype where a Python number has none: among integers, which a float
+    of any width makes the default dtype, and beside another tensor without axes.
+    """
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+    numbers = [x for x in tensors if isinstance(x, Tensor) and stands_for_number(rec, rec._entry(x).value)]
+    others = [_empty(x) for x in tensors if not any(x is number for number in numbers)]
+    if not numbers or not others:
+        return args, kwargs
+    dtype = torch.result_type(functools.reduce(_together, others), functools.reduce(_together, map(_empty, numbers)))
+    highest = functools.reduce(torch.promote_types, (x.dtype for x in numbers))
+    kind = 1j if highest.is_complex else 1.0 if highest.is_floating_point else highest is torch.bool or 2
+    wanted = torch.result_type(functools.reduce(_together, others), kind)
+    if wanted is dtype:
+        return args, kwargs
+    with rec.on():
+        cast = {id(number): number.to(wanted) for number in numbers}
+    return [cast.get(id(arg), arg) for arg in args], {name: cast.get(id(arg), arg) for name, arg in kwargs.items()}
+
+
+def _empty(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same say in promotions."""
+    return torch.empty((1,) * min(x.dim(), 1), dtype=x.dtype, device="meta")
+
+
+def _together(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.empty((1,) * max(a.dim(), b.dim()), dtype=torch.result_type(a, b), device="meta")
 
 
 def guard_number(rec: Recording, tensor: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tfnb.errors import Unsupported
 from tfnb.recording.overrides.override_table import Stage, override
+from tfnb.recording.overrides.python_answers import stands_for_number
 from tfnb.recording.values.recording import Recording
-from tfnb.recording.values.tensor import WholeNumbers
+from tfnb.recording.values.tensor import Tensor, WholeNumbers
 
 aten = torch.ops.aten
 _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -24,9 +26,12 @@ _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @override(Stage.FUNCTION, torch.tensor, torch.as_tensor)
 def _tensor(rec: Recording, data: object, **kwargs: Any) -> Any:
-    """torch.tensor of numbers and varying sizes; torch would fix the sizes to the sample's."""
-    if not any(isinstance(leaf, (*_VARYING, WholeNumbers)) for leaf in tree_leaves(data)):
+    """torch.tensor of numbers, varying sizes and recorded numbers; torch would fix them to the sample's."""
+    if not any(isinstance(leaf, (*_VARYING, WholeNumbers, Tensor)) for leaf in tree_leaves(data)):
         return NotImplemented
+    if isinstance(data, Tensor) and not stands_for_number(rec, data.value):
+        return NotImplemented
+    data = tree_map_only(Tensor, partial(_as_in_python, rec), data)
     data = tree_map_only(WholeNumbers, lambda numbers: numbers.tensor(), data)
     data = tree_map_only(torch.SymBool, bool, data)
     if not any(isinstance(leaf, (*_VARYING, torch.Tensor)) for leaf in tree_leaves(data)):
@@ -34,6 +39,15 @@ def _tensor(rec: Recording, data: object, **kwargs: Any) -> Any:
     frozen = kwargs.pop("requires_grad", False) is False
     made = _stacked(data).to(kwargs.get("device"), kwargs.get("dtype"))
     return made if frozen else made.requires_grad_()
+
+
+def _as_in_python(rec: Recording, item: Tensor) -> torch.Tensor:
+    """An item of a list, without gradient; one that stands for a number in the dtype of Python's numbers."""
+    if item.graph is not rec.graph or item.numel() != 1:
+        return item
+    is_number = stands_for_number(rec, item.value) and item.is_floating_point()
+    alone = item.detach().reshape(())
+    return alone.to(torch.get_default_dtype()) if is_number else alone
 
 
 def _stacked(data: Any) -> Any:
@@ -70,6 +84,31 @@ def _pad(rec: Recording, x: torch.Tensor, pad: Any, mode: str = "constant", valu
     if mode == "constant" and isinstance(value, (torch.SymInt, torch.SymFloat)):
         return torch.constant_pad_nd(x, pad, value)  # type: ignore[arg-type]  # F.pad makes a number of it
     return NotImplemented
+
+
+def same_size(rec: Recording, one: Any, other: Any) -> bool:
+    """Whether two sizes are equal. Those of two axes that vary are from here on, if they are equal for the samples."""
+    if not (isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt)):
+        return isinstance(one, int) and isinstance(other, int) and one == other
+    seen = rec.symbols.hint(one)
+    return seen is not None and seen == rec.symbols.hint(other) and bool(rec.symbols.decided(one == other))
+
+
+@override(Stage.FUNCTION, torch.broadcast_tensors)
+def _broadcast_tensors(rec: Recording, *tensors: Any) -> Any:
+    """Tensors whose sizes are equal or the number 1, expanded; torch would ask of a varying size whether it is 1."""
+    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        tensors = tuple(tensors[0])
+    if not all(isinstance(x, torch.Tensor) for x in tensors):
+        return NotImplemented
+    if not any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape):
+        return NotImplemented
+    rank = max(x.dim() for x in tensors)
+    rows = zip(*((1,) * (rank - x.dim()) + tuple(x.shape) for x in tensors), strict=True)
+    wide = [[n for n in sizes if not isinstance(n, int) or n != 1] or [1] for sizes in rows]
+    if not all(same_size(rec, n, sizes[0]) for sizes in wide for n in sizes):
+        return NotImplemented
+    return tuple(x.expand([sizes[0] for sizes in wide]) for x in tensors)
 
 
 @override(Stage.FUNCTION, F.affine_grid)

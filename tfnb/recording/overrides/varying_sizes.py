@@ -9,6 +9,7 @@ import torch
 from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
+from tfnb.recording.values.tensor import Tensor
 
 aten = torch.ops.aten
 
@@ -78,6 +79,28 @@ def _one_hot(rec: Recording, x: Any, num_classes: int = -1) -> Any:
                 "num_classes="
             )
         return x.new_zeros([*x.shape, num_classes]).scatter(-1, x.unsqueeze(-1), 1)
+
+
+@override(Stage.OP, aten.bincount.default)
+def _bincount(rec: Recording, x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """Counts of ``minlength`` values, where the sample has no others: a run that has some is refused.
+
+    Otherwise only data tell how many counts there are, and nothing that takes a given number, such as the weights of a
+    loss, takes them.
+    """
+    sample = rec.look(x).sample if isinstance(x, Tensor) else None
+    if sample is None or not minlength or not ((sample >= 0) & (sample < minlength)).all():
+        return NotImplemented
+    with rec.tape.marked():
+        lacks = (
+            f"torch.bincount was recorded with minlength={minlength}, and counts only values from 0 to "
+            f"{minlength - 1}; this run has others: give a larger minlength="
+        )
+        rec.guard(((x >= 0) & (x < minlength)).all(), outcome=True, lacks=lacks)
+        if weights is None:
+            return x.new_zeros(minlength, dtype=torch.int64).index_add(0, x, torch.ones_like(x, dtype=torch.int64))
+        weights = weights.detach() if weights.dtype is torch.float32 else weights.detach().double()
+        return weights.new_zeros(minlength).index_add(0, x, weights)
 
 
 def _is_of_data(size: object) -> bool:

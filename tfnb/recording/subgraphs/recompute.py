@@ -9,7 +9,7 @@ Uses private names of torch.utils.checkpoint (tried with torch 2.11 and 2.13).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import takewhile
@@ -155,8 +155,22 @@ def _reentrant(recorder: Recording, function: Callable[..., Any], preserve: bool
             "parameters inside, and a recording does, as with use_reentrant=False",
             stacklevel=user_level(None),
         )
+    start = len(recorder.new)
     with region(recorder):
-        return function(*args)
+        found = function(*args)
+    _say_statistics(recorder, recorder.new[start:])
+    return found
+
+
+def _say_statistics(recorder: Recording, nodes: Sequence[Node]) -> None:
+    """Note writes of buffers in a checkpoint, which plain PyTorch makes twice."""
+    names = [node.attrs["variable"].name for node in nodes if node.op == "tfnb.assign" and "buffer" in node.tags]
+    if names and torch.is_grad_enabled():
+        recorder.note(
+            f"torch.utils.checkpoint around a write of {', '.join(names[:3])}{', ...' if names[3:] else ''}: plain "
+            "PyTorch computes it again backwards, and so moves running statistics twice in a step; a run moves them "
+            "once, as without the checkpoint"
+        )
 
 
 CHECKPOINTS: dict[Any, Callable[..., Any]] = {torch.utils.checkpoint.CheckpointFunction: _reentrant}
@@ -173,7 +187,9 @@ def checkpoint_generator(original: Callable[..., Iterator[None]]) -> Callable[..
             yield from original(fn, preserve, context_fn, *args, **kwargs)
             return
         context = context_fn()[0] if context_fn is not None else nullcontext()
+        start = len(recorder.new)
         with context, region(recorder):
             yield
+        _say_statistics(recorder, recorder.new[start:])
 
     return generator

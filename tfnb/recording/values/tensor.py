@@ -306,10 +306,10 @@ class Tensor(RecordedTensor):
         return self._escaped("tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._escaped("numpy()").numpy(force=force)
+        return _read_only(self._escaped("numpy()").numpy(force=force))
 
     def __array__(self, dtype: object = None, copy: object = None) -> Any:
-        return self._escaped("numpy()").__array__(dtype)
+        return _read_only(self._escaped("numpy()").__array__(dtype))
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         """Whether the memory has this format: decided by the sizes, and guarded where sizes vary."""
@@ -390,6 +390,13 @@ class Tensor(RecordedTensor):
         return copy.requires_grad_() if self.requires_grad else copy
 
     __hash__ = torch.Tensor.__hash__
+
+
+def _read_only(array: Any) -> Any:
+    """The array of a sample, read-only in a recording: what NumPy writes into a tensor's memory, no run would see."""
+    if current.recording() is not None:
+        array.flags.writeable = False
+    return array
 
 
 class WholeNumbers:

@@ -1,0 +1,178 @@
+"""A Parameter without gradient in a run stays as it is, and its optimizer's state: as in eager torch, step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tfnb
+
+Loss = Callable[[nn.ModuleList, torch.Tensor, torch.Tensor], torch.Tensor]
+STEPS = 8
+
+
+def either(m: nn.ModuleList, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    if x[0, 0] > 0:
+        y = m[0](x)
+        y = y + y.sin()
+    else:
+        y = m[1](x)
+    return y.square().mean()
+
+
+def one_of_three(m: nn.ModuleList, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    if k == 0:
+        y = m[0](x)
+    elif k == 1:
+        y = m[1](x)
+    else:
+        y = m[2](x)
+    return y.square().mean()
+
+
+def nested(m: nn.ModuleList, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    y = m[0](x)
+    if k > 0:
+        y = y + m[1](x)
+        if k > 1:
+            y = y * m[2](x)
+    return y.square().mean()
+
+
+def early(m: nn.ModuleList, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    y = m[0](x)
+    if k == 0:
+        return y.square().mean()
+    y = y + m[1](x)
+    if k == 1:
+        return y.square().mean()
+    return (y + m[2](x)).square().mean()
+
+
+def shared(m: nn.ModuleList, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The second layer has a gradient in every run, the third in some."""
+    y = m[0](x) + m[1](x)
+    if k > 0:
+        y = y + m[1](x) * m[2](x)
+    return y.square().mean()
+
+
+def experts(m: nn.ModuleList, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(x.shape[0], 1, dtype=x.dtype)
+    chosen = (x[:, 0] > 0).long() + k.clamp(max=1)
+    for i in range(3):
+        rows = chosen == i
+        if rows.any():
+            y[rows] = m[i](x[rows])
+    return y.square().mean()
+
+
+def turns(m: nn.ModuleList, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """A loop that a run may not enter."""
+    y = m[0](x)
+    for _ in range(k):
+        y = y + m[1](x)
+    return (y + 0 * m[2](x)).square().mean()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, 0.05, weight_decay=0.1),
+    "SGD": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.1),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, 0.01, momentum=0.5),
+}
+CASES = [
+    *((loss, "AdamW") for loss in (either, one_of_three, nested, early, shared, experts, turns)),
+    (either, "SGD"), (nested, "RMSprop"),
+]  # fmt: skip
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(1 + step % 5, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 3, (), generator=generator)
+
+
+def taken(loss: Loss, m: nn.ModuleList, optimizer: torch.optim.Optimizer, *given: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss(m, *given).backward()
+    return optimizer.step()
+
+
+def assert_same(here: Any, there: Any) -> None:
+    torch.testing.assert_close(dict(here[0].state_dict()), dict(there[0].state_dict()), rtol=1e-9, atol=1e-11)
+    mine, other = (each[1].state_dict()["state"] for each in (here, there))
+    filled = {i: {k: v for k, v in state.items() if v is not None} for i, state in other.items()}
+    for i, state in mine.items():
+        ours = {k: torch.as_tensor(v).double() for k, v in state.items()}
+        zeros = {k: torch.zeros_like(v) for k, v in ours.items()}  # torch makes them at the first step
+        theirs = {k: torch.as_tensor(v).double() for k, v in filled.get(i, {}).items()}
+        torch.testing.assert_close(ours, theirs or zeros, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("loss", "kind"), CASES, ids=[f"{loss.__name__}-{kind}" for loss, kind in CASES])
+def test_parameters_of_a_branch_not_taken_stay_as_they_are(loss: Loss, kind: str) -> None:
+    m = nn.ModuleList(nn.Linear(4, 1) for _ in range(3)).double()
+    twin = copy.deepcopy(m)
+    optimizer, eager = (OPTIMIZERS[kind](each.parameters()) for each in (m, twin))
+    with tfnb.record():
+        x, k = (tfnb.placeholder(each) for each in (data(3)[0], torch.tensor(1)))
+        step = taken(tfnb.autograph(loss), m, optimizer, x, k)
+    for i in range(STEPS):
+        tfnb.run(step, dict(zip((x, k), data(i), strict=True)))
+        taken(loss, twin, eager, *data(i))
+        assert_same((m, optimizer), (twin, eager))
+
+
+def test_gradients_of_two_passes_are_there_where_one_is() -> None:
+    m = nn.ModuleList(nn.Linear(4, 1) for _ in range(3)).double()
+    twin = copy.deepcopy(m)
+    optimizer, eager = (OPTIMIZERS["AdamW"](each.parameters()) for each in (m, twin))
+
+    def both(way: Callable[[Any], Any], m: Any, optimizer: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        way(either)(m, x, k).backward()
+        way(one_of_three)(m, x, k).backward()
+        return optimizer.step()
+
+    with tfnb.record():
+        x, k = (tfnb.placeholder(each) for each in (data(3)[0], torch.tensor(1)))
+        step = both(tfnb.autograph, m, optimizer, x, k)
+    for i in range(STEPS):
+        tfnb.run(step, dict(zip((x, k), data(i), strict=True)))
+        both(lambda loss: loss, twin, eager, *data(i))
+        assert_same((m, optimizer), (twin, eager))
+
+
+def test_a_branch_inside_of_a_loop_that_leaves_a_parameter_out_is_noted() -> None:
+    m = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)).double()
+
+    @tfnb.autograph
+    def looped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        for _ in range(k):
+            if x.sum() > 0:
+                x = m[0](x)
+                x = x.sin()
+            else:
+                x = x + 1
+        return x.square().mean()
+
+    with tfnb.record() as graph:
+        x, k = tfnb.placeholder(data(3)[0]), tfnb.placeholder(torch.tensor(2))
+        looped(x, k).backward()
+    assert any("leaves a Parameter out" in note and "momentum" in note for note in graph.notes)
+
+
+def test_where_every_run_has_the_gradient_the_update_stands_in_no_branch() -> None:
+    m = nn.ModuleList(nn.Linear(4, 1) for _ in range(3)).double()
+    optimizer = OPTIMIZERS["AdamW"](m.parameters())
+    with tfnb.record() as graph:
+        x, k = tfnb.placeholder(data(3)[0]), tfnb.placeholder(torch.tensor(1))
+        step = taken(tfnb.autograph(shared), m, optimizer, x, k)
+    assert step.graph is graph
+    updates = [node for node in graph.nodes if node.op == "tfnb.adam.default"]
+    assert len(updates) == 4  # of the first two layers; those of the third stand in branches
