@@ -12,7 +12,7 @@ from tfnb.errors import InvalidArgument, NonFinite, ShapeError, Unimplemented
 from tfnb.execution import lower
 from tfnb.kernels.random import REPLICA
 from tfnb.passes import step_graph
-from tfnb.passes.flow.merges import MERGES
+from tfnb.passes.flow.merges import MERGES, ROWS
 from tfnb.passes.microbatches import divide, in_microbatches
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Piece
@@ -75,11 +75,11 @@ class Net:
                 found.append(values)
             rows = [stop - start for start, stop in ranges]
             merged = [
-                MERGES[border.kind].merge([values[at] for values in found], rows)
+                MERGES[border.kind].merge([values[at] for values in found], ROWS.shares(rows))
                 for at, border in enumerate(server.borders, 1)
             ]
             update.commit(update.compute(merged, [v.storage for v in update.variables], run)[1])
-            told.append(MERGES["grad"].merge([values[0] for values in found], rows))
+            told.append(MERGES["grad"].merge([values[0] for values in found], ROWS.shares(rows)))
         return told
 
 
