@@ -237,7 +237,7 @@ NAMED: dict[str, tuple[Callable[..., Any], str, str]] = {
         lambda m, x, k, w: (m(x) * k).sum() / k.sum() + (m(x).sum(1) * w).sum() / w.sum(), "xkw", "means by two masks",
     ),
     "learned weights": (
-        lambda m, x: (lambda a: (m(x)[:, 0] * a).sum() / a.sum())(m(x)[:, 1].exp()), "x", "through which gradients flow",
+        lambda m, x: (lambda a: (m(x)[:, 0] * a).sum() / a.sum())(m(x)[:, 1].exp()), "x", "through which gradients",
     ),
     "a maximum": (lambda m, x, y: m(x).max(), "xy", "largest or smallest of all rows"),
     "a root": (lambda m, x: m(x).square().mean().sqrt(), "x", "sqrt of a mean over rows is no mean"),

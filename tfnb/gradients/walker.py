@@ -137,7 +137,7 @@ def differentiate(
             tuple(value for value, _ in seeds),
             roots,
             all(each is None for each in given),
-        )  # fmt: skip
+        )
     )
     return results
 

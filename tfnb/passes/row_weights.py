@@ -127,10 +127,11 @@ def name_of(node: Node) -> str:
 
 
 class _Total(NamedTuple):
-    """A number of a part that adds up over parts: a value, times a size; without a value the size alone."""
+    """A number of a part that adds up over parts: a value, times a size. is_length: how many numbers the value has."""
 
-    value: Value | None
+    value: Value
     size: Dim | None = None
+    is_length: bool = False
     shift: float = 0.0
     least: float = -math.inf
 
@@ -278,7 +279,7 @@ class _Weighing:
             return None if isinstance(self.states.get(value), _Sum) else ROWS
         if isinstance(key, Reason | Weight):
             return key if isinstance(key, Weight) else ROWS
-        return Weight(found[key], *self.totals[key][2:]) if key in found else None
+        return Weight(found[key], self.totals[key].shift, self.totals[key].least) if key in found else None
 
     def _is_number(self, value: Value) -> bool:
         return flows(self._spec(value).dtype) and varying_axis(self._spec(value)) is None
@@ -309,12 +310,10 @@ class _Weighing:
 
     def _node_of(self, total: _Total, made: list[Node]) -> Value:
         """A node that computes a total, as a number of 64 bits on the CPU."""
-        cpu = {"dtype": torch.float64, "device": torch.device("cpu")}
-        if total.value is None:
-            assert total.size is not None
-            attrs: dict[str, Any] = {"size": [], "fill_value": total.size, "pin_memory": False, **cpu}
-            made.append(_made("aten.full.default", (), attrs))
+        if total.is_length:
+            made.append(_made("tfnb.length_of.default", (total.value,), {"value": Ref(0)}))
             return made[-1].value()
+        cpu = {"dtype": torch.float64, "device": torch.device("cpu")}
         value = total.value
         if self._spec(value).shape:
             spec = replace(self._spec(value), shape=())
@@ -524,7 +523,8 @@ class _Weighing:
         if not self._adds_up(size):
             return Reason("across", node)
         key = "size", size.expr
-        self.totals.setdefault(key, _Total(None, size))
+        of = next(v for v in node.inputs if self._has_rows(self._spec(v)))
+        self.totals.setdefault(key, _Total(of, is_length=True))
         return state.times([(key, -1)])
 
     def _of_sums(self, node: Node, given: Mapping[Value, _State]) -> _State:
@@ -634,8 +634,7 @@ class _Weighing:
 
     def _key(self, value: Value, total: _Total) -> Hashable:
         """The same for totals that are equal, whatever nodes compute them."""
-        base = value if total.value is None else total.value
-        return self._number_of(base), None if total.size is None else total.size.expr, total.shift, total.least
+        return self._number_of(total.value), None if total.size is None else total.size.expr, total.shift, total.least
 
     def _number_of(self, value: Value) -> Hashable:
         """A key of a value by what computes it: equal for equal computations."""

@@ -116,7 +116,8 @@ def split(
     """Split a step; ``homes``: where each variable lies.
 
     ``parallel``: the rows of a batch will be divided over replicas, so no single one of them can give a fetch that
-    depends on averaged gradients. ``tasks``: those that the graph asks for. ``weigh``: the weight of a derivative, whose total the step fetches.
+    depends on averaged gradients. ``tasks``: those that the graph asks for. ``weigh``: the weight of a
+    derivative, whose total the step fetches.
     """
     why = None
     for divides in (True, False) if parallel else (False,):

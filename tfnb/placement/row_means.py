@@ -8,6 +8,7 @@ but the loss can make a difference. Pure; imports graph and passes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -122,20 +123,17 @@ def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
         why_not = "batch norm without running statistics has none but those of its rows"
     graph = cut.compute.derive(Contents(tuple(nodes)))
     drawn = tuple(node.value(i) for node in nodes if node.stream is not None for i in range(len(node.outputs)))
-    totals = dict(
-        zip(weights.totals, cut.fetches[len(cut.fetches) - len(numbers) - len(weights.totals) :], strict=False)
-    )
-    fetches = (*(border.value for border in borders), *(at for _, at in known), *totals.values())
-    places = {total: place for place, total in enumerate(fetches)}
-    each = [*(border.weight for border in borders), *(weights.of(number) for number, _ in known)]
-    at = [totals.get(weight.total, weight.total) for weight in each]
-    found = tuple(w._replace(total=places.get(total)) for w, total in zip(each, at, strict=True))
-    hidden = next(
-        (weights.reasons[loss] for loss in losses if loss in weights.reasons), next(iter(weights.mixed), None)
-    )
+    first = len(cut.fetches) - len(numbers) - len(weights.totals)
+    ends = [at for at in cut.fetches[first : first + len(weights.totals)] if at is not None]
+    fetches = (*(border.value for border in borders), *(at for _, at in known), *ends)
+    by_total = {total: len(borders) + len(known) + at for at, total in enumerate(weights.totals)}
+    sent = {border.value: at for at, border in enumerate(borders)}
+    each = [border.weight.at(sent) for border in borders] + [weights.of(number).at(by_total) for number, _ in known]
+    refused = (weights.reasons[loss] for loss in losses if loss in weights.reasons)
+    hidden = next(itertools.chain(refused, weights.mixed), None)
     return MeansProbe(
-        graph, cut.feeds, borders, fetches, drawn, rows, losses, watched, tuple(number for number, _ in known), found,
-        weights.reasons, norms, hidden, why_not,
+        graph, cut.feeds, borders, fetches, drawn, rows, losses, watched, tuple(number for number, _ in known),
+        tuple(each), weights.reasons, norms, hidden, why_not,
     )  # fmt: skip
 
 

@@ -27,8 +27,8 @@ class Join(NamedTuple):
 
     def at(self, places: Sequence[int | None]) -> Join:
         """The same for values at other places, by those of the fetches."""
-        total = self.weight.total
-        return self if total is None else self._replace(weight=self.weight._replace(total=places[int(total)]))  # type: ignore[arg-type]
+        found = {at: place for at, place in enumerate(places) if place is not None}
+        return self._replace(weight=self.weight.at(found))
 
 
 def joins(weighed: WeighedStep) -> list[Join]:
@@ -48,9 +48,8 @@ def joins(weighed: WeighedStep) -> list[Join]:
         return way_of(contents, value, is_fed=value in fed)
 
     at = {total: place for place, total in enumerate(weighed.totals, own)}
-    found = []
-    for value, weight in zip(step.fetches, weighed.of_fetches, strict=False):
-        found.append(Join(way(value), weight._replace(total=at.get(weight.total))))  # type: ignore[call-overload]
+    pairs = zip(step.fetches, weighed.of_fetches, strict=False)
+    found = [Join(way(value), weight.at(at)) for value, weight in pairs]
     return [*found, *[Join("first")] * len(at)]
 
 

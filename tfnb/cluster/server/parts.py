@@ -20,7 +20,8 @@ class ServerProgram(Protocol):
     """A compiled server graph.
 
     ``kinds``: of its feeds, the rows of `tfnb.passes.flow.merges.MERGES` by which the workers' values become one.
-    ``weights``: of each feed, with the places of their totals. ``nbytes``: of its feeds; None where their number of rows varies.
+    ``weights``: of each feed, with the places of their totals. ``nbytes``: of the feeds; None where their number of
+    rows varies.
     """
 
     kinds: Sequence[str]

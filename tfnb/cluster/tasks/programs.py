@@ -8,7 +8,6 @@ Imports the graph, placement and execution; no Dask.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -218,8 +217,8 @@ def server_plan(server: Server, homes: Homes, check: bool) -> Plan:
 def weights_of(borders: Sequence[Transfer]) -> list[list[Any]]:
     """The weights of values sent to a server, with the places of their totals, as data."""
     at = {border.value: place for place, border in enumerate(borders)}
-    each = [border.weight for border in borders]
-    return [[None if w.total is None else at[w.total], w.shift, w.least if w.least > -math.inf else None] for w in each]
+    each = [border.weight.at(at) for border in borders]
+    return [[w.total, w.shift, w.least if w.least > -math.inf else None] for w in each]
 
 
 def read_weights(facts: Sequence[Sequence[Any]]) -> list[Weight]:
@@ -292,7 +291,7 @@ class ShardProgram:
         self.program: Program = _code(graph_of(meta, tensors), meta["fetches"], meta["feeds"]).program
         self._is_checked = bool(meta["check"])
         self.kinds: Sequence[str] = list(meta["kinds"])
-        self.weights = read_weights(meta["weights"])
+        self.weights: Sequence[Weight] = read_weights(meta["weights"])
         self.reads: Sequence[str] = keys_of(self.program, meta["keys"])
         key_of = dict(zip(self.program.variables, self.reads, strict=True))
         self.writes: Sequence[str] = [key_of[variable] for variable in self.program.writes]
@@ -343,7 +342,8 @@ class Push:
 
         A part that weighs nothing may have any gradient: the divisor of its loss is 0.
         """
-        for name, tensor, weight in itertools.zip_longest(self.grads, self.tensors, self.weights, fillvalue=ROWS):
+        weights = self.weights or (ROWS,) * len(self.tensors)
+        for name, tensor, weight in zip(self.grads, self.tensors, weights, strict=False):
             if name is not None and not is_finite(tensor) and weight.of(number_of(weight, self.tensors, 1.0)):
                 whose = f"variable {name}" if name else "a variable"
                 raise NonFiniteGradient(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,9 +24,9 @@ Merge = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]
 class Weight(NamedTuple):
     """What parts are weighted by in a mean: a number of each part that adds up over the parts.
 
-    total: the value that is this number, or its place; None for the rows of a part, and in `SUM` for nothing. The weight of a part is
-    ``max(its number + shift, least)``, as a loss may clamp or shift its divisor; that of the batch is the same of the
-    sum of these numbers.
+    total: the value that is this number, or its place; None for the rows of a part, and in `SUM` for nothing. The
+    weight of a part is ``max(its number + shift, least)``, as a loss may clamp or shift its divisor; that of the batch
+    is the same of the sum of these numbers.
     """
 
     total: Value | int | None = None
@@ -36,6 +36,10 @@ class Weight(NamedTuple):
     def of(self, number: float) -> float:
         """The weight of a part, or of the batch, by its number."""
         return max(number + self.shift, self.least)
+
+    def at(self, places: Mapping[Any, int] | Sequence[int]) -> Weight:
+        """The same with the place of its total, by the values that there are."""
+        return self if self.total is None else self._replace(total=places[self.total])  # type: ignore[index]
 
     def shares(self, numbers: Sequence[float]) -> list[float]:
         """The shares of the parts with these numbers; equal ones where all parts weigh nothing.
@@ -67,9 +71,8 @@ def mean(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tenso
         if value.shape != values[0].shape or value.dtype != values[0].dtype:
             raise ShapeError(f"workers pushed {Spec.of(values[0])} and {Spec.of(value)} for one gradient")
     wide = torch.float32 if values[0].dtype in (torch.float16, torch.bfloat16) else values[0].dtype
-    first, *others = [(value, share) for value, share in zip(values, shares, strict=True) if share] or [
-        (values[0], 0.0)
-    ]
+    pairs = [(value, share) for value, share in zip(values, shares, strict=True) if share]
+    first, *others = pairs or [(values[0], 0.0)]
     total = first[0].to(wide) * first[1]
     for value, share in others:
         total.add_(value.to(wide), alpha=share)
