@@ -18,7 +18,7 @@ from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import map_nodes, nested
 from tfnb.passes import StepGraph, feed_symbols
-from tfnb.passes.flow.merges import ROWS, Weight
+from tfnb.passes.flow.merges import ROWS, SUM, Weight
 from tfnb.passes.row_weights import REDUCTIONS, Reason, WeighedStep, name_of, weighed
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Homes, Transfer
@@ -97,9 +97,20 @@ class MeansProbe:
         return kind if kind in ("extreme", "statistic", "product") else "across"
 
 
-def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
-    """The probe that compares the gradients of a step; None if tasks average no gradients."""
+def probe(step: StepGraph, homes: Homes, *, by_rows: bool = False) -> MeansProbe | None:
+    """The probe that compares the gradients of a step; None if tasks average no gradients.
+
+    by_rows: all parts are weighted by their rows, whatever the losses divide by.
+    """
     weights = weighed(step)
+    hidden = next(
+        itertools.chain((weights.reasons[y] for y in weights.losses if y in weights.reasons), weights.mixed), None
+    )
+    if by_rows:
+        nodes = step.whole.contents.by_id
+        kinds = {y: weights.of(y) for y in weights.losses if weights.of(y) != ROWS}
+        counted = {y: Reason("sum" if one == SUM else "counted", nodes[y.node]) for y, one in kinds.items()}
+        weights = WeighedStep(step, losses=weights.losses, reasons={**weights.reasons, **counted})
     updates = StepGraph(step.whole, step.graph, _operations(step), step.feeds)
     for each in (step, updates):  # what is fetched may be of averaged gradients
         rows, losses, watched, numbers = _numbers(each, weights)
@@ -128,12 +139,10 @@ def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
     fetches = (*(border.value for border in borders), *(at for _, at in known), *ends)
     by_total = {total: len(borders) + len(known) + at for at, total in enumerate(weights.totals)}
     sent = {border.value: at for at, border in enumerate(borders)}
-    each = [border.weight.at(sent) for border in borders] + [weights.of(number).at(by_total) for number, _ in known]
-    refused = (weights.reasons[loss] for loss in losses if loss in weights.reasons)
-    hidden = next(itertools.chain(refused, weights.mixed), None)
+    found = [border.weight.at(sent) for border in borders] + [weights.of(number).at(by_total) for number, _ in known]
     return MeansProbe(
         graph, cut.feeds, borders, fetches, drawn, rows, losses, watched, tuple(number for number, _ in known),
-        tuple(each), weights.reasons, norms, hidden, why_not,
+        tuple(found), weights.reasons, norms, hidden, why_not,
     )  # fmt: skip
 
 

@@ -53,10 +53,10 @@ class Observation:
     is_settled: bool = True
 
 
-def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds) -> Observation:
+def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds, *, by_rows: bool = False) -> Observation:
     """`look` at a step over ``count`` microbatches in this process."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
-    seen = look(step, homes, count, [batch])
+    seen = look(step, homes, count, [batch], by_rows=by_rows)
     return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
 
 
@@ -67,12 +67,14 @@ def _of_microbatches(note: str) -> str:
     return note
 
 
-def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds]) -> Observation:
+def look(
+    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], *, by_rows: bool = False
+) -> Observation:  # fmt: skip
     """Compare gradients on ``batches``, on more than one if quick. ``tasks``: the number of replicas that divide a
-    batch.
+    batch. by_rows: parts are weighted by their rows alone.
     """
     averaged = [value for value, how in zip(step.fetches, joins(weighed(step)), strict=False) if how.way == "mean"]
-    found = probe(step, homes)
+    found = probe(step, homes, by_rows=by_rows)
     if found is None:
         return Observation()
     notes = [_of_norms(found.norms, tasks)] if found.norms else []
