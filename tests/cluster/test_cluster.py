@@ -30,7 +30,7 @@ from tfnb.errors import (
 )  # fmt: skip
 from tfnb.execution import lower
 from tfnb.passes import step_graph
-from tfnb.passes.row_weights import WeighedStep
+from tfnb.passes.flow.row_weights import WeighedStep
 
 OPTIMIZERS = {
     "momentum": lambda: tfnb.train.SGD(0.1, momentum=0.9),

@@ -17,7 +17,7 @@ import tfnb
 from tests.weighted_losses import BATCH, LOSSES, ROWS, Trained, assert_same, data
 from tfnb.passes import step_graph
 from tfnb.passes.flow import merges
-from tfnb.passes.row_weights import WeighedStep, weighed
+from tfnb.passes.flow.row_weights import WeighedStep, weighed
 
 
 def weights(letters: str, loss: Callable[..., Any]) -> tuple[WeighedStep, Any]:

@@ -2,7 +2,7 @@
 
 The part of a step that depends on rows becomes the body of one counted loop, over the microbatches. Gradients are
 carried as a sum weighted as the servers of a synchronous round average the tasks' gradients: a microbatch is a worker
-that comes later. Shares of rows are known before; of other weights (`tfnb.passes.row_weights`) the loop carries the sum
+that comes later. Shares of rows are known before; of other weights (`tfnb.passes.flow.row_weights`) the loop carries the sum
 of their totals, too, by which the gradients are divided behind it. Nodes computed from averaged gradients, and the
 updates, stand behind the loop and run once. Buffers of modules, such as the running statistics of batch norm, and other
 Variables written from the batch along no gradient are carried from microbatch to microbatch. Pure; imports the graph.
@@ -26,9 +26,9 @@ from tfnb.graph.ops import WHILE
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes.flow.merges import MERGES, ROWS, SUM, Weight, begin, varying_axis, way_of
+from tfnb.passes.flow.row_weights import weighed
 from tfnb.passes.prune import StepGraph, feed_symbols, prune
 from tfnb.passes.resolve import ResolvedStep, resolve
-from tfnb.passes.row_weights import weighed
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
 GRADIENT = frozenset({"gradient"})  # also of sums over microbatches: a stage takes them up with its backward pass

@@ -1,7 +1,7 @@
 """Whether the mean of parts' gradients is that of a whole batch: a probe to compute, and the offending node if not.
 
 Gradients of parts, averaged by their weights, are those of all rows where the loss is a weighted mean or a sum over
-rows, as far as `tfnb.passes.row_weights` sees it. A `MeansProbe` computes them from all rows and from parts alike:
+rows, as far as `tfnb.passes.flow.row_weights` sees it. A `MeansProbe` computes them from all rows and from parts alike:
 dropout passes everything on, batch norm takes its running statistics, and what else is drawn is fed, so that nothing
 but the loss can make a difference. Pure; imports graph and passes.
 """
@@ -19,7 +19,7 @@ from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import map_nodes, nested
 from tfnb.passes import StepGraph, feed_symbols
 from tfnb.passes.flow.merges import ROWS, SUM, Weight
-from tfnb.passes.row_weights import REDUCTIONS, Reason, WeighedStep, name_of, weighed
+from tfnb.passes.flow.row_weights import REDUCTIONS, Reason, WeighedStep, name_of, weighed
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Homes, Transfer
 
@@ -107,9 +107,9 @@ def probe(step: StepGraph, homes: Homes, *, by_rows: bool = False) -> MeansProbe
         itertools.chain((weights.reasons[y] for y in weights.losses if y in weights.reasons), weights.mixed), None
     )
     if by_rows:
-        nodes = step.whole.contents.by_id
+        by_id = step.whole.contents.by_id
         kinds = {y: weights.of(y) for y in weights.losses if weights.of(y) != ROWS}
-        counted = {y: Reason("sum" if one == SUM else "counted", nodes[y.node]) for y, one in kinds.items()}
+        counted = {y: Reason("sum" if one == SUM else "counted", by_id[y.node]) for y, one in kinds.items()}
         weights = WeighedStep(step, losses=weights.losses, reasons={**weights.reasons, **counted})
     updates = StepGraph(step.whole, step.graph, _operations(step), step.feeds)
     for each in (step, updates):  # what is fetched may be of averaged gradients

@@ -1,7 +1,7 @@
 """A check before synchronous training: does the mean of parts' gradients equal the gradients of a whole batch?
 
 They are computed here, of at most 64 rows of the data and of the values that Variables have in this process, and
-nothing is applied. `tfnb.placement.row_means` says what is computed; `tfnb.passes.row_weights` by what the parts are
+nothing is applied. `tfnb.placement.row_means` says what is computed; `tfnb.passes.flow.row_weights` by what the parts are
 weighted, and why a loss is no weighted mean: what a batch may hide is told by the structure of its graph.
 """
 
@@ -26,8 +26,8 @@ from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested
 from tfnb.passes import StepGraph, feed_symbols, peak
 from tfnb.passes.flow.merges import MERGES, merged, number_of
+from tfnb.passes.flow.row_weights import Reason, weighed
 from tfnb.passes.microbatches import divide
-from tfnb.passes.row_weights import Reason, weighed
 from tfnb.placement.placement import Homes, Piece
 from tfnb.placement.row_means import MeansProbe, probe
 

@@ -45,7 +45,7 @@ from tfnb.errors import (
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.execution.tracing.trace import Trace
 from tfnb.passes import StepGraph
-from tfnb.passes.row_weights import WeighedStep, weighed
+from tfnb.passes.flow.row_weights import WeighedStep, weighed
 from tfnb.placement.partition import split
 from tfnb.placement.requests import asked, ensure_on_servers, ensure_stages, numbers_of, tasks_of
 from tfnb.placement.row_guards import RowGuards
