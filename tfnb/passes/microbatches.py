@@ -2,10 +2,11 @@
 
 The part of a step that depends on rows becomes the body of one counted loop, over the microbatches. Gradients are
 carried as a sum weighted as the servers of a synchronous round average the tasks' gradients: a microbatch is a worker
-that comes later. Shares of rows are known before; of other weights (`tfnb.passes.flow.row_weights`) the loop carries the sum
-of their totals, too, by which the gradients are divided behind it. Nodes computed from averaged gradients, and the
-updates, stand behind the loop and run once. Buffers of modules, such as the running statistics of batch norm, and other
-Variables written from the batch along no gradient are carried from microbatch to microbatch. Pure; imports the graph.
+that comes later. Shares of rows are known before; of other weights (`tfnb.passes.flow.row_weights`) the loop carries
+the sum of their totals, too, by which the gradients are divided behind it. Nodes computed from averaged gradients, and
+the updates, stand behind the loop and run once. Buffers of modules, such as the running statistics of batch norm, and
+other Variables written from the batch along no gradient are carried from microbatch to microbatch. Pure; imports the
+graph.
 """
 
 from __future__ import annotations

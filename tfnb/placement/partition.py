@@ -8,9 +8,9 @@ any shard and gives border values. A server graph holds the update nodes and ass
 only they need from variables on that server (optimizer slots, a step counter, a learning rate).
 
 Between data-parallel workers, border values of kind ``grad`` are averaged, weighted by rows or by a number of each
-worker that is sent along, of kind ``weight`` (`tfnb.passes.flow.row_weights`). A row-sparse gradient (the two outputs of a
-``tfnb.slices``) is sent sparse, and the workers' entries are concatenated: values of kind ``rows`` weighted as for an
-average, and ``entries``, such as row numbers, unchanged. The border of a gradient lies where the recorded derivative
+worker that is sent along, of kind ``weight`` (`tfnb.passes.flow.row_weights`). A row-sparse gradient (the two outputs
+of a ``tfnb.slices``) is sent sparse, and the workers' entries are concatenated: values of kind ``rows`` weighted as for
+an average, and ``entries``, such as row numbers, unchanged. The border of a gradient lies where the recorded derivative
 ends (tag ``gradient``): computations on gradients, such as clipping, run on the server, on the average, as they would
 on one machine. Other values are the first worker's. Element-wise updates of a Variable that lies whole on one server
 run on that server, too, so that concurrent tasks do not overwrite each other.

@@ -1,8 +1,8 @@
 """A check before synchronous training: does the mean of parts' gradients equal the gradients of a whole batch?
 
 They are computed here, of at most 64 rows of the data and of the values that Variables have in this process, and
-nothing is applied. `tfnb.placement.row_means` says what is computed; `tfnb.passes.flow.row_weights` by what the parts are
-weighted, and why a loss is no weighted mean: what a batch may hide is told by the structure of its graph.
+nothing is applied. `tfnb.placement.row_means` says what is computed; `tfnb.passes.flow.row_weights` by what the parts
+are weighted, and why a loss is no weighted mean: what a batch may hide is told by the structure of its graph.
 """
 
 from __future__ import annotations
