@@ -204,3 +204,60 @@ def add_share(total: torch.Tensor, value: torch.Tensor, share: torch.Tensor) -> 
     tensor([1.5000])
     """
     return total.add(value.to(total.dtype), alpha=share.item())
+
+
+def _fake_weighted(total: torch.Tensor, value: torch.Tensor, weight: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(total)
+
+
+@op("(Tensor total, Tensor value, Tensor weight, Tensor seen) -> Tensor", _fake_weighted)
+def add_weighted(total: torch.Tensor, value: torch.Tensor, weight: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """``total + weight * value``; a value that weighs nothing adds nothing, whatever it is.
+
+    weight, seen: numbers on the CPU; ``seen`` is 0 as long as nothing had a weight: the result is then the value alone,
+    so that a mean of nothing is what its parts are, perhaps NaN.
+
+    >>> one, none = torch.tensor(1.0), torch.tensor(0.0)
+    >>> add_weighted(torch.tensor([3.0]), torch.tensor([torch.nan]), none, one)
+    tensor([3.])
+    >>> add_weighted(torch.tensor([torch.nan]), torch.tensor([3.0]), torch.tensor(2.0), none)
+    tensor([6.])
+    """
+    alpha, value = weight.item(), value.to(total.dtype)
+    if not alpha:
+        return total.clone() if seen.item() else value.clone()
+    return total.add(value, alpha=alpha) if seen.item() else value * alpha
+
+
+@op("(Tensor value, Tensor weight) -> Tensor", lambda value, weight: torch.empty_like(value))
+def times_weight(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``weight * value``, and zeros for a value that weighs nothing; weight: a number on the CPU.
+
+    >>> times_weight(torch.tensor([torch.nan]), torch.tensor(0.0))
+    tensor([0.])
+    """
+    return value * weight.item() if weight.item() else torch.zeros_like(value)
+
+
+def _fake_mean(total: torch.Tensor, whole: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(total)
+
+
+@op("(Tensor total, Tensor whole, Tensor seen) -> Tensor", _fake_mean)
+def over_weight(total: torch.Tensor, whole: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """``total / whole`` of a sum of `add_weighted`, or that sum where nothing had a weight; numbers on the CPU.
+
+    >>> over_weight(torch.tensor([6.0]), torch.tensor(2.0), torch.tensor(2.0))
+    tensor([3.])
+    """
+    return total / whole.item() if seen.item() else total.clone()
+
+
+@op("(Tensor value) -> Tensor", lambda value: torch.empty((), dtype=torch.float64))
+def length_of(value: torch.Tensor) -> torch.Tensor:
+    """How many numbers a tensor has, as one on the CPU.
+
+    >>> length_of(torch.ones(2, 3))
+    tensor(6., dtype=torch.float64)
+    """
+    return torch.tensor(value.numel(), dtype=torch.float64)

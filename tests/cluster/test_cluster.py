@@ -14,7 +14,7 @@ from torch import nn
 import tfnb
 from tests.cluster.conftest import close_to, one_by_one, stats
 from tfnb.cluster import connected
-from tfnb.cluster.modes.joins import join, joins
+from tfnb.cluster.modes.joins import Join, join, joins
 from tfnb.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -29,6 +29,8 @@ from tfnb.errors import (
     VersionMismatch,
 )  # fmt: skip
 from tfnb.execution import lower
+from tfnb.passes import step_graph
+from tfnb.passes.flow.row_weights import WeighedStep
 
 OPTIMIZERS = {
     "momentum": lambda: tfnb.train.SGD(0.1, momentum=0.9),
@@ -420,13 +422,25 @@ def test_joins_follow_the_graph():
         x = tfnb.placeholder(torch.ones(4, 2), name="x")
         fetches = [x * 2, x.mean(), (x > 0).sum(), (x > 0).all(), v.read() * 2]
         fetches += [x.amax(), x.long().min(), x.max(0).values, x.max(0).indices, x.long().median(), x.mean(0).max()]
-    program = lower(g, [f.value for f in fetches], [x.value])
-    assert joins(program) == [0, "mean", "sum", "first", "first", "max", "min", "max", "none", "none", "mean"]
-    assert join("max", [torch.tensor(2), torch.tensor(3)], [1, 1]).item() == 3
-    assert join("min", [torch.tensor(2.0), torch.tensor(3.0)], [1, 1]).item() == 2
-    assert join("none", [torch.tensor(2), torch.tensor(3)], [1, 1]).isnan()
-    assert join("sum", [torch.tensor(2), torch.tensor(3)], [1, 1]).item() == 5
-    assert join(0, [torch.ones(2, 1), torch.zeros(1, 1)], [2, 1]).shape == (3, 1)
+    step = step_graph(g, [f.value for f in fetches], [x.value])
+    assert [how.way for how in joins(WeighedStep(step))] == [
+        0,
+        "mean",
+        "sum",
+        "first",
+        "first",
+        "max",
+        "min",
+        "max",
+        "none",
+        "none",
+        "mean",
+    ]
+    assert join(Join("max"), [[one] for one in (torch.tensor(2), torch.tensor(3))], 0, [1, 1]).item() == 3
+    assert join(Join("min"), [[one] for one in (torch.tensor(2.0), torch.tensor(3.0))], 0, [1, 1]).item() == 2
+    assert join(Join("none"), [[one] for one in (torch.tensor(2), torch.tensor(3))], 0, [1, 1]).isnan()
+    assert join(Join("sum"), [[one] for one in (torch.tensor(2), torch.tensor(3))], 0, [1, 1]).item() == 5
+    assert join(Join(0), [[one] for one in (torch.ones(2, 1), torch.zeros(1, 1))], 0, [2, 1]).shape == (3, 1)
 
 
 SPARSE = {

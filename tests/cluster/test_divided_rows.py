@@ -196,33 +196,50 @@ def normed_by_hand(m: nn.Module, x: Any) -> Any:
     return (((z - z.mean(0)) / (z.var(0) + 1e-3).sqrt()) ** 3 - 1).square().mean()
 
 
-NAMED: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "a sum": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"), "xy", "is a sum over rows"),
-    "a sum in torch's loss": (
-        lambda m, x, k: F.binary_cross_entropy_with_logits(m(x), k, reduction="sum"), "xk", "is a sum over rows",
-    ),
-    "a sum beside a mean": (
-        lambda m, x, y: F.cross_entropy(m(x), y) + 1e-2 * m(x).square().sum(), "xy", "is a sum over rows",
-    ),
-    "a number of rows": (
-        lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / 16, "xy", "is a sum over rows",
-    ),
-    "ignored": (lambda m, x, z: F.cross_entropy(m(x), z), "xz", "ignore_index=-100"),
+EXACT: dict[str, tuple[Callable[..., Any], str]] = {
+    "a sum": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"), "xy"),
+    "a sum in torch's loss": (lambda m, x, k: F.binary_cross_entropy_with_logits(m(x), k, reduction="sum"), "xk"),
+    "a number of rows": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / 16, "xy"),
+    "ignored": (lambda m, x, z: F.cross_entropy(m(x), z), "xz"),
     "ignored words": (
         lambda m, t: F.cross_entropy(F.one_hot(t, 9).float().transpose(1, 2) * m.get_parameter("1.bias").sum().exp()
                                      + m.get_parameter("1.bias")[0] * torch.arange(9.0)[:, None], t, ignore_index=0),
-        "t", "ignore_index=0",
+        "t",
     ),
-    "classes": (
-        lambda m, x, y: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 5, 0.1, 2])), "xy", "class weights",
+    "smoothed": (lambda m, x, z: F.cross_entropy(m(x), z, label_smoothing=0.1), "xz"),
+    "classes": (lambda m, x, y: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 5, 0.1, 2])), "xy"),
+    "smoothed classes": (
+        lambda m, x, y: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 5, 0.1, 2]), label_smoothing=0.2), "xy",
     ),
-    "weights": (
-        lambda m, x, y, w: (F.cross_entropy(m(x), y, reduction="none") * w).sum() / w.sum(), "xyw", "sample weights",
+    "weights": (lambda m, x, y, w: (F.cross_entropy(m(x), y, reduction="none") * w).sum() / w.sum(), "xyw"),
+    "a mask": (lambda m, x, k: (m(x).square() * k).sum() / k.sum(), "xk"),
+    "a clamped mask": (lambda m, x, k: (m(x).square() * k).sum() / k.sum().clamp(min=40), "xk"),
+    "an index": (lambda m, x, y: m(x).square().mean(1)[y > 1].mean(), "xy"),
+    "a selection": (lambda m, x: torch.masked_select(m(x), m(x) > 0).mean(), "x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_nothing_is_said_of_a_weighted_mean_or_a_sum(name: str) -> None:
+    loss, letters = EXACT[name]
+    module = flat()
+    assert seen(lambda *feeds: loss(module, *feeds), letters) == divided_rows.Observation()
+
+
+NAMED: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "a sum beside a mean": (
+        lambda m, x, y: F.cross_entropy(m(x), y) + 1e-2 * m(x).square().sum(), "xy", "add joins values that parts",
     ),
-    "a mask": (lambda m, x, k: (m(x).square() * k).sum() / k.sum(), "xk", "a mask"),
-    "an index": (lambda m, x, y: m(x).square().mean(1)[y > 1].mean(), "xy", "boolean index"),
-    "a selection": (lambda m, x: torch.masked_select(m(x), m(x) > 0).mean(), "x", "boolean index"),
-    "a maximum": (lambda m, x, y: F.cross_entropy(m(x), y) + m(x).max(), "xy", "largest or smallest of all rows"),
+    "a penalty beside a sum": (
+        lambda m, x, y: m(x).square().sum() + m.get_parameter("1.weight").square().sum(), "xy", "a term without rows",
+    ),
+    "two masks": (
+        lambda m, x, k, w: (m(x) * k).sum() / k.sum() + (m(x).sum(1) * w).sum() / w.sum(), "xkw", "means by two masks",
+    ),
+    "learned weights": (
+        lambda m, x: (lambda a: (m(x)[:, 0] * a).sum() / a.sum())(m(x)[:, 1].exp()), "x", "through which gradients",
+    ),
+    "a maximum": (lambda m, x, y: m(x).max(), "xy", "largest or smallest of all rows"),
     "a root": (lambda m, x: m(x).square().mean().sqrt(), "x", "sqrt of a mean over rows is no mean"),
     "contrast": (contrasted, "x", "its rows are computed with each other"),
     "a norm by hand": (normed_by_hand, "x", "its rows are computed with each other"),
@@ -256,42 +273,44 @@ def test_a_loss_that_is_none_is_named(name: str) -> None:
     assert why in note and "test_divided_rows.py line " in note and "tfnb.run(step, feeds)" in note, note
 
 
+def longest(out: Any, y: Any) -> Any:
+    """A loss whose loop goes as far as the largest number of all rows: no table knows what it makes of them."""
+    init = (0, torch.zeros(()))
+    return tfnb.while_loop(lambda i, s: i < y.max(), lambda i, s: (i + 1, s + (out * (i + 1)).square().mean()), init)[1]
+
+
 def test_what_one_batch_hides_another_shows() -> None:
-    """All targets of the first batch are ignored; the halves of the others have as many."""
+    """The first batch is all zeros; in the first half of each other one, the loop's limit is that of the whole."""
     module, y = flat(), torch.arange(ROWS) % 4
-    y[:16] = -100
-    y[16::4] = -100
+    y[:16] = 0
     data = Data()
-    data.z = y
-    train, feeds = recorded(lambda x, z: F.cross_entropy(module(x), z), [data.x, y])
+    train, feeds = recorded(lambda x, y: longest(module(x), y), [data.x, y])
     step = default_session(train.graph)._prepare(train, tuple(feeds)).code.step
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
     taken = batches(step, (([data.x[at : at + 7], y[at : at + 7]], 0) for at in (0, 7, 16, 24)))
     found = divided_rows.look(step, homes, 2, [batch for batch in taken if batch is not None])
-    assert ["ignore_index" in note for note in found.notes] == [True] and found.is_settled
+    assert ["the loss is no mean over rows" in note for note in found.notes] == [True] and found.is_settled
 
 
 def test_what_two_batches_hide_a_third_shows_however_slow_a_look_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first two batches each part ignores a quarter."""
     monkeypatch.setattr(divided_rows, "MORE", 0.0)
     y = torch.arange(ROWS) % 4
-    y[:32:4] = -100
-    y[32:40:2] = -100
+    y[32:40] = 0
     module = flat()
-    train, feeds = recorded(lambda x, z: F.cross_entropy(module(x), z), [Data().x, y])
+    train, feeds = recorded(lambda x, y: longest(module(x), y), [Data().x, y])
     step = default_session(train.graph)._prepare(train, tuple(feeds)).code.step
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
     taken = batches(step, (([rows[at : at + 16] for rows in feeds.values()], 0) for at in range(0, ROWS, 16)))
     (note,) = divided_rows.look(step, homes, 2, [batch for batch in taken if batch is not None]).notes
-    assert "ignore_index" in note
+    assert "the loss is no mean over rows" in note
 
 
 def test_batch_norm_in_training_is_one_note_and_the_loss_is_compared_without_it() -> None:
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4, affine=False))
     (note,) = seen(lambda x, y: F.cross_entropy(plain(x), y), "xy").notes
     assert "batch norm in training and 1 more" in note and "SyncBatchNorm" in note
-    norm, total = seen(lambda x, y: F.cross_entropy(plain(x), y, reduction="sum"), "xy").notes
-    assert "batch norm in training and 1 more" in norm and "is a sum over rows" in total
+    norm, root = seen(lambda x, y: F.cross_entropy(plain(x), y).sqrt(), "xy").notes
+    assert "batch norm in training and 1 more" in norm and "sqrt of a mean" in root
     bare = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), flat())
     (note,) = seen(lambda x, y: F.cross_entropy(bare(x), y), "xy").notes
     assert "batch norm in training" in note
@@ -306,8 +325,8 @@ def test_coarse_numbers_are_compared_as_such() -> None:
         return F.cross_entropy(out.float(), y, **options)
 
     assert seen(loss, "xy") == divided_rows.Observation()
-    (note,) = seen(lambda x, y: loss(x, y, reduction="sum"), "xy").notes
-    assert "is a sum over rows" in note
+    (note,) = seen(lambda x, y: loss(x, y) ** 2, "xy").notes
+    assert "pow of a mean" in note
 
 
 def test_a_look_that_takes_too_long_or_too_much_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,29 +382,29 @@ def said(step: Any, data: Any, **options: Any) -> list[str]:
     return [str(one.message) for one in found]
 
 
-def summed(name: str) -> tuple[nn.Module, Any, dict[Any, torch.Tensor]]:
+def rooted(name: str) -> tuple[nn.Module, Any, dict[Any, torch.Tensor]]:
     torch.manual_seed(3)
     module, data = flat(), Data()
-    return module, *recorded(lambda x, y: F.cross_entropy(module(x), y, reduction="sum"), [data.x, data.y], name)
+    return module, *recorded(lambda x, y: F.cross_entropy(module(x), y).sqrt(), [data.x, data.y], name)
 
 
 def test_a_fit_says_it_once_for_each_recording_and_number_of_tasks(connect: Callable[..., Any]) -> None:
     cluster = connect(2)
-    _, step, data = summed("once")
+    _, step, data = rooted("once")
     (note,) = said(step, data)
-    assert "is a sum over rows" in note and "2 tasks divide the rows" in note and "exact=False" in note
+    assert "sqrt of a mean over rows is no mean" in note and "2 tasks divide the rows" in note and "exact=False" in note
     assert said(step, data) == []
-    _, again, more = summed("once")  # recorded again
+    _, again, more = rooted("once")  # recorded again
     assert len(said(again, more)) == 1
     for options in ({"exact": False}, {"mode": "async"}):
-        assert said(*summed("others")[1:], **options) == []
-    _, fed, feeds = summed("feeds")
+        assert said(*rooted("others")[1:], **options) == []
+    _, fed, feeds = rooted("feeds")
     rows = [dict(zip(feeds, part, strict=True)) for part in zip(*(v.split(8) for v in feeds.values()), strict=True)]
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         steps = tfnb.fit(fed, rows).steps
     assert (len(found), steps) == (1, 6)
-    _, chunked, arrays = summed("chunks")
+    _, chunked, arrays = rooted("chunks")
     pieces = {key: dask_array.from_array(rows.numpy(), chunks=(5, *rows.shape[1:])) for key, rows in arrays.items()}
     assert len(said(chunked, pieces)) == 1
     cluster.close()
@@ -398,7 +417,7 @@ def test_a_fit_says_it_once_for_each_recording_and_number_of_tasks(connect: Call
 def test_a_look_leaves_a_training_as_it_is(connect: Callable[..., Any]) -> None:
     cluster, found = connect(2), []
     for exact in (None, False):
-        module, step, data = summed("same")
+        module, step, data = rooted("same")
         said(step, data, exact=exact, epochs=2)
         cluster.pull()
         found.append([p.detach().clone() for p in module.parameters()])
@@ -408,11 +427,11 @@ def test_a_look_leaves_a_training_as_it_is(connect: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(("exact", "kind"), [(True, Unimplemented), ("no", InvalidArgument), (0, InvalidArgument)])
 def test_what_exact_may_be(exact: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="exact"):
-        tfnb.fit(*summed("options")[1:], exact=exact)
+        tfnb.fit(*rooted("options")[1:], exact=exact)
 
 
 def test_how_many_rows_of_a_batch_a_task_takes(connect: Callable[..., Any]) -> None:
-    """The table of the README: the gradient is the number of rows that a task has."""
+    """The table of the README: the gradient is the number of rows of a step."""
     cluster, rows = connect(2), torch.ones(64, 1)
     module = nn.Linear(1, 1, bias=False)
     with tfnb.record("rows"):
@@ -426,7 +445,7 @@ def test_how_many_rows_of_a_batch_a_task_takes(connect: Callable[..., Any]) -> N
         cluster.pull()
         return -float(module.weight.detach())
 
-    assert took(lambda: tfnb.fit(step, {x: rows}, batch_size=64, exact=False)) == 32  # 32 and 32, averaged
+    assert took(lambda: tfnb.fit(step, {x: rows}, batch_size=64, exact=False)) == 64  # 32 and 32, added up
     assert took(lambda: tfnb.fit(step, {x: rows}, batch_size=64, mode="async")) == 64
     assert took(lambda: tfnb.fit(step, {x: rows}, epochs=2, batch_size=64, mode="async")) == 2 * 64
     assert took(lambda: tfnb.run(step, {x: rows})) == 64

@@ -14,7 +14,6 @@ from tests.cluster.test_cuts import Counters
 from tfnb.cluster.engine.members import Member, Mode
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes import events as e
-from tfnb.cluster.modes.joins import joins
 from tfnb.cluster.modes.leases import Offer, TaskPause
 from tfnb.cluster.modes.rounds import CutAt
 from tfnb.cluster.wire.messages import Ok, Peer
@@ -162,7 +161,7 @@ def test_an_interrupt_that_comes_before_a_training_listens_ends_it(connect, prob
     placed, engine = cluster._steps.place(p.program, parallel=True), cluster._engine
 
     async def play():
-        begun = asyncio.ensure_future(engine.train(placed, Mode(mode), joins(p.program), None, None))
+        begun = asyncio.ensure_future(engine.train(placed, Mode(mode), None, None))
         await asyncio.sleep(0)
         await engine.interrupt()
         training = await begun

@@ -12,7 +12,7 @@ from tfnb.errors import InvalidArgument, NonFinite, ShapeError, Unimplemented
 from tfnb.execution import lower
 from tfnb.kernels.random import REPLICA
 from tfnb.passes import step_graph
-from tfnb.passes.flow.merges import MERGES
+from tfnb.passes.flow import merges
 from tfnb.passes.microbatches import divide, in_microbatches
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Piece
@@ -75,11 +75,11 @@ class Net:
                 found.append(values)
             rows = [stop - start for start, stop in ranges]
             merged = [
-                MERGES[border.kind].merge([values[at] for values in found], rows)
+                merges.MERGES[border.kind].merge([values[at] for values in found], merges.ROWS.shares(rows))
                 for at, border in enumerate(server.borders, 1)
             ]
             update.commit(update.compute(merged, [v.storage for v in update.variables], run)[1])
-            told.append(MERGES["grad"].merge([values[0] for values in found], rows))
+            told.append(merges.MERGES["grad"].merge([values[0] for values in found], merges.ROWS.shares(rows)))
         return told
 
 
@@ -163,14 +163,14 @@ def test_microbatches_take_no_branch_that_their_rows_would_not():
     with tfnb.record() as graph:
         x, y = tfnb.placeholder(net.x, name="x"), tfnb.placeholder(net.y, name="y")
         loss = F.mse_loss(model(x), y)
-        count = torch.ones_like(y[:, 0]).mean() * y.shape[0]  # rows of a microbatch; of all of them the mean by rows
+        count = torch.ones_like(y[:, 0]).mean() * y.shape[0]  # rows of a microbatch; of all of them their sum
         train = tfnb.train.SGD(0.1).minimize(loss)
     call = default_session(graph).make_callable((train, count), (x, y), microbatches=4)
     with pytest.warns(
         UserWarning,
         match=r"test_microbatches.py.*recorded for B >= 4, so that a batch of 11 rows .* into 2 microbatches, not 4",
     ):
-        assert float(call(net.x, net.y)[1]) == pytest.approx((6 * 6 + 5 * 5) / 11)
+        assert float(call(net.x, net.y)[1]) == pytest.approx(6 + 5)
     assert float(call(net.x[:7], net.y[:7])[1]) == pytest.approx(7)  # the whole of it
     with pytest.raises(ShapeError, match="recorded for B >= 4"):
         call(net.x[:3], net.y[:3])
@@ -258,14 +258,14 @@ def test_a_watched_number_that_is_no_mean_over_rows_is_told():
     assert "std is a statistic of all rows, and a microbatch has only its own" in second
 
 
-def test_a_watched_norm_of_averaged_gradients_hides_no_loss_that_is_a_sum():
+def test_a_watched_norm_of_averaged_gradients_hides_no_loss_that_is_no_mean():
     with tfnb.record():
         w = nn.Parameter(torch.ones(3))
         x = tfnb.placeholder(torch.ones(2, 3), name="x")
-        (grad,) = tfnb.gradients((x * w).square().sum(), [w])
+        (grad,) = tfnb.gradients((x * w).square().mean().sqrt(), [w])
         train = tfnb.train.SGD(0.01).apply_gradients([(grad, w)])
         norm = grad.norm()
-    with pytest.warns(UserWarning, match=r"sum over rows. 2 microbatches divide"):
+    with pytest.warns(UserWarning, match=r"sqrt of a mean over rows.*2 microbatches divide"):
         tfnb.fit(train, {x: torch.randn(8, 3)}, batch_size=8, microbatches=2, watch=[norm])
 
 
@@ -339,8 +339,8 @@ def test_fit_accumulates_and_says_which_loss_is_no_mean_over_rows():
     with tfnb.record():
         w = nn.Parameter(torch.ones(3))
         x = tfnb.placeholder(torch.ones(2, 3), name="x")
-        train = tfnb.train.SGD(0.01).minimize((x * w).square().sum())
-    with pytest.warns(UserWarning, match=r"sum over rows. 2 microbatches divide .* leave out microbatches"):
+        train = tfnb.train.SGD(0.01).minimize((x * w).square().mean().sqrt())
+    with pytest.warns(UserWarning, match=r"sqrt of a mean.*2 microbatches divide .*[lL]eave out microbatches"):
         tfnb.fit(train, {x: torch.randn(8, 3)}, batch_size=8, microbatches=2)
 
 

@@ -17,7 +17,7 @@ import tfnb.placement.shards as shards_module
 from tfnb.execution import lower
 from tfnb.graph import Value
 from tfnb.passes import step_graph
-from tfnb.passes.flow.merges import mean
+from tfnb.passes.flow.merges import ROWS, mean
 from tfnb.passes.microbatches import divide
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Piece
@@ -65,7 +65,7 @@ class Parts:
             mine = tensors if part is None else [t[part[0] : part[1]] if t.dim() else t for t in tensors]
             values, _ = program.compute(mine, [before[v] for v in program.variables], run)
             results.append(values)
-        sizes = [1 if r is None else r[1] - r[0] for r in ranges]
+        sizes = ROWS.shares([1 if r is None else r[1] - r[0] for r in ranges])
         commits, merged = [], {}
         for server in s.servers:
             at = [len(wanted) + borders.index(b.value) for b in server.borders]

@@ -145,10 +145,11 @@ def fit(
     microbatches: each step divides its rows into so many consecutive ranges of nearly equal length (fewer where there
     are fewer rows, or where some would have fewer than the recording relies on, such as the one row that batch norm
     refuses), does one after the other, and updates once, so that it holds what one of them needs. Gradients are
-    added up weighted by rows, as the tasks of a cluster with as many of them do it in mode ``"sync"``, with the same
-    random numbers; a loss that is a mean over rows trains as with the whole batch, and ``exact`` says whether one that
-    is none is looked for. Watched numbers are means by rows, whole numbers sums, maxima and minima those of
-    all rows. Running statistics of batch norm move once for each microbatch, in order. On a cluster in mode
+    added up weighted by rows, or by what the loss divides by, as the tasks of a cluster with as many of them do it in
+    mode ``"sync"``, with the same random numbers; a loss that is a mean or a sum over rows, or over what counts of
+    them, trains as with the whole batch, and ``exact`` says whether one that is none is looked for. Watched numbers are
+    weighted likewise, whole numbers are sums, maxima and minima those of all rows. With ``memory_budget`` all weights
+    are rows. Running statistics of batch norm move once for each microbatch, in order. On a cluster in mode
     ``"pipeline"`` alone.
 
     checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, which says what is kept (without one the newest
@@ -185,13 +186,15 @@ def fit(
     training stops then.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
-    rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
-    over rows. exact: None compares both on at most 64 rows before the first of these trainings of a recording, and
-    warns of a loss that is none, such as a sum or a mean over what a mask leaves, with the line; False averages without
-    a look. What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm``
-    scales, is what the first task made of its rows. ``backup`` of the tasks are spare: they compute copies of the parts
-    of a step, of which the first one counts, so that no step waits for the slowest tasks; each row counts once, and
-    dropped copies are counted in the cluster's status. `tfnb.train.SyncReplicas` has more options of this.
+    rows of a step over them and averages their gradients, by rows or by what the loss of each part divides by. That
+    equals the run here for a loss that is a mean or a sum over rows, or a mean over what counts of them: targets that
+    are not ignored, a mask, class or sample weights, a boolean index. exact: None looks at the structure of the loss,
+    compares both on at most 64 rows before the first of these trainings of a recording, and warns of a loss that is
+    none of these, such as a maximum, or terms with different divisors, with the line; False averages without a look.
+    What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm`` scales, is what
+    the first task made of its rows. ``backup`` of the tasks are spare: they compute copies of the parts of a step, of
+    which the first one counts, so that no step waits for the slowest tasks; each row counts once, and dropped copies
+    are counted in the cluster's status. `tfnb.train.SyncReplicas` has more options of this.
     ``"async"``: each task takes steps of its own, one after the other; of Dask data whole chunks are shuffled, and rows
     within them, and a task takes those of its own worker first. ``"bounded"``: likewise, but a task begins a
     step only while it is at most ``staleness`` steps ahead of the slowest one. ``"allreduce"``: as ``"sync"``, but each

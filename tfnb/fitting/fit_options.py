@@ -181,7 +181,8 @@ def look_at_means(
     key = updates, step.fetches, "microbatches", microbatches
     first = next(iter(batches_of(step, [(tensors, 0)])), None)
     if key not in known and first is not None:
-        seen = look_at_microbatches(step, microbatches, first)
+        is_in_packs = session.memory_budget is not None and session.cluster is None
+        seen = look_at_microbatches(step, microbatches, first, by_rows=is_in_packs)
         for note in seen.notes:
             warnings.warn(note, stacklevel=user_level(None))
         if seen.is_settled:

@@ -128,7 +128,12 @@ def differentiate(
         results = [_result(walk, x, group, unconnected) for x, group in zip(xs, targets, strict=True)]
     roots = tuple(x.value if isinstance(x, Tensor) else x for x in xs)
     recorder.tape.derivatives.append(
-        Derivative(frozenset(n.id for n in recorder.new[own:]), tuple(value for value, _ in seeds), roots)
+        Derivative(
+            frozenset(n.id for n in recorder.new[own:]),
+            tuple(value for value, _ in seeds),
+            roots,
+            all(each is None for each in given),
+        )
     )
     return results
 

@@ -35,7 +35,7 @@ def merge(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
                 same.update({node.value(i): nodes[place].value(j) for i, j in moved.items()})
         if node.id in fed or not is_pure(node) or "recomputed" in node.tags:
             continue
-        key = (node.op, node.inputs, node.control, node.device, _frozen(node.attrs))
+        key = (node.op, node.inputs, node.control, node.device, frozen(node.attrs))
         earlier = first.setdefault(key, node)
         if earlier is not node and node.id not in fetched:
             same.update({node.value(i): earlier.value(i) for i in range(len(node.outputs))})
@@ -45,14 +45,14 @@ def merge(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
 _PLAIN = frozenset({int, bool, str, Ref})
 
 
-def _frozen(tree: object) -> Hashable:
+def frozen(tree: object) -> Hashable:
     """Nested arguments as a key: numbers with their type (1, 1.0 and True differ), tensors by identity."""
     if type(tree) in _PLAIN:
         return (type(tree).__name__, tree)
     if isinstance(tree, (list, tuple)):
-        return (type(tree).__name__, *map(_frozen, tree))
+        return (type(tree).__name__, *map(frozen, tree))
     if isinstance(tree, Mapping):
-        return tuple([(name, _frozen(item)) for name, item in sorted(tree.items())])
+        return tuple([(name, frozen(item)) for name, item in sorted(tree.items())])
     if isinstance(tree, torch.Tensor):
         return id(tree)
     return (type(tree).__name__, repr(tree) if isinstance(tree, float) else tree)

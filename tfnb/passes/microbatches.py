@@ -1,14 +1,17 @@
 """A step over microbatches: consecutive ranges of a batch's rows are done one after the other, and update once.
 
 The part of a step that depends on rows becomes the body of one counted loop, over the microbatches. Gradients are
-carried as a sum weighted by rows, as the servers of a synchronous round average the tasks' gradients: a microbatch is
-a worker that comes later. Nodes computed from averaged gradients, and the updates, stand behind the loop and run once.
-Buffers of modules, such as the running statistics of batch norm, and other Variables written from the batch along no
-gradient are carried from microbatch to microbatch. Pure; imports the graph.
+carried as a sum weighted as the servers of a synchronous round average the tasks' gradients: a microbatch is a worker
+that comes later. Shares of rows are known before; of other weights (`tfnb.passes.flow.row_weights`) the loop carries
+the sum of their totals, too, by which the gradients are divided behind it. Nodes computed from averaged gradients, and
+the updates, stand behind the loop and run once. Buffers of modules, such as the running statistics of batch norm, and
+other Variables written from the batch along no gradient are carried from microbatch to microbatch. Pure; imports the
+graph.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +26,8 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.ops import WHILE
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import uses_queues
-from tfnb.passes.flow.merges import MERGES, begin, varying_axis, way_of
+from tfnb.passes.flow.merges import MERGES, ROWS, SUM, Weight, begin, varying_axis, way_of
+from tfnb.passes.flow.row_weights import weighed
 from tfnb.passes.prune import StepGraph, feed_symbols, prune
 from tfnb.passes.resolve import ResolvedStep, resolve
 
@@ -74,7 +78,7 @@ def in_microbatches(step: StepGraph, most: int = 1, schedule: str = "") -> Micro
 class _Loop:
     """One loop over microbatches in the making."""
 
-    step: StepGraph
+    recorded: StepGraph
     most: int = 1  # microbatches at a time
     schedule: str = ""
     state: ResolvedStep = field(init=False)
@@ -82,7 +86,9 @@ class _Loop:
     varying: set[int] = field(default_factory=set)  # nodes whose values differ by microbatch
 
     def __post_init__(self) -> None:
-        step = self.step
+        self.weighed = weighed(self.recorded)
+        with_totals, recorded = self.weighed.step, self.recorded
+        self.step = step = StepGraph(with_totals.whole, with_totals.graph, recorded.fetches, recorded.feeds)
         self.by_id, self.fed = step.whole.contents.by_id, set(step.feeds)
         shapes = [self._spec(value).shape for value in step.feeds]
         self.divided = tuple(bool(shape) and isinstance(shape[0], Dim) for shape in shapes)
@@ -198,6 +204,13 @@ class _Loop:
             + f"; microbatches give the mean of gradients and watched numbers, extremes, and the sum of counts{where}"
         )
 
+    def _ways(self) -> tuple[dict[Value, str], dict[Value, Weight]]:
+        """The merge of each border value, and the weight of each mean that is not weighted by rows."""
+        ways = {value: self._way(value) for value in self.borders}
+        weights = {value: self.weighed.of(value) for value, way in ways.items() if way in ("mean", "rows")}
+        ways |= {value: "sum" for value, weight in weights.items() if weight == SUM and ways[value] == "mean"}
+        return ways, {value: weight for value, weight in weights.items() if weight != ROWS}
+
     def _is_taken(self, value: Value) -> bool:
         return any(value in node.inputs for node in self.behind.values())
 
@@ -224,11 +237,13 @@ class _Loop:
 
     def made(self) -> Microbatches:
         """Build the step."""
-        ways = {value: self._way(value) for value in self.borders}
+        ways, weights = self._ways()
         carried = [value for value, way in ways.items() if MERGES[way].carried]
         stacked = [value for value, way in ways.items() if not MERGES[way].carried]
         guards = [Value(n.id) for n in self.state.nodes.values() if n.op == "tfnb.guard" and n.id in self.varying]
-        inner = self._needed([*self.borders, *self.moved.values(), *guards])
+        found = dict.fromkeys(weight for weight in weights.values() if isinstance(weight.total, Value))
+        sums = [_TotalInLoop(weight) for weight in found]
+        inner = self._needed([*self.borders, *self.moved.values(), *guards, *(each.total for each in sums)])
         build = _Build(self)
         shapes, shares = build.fed_more()
         moved_reads = {
@@ -253,6 +268,8 @@ class _Loop:
             same[Value(node_id)] = states[variables.index(variable)]
         wide = [_wide(self._spec(value)) for value in carried]
         totals = [given(f"total.{self.by_id[v.node].name}", spec) for v, spec in zip(carried, wide, strict=True)]
+        for each in sums:
+            each.before = given("weights", _SHARE), given("weights.seen", _SHARE)
         for value in self.step.feeds:
             if value in self.rows:
                 same[value] = given(self.by_id[value.node].name, self._spec(value))
@@ -281,23 +298,84 @@ class _Loop:
             return same.get(value) or Value(ids[value.node], value.index)
 
         outputs = [of(value) for value in self.moved.values()]
+        for each in sums:
+            body += each.inside(of(each.total))
+        by_weight = {each.weight: each for each in sums}
         for value, total, spec in zip(carried, totals, wide, strict=True):
-            op = MERGES[ways[value]].carried
-            if ways[value] == "mean":
-                made = _node("add_share", op, (total, of(value), share), spec, total=0, value=1, share=2)
-            else:
-                made = _node(ways[value], op, (total, of(value)), spec, self_=0, other=1)
+            by = by_weight.get(weights.get(value, ROWS))
+            body.append(_adding(ways[value], total, of(value), share, by, spec))
+            outputs.append(body[-1].value())
+        outputs += [value for each in sums for value in each.after]
+        for value in stacked:
+            by = by_weight.get(weights.get(value, ROWS))
+            if ways[value] != "rows" or weights.get(value) == SUM:
+                outputs.append(of(value))
+                continue
+            inputs_of = of(value), share if by is None else by.own
+            made = _node("weighted", "tfnb.times_weight.default", inputs_of, self._spec(value), value=0, weight=1)
             body.append(replace(made, tags=GRADIENT))
             outputs.append(made.value())
-        for value in stacked:
-            if ways[value] == "rows":
-                made = _node("weighted", "aten.mul.Tensor", (of(value), share), self._spec(value), self_=0, other=1)
-                body.append(replace(made, tags=GRADIENT))
-                outputs.append(made.value())
-            else:
-                outputs.append(of(value))
         part = Subgraph(Contents(tuple(distinct(body))), tuple(inputs), tuple(outputs))
-        return build.step_of(part, variables, ways, captured, shapes, shares, inner)
+        return build.step_of(part, variables, ways, captured, shapes, shares, inner, weights, sums)
+
+
+def _adding(way: str, total: Value, value: Value, share: Value, weight: _TotalInLoop | None, spec: Spec) -> Node:
+    """The node of the body that takes a microbatch's value to a carried one."""
+    if weight is not None:
+        node = weight.added(total, value, spec)
+    elif way == "mean":
+        node = _node("add_share", MERGES[way].carried, (total, value, share), spec, total=0, value=1, share=2)
+    else:
+        node = _node(way, MERGES[way].carried, (total, value), spec, self_=0, other=1)
+    return replace(node, tags=GRADIENT)
+
+
+@dataclass
+class _TotalInLoop:
+    """The total of a weight in a loop: its sum, and that of the weights' sizes, before and after a microbatch."""
+
+    weight: Weight
+    before: tuple[Value, Value] = field(init=False)
+    after: tuple[Value, Value] = field(init=False)
+    own: Value = field(init=False)  # weight of the microbatch
+
+    @property
+    def total(self) -> Value:
+        """The microbatch's number, by a value of the step."""
+        assert isinstance(self.weight.total, Value)
+        return self.weight.total
+
+    def inside(self, number: Value) -> list[Node]:
+        """The nodes of the body."""
+        made = self._of(number)
+        self.own = made[-1].value() if made else number
+        total = _node("weights.sum", "aten.add.Tensor", (self.before[0], number), _SHARE, self_=0, other=1)
+        size = _node("weights.size", "aten.abs.default", (self.own,), _SHARE, self_=0)
+        seen = _node("weights.seen", "aten.add.Tensor", (self.before[1], size.value()), _SHARE, self_=0, other=1)
+        self.after = total.value(), seen.value()
+        return [replace(node, tags=GRADIENT) for node in (*made, total, size, seen)]
+
+    def added(self, total: Value, value: Value, spec: Spec) -> Node:
+        """The node that adds a weighted value to a carried sum."""
+        inputs = (total, value, self.own, self.before[1])
+        return _node("add_weighted", "tfnb.add_weighted.default", inputs, spec, total=0, value=1, weight=2, seen=3)
+
+    def behind(self, loop: Node, at: int) -> tuple[Value, Value, list[Node]]:
+        """The weight of the batch and the sum of sizes, which lie ``at`` among the loop's results; nodes for them."""
+        made = self._of(loop.value(at))
+        return made[-1].value() if made else loop.value(at), loop.value(at + 1), made
+
+    def _of(self, number: Value) -> list[Node]:
+        """The nodes of a weight, from its number."""
+        made: list[Node] = []
+        if self.weight.shift:
+            node = _node("weights.shift", "aten.add.Tensor", (number,), _SHARE, self_=0)
+            made.append(replace(node, attrs={**node.attrs, "other": self.weight.shift}))
+            number = node.value()
+        if self.weight.least > -math.inf:
+            node = _node("weights.least", "aten.clamp_min.default", (number,), _SHARE, self_=0)
+            made.append(replace(node, attrs={**node.attrs, "min": self.weight.least}))
+        return made
 
 
 @dataclass
@@ -325,6 +403,7 @@ class _Build:
     def step_of(
         self, body: Subgraph, variables: Sequence[Variable], ways: Mapping[Value, str],
         captured: Iterable[Value], shapes: dict[Value, Value], shares: Value, inner: dict[int, Node],
+        weights: Mapping[Value, Weight], sums: Sequence[_TotalInLoop],
     ) -> Microbatches:  # fmt: skip
         """The step around this body."""
         loop, made = self.loop, self.inside
@@ -332,7 +411,8 @@ class _Build:
         before = self._before(captured)
         carried = [value for value, way in ways.items() if MERGES[way].carried]
         stacked = [value for value, way in ways.items() if not MERGES[way].carried]
-        reads, zeros, flat = self._reads(variables), self._zeros(carried, ways), self._flat(shapes)
+        begins = [(_wide(loop._spec(value)), ways[value]) for value in carried] + 2 * len(sums) * [(_SHARE, "sum")]
+        reads, zeros, flat = self._reads(variables), self._zeros(begins), self._flat(shapes)
         inputs: list[Value] = []
 
         def ref(value: Value) -> Ref:
@@ -349,7 +429,7 @@ class _Build:
             "swap_memory": None, "replicas": True, **({"schedule": loop.schedule} if loop.schedule else {}),
         }  # fmt: skip
         wide = [_wide(loop._spec(v)) for v in carried]
-        outs = [*(v.spec for v in variables), *wide, Spec(torch.int64, ())]
+        outs = [*(v.spec for v in variables), *wide, *[_SHARE] * (2 * len(sums)), Spec(torch.int64, ())]
         known = {s for n in loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}
         rows: list[tuple[Spec, Spec]] = []
         for value in stacked:
@@ -364,8 +444,12 @@ class _Build:
         whole_loop = Node(id=new_id(), name="microbatches", op=WHILE, inputs=tuple(inputs), outputs=tuple(outs),
                           attrs=attrs, control=control)  # fmt: skip
         made.append(whole_loop)
-        same = self._means(whole_loop, carried, len(variables))
-        same |= self._entries(whole_loop, stacked, len(variables) + len(carried) + 1, known)
+        first = len(variables) + len(carried)
+        means = {each.weight: each.behind(whole_loop, first + 2 * at) for at, each in enumerate(sums)}
+        made += [node for _, _, nodes in means.values() for node in nodes]
+        by = {value: means[weight][:2] for value, weight in weights.items() if weight in means}
+        same = self._means(whole_loop, carried, len(variables), by)
+        same |= self._entries(whole_loop, stacked, first + 2 * len(sums) + 1, known, by)
         behind = self._behind(whole_loop, before, same)
         new = {v: whole_loop.value(i) for i, v in enumerate(variables)}
         new |= {v: same.get(x, x) for v, x in state.final.items() if v not in new}
@@ -425,12 +509,11 @@ class _Build:
             found.append(node.value())
         return found
 
-    def _zeros(self, carried: Iterable[Value], ways: Mapping[Value, str]) -> list[Value]:
+    def _zeros(self, carried: Iterable[tuple[Spec, str]]) -> list[Value]:
         """Initial values of the carried sums and extremes: merging a value with one changes no bit of the value."""
         found = []
-        for value in carried:
-            spec = _wide(self.loop._spec(value))
-            attrs = {"size": list(spec.shape), "fill_value": begin(ways[value], spec.dtype), "dtype": spec.dtype,
+        for spec, way in carried:
+            attrs = {"size": list(spec.shape), "fill_value": begin(way, spec.dtype), "dtype": spec.dtype,
                      "device": torch.device(spec.device), "pin_memory": False}  # fmt: skip
             node = Node(id=new_id(), name="microbatches.zeros", op="aten.full.default", outputs=(spec,), attrs=attrs)
             self.inside.append(node)
@@ -450,18 +533,32 @@ class _Build:
             found.append((node.value(), shape))
         return found
 
-    def _means(self, whole: Node, carried: Sequence[Value], first: int) -> dict[Value, Value]:
+    def _over(self, value: Value, spec: Spec, by: tuple[Value, Value] | None) -> Value:
+        """A carried sum divided by its weight and whether there was any; by shares of rows it is a mean already."""
+        if by is None:
+            return value
+        node = _node("weights.mean", "tfnb.over_weight.default", (value, *by), spec, total=0, whole=1, seen=2)
+        self.inside.append(node)
+        return node.value()
+
+    def _means(
+        self, whole: Node, carried: Sequence[Value], first: int, by: Mapping[Value, tuple[Value, Value]]
+    ) -> dict[Value, Value]:  # fmt: skip
         """The value of each carried sum behind the loop, in the dtype of the original value."""
         same: dict[Value, Value] = {}
         for index, value in enumerate(carried, first):
-            same[value], spec = whole.value(index), self.loop._spec(value)
+            spec = self.loop._spec(value)
+            same[value] = self._over(whole.value(index), whole.outputs[index], by.get(value))
             if whole.outputs[index].dtype is not spec.dtype:
                 node = _node("microbatches.narrow", "aten._to_copy.default", (same[value],), spec, self_=0)
                 self.inside.append(replace(node, attrs={**node.attrs, "dtype": spec.dtype}))
                 same[value] = node.value()
         return same
 
-    def _entries(self, whole: Node, stacked: Sequence[Value], first: int, known: set[str]) -> dict[Value, Value]:
+    def _entries(
+        self, whole: Node, stacked: Sequence[Value], first: int, known: set[str],
+        by: Mapping[Value, tuple[Value, Value]],
+    ) -> dict[Value, Value]:  # fmt: skip
         """The entries of row-sparse gradients, concatenated over all microbatches."""
         same: dict[Value, Value] = {}
         counts: dict[int, Dim] = {}  # by node that gives both the rows and their numbers
@@ -477,7 +574,7 @@ class _Build:
                 "microbatches.entries", "aten.reshape.default", (whole.value(first + 2 * place),), entries, self_=0
             )
             self.inside.append(replace(node, attrs={**node.attrs, "shape": [-1, *spec.shape[1:]]}))
-            same[value] = node.value()
+            same[value] = self._over(node.value(), entries, by.get(value))
         return same
 
     def _behind(self, whole: Node, before: set[int], same: Mapping[Value, Value]) -> Iterator[Node]:

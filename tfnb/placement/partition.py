@@ -7,9 +7,10 @@ The compute graph holds all nodes but the writes and the nodes that depend on an
 any shard and gives border values. A server graph holds the update nodes and assigns of its shard, with operands that
 only they need from variables on that server (optimizer slots, a step counter, a learning rate).
 
-Between data-parallel workers, border values of kind ``grad`` are averaged. A row-sparse gradient (the two outputs of a
-``tfnb.slices``) is sent sparse, and the workers' entries are concatenated: values of kind ``rows`` weighted as for an
-average, and ``entries``, such as row numbers, unchanged. The border of a gradient lies where the recorded derivative
+Between data-parallel workers, border values of kind ``grad`` are averaged, weighted by rows or by a number of each
+worker that is sent along, of kind ``weight`` (`tfnb.passes.flow.row_weights`). A row-sparse gradient (the two outputs
+of a ``tfnb.slices``) is sent sparse, and the workers' entries are concatenated: values of kind ``rows`` weighted as for
+an average, and ``entries``, such as row numbers, unchanged. The border of a gradient lies where the recorded derivative
 ends (tag ``gradient``): computations on gradients, such as clipping, run on the server, on the average, as they would
 on one machine. Other values are the first worker's. Element-wise updates of a Variable that lies whole on one server
 run on that server, too, so that concurrent tasks do not overwrite each other.
@@ -22,7 +23,7 @@ one task from all rows; a new value that a server cannot compute from its pieces
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -36,6 +37,7 @@ from tfnb.passes import StepGraph
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import End, Partition
 from tfnb.passes.flow.cut import Kind as Amount
+from tfnb.passes.flow.merges import ROWS, Weight
 from tfnb.passes.flow.places import TASK, Home, Place
 from tfnb.passes.flow.step_flow import symbols_of
 from tfnb.passes.resolve import ResolvedStep, resolve
@@ -107,16 +109,20 @@ class Split:
     undivided: str | None = None
 
 
-def split(step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ...] = ()) -> Split:
+def split(
+    step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ...] = (),
+    weigh: Callable[[Value], Weight] = lambda value: ROWS,
+) -> Split:  # fmt: skip
     """Split a step; ``homes``: where each variable lies.
 
     ``parallel``: the rows of a batch will be divided over replicas, so no single one of them can give a fetch that
-    depends on averaged gradients. ``tasks``: those that the graph asks for.
+    depends on averaged gradients. ``tasks``: those that the graph asks for. ``weigh``: the weight of a
+    derivative, whose total the step fetches.
     """
     why = None
     for divides in (True, False) if parallel else (False,):
         try:
-            cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, tasks, divides)
+            cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, tasks, divides, weigh)
             return replace(cut.parts(), undivided=why)
         except Undivided as error:
             why = why or str(error)
@@ -148,6 +154,7 @@ class _Cut:
     homes: Homes
     tasks: tuple[int, ...]
     divides: bool = False
+    weigh: Callable[[Value], Weight] = lambda value: ROWS
     state: ResolvedStep = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
 
@@ -345,8 +352,14 @@ class _Cut:
         sent = [cut.flow.value(edge.port) for edge in edges if edge.kind == Amount.VALUE]
         kinds = {value: self._kind(value, value in gradients) for value in sent if value is not None}
         rows, contents = self._rows(shard, targets, mine, kinds), self.pruned.contents
-        borders = tuple(Transfer(v, shard, kind, rows.get(v), _changed_by(v, contents)) for v, kind in kinds.items())
-        fed = _Feeds(self.graph, tuple(kinds))
+        weights = {v: self.weigh(v) for v, kind in kinds.items() if self.divides and kind in ("grad", "rows")}
+        borders = tuple(
+            Transfer(v, shard, kind, rows.get(v), _changed_by(v, contents), weights.get(v, ROWS))
+            for v, kind in kinds.items()
+        )
+        totals = dict.fromkeys(w.total for w in weights.values() if isinstance(w.total, Value))
+        borders += tuple(Transfer(total, shard, "weight") for total in totals)
+        fed = _Feeds(self.graph, tuple(border.value for border in borders))
         nodes = [fed.rewired(replace(node, control=()) if node.control else node) for node in mine]
         new = {variable: fed.of(value) for variable, value in targets.items()}
         return self._applying(shard, fed, nodes, new, borders)

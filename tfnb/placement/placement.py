@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from tfnb.graph import Value
+from tfnb.passes.flow.merges import ROWS, Weight
 from tfnb.passes.flow.places import Place
 
-Kind = Literal["grad", "rows", "entries", "value"]
+Kind = Literal["grad", "rows", "entries", "value", "weight"]
 Rows = tuple[int, int]
 
 
@@ -62,6 +63,7 @@ class Transfer(NamedTuple):
     """A value sent to a server at the end of a step. ``rows``: the rows of the server's piece; None: the whole value.
 
     ``kind``: the merge of the values of several tasks. ``variable``: the name of the first Variable that changes by it.
+    ``weight``: of a mean; its total is sent to the same server.
     """
 
     value: Value
@@ -69,6 +71,7 @@ class Transfer(NamedTuple):
     kind: Kind
     rows: Rows | None = None
     variable: str = ""
+    weight: Weight = ROWS
 
 
 @dataclass(frozen=True)

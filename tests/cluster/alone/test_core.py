@@ -20,7 +20,7 @@ from tfnb.cluster.server.ledger import WINDOW, Ledger
 from tfnb.cluster.wire import sparse_values
 from tfnb.cluster.wire.messages import Failure, Ok, OpId, Refusal, Request
 from tfnb.graph import lazy_memory
-from tfnb.passes.flow.merges import mean
+from tfnb.passes.flow.merges import ROWS, mean
 from tfnb.state.store import Store
 
 
@@ -28,6 +28,7 @@ class Add:
     """A server program: w += grad; writes in place like a fused kernel."""
 
     kinds = ("grad",)
+    weights = (ROWS,)
     nbytes = None
     reads = writes = ("w",)
 
@@ -362,6 +363,7 @@ def test_c24_values_of_a_table_that_are_given_up_or_sparse_count_what_they_take(
 
 class AddRows(AddToTable):
     kinds = ("rows",)
+    weights = (ROWS,)
 
     def commit(self, pending):
         pending[0][: len(pending[1])] += pending[1]
@@ -475,7 +477,7 @@ def test_c27_weighted_mean_equals_a_float64_reference():
         values = [torch.randn(100, dtype=dtype) for _ in range(5)]
         rows = [3, 3, 3, 2, 1]
         expected = sum(v.double() * r for v, r in zip(values, rows, strict=True)) / 12
-        torch.testing.assert_close(mean(values, rows).double(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(mean(values, ROWS.shares(rows)).double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_number_far_ahead_takes_no_memory():

@@ -365,7 +365,7 @@ def replayed(world):
         places = range(world.parts[number])
         for place in places:
             assert set(world.basis.get((number, place), {}).values()) == {value}, "from the values of the last round"
-        value += mean([grad(number, place) for place in places], [1.0] * len(places)).item()
+        value += mean([grad(number, place) for place in places], [1 / len(places)] * len(places)).item()
     return dict.fromkeys(world.shards, value)
 
 
@@ -395,7 +395,7 @@ def test_s95_the_first_part_of_each_place_makes_a_round_on_all_servers():
     told(world, 1, worker=2, place=1)
     assert [world.value(shard) for shard in world.shards] == [0.0, 0.0], "the first server lacks one"
     last = told(world, 0, worker=2, place=1)
-    assert [world.value(shard) for shard in world.shards] == [mean([grad(1, 0), grad(1, 1)], [1, 1]).item()] * 2
+    assert [world.value(shard) for shard in world.shards] == [mean([grad(1, 0), grad(1, 1)], [0.5, 0.5]).item()] * 2
     assert [world.answers[ticket].meta["counts"] for ticket in (first[0], last)] == [True, True]
 
 
@@ -407,7 +407,7 @@ def test_places_are_given_away_as_workers_come_for_them():
     tickets = [told(world, 0, worker, place, number=2) for worker, place in ((1, 0), (2, 0))]
     assert world.answers[tickets[1]].meta["place"] == 1, "it computes what is missing, whoever has it"
     tickets = [tickets[0], told(world, 0, 2, 1, number=2), told(world, 0, 0, 0, number=2)]
-    assert world.value(0) == sum(mean([grad(number, 0), grad(number, 1)], [1, 1]).item() for number in (1, 2))
+    assert world.value(0) == sum(mean([grad(number, 0), grad(number, 1)], [0.5, 0.5]).item() for number in (1, 2))
     late = world.answers[tickets[2]].meta
     assert late["latest"] == 2 and not late["counts"], "the others are done"
     assert sorted(world.answers[ticket].meta["place"] for ticket in tickets[:2]) == [0, 1]

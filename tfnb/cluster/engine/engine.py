@@ -27,7 +27,6 @@ from tfnb.cluster.engine.single_steps import GRACE, SingleSteps
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
-from tfnb.cluster.modes.joins import Way
 from tfnb.cluster.modes.leases import LoopFailure
 from tfnb.cluster.queues.contents_there import Copies, RemoteContents, ShardContents
 from tfnb.cluster.queues.deadlocks import Deadlocks
@@ -335,7 +334,7 @@ class Engine:
     # -- trainings whose tasks loop by themselves ----------------------------------------------------------------
 
     async def train(
-        self, placed: PlacedStep, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None,
+        self, placed: PlacedStep, mode: Mode, data: Ahead | None, seconds: float | None,
         applied: AppliedSteps | None = None,
     ) -> Training:  # fmt: skip
         """Begin a training. applied: steps of the training that servers had applied before its cluster was lost."""
@@ -344,7 +343,7 @@ class Engine:
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
         since = self.interrupts
         tasks = await self.idle(deadline, placed.tasks, since)
-        training = Training(self, placed, mode, ways, data, tasks, deadline, self.patience, applied)
+        training = Training(self, placed, mode, data, tasks, deadline, self.patience, applied)
         await training.start()
         if self.interrupts != since:
             training.feed(e.Interrupt())

@@ -23,7 +23,7 @@ from tfnb.cluster.modes import leases as a
 from tfnb.cluster.modes import plan as p
 from tfnb.cluster.modes import ranks as r
 from tfnb.cluster.modes import rounds as s
-from tfnb.cluster.modes.joins import Way, join
+from tfnb.cluster.modes.joins import Join, join
 from tfnb.cluster.server.courses import HOLD
 from tfnb.cluster.tasks.data import written
 from tfnb.cluster.tasks.programs import PlacedStep, Plan, as_update
@@ -80,7 +80,7 @@ class Training:
     """
 
     def __init__(
-        self, engine: Engine, placed: PlacedStep, mode: Mode, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
+        self, engine: Engine, placed: PlacedStep, mode: Mode, data: Ahead | None, tasks: list[int],
         deadline: float, patience: float = 0.0, applied: AppliedSteps | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.placed, self.data = engine, placed, data
@@ -95,9 +95,9 @@ class Training:
         self._interrupts = engine.interrupts
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         late = 0 if placed.late is None else len(placed.late.meta["fetches"])
-        found = [(place, way) for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
-        self._ways: list[Way] = [way for _, way in sorted(found, key=lambda each: each[0])]
-        self._ways[len(found) - late :] = ["first"] * late  # one replica computes them, of all rows
+        found = [(place, how) for how, place in zip(placed.joins, placed.fetched, strict=True) if place is not None]
+        self._joins = [how.at(placed.fetched) for _, how in sorted(found, key=lambda each: each[0])]
+        self._joins[len(found) - late :] = [Join("first")] * late  # one replica computes them, of all rows
         self._name = self._new_name()
         self._loops: dict[int, _Listening] = {}  # task -> its loop
         self._gone: list[str] = []  # loops of tasks that were lost: some of what they sent may be on its way
@@ -435,20 +435,8 @@ class Training:
     def _joined(self, known: Sequence[_TaskReport], at: int, count: int) -> list[torch.Tensor | None]:
         """The values of a step for the whole batch, joined from all parts."""
         rows = [heard.rows for heard in known]
-        joined: list[torch.Tensor | None] = []
-        for index, way in enumerate(self._ways):
-            taken = known[:1] if way == "first" else known
-            values = [heard.values[index] for heard in taken]
-            parts = [
-                value[at - heard.start :][:count]
-                for value, heard in zip(values, taken, strict=True)
-                if value is not None
-            ]
-            if len(parts) < len(values):
-                joined.append(None)
-            else:
-                joined.append(join(way, parts, rows[: len(parts)], steps=1))
-        return joined
+        parts = [[v if v is None else v[at - heard.start :][:count] for v in heard.values] for heard in known]
+        return [join(how, parts, index, rows, steps=1) for index, how in enumerate(self._joins)]
 
     # -- loops ------------------------------------------------------------------------------------------------------
 

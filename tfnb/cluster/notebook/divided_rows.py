@@ -1,7 +1,8 @@
-"""A check before synchronous training: do gradients of parts, averaged by rows, equal the gradients of a whole batch?
+"""A check before synchronous training: does the mean of parts' gradients equal the gradients of a whole batch?
 
 They are computed here, of at most 64 rows of the data and of the values that Variables have in this process, and
-nothing is applied. `tfnb.placement.row_means` says what is computed, and why a loss is no mean over rows.
+nothing is applied. `tfnb.placement.row_means` says what is computed; `tfnb.passes.flow.row_weights` by what the parts
+are weighted, and why a loss is no weighted mean: what a batch may hide is told by the structure of its graph.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from tfnb.graph.lazy_memory import ensure_room
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested
 from tfnb.passes import StepGraph, feed_symbols, peak
-from tfnb.passes.flow.merges import MERGES
+from tfnb.passes.flow.merges import MERGES, merged, number_of
+from tfnb.passes.flow.row_weights import Reason, weighed
 from tfnb.passes.microbatches import divide
 from tfnb.placement.placement import Homes, Piece
-from tfnb.placement.row_means import MeansProbe, Reason, probe
+from tfnb.placement.row_means import MeansProbe, probe
 
 ROWS = 64  # of a batch, at most
 FEW = 16  # rows that are looked at first: steps may take long
@@ -51,10 +53,10 @@ class Observation:
     is_settled: bool = True
 
 
-def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds) -> Observation:
+def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds, *, by_rows: bool = False) -> Observation:
     """`look` at a step over ``count`` microbatches in this process."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
-    seen = look(step, homes, count, [batch])
+    seen = look(step, homes, count, [batch], by_rows=by_rows)
     return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
 
 
@@ -65,12 +67,14 @@ def _of_microbatches(note: str) -> str:
     return note
 
 
-def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds]) -> Observation:
+def look(
+    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], *, by_rows: bool = False
+) -> Observation:  # fmt: skip
     """Compare gradients on ``batches``, on more than one if quick. ``tasks``: the number of replicas that divide a
-    batch.
+    batch. by_rows: parts are weighted by their rows alone.
     """
-    averaged = [value for value, way in zip(step.fetches, joins(step), strict=True) if way == "mean"]
-    found = probe(step, homes)
+    averaged = [value for value, how in zip(step.fetches, joins(weighed(step)), strict=False) if how.way == "mean"]
+    found = probe(step, homes, by_rows=by_rows)
     if found is None:
         return Observation()
     notes = [_of_norms(found.norms, tasks)] if found.norms else []
@@ -85,8 +89,8 @@ def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds]
         return Observation((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
     except Exception:  # of the step: it will say so itself, with its line
         return Observation(tuple(notes), is_settled=False)
-    if not seen.notes and found.bent is not None:
-        return Observation((*notes, _of_bend(found.bent, tasks)), seen.is_settled)
+    if not seen.notes and found.hidden is not None:
+        return Observation((*notes, _of_hidden(found.hidden, tasks)), seen.is_settled)
     return Observation((*notes, *seen.notes), seen.is_settled)
 
 
@@ -115,7 +119,7 @@ def _of_norms(norms: Sequence[Node], tasks: int) -> str:
     )
 
 
-def _of_bend(reason: Reason, tasks: int) -> str:
+def _of_hidden(reason: Reason, tasks: int) -> str:
     """The note on a loss whose gradients are alike for the rows that were looked at, and may not be for others."""
     return (
         f"{reason.node.source or reason.node.name}: the loss is a mean over the rows that were looked at, and may be "
@@ -184,7 +188,8 @@ class _Comparing:
             counts = [stop - start for start, stop in division]
             worst = size.furthest(self._grads([whole], [rows]), self._grads(parts, counts))
             if worst is not None:
-                reason = self.probe.reason(self.step, self._apart(whole, parts, counts, NEAR), self.probe.losses)
+                apart = self._apart(whole, parts, counts, NEAR)
+                reason = self.probe.hidden or self.probe.reason(self.step, apart, self.probe.losses)
                 return Observation((self._words(*worst, len(division), rows, reason),))
             told |= dict.fromkeys(self._of_watched(whole, parts, counts))
         return Observation(tuple(told))
@@ -221,17 +226,16 @@ class _Comparing:
 
     def _grads(self, parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int]) -> dict[str, torch.Tensor]:
         """The mean by rows, as computed by servers, of each gradient, by the name of its Variable."""
-        merged = {
-            border.value: MERGES[border.kind].merge([part[at] for part in parts], rows)
-            for at, border in enumerate(self.probe.borders)
-        }
+        borders = self.probe.borders
+        kinds, weights = [border.kind for border in borders], self.probe.weights[: len(borders)]
+        means = dict(zip([b.value for b in borders], merged(kinds, weights, parts, rows), strict=True))
         found: dict[str, torch.Tensor] = {}
         for number, border in enumerate(self.probe.borders):
-            value, name = merged[border.value], border.variable or f"number {number}"
+            value, name = means[border.value], border.variable or f"number {number}"
             if border.kind == "grad":
                 found[f"{name}#{number}"] = value
             elif border.kind == "rows":
-                entries = merged.get(Value(border.value.node, 1))
+                entries = means.get(Value(border.value.node, 1))
                 if entries is not None:
                     found[f"{name}#{number}"] = _by_row(value, entries)
         return found
@@ -260,7 +264,9 @@ class _Comparing:
         """The numbers whose value on the whole batch differs from the mean over its parts."""
         apart: set[Value] = set()
         for at, value in enumerate(self.probe.numbers, len(self.probe.borders)):
-            mean = MERGES["grad"].merge([part[at] for part in parts], rows)
+            weight = self.probe.weights[at]
+            numbers = [number_of(weight, part, count) for part, count in zip(parts, rows, strict=True)]
+            mean = MERGES["mean"].merge([part[at] for part in parts], weight.shares(numbers))
             one = {"": whole[at]}
             if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}, least) is not None:
                 apart.add(value)

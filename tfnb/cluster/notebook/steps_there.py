@@ -45,6 +45,7 @@ from tfnb.errors import (
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.execution.tracing.trace import Trace
 from tfnb.passes import StepGraph
+from tfnb.passes.flow.row_weights import WeighedStep, weighed
 from tfnb.placement.partition import split
 from tfnb.placement.requests import asked, ensure_on_servers, ensure_stages, numbers_of, tasks_of
 from tfnb.placement.row_guards import RowGuards
@@ -289,7 +290,7 @@ class Steps:
                     if self._variables.pulled_step != pulled:
                         pulled = self._variables.pulled_step
                         yield StepGroup(0, (), kept=seen.now())
-                    yield group
+                    yield group._replace(values=group.values[: len(step.fetches)])  # without totals of weights
                     if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
                         self._variables.send_leading(step.variables)  # a callback set a rate: for the next steps
                         self._variables.refresh()
@@ -401,7 +402,6 @@ class Steps:
             return copied.copy()
 
         seen.now = now
-        ways = joins(step)
         self._variables.send_for_step(step.variables)
         if isinstance(source, Ahead):
             source = self._drawn(step, source, applied)
@@ -417,7 +417,7 @@ class Steps:
             counted = partial(_append, later, batch.number)
             values, rows_of = self._step(step, placed, taken, left, "a training step", (), see, counted)
             parts = [_picked(placed.fetched, part) for part in values]
-            joined = [join(way, [part[i] for part in parts], rows_of) for i, way in enumerate(ways)]
+            joined = [join(each, parts, at, rows_of) for at, each in enumerate(placed.joins)]
             yield of_one(joined, batch.number)
 
     def _left(self, end: float | None) -> float | None:
@@ -440,7 +440,7 @@ class Steps:
         self._variables.outdated(step)
         data, pieces = drawn_from(source, not mode.is_joint, engine.homes, applied)
         training: Training = self._waiting.do(
-            "starting to train", None, engine.train, placed, mode, joins(step), data, left, applied
+            "starting to train", None, engine.train, placed, mode, data, left, applied
         )
         seen.now = lambda: training.kept
 
@@ -502,9 +502,12 @@ class Steps:
                 found = asked(step.graph.nodes)
                 tasks = tasks_of(found, names, len(self._engine.shards)) if is_cut else ()
                 homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
-                cut = split(step, homes, parallel=parallel and len(tasks) < 2, tasks=tasks)
+                parallel = parallel and len(tasks) < 2
+                about = weighed(step) if parallel else WeighedStep(step)
+                cut = split(about.step, homes, parallel=parallel, tasks=tasks, weigh=about.of)
                 ensure_on_servers(found, cut.placement.devices, cut.undivided)
-                placed = replace(place(cut, check=check, compile=compile), guards=RowGuards.of(step))
+                placed = place(cut, check=check, compile=compile)
+                placed = replace(placed, guards=RowGuards.of(step), joins=joins(about))
                 if len(tasks) > 1:
                     parts, senders = part_plans(cut, placed.servers, numbers_of(names), check)
                     placed = replace(placed, parts=parts, senders=senders)

@@ -23,14 +23,22 @@ from tfnb.cluster.server.core_events import Answer, CoreTick, Effect, Event, Rep
 from tfnb.cluster.server.ledger import Ledger
 from tfnb.cluster.server.lines import TURN, Lines, Waiting
 from tfnb.cluster.server.objects import Objects
-from tfnb.cluster.server.parts import Compile, ServerProgram, StagedPart, Write, check_feeds, same_number, spec
+from tfnb.cluster.server.parts import (
+    Compile,
+    ServerProgram,
+    StagedPart,
+    Write,
+    averaged,
+    check_feeds,
+    same_number,
+    spec,
+)
 from tfnb.cluster.server.room import Room
 from tfnb.cluster.server.staged_rounds import StagedRounds
 from tfnb.cluster.server.trainings import Trainings
 from tfnb.cluster.wire import envelope, sparse_values
 from tfnb.cluster.wire.messages import Ok, OpId, Refusal, Request, failed
 from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ShapeError
-from tfnb.passes.flow.merges import MERGES
 
 PLANS = 64  # registered plans that are kept
 PINS = 4  # instants whose values one client may be pulling
@@ -403,10 +411,7 @@ class Core:
             pairs = zip(current, first.since or current, strict=True)
             kept = [place for place, (version, since) in enumerate(pairs) if version == since]
             return Write(*self._assignment([first.keys[at] for at in kept], [first.tensors[at] for at in kept]))
-        weights = [part.rows for part in parts]
-        feeds = [
-            MERGES[kind].merge([part.tensors[i] for part in parts], weights) for i, kind in enumerate(program.kinds)
-        ]
+        feeds = averaged(program, parts)
         for key in program.reads:
             self._value(key)
         rows = self._rows(program, feeds)

@@ -13,16 +13,19 @@ from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import Ok, Refusal, Request
 from tfnb.errors import InvalidArgument, NonFiniteGradient
 from tfnb.execution.tracing.health import is_finite
+from tfnb.passes.flow.merges import Weight, merged, number_of
 
 
 class ServerProgram(Protocol):
     """A compiled server graph.
 
     ``kinds``: of its feeds, the rows of `tfnb.passes.flow.merges.MERGES` by which the workers' values become one.
-    ``nbytes``: of its feeds; None where their number of rows varies.
+    ``weights``: of each feed, with the places of their totals. ``nbytes``: of the feeds; None where their number of
+    rows varies.
     """
 
     kinds: Sequence[str]
+    weights: Sequence[Weight]
     nbytes: int | None
     reads: Sequence[str]
     writes: Sequence[str]
@@ -109,6 +112,18 @@ def check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor], *, are_
             raise NonFiniteGradient(
                 f"a gradient {spec(tensor)} holds NaN or infinity; the step was dropped on every server"
             )
+
+
+def averaged(program: ServerProgram, parts: Sequence[StagedPart]) -> list[torch.Tensor]:
+    """The feeds of a program for the whole batch. Raises NonFiniteGradient where only parts without weight were not
+    finite, and no other has weight.
+    """
+    tensors = [part.tensors for part in parts]
+    feeds = merged(program.kinds, program.weights, tensors, [part.rows for part in parts])
+    totals = {weight for weight in program.weights if weight.total is not None}
+    if any(not weight.of(number_of(weight, part, 1.0)) for weight in totals for part in tensors):
+        check_feeds(program, feeds)
+    return feeds
 
 
 def same_number(a: Sequence[Any], b: Sequence[Any]) -> None:

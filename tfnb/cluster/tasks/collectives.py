@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from tfnb.cluster.wire.messages import Failure, NotDone
-from tfnb.errors import Cancelled, FailedPrecondition, Unimplemented
+from tfnb.errors import Cancelled, FailedPrecondition, NonFiniteGradient, Unimplemented
+from tfnb.execution.tracing.health import is_finite
 from tfnb.graph import Spec
+from tfnb.passes.flow.merges import ROWS, Weight, number_of
 
 FORMS = 15.0  # seconds in which all ranks of a generation meet
 LOOK = 0.25  # seconds between looks whether a call is wanted still
@@ -120,7 +122,8 @@ def formed(meeting: Rendezvous, here: str, held: dist.TCPStore | None, is_wanted
 class Bucket:
     """The contributions of a rank to a step's sum, in one flat tensor for each dtype, each followed by a word "ready".
 
-    Gradients are weighted by rows. Other values are the first rank's: the other ranks contribute zeros.
+    Gradients are weighted by rows, or by a number of each rank that is summed along, in the precision of the gradients.
+    Other values are the first rank's: the other ranks contribute zeros.
 
     >>> bucket = Bucket(["grad", "value"], [Spec(torch.float32, (2,)), Spec(torch.float32, ())])
     >>> bucket.fill([torch.tensor([2.0, 4.0]), torch.tensor(7.0)], 0.5, is_first=True)
@@ -130,32 +133,48 @@ class Bucket:
     [tensor([1., 2.]), tensor(7.)]
     """
 
-    def __init__(self, kinds: Sequence[str], specs: Sequence[Spec]) -> None:
-        self._kinds, self._specs = kinds, specs
+    def __init__(self, kinds: Sequence[str], specs: Sequence[Spec], weights: Sequence[Weight] = ()) -> None:
+        self._kinds, self._specs, self._weights = kinds, specs, weights or [ROWS] * len(kinds)
         at: dict[torch.dtype, int] = {}
+        wide = [WIDE.get(spec.dtype, spec.dtype) for kind, spec in zip(kinds, specs, strict=True) if kind == "grad"]
+
+        def place(dtype: torch.dtype, count: int) -> tuple[torch.dtype, int, int]:
+            start = at.get(dtype, 0)
+            at[dtype] = start + count
+            return dtype, start, count
+
         places = []
         for kind, spec in zip(kinds, specs, strict=True):
-            dtype = WIDE.get(spec.dtype, spec.dtype)
-            if kind not in ("grad", "value") or spec.symbols or dtype not in SUMMED:
+            dtype = wide[0] if kind == "weight" else WIDE.get(spec.dtype, spec.dtype)
+            if kind not in ("grad", "value", "weight") or spec.symbols or dtype not in SUMMED:
                 raise Unimplemented(
                     f"mode='allreduce' sums gradients of a known size, of dtypes that gloo sums; this is {spec}, of "
                     f"kind {kind}: use mode='sync'"
                 )
-            start, count = at.get(dtype, 0), torch.Size(spec.sizes({})).numel()
-            places.append((dtype, start, count))
-            at[dtype] = start + count
+            places.append(place(dtype, torch.Size(spec.sizes({})).numel()))
+        marks = {weight: place(wide[0], 2) for weight in self._weights if weight.total is not None}
         self.flats = {dtype: torch.zeros(count + 1, dtype=dtype) for dtype, count in at.items()}
         self._views = [
             self.flats[dtype][start : start + count].view(spec.sizes({}))
             for (dtype, start, count), spec in zip(places, specs, strict=True)
         ]
+        self._marks = {  # of each weight the sum of sizes, and the ranks without weight whose gradients are not finite
+            weight: self.flats[dtype][start : start + count] for weight, (dtype, start, count) in marks.items()
+        }
 
-    def fill(self, tensors: Sequence[torch.Tensor], weight: float, *, is_first: bool) -> None:
-        """Fill in this rank's contribution. weight: the rank's share of the rows."""
-        for kind, view, tensor in zip(self._kinds, self._views, tensors, strict=True):
-            if kind == "grad" and weight != 1.0:
-                torch.mul(tensor.to(view.dtype), weight, out=view)
-            elif kind == "grad" or is_first:
+    def fill(self, tensors: Sequence[torch.Tensor], share: float, *, is_first: bool) -> None:
+        """Fill in this rank's contribution. share: of the rows."""
+        own = {weight: weight.of(number_of(weight, tensors, share)) for weight in set(self._weights)}
+        for weight, mark in self._marks.items():
+            mark[0], mark[1] = abs(own[weight]), 0
+        for kind, weight, view, tensor in zip(self._kinds, self._weights, self._views, tensors, strict=True):
+            by = own[weight]
+            if kind == "grad" and not by:
+                view.zero_()
+                self._marks[weight][1] += not is_finite(tensor)
+            elif kind == "grad" and by != 1.0:
+                torch.mul(tensor.to(view.dtype), by, out=view)
+            elif kind in ("grad", "weight") or is_first:
                 view.copy_(tensor)
             else:
                 view.zero_()
@@ -176,8 +195,23 @@ class Bucket:
         return all(int(flat[-1]) == size for flat in self.flats.values())
 
     def values(self) -> list[torch.Tensor]:
-        """The averages, in the dtypes of the specs."""
-        return [view.to(spec.dtype) for view, spec in zip(self._views, self._specs, strict=True)]
+        """The averages, in the dtypes of the specs. Raises NonFiniteGradient if no rank has any weight, and a gradient
+        is not finite.
+        """
+        for size, lost in self._marks.values():
+            if not size and lost:
+                raise NonFiniteGradient(
+                    "nothing counts in the loss of any rank: its divisor is 0, and gradients are NaN; the step was "
+                    "dropped"
+                )
+        return [
+            (view / self._whole(weight) if kind == "grad" and weight in self._marks else view).to(spec.dtype)
+            for kind, weight, view, spec in zip(self._kinds, self._weights, self._views, self._specs, strict=True)
+        ]
+
+    def _whole(self, weight: Weight) -> float:
+        """The weight of the batch, after the sum; 1 if nothing has any."""
+        return weight.of(number_of(weight, self._views, 1.0)) if self._marks[weight][0] else 1.0
 
 
 def ensure_equal(group: Group, values: Mapping[str, torch.Tensor], step: str) -> None:

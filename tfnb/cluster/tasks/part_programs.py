@@ -123,7 +123,7 @@ def _push(
     return {
         "shard": shard, "plan": servers[shard].id,
         "at": [at[each.value, place] for each in mine], "rows": [each.rows for each in mine],
-        "grads": [each.gradient for each in mine],
+        "grads": [each.gradient for each in mine], "weights": [],  # of one part that has all rows
     }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tfnb.cluster.modes.joins import Join
 from tfnb.cluster.server.parts import GRADIENTS
 from tfnb.cluster.tasks.rows_there import LookedUp, RowRequest
 from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, ShapeError, TfnbError
@@ -40,9 +41,10 @@ from tfnb.graph.ops import ENQUEUE
 from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import step_graph
+from tfnb.passes.flow.merges import ROWS, Weight, number_of
 from tfnb.placement.lookups import lookups
 from tfnb.placement.partition import Late, Server, Split
-from tfnb.placement.placement import Homes, Piece, Placement, joined, read_from
+from tfnb.placement.placement import Homes, Piece, Placement, Transfer, joined, read_from
 from tfnb.placement.row_guards import NO_GUARDS, RowGuards
 from tfnb.state.queue_machine import whole_steps
 
@@ -75,7 +77,8 @@ class PlacedStep:
     """A step placed on the cluster.
 
     ``fetched``: for each fetch its place among the results of the compute plan, followed by those of the ``late`` plan,
-    run by one replica when a step is written; None for a fetch without a value. ``divides``, ``undivided``: as of
+    run by one replica when a step is written; None for a fetch without a value. ``joins``: how what replicas have of
+    each becomes that of the whole batch. ``divides``, ``undivided``: as of
     `tfnb.placement.partition.Split`.
     """
 
@@ -91,6 +94,7 @@ class PlacedStep:
     read: tuple[str, ...] = ()  # keys of Variables that no other step may write while a step with queues waits
     parts: tuple[PartPlan, ...] = ()  # of a step over several tasks, in place of ``compute``
     guards: RowGuards = NO_GUARDS  # for the rows of a task
+    joins: Sequence[Join] = ()
     senders: Mapping[int, tuple[int, ...]] | None = None  # then of each shard the parts that send to it, by position
 
     @property
@@ -142,7 +146,7 @@ def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed
             "shard": s.shard, "plan": servers[s.shard].id,
             "at": [len(wanted) + borders.index(b.value) for b in s.borders],
             "grads": [b.variable if b.kind in GRADIENTS else None for b in s.borders],
-            "rows": [b.rows for b in s.borders],
+            "rows": [b.rows for b in s.borders], "weights": weights_of(s.borders),
         }
         for s in split.servers
     ]  # fmt: skip
@@ -206,7 +210,24 @@ def server_plan(server: Server, homes: Homes, check: bool) -> Plan:
     }
     borders = server.borders
     facts = {"kinds": [b.kind for b in borders], "rows": [b.rows for b in borders], "keys": keys, "check": check}
+    facts["weights"] = weights_of(borders)
     return plan_of(server.graph, (server.target,), server.feeds, facts)
+
+
+def weights_of(borders: Sequence[Transfer]) -> list[list[Any]]:
+    """The weights of values sent to a server, with the places of their totals, as data."""
+    at = {border.value: place for place, border in enumerate(borders)}
+    each = [border.weight.at(at) for border in borders]
+    return [[w.total, w.shift, w.least if w.least > -math.inf else None] for w in each]
+
+
+def read_weights(facts: Sequence[Sequence[Any]]) -> list[Weight]:
+    """The weights of `weights_of`.
+
+    >>> read_weights([[None, 0.0, None]]) == [ROWS]
+    True
+    """
+    return [Weight(at, shift, -math.inf if least is None else least) for at, shift, least in facts]
 
 
 def plan_of(
@@ -270,6 +291,7 @@ class ShardProgram:
         self.program: Program = _code(graph_of(meta, tensors), meta["fetches"], meta["feeds"]).program
         self._is_checked = bool(meta["check"])
         self.kinds: Sequence[str] = list(meta["kinds"])
+        self.weights: Sequence[Weight] = read_weights(meta["weights"])
         self.reads: Sequence[str] = keys_of(self.program, meta["keys"])
         key_of = dict(zip(self.program.variables, self.reads, strict=True))
         self.writes: Sequence[str] = [key_of[variable] for variable in self.program.writes]
@@ -306,18 +328,23 @@ class ShardProgram:
 class Push:
     """A worker's message to one shard: feeds of a server plan.
 
-    ``grads``: of each tensor that is a gradient the name of its variable, else None.
+    ``grads``: of each tensor that is a gradient the name of its variable, else None; ``weights``: of each tensor.
     """
 
     shard: int
     plan: str
     tensors: tuple[torch.Tensor, ...]
     grads: tuple[str | None, ...] = ()
+    weights: tuple[Weight, ...] = ()
 
     def ensure_finite(self, task: str) -> None:
-        """Raise NonFiniteGradient naming the variable, before any server sees anything of the step."""
-        for name, tensor in zip(self.grads, self.tensors, strict=False):
-            if name is not None and not is_finite(tensor):
+        """Raise NonFiniteGradient naming the variable, before any server sees anything of the step.
+
+        A part that weighs nothing may have any gradient: the divisor of its loss is 0.
+        """
+        weights = self.weights or (ROWS,) * len(self.tensors)
+        for name, tensor, weight in zip(self.grads, self.tensors, weights, strict=False):
+            if name is not None and not is_finite(tensor) and weight.of(number_of(weight, self.tensors, 1.0)):
                 whose = f"variable {name}" if name else "a variable"
                 raise NonFiniteGradient(
                     f"the gradient of {whose}, {Spec.of(tensor)}, that {task} computed holds NaN or infinity; the step "
@@ -449,6 +476,7 @@ class ComputeProgram:
             Push(
                 int(to["shard"]), to["plan"],
                 tuple(rows_of(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)), tuple(to["grads"]),
+                tuple(read_weights(to["weights"])),
             )
             for to in self.meta["pushes"]
         ]  # fmt: skip

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from tfnb.cluster.tasks.resident import WHILE, Out, TrainingLoop, _AppliedPart
 from tfnb.cluster.wire.messages import Ask, Failure, NotDone, Ok
 from tfnb.errors import Cancelled
 from tfnb.kernels.random import REPLICA
+from tfnb.passes.flow.merges import Weight
 
 EVERY = 100  # steps after which ranks compare their values
 
@@ -44,7 +46,10 @@ class Replica(TrainingLoop):
         self._updates, self._meeting = dict(sorted(updates.items())), meeting
         kinds = [kind for update in self._updates.values() for kind in update.kinds]
         specs = [spec for update in self._updates.values() for spec in update.feeds]
-        self._bucket = Bucket(kinds, specs)
+        weights: list[Weight] = []
+        for update in self._updates.values():
+            weights += [weight.at(range(len(weights), len(kinds))) for weight in update.weights]
+        self._bucket = Bucket(kinds, specs, weights)
         self._group: Group | None = None
         self._forming = formed(meeting, here, store, lambda: self._is_wanted)
         self._entered = 0  # the piece whose begin it has taken part in
@@ -194,10 +199,13 @@ class Replica(TrainingLoop):
         out, pushes = compute(partial(self._program.run, share.feeds, self._values, share.run, self._host.name))
         out = self._kept(out)
         brought = self._in_order(pushes)
-        if self._meeting.size > 1:
+        if self._meeting.size == 1:
+            for push in pushes:
+                replace(push, weights=()).ensure_finite(self._host.name)  # no other rank has weight
+        else:
             whole = given.whole(index, None if self._ahead is None else self._ahead.data)
-            weight = share.rows / whole if whole else 1.0
-            self._bucket.fill(brought, weight, is_first=share.place == 0)
+            rows = share.rows / whole if whole else 1.0
+            self._bucket.fill(brought, rows, is_first=share.place == 0)
         return out, brought
 
     def _before_late(self, share: Share) -> dict[str, torch.Tensor]:

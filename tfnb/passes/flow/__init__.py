@@ -3,6 +3,6 @@
 `frames` lowers loops and branches to Switch, Merge, Enter, Exit and NextIteration. `places` says where each op is done,
 `cut` makes a part for each place, with what they send each other; `step_flow` does all of that for a step.
 `reasons` says why each node is done where it is, and shows the parts of a step; `merges` how the values of replicas or
-microbatches become one; `microbatch_schedules` how many microbatches each stage of a pipeline works on at once, and in
-which order.
+microbatches become one, and `row_weights` by which weights; `microbatch_schedules` how many microbatches each stage of
+a pipeline works on at once, and in which order.
 """

@@ -1,13 +1,15 @@
 """How the values that replicas of a step, or its microbatches, have of one thing become that of the whole batch.
 
 Each way is a row of MERGES: servers take it for what tasks send, the notebook for what they fetch, and a loop over
-microbatches carries it. A fetched value that depends on rows has its way by `way_of`. Pure; imports the graph.
+microbatches carries it. A fetched value that depends on rows has its way by `way_of`. A mean takes the parts' shares,
+which follow from a `Weight`. Pure; imports the graph.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -19,10 +21,48 @@ Way = Literal["first", "mean", "sum", "max", "min", "none"] | int  # an int: the
 Merge = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]
 
 
-def mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+class Weight(NamedTuple):
+    """What parts are weighted by in a mean: a number of each part that adds up over the parts.
+
+    total: the value that is this number, or its place; None for the rows of a part, and in `SUM` for nothing. The
+    weight of a part is ``max(its number + shift, least)``, as a loss may clamp or shift its divisor; that of the batch
+    is the same of the sum of these numbers.
+    """
+
+    total: Value | int | None = None
+    shift: float = 0.0
+    least: float = -math.inf
+
+    def of(self, number: float) -> float:
+        """The weight of a part, or of the batch, by its number."""
+        return max(number + self.shift, self.least)
+
+    def at(self, places: Mapping[Any, int] | Sequence[int]) -> Weight:
+        """The same with the place of its total, by the values that there are."""
+        return self if self.total is None else self._replace(total=places[self.total])  # type: ignore[index]
+
+    def shares(self, numbers: Sequence[float]) -> list[float]:
+        """The shares of the parts with these numbers; equal ones where all parts weigh nothing.
+
+        >>> ROWS.shares([3, 1]), SUM.shares([0, 0]), Weight(least=1.0).shares([0, 4]), ROWS.shares([0, 0])
+        ([0.75, 0.25], [1.0, 1.0], [0.25, 1.0], [0.5, 0.5])
+        """
+        own, whole = [self.of(number) for number in numbers], self.of(sum(numbers))
+        if not any(own):
+            return [1 / len(own)] * len(own)
+        return [weight / whole if whole else weight * math.inf for weight in own]
+
+
+ROWS, SUM = Weight(), Weight(shift=1.0)
+"""Of a mean over rows, and of a sum over rows."""
+
+
+def mean(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
     """Weighted mean in the order given; one value is returned as it is, so that one replica is exact.
 
-    >>> mean([torch.tensor([1.0]), torch.tensor([4.0])], [2, 1])
+    A part without a share adds nothing, even if its value is NaN.
+
+    >>> mean([torch.tensor([1.0]), torch.tensor([4.0]), torch.tensor([torch.nan])], [2 / 3, 1 / 3, 0.0])
     tensor([2.])
     """
     if len(values) == 1:
@@ -30,45 +70,46 @@ def mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tens
     for value in values:
         if value.shape != values[0].shape or value.dtype != values[0].dtype:
             raise ShapeError(f"workers pushed {Spec.of(values[0])} and {Spec.of(value)} for one gradient")
-    whole = sum(weights)
     wide = torch.float32 if values[0].dtype in (torch.float16, torch.bfloat16) else values[0].dtype
-    total = values[0].to(wide) * (weights[0] / whole)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        total.add_(value.to(wide), alpha=weight / whole)
+    pairs = [(value, share) for value, share in zip(values, shares, strict=True) if share]
+    first, *others = pairs or [(values[0], 0.0)]
+    total = first[0].to(wide) * first[1]
+    for value, share in others:
+        total.add_(value.to(wide), alpha=share)
     return total.to(values[0].dtype)
 
 
-def weighted(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def weighted(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
     """Entries of row-sparse gradients behind each other, which sum to their weighted mean.
 
-    >>> weighted([torch.tensor([[3.0]]), torch.tensor([[3.0], [6.0]])], [2, 1]).flatten()
+    >>> weighted([torch.tensor([[3.0]]), torch.tensor([[3.0], [6.0]])], [2 / 3, 1 / 3]).flatten()
     tensor([2., 1., 2.])
     """
     if len(values) == 1:
         return values[0]
-    whole = sum(weights)
-    return torch.cat([value * (weight / whole) for value, weight in zip(values, weights, strict=True)])
+    pairs = zip(values, shares, strict=True)
+    return torch.cat([value * share if share else torch.zeros_like(value) for value, share in pairs])
 
 
-def _first(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def _first(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
     return values[0]
 
 
-def _joined(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def _joined(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
     return values[0] if len(values) == 1 else torch.cat(list(values))
 
 
-def _nan(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def _nan(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
     return values[0] if len(values) == 1 else torch.full_like(values[0], torch.nan, dtype=torch.float32)
 
 
 def _of(reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> Merge:
     """A reduction over the replicas, in their dtype."""
-    return lambda values, weights: reduce(torch.stack(list(values)), 0).to(values[0].dtype)
+    return lambda values, shares: reduce(torch.stack(list(values)), 0).to(values[0].dtype)
 
 
 class ValueMerge(NamedTuple):
-    """A way: what makes one value of several, by the weights of their rows.
+    """A way: what makes one value of several, by the shares of the parts.
 
     carried: the op by which a loop over microbatches takes one more; empty where it stacks them, or cannot.
     """
@@ -85,10 +126,42 @@ MERGES: Mapping[str, ValueMerge] = {
     "min": ValueMerge(_of(torch.amin), "aten.minimum.default"),
     "rows": ValueMerge(weighted),  # of a row-sparse derivative
     "entries": ValueMerge(_joined),  # what goes with these, such as their row numbers
+    "weight": ValueMerge(_of(torch.sum)),  # the number by which derivatives are weighted
     "value": ValueMerge(_first),  # sent to a server along no derivative
     "first": ValueMerge(_first),
     "none": ValueMerge(_nan),
 }
+
+
+def number_of(weight: Weight, part: Sequence[torch.Tensor], rows: float) -> float:
+    """The number of a part that a weight takes; weight.total: its place among the values of the part.
+
+    >>> number_of(ROWS, [], 3), number_of(SUM, [], 3), number_of(Weight(0), [torch.tensor(2)], 3)
+    (3, 0.0, 2.0)
+    """
+    if weight.total is None:
+        return rows if weight == ROWS else 0.0
+    assert isinstance(weight.total, int)
+    return float(part[weight.total])
+
+
+def merged(
+    kinds: Sequence[str], weights: Sequence[Weight], parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[float]
+) -> list[torch.Tensor]:  # fmt: skip
+    """The values of the whole batch, of those of its parts. weights: of each kind.
+
+    >>> merged(["grad", "weight"], [Weight(1), ROWS], [[torch.tensor(1.0), torch.tensor(3)]] * 2, [1, 1])
+    [tensor(1.), tensor(6)]
+    """
+    shares = {
+        weight: weight.shares([number_of(weight, part, count) for part, count in zip(parts, rows, strict=True)])
+        for weight in set(weights)
+    }
+    return [
+        MERGES[kind].merge([part[at] for part in parts], shares[weight])
+        for at, (kind, weight) in enumerate(zip(kinds, weights, strict=True))
+    ]
+
 
 EXTREMES: Mapping[str, Way] = {"max": "max", "amax": "max", "min": "min", "amin": "min"}
 NO_COUNTS = {

@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """A derivative recorded by `gradients`, valid as long as ``ys`` depend on ``xs`` by the same nodes."""
+    """A derivative recorded by `gradients`, valid as long as ``ys`` depend on ``xs`` by the same nodes.
+
+    is_plain: whether that of the sum of ``ys``, without ``grad_ys``.
+    """
 
     nodes: frozenset[int]
     ys: tuple[Value, ...]
     xs: tuple[Value | Variable, ...]
+    is_plain: bool = True
 
     def ways(self, nodes: Sequence[Node]) -> frozenset[int]:
         """The nodes on paths from ``xs`` to ``ys``."""
