@@ -25,7 +25,7 @@ class ClusterTable:
     >>> table = ClusterTable()
     >>> table.open("a", "client-1")["epoch"], table.open("b", "client-2")["epoch"]
     (1, 2)
-    >>> table.write("a", 0, {"task:0": ["tcp://h:1", "k", 7, []]}, {"id": "a-3", "holders": {"0": "task:0"}})["revision"]
+    >>> table.write("a", 0, {"task:0": ["tcp://h:1", "k", 7, []]}, {"id": "1-3"})["revision"]
     1
     >>> table.write("a", 0, {}, {})["is_written"], table.read("a")["tasks"]["task:0"][2]
     (False, 7)
@@ -48,9 +48,7 @@ class ClusterTable:
         """The entry of a cluster, None where there is none."""
         return self.clusters.get(cluster)
 
-    def write(
-        self, cluster: str, revision: int, tasks: dict[str, Any], copy: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    def write(self, cluster: str, revision: int, tasks: dict[str, Any], copy: dict[str, Any]) -> dict[str, Any] | None:
         """Replace a cluster's tasks and copy if ``revision`` is current.
 
         Returns the entry then, None for an unknown cluster.

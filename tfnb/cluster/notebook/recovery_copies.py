@@ -195,7 +195,9 @@ class RecoveryCopies:
     async def fetched(self) -> dict[str, torch.Tensor] | None:
         """The values of the newest set by key, from its holders; None where one of them does not give them."""
         copy, engine, values = self.newest, self._engine, dict[str, torch.Tensor]()
-        for shard, member in copy.holders.items() if copy is not None else ():
+        if copy is None:
+            return None
+        for shard, member in copy.holders.items():
             meta, nbytes = {"copy": copy.number, "shard": shard}, copy.pins.nbytes[shard]
             until = time.monotonic() + WITHIN + nbytes / BYTES_PER_SECOND
             call = engine.link.call(member.peer, "shard_copy", meta, epoch=engine.epoch, deadline=until)
@@ -204,4 +206,3 @@ class RecoveryCopies:
                 return None
             values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
         return values
-

@@ -1,8 +1,8 @@
 """Copies of shards that a task holds, so that the values outlive their server: its part of a recovery.
 
 The notebook pins the values of one step on all servers, as for a checkpoint, and names the pins; the holder pulls them
-by a direct stream, in a thread of its own, and keeps the answers as they came. A set of copies is of use when all of its
-shards are copied: until the notebook has said so the set before stays.
+by a direct stream, in a thread of its own, and keeps the answers as they came. A set of copies serves a recovery when
+all shards are copied: until the notebook has said so the older set stays.
 """
 
 from __future__ import annotations

@@ -261,7 +261,9 @@ class ClusterTask:
 
     async def used(self) -> int:
         """Bytes of the values of its own shards, with their older generations."""
-        asks = [Request("stat", self.link.op(), self.epoch, self.incarnation, {"shard": core.shard}) for core in self.cores]
+        asks = [
+            Request("stat", self.link.op(), self.epoch, self.incarnation, {"shard": core.shard}) for core in self.cores
+        ]
         answers = [await self._serve(ask) for ask in asks]
         stats = [answer.meta for answer in answers if isinstance(answer, Ok)]
         return sum(int(stat[name]) for stat in stats for name in ("bytes", "spare", "staged"))
