@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tfnb.cluster.engine.engine import Pins
-from tfnb.cluster.notebook.recovery_copies import CopySet
 from tfnb.cluster.notebook.variables_there import BESIDE, BUSY, REFRESH, STILL, VariablesThere
 
 
@@ -31,7 +30,7 @@ class There(VariablesThere):
     def __init__(self, clock: Clock, still: float, busy: float, is_held: bool) -> None:
         link = SimpleNamespace(start_aside=lambda *_: None)  # nothing is asked
         super().__init__(SimpleNamespace(lost=None, link=link), self._done)  # type: ignore[arg-type]
-        self.safety.newest = CopySet(1, {}, Pins(1, {}, 1, {}, {}), {}, 0.0) if is_held else None
+        self.safety.is_current = is_held
         self.clock, self.still, self.busy, self.pulls = clock, still, busy, 0
 
     def _done(self, what: str, timeout: float | None, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:

@@ -92,7 +92,7 @@ class Member:
     def successor(self) -> Member:
         """The same task as a newcomer without registered plans; more patient if nothing was computed yet."""
         patience = SILENCE if self.seconds else min(GIVEN_UP, 2 * self.patience)
-        return Member(self.name, self.peer, self.future, self.info, patience=patience)
+        return Member(self.name, self.peer, self.future, self.info, patience=patience, copied=self.copied)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class CopySet:
 
 
 class RecoveryCopies:
-    """The copies of one cluster. ``newest``: the last complete set.
+    """The copies of one cluster. ``newest``: the last complete set; ``is_current``: whether the last try made it.
 
     wanted: the homes of all Variables, and the keys of their pieces by shard. publish: writes a set to the registry.
     """
@@ -77,7 +77,7 @@ class RecoveryCopies:
         self._engine, self._wanted, self._publish = engine, wanted, publish
         self.newest: CopySet | None = None
         self._numbers = itertools.count(1)
-        self._is_on = self._is_copying = False
+        self.is_current = self._is_on = self._is_copying = False
         self._due = 0.0
         self._missed: dict[Member, float] = {}  # when a holder did not answer in time, or refused
 
@@ -92,13 +92,14 @@ class RecoveryCopies:
             self._is_on, self._due = True, 0.0
         newest = self.newest
         if newest is not None and not newest.is_there:
-            self.newest, self._due = None, 0.0
+            self.newest, self.is_current, self._due = None, False, 0.0
         if time.monotonic() > self._due and not self._is_copying:
-            self._is_copying = True
             self._engine.link.start_aside(self._copy, every)
 
     async def _copy(self, every: float) -> None:
-        begin = time.monotonic()
+        if self._is_copying:  # another training began it
+            return
+        begin, self._is_copying = time.monotonic(), True
         try:
             with suppress(TfnbError):  # of a server that is lost, or steps that went on in each try: soon again
                 await self._renew()
@@ -107,7 +108,7 @@ class RecoveryCopies:
             self._is_copying, self._due = False, now + max(every, COST * (now - begin))
 
     async def _renew(self) -> None:
-        engine, (homes, wanted) = self._engine, self._wanted()
+        engine, (homes, wanted), self.is_current = self._engine, self._wanted(), False
         if not wanted or engine.has_ranks or not self._candidates(wanted)[0]:
             return
         number, at = next(self._numbers), time.monotonic()
@@ -116,9 +117,8 @@ class RecoveryCopies:
             holders = await self._hold(number, pins)
         finally:
             engine.unpin(pins)
-        is_whole = engine.lost is None and self._is_on and holders.keys() == pins.keys.keys()
-        if is_whole:
-            self.newest = CopySet(number, homes, pins, holders, at)
+        if engine.lost is None and self._is_on and holders.keys() == pins.keys.keys():
+            self.newest, self.is_current = CopySet(number, homes, pins, holders, at), True
         await self._told()
 
     async def _told(self) -> None:
@@ -130,7 +130,7 @@ class RecoveryCopies:
 
     def end(self) -> None:
         """No training needs the copies any more."""
-        self._is_on, had, self.newest = False, self.newest, None
+        had, self.newest, self.is_current, self._is_on = self.newest, None, False, False
         if had is not None:
             self._engine.link.start_aside(self._told)
 

@@ -171,7 +171,7 @@ class VariablesThere:
                     self._queues.copied(eras, pulled)
                 self._shows(pulled.step, begin, "")
         still, busy = time.monotonic() - begin, time.process_time() - busy
-        share = BUSY if self.safety.newest is None else BESIDE
+        share = BESIDE if self.safety.is_current else BUSY
         self._due = time.monotonic() + max(REFRESH, still / STILL, busy / share)
         return pulled.step
 
