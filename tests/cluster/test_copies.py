@@ -38,7 +38,7 @@ def _all_workers(dask: Client) -> Iterator[None]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies come soon; once there is one, the notebook pulls no more."""
     monkeypatch.setattr("tfnb.cluster.notebook.variables_there.REFRESH", 0.2)
-    monkeypatch.setattr("tfnb.cluster.notebook.variables_there.BESIDE", 1e-9)
+    monkeypatch.setattr("tfnb.cluster.notebook.variables_there.RARER", 1e9)
 
 
 def kill(*members: Any) -> None:

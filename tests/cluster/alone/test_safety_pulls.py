@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tfnb.cluster.engine.engine import Pins
-from tfnb.cluster.notebook.variables_there import BESIDE, BUSY, REFRESH, STILL, VariablesThere
+from tfnb.cluster.notebook.variables_there import BUSY, RARER, REFRESH, STILL, VariablesThere
 
 
 class Clock:
@@ -47,12 +47,13 @@ class There(VariablesThere):
 def test_pulls_for_safety_take_a_small_share_of_the_time(
     monkeypatch: pytest.MonkeyPatch, still: float, busy: float, is_held: bool
 ) -> None:
-    clock, share = Clock(), BESIDE if is_held else BUSY
+    clock, times = Clock(), RARER if is_held else 1.0
+    is_still, is_busy = STILL / times, BUSY / times
     monkeypatch.setattr(time, "monotonic", lambda: clock.passed)
     monkeypatch.setattr(time, "process_time", lambda: clock.computed)
     there = There(clock, still, busy, is_held)
     while clock.passed < 2000:
         there.refresh()
         clock.spend(0.05, 0.0)
-    assert there.pulls * still <= 1.1 * STILL * clock.passed and clock.computed <= 1.1 * share * clock.passed
-    assert there.pulls >= clock.passed / (max(REFRESH, still / STILL, busy / share) + still + 0.2)
+    assert there.pulls * still <= 1.1 * is_still * clock.passed and clock.computed <= 1.1 * is_busy * clock.passed
+    assert there.pulls >= clock.passed / (max(REFRESH, still / is_still, busy / is_busy) + still + 0.2)

@@ -86,10 +86,11 @@ class RecoveryCopies:
     def refresh(self, every: float) -> None:
         """Begin a copy in the background, if one is due: after ``every`` seconds, or `COST` times what the last took.
 
-        At once if a holder is gone. From the thread of the training.
+        At once if a holder is gone; for the first time after half of that, so that pulls come between two copies. From
+        the thread of the training.
         """
         if not self._is_on:
-            self._is_on, self._due = True, 0.0
+            self._is_on, self._due = True, time.monotonic() + every / 2
         newest = self.newest
         if newest is not None and not newest.is_there:
             self.newest, self.is_current, self._due = None, False, 0.0
@@ -99,27 +100,31 @@ class RecoveryCopies:
     async def _copy(self, every: float) -> None:
         if self._is_copying:  # another training began it
             return
-        begin, self._is_copying = time.monotonic(), True
+        begin, self._is_copying, is_made = time.monotonic(), True, False
         try:
             with suppress(TfnbError):  # of a server that is lost, or steps that went on in each try: soon again
-                await self._renew()
+                is_made = await self._renew()
         finally:
             now = time.monotonic()
-            self._is_copying, self._due = False, now + max(every, COST * (now - begin))
+            self.is_current, self._is_copying = is_made, False
+            self._due = now + max(every, COST * (now - begin))
 
-    async def _renew(self) -> None:
-        engine, (homes, wanted), self.is_current = self._engine, self._wanted(), False
+    async def _renew(self) -> bool:
+        """Make a set; returns whether all of its shards are held."""
+        engine, (homes, wanted) = self._engine, self._wanted()
         if not wanted or engine.has_ranks or not self._candidates(wanted)[0]:
-            return
+            return False
         number, at = next(self._numbers), time.monotonic()
         pins = await engine.pin(wanted)
         try:
             holders = await self._hold(number, pins)
         finally:
             engine.unpin(pins)
-        if engine.lost is None and self._is_on and holders.keys() == pins.keys.keys():
-            self.newest, self.is_current = CopySet(number, homes, pins, holders, at), True
+        is_whole = engine.lost is None and self._is_on and holders.keys() == pins.keys.keys()
+        if is_whole:
+            self.newest = CopySet(number, homes, pins, holders, at)
         await self._told()
+        return is_whole
 
     async def _told(self) -> None:
         """The registry names the newest set, and holders drop all others."""

@@ -31,7 +31,7 @@ from tfnb.placement.shards import pack, together
 REFRESH = 2.0  # seconds between two pulls during a fit, at least, and between two copies
 STILL = 0.05  # of the time, at most, that training stands still for them
 BUSY = 0.02  # of a processor's time, at most, that they take here; servers compute about as much
-BESIDE = 0.005  # the same, while other processes hold a newer copy
+RARER = 4.0  # times these shares are smaller while other processes hold a newer copy
 
 Publish = Callable[[dict[str, Any]], Awaitable[None]]  # writes facts of the newest copy to the registry
 
@@ -171,8 +171,8 @@ class VariablesThere:
                     self._queues.copied(eras, pulled)
                 self._shows(pulled.step, begin, "")
         still, busy = time.monotonic() - begin, time.process_time() - busy
-        share = BESIDE if self.safety.is_current else BUSY
-        self._due = time.monotonic() + max(REFRESH, still / STILL, busy / share)
+        times = RARER if self.safety.is_current else 1.0
+        self._due = time.monotonic() + max(REFRESH, times * still / STILL, times * busy / BUSY)
         return pulled.step
 
     def _shows(self, step: int, at: float, holder: str) -> None:
@@ -272,7 +272,10 @@ class VariablesThere:
         copy = self.safety.newest
         if copy is None or copy.at <= self.pulled_at or (self._queues is not None and self._queues.are_copied):
             return
-        variables = [v for v in self.held.variables if v.key in copy.homes and self._sent_at.get(v.key, 0.0) < copy.at]
+        variables = [
+            v for v in self.held.variables
+            if v.key in copy.homes and not v.leads and self._sent_at.get(v.key, 0.0) < copy.at
+        ]  # fmt: skip
         written = self.held.written(variables, thorough=False)
         self._left = {variable: _mark(variable) for variable in variables if variable not in written}
 
