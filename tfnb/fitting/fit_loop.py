@@ -183,10 +183,10 @@ def fit(
     servers, with a single worker or in mode ``"allreduce"``. Tasks and servers begin anew from the newest copy on the
     workers that are there, and all later steps are taken again. Each step counts once, in the values and in
     ``history``; a callback of steps hears of one that is taken again with ``progress.again``. What steps of `tfnb.run`
-    wrote since the copy is gone; the block that is printed, and `tfnb.recovery_log`, say how many. Queues are copied, too: one that was
-    on the lost server holds what it held, with what this process put and took since the copy, but without what steps of
-    `tfnb.run` did to it. Where what was taken here followed from one of those steps, nobody knows what the queue held:
-    training stops then.
+    wrote since the copy is gone; the block that is printed, and `tfnb.recovery_log`, say how many. Queues are copied,
+    too: one that was on the lost server holds what it held, with what this process put and took since the copy, but
+    without what steps of `tfnb.run` did to it. Where what was taken here followed from one of those steps, nobody knows
+    what the queue held: training stops then.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
