@@ -30,6 +30,7 @@ from tfnb.placement.placement import Homes
 
 COST = 20.0  # times what a copy took pass until the next one, at least
 WITHIN = 4.0  # seconds that a holder has for its copies, beside their bytes
+FETCHED_WITHIN = 15.0  # seconds that it has to give a copy back: the training stands, and later steps are at stake
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +205,8 @@ class RecoveryCopies:
             return None
         for shard, member in copy.holders.items():
             meta, nbytes = {"copy": copy.number, "shard": shard}, copy.pins.nbytes[shard]
-            until = time.monotonic() + WITHIN + nbytes / BYTES_PER_SECOND
-            call = engine.link.call(member.peer, "shard_copy", meta, epoch=engine.epoch, deadline=until)
-            answer = await call
+            until = time.monotonic() + FETCHED_WITHIN + nbytes / BYTES_PER_SECOND
+            answer = await engine.link.call(member.peer, "shard_copy", meta, epoch=engine.epoch, deadline=until)
             if not isinstance(answer, Ok):
                 return None
             values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
