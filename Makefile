@@ -86,6 +86,7 @@ bench: $(INSTALLED) ## tfnb beside torch, TensorFlow and JAX; BENCH="--quick" or
 bench-cluster: $(INSTALLED) ## a step on a cluster beside plain Dask actors doing the same; BENCH="ROUNDS STEPS"
 	$(BIN)/python -m tests.benchmarks.cluster_steps $(BENCH)
 	$(BIN)/python -m tests.benchmarks.cluster_bulk
+	$(BIN)/python -m tests.benchmarks.cluster_copies
 	$(BIN)/python -m tests.benchmarks.cluster_rows
 	$(BIN)/python -m tests.benchmarks.bench_parts
 	$(BIN)/python -m tests.benchmarks.cluster_pipeline

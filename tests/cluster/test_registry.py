@@ -40,12 +40,14 @@ def test_the_table_writes_for_who_read_the_last_revision_and_gives_no_epoch_twic
                 entry = table.open(cluster, client)
                 if cluster not in model:
                     epochs.append(entry["epoch"])
-                    model[cluster] = {"client": client, "epoch": entry["epoch"], "revision": 0, "tasks": {}}
+                    model[cluster] = {
+                        "client": client, "epoch": entry["epoch"], "revision": 0, "tasks": {}, "copy": {},
+                    }  # fmt: skip
             case "write":
-                mine, tasks = model.get(cluster), {"task:0": number}
-                found = table.write(cluster, 0 if mine is None else mine["revision"] + behind, tasks)
+                mine, tasks, copy = model.get(cluster), {"task:0": number}, {"id": str(number)}
+                found = table.write(cluster, 0 if mine is None else mine["revision"] + behind, tasks, copy)
                 if mine is not None and not behind:
-                    mine |= {"revision": mine["revision"] + 1, "tasks": tasks}
+                    mine |= {"revision": mine["revision"] + 1, "tasks": tasks, "copy": copy}
                 assert found == (None if mine is None else {**mine, "is_written": not behind})
             case "close":
                 table.close(cluster)

@@ -67,6 +67,7 @@ SHOWN = 5  # lines of the status that tell who came and who left
 ENDED_WITHIN = 5.0  # seconds that a training has to end where a server was lost
 REPLACED_WITHIN = 20.0  # seconds that a recovery waits for as many workers as there were, if a nanny starts them
 RECOVERED_WITHIN = 60.0  # seconds that a recovery may take
+_LOST = "the cluster was lost: runs are here now, with the values of its step {}"
 
 
 def connect(
@@ -136,6 +137,7 @@ class Cluster:
         self._followers: list[Callable[[Status], object]] = []
         self._teller: asyncio.Task[None] | None = None
         self._recovering = threading.Lock()
+        self._lost_at = 0.0  # when a server or the scheduler was lost
         self._begin(where.wanted, timeout)
         self._farewell = Farewell(self.client, self._client_closes)
 
@@ -153,7 +155,7 @@ class Cluster:
         self._waiting = EventLoopWaiter(self._engine)
         self._do = self._waiting.do
         self._queues = QueueHomes(self._engine, self._link)
-        self._variables = VariablesThere(self._engine, self._do, self._queues)
+        self._variables = VariablesThere(self._engine, self._do, self._queues, self._supervisor.copied)
         self._steps = Steps(self.client, self._engine, self._waiting, self._variables, self._queues)
 
     # -- what is there --------------------------------------------------------------------------------------
@@ -213,7 +215,9 @@ class Cluster:
             ("scheduler", f"{address} ({encryption}, {self._route})"),
             ("compute tasks", str(len(self.tasks))), ("parameter servers", f"{len(self.servers)}{shards}"),
             ("variables on servers", str(len(self._variables.held))), ("step", str(engine.step)),
-            ("local values are of step", str(self.pulled_step)), ("epoch", str(engine.epoch)),
+            ("local values are of step", str(self.pulled_step)),
+            *([("copy for a recovery", str(copy))] if (copy := self._variables.safety.newest) else []),
+            ("epoch", str(engine.epoch)),
             ("members", str(self._registered)),
             ("restarts left", f"{engine.restarts.left(time.monotonic())} of {engine.restarts.most}"),
             ("lanes of the servers", self._overview.lanes() or "nothing moved"),
@@ -317,8 +321,11 @@ class Cluster:
                 is_beside = self._engine is not engine and engine.lost is not None  # another thread recovered it
                 if seen.now is None or not (is_beside or isinstance(error, ParameterServerLost | SchedulerLost)):
                     raise
-                replay.keep(seen.now())
                 try:
+                    try:
+                        self._recall(engine, error)
+                    finally:
+                        replay.keep(seen.now())
                     if isinstance(error, SchedulerLost):  # its workers leave, too
                         failure = error
                     elif not is_beside and isinstance(error, ParameterServerLost):
@@ -328,6 +335,18 @@ class Cluster:
             options["exact"] = False  # it was looked at
             yield StepGroup(0, (), kept=replay.applied, lost=recovery or failure or "beside")
         raise failure
+
+    def _recall(self, lost: Engine, error: TfnbError) -> None:
+        """Take the values that other processes hold, if they are newer than those here; the errors say so then."""
+        with self._recovering:
+            if self._engine is lost and lost.lost is not None and not lost.is_closed:
+                before, step = self._values_here(), self.pulled_step
+                if self._variables.recall():
+                    for one in (error, lost.lost):
+                        one.message = one.message.replace(before, self._values_here())
+                        one.details = self._details()
+                    notices = connected.notices
+                    notices[:] = [_LOST.format(self.pulled_step) if n == _LOST.format(step) else n for n in notices]
 
     def recover(
         self, error: ParameterServerLost, budget: RecoveryBudget, kept: int, end: float | None = None
@@ -346,6 +365,7 @@ class Cluster:
                 error.message += f"\n  Training does not go on by itself: nobody knows what queues {names} held."
                 raise error
             age, gone = begin - self._variables.pulled_at, len(self._variables.unseen)
+            holder = self._variables.holder
             undone = self._queues.undone
             step = kept + lost.step - self.pulled_step - gone
             budget.spend(error, step)
@@ -361,7 +381,7 @@ class Cluster:
         return logged(
             Recovery(
                 time.time(), f"{type(error).__name__}: {first}", step, kept, gone, undone, age, spent, left,
-                budget.restarts.most, budget.restarts.within, len(self.tasks), len(self.servers),
+                budget.restarts.most, budget.restarts.within, len(self.tasks), len(self.servers), holder,
             )
         )  # fmt: skip
 
@@ -509,19 +529,30 @@ class Cluster:
 
     def _lost(self, error: TfnbError) -> None:
         """A server is gone (called in the event loop): the notebook goes on with the last pulled values."""
+        self._lost_at = time.monotonic()
+        self._variables.leave()
         self._queues.lost(error)
-        step, missing = self.pulled_step, max(0, self._engine.step - self.pulled_step)
-        tell = f"{missing} later steps are gone" if missing else "no later one was known here"
         error.message = (
-            f"{error.message}\n  The local variables hold the last pulled values, of step {step}: {tell}.\n"
+            f"{error.message}\n  {self._values_here()}\n"
             "  The notebook goes on without the cluster; tfnb.connect(...) makes another."
         )
-        error.details = {"pulled_step": step, "lost_steps": missing}
+        error.details = self._details()
         self._variables.release()
         self._steps.forget()
         if connected.connected() is self:
-            connected.notices.append(f"the cluster was lost: runs are here now, with the values of its step {step}")
+            connected.notices.append(_LOST.format(self.pulled_step))
         connected.disconnect(self)
+
+    def _details(self) -> dict[str, int]:
+        return {"pulled_step": self.pulled_step, "lost_steps": max(0, self._engine.step - self.pulled_step)}
+
+    def _values_here(self) -> str:
+        """The values in the storages here after a loss: from where, of which step, and how old they were then."""
+        there, missing = self._variables, self._details()["lost_steps"]
+        tell = f"{missing} later steps are gone" if missing else "no later one was known here"
+        age = max(0.0, self._lost_at - there.pulled_at)
+        what = f"the copy held by {there.holder}" if there.holder else "the last pulled values"
+        return f"The local variables hold {what}, of step {there.pulled_step}, {age:.1f} s old: {tell}."
 
     def close(self, timeout: float = 30.0) -> None:
         """Bring the values home and close everything opened by `connect`; harmless if repeated.

@@ -1,8 +1,9 @@
 """Recovery after the loss of a parameter server: the report of a recovery, and the batches to replay.
 
-The servers' values are copied to the notebook while a training goes on (`VariablesThere.refresh`), with the steps that
-they have seen. When a server is lost, tasks and servers are started anew on the workers that are there, under a new
-epoch, and the training goes on from that copy: every later step is taken again, so that each counts once.
+While a training goes on other processes hold copies of the servers' values (`VariablesThere.refresh`), and now and then
+the notebook pulls them, with the steps that they have seen. When a server is lost the newest of these copies is taken,
+tasks and servers are started anew on the workers that are there, under a new epoch, and the training goes on from that
+copy: every later step is taken again, so that each counts once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Recovery:
     it had not, which nobody takes again; ``undone``: names of queues on lost servers, and how many steps of `tfnb.run`
     used each, of which the same is true. ``age``: of the copy, in seconds. ``seconds``: until tasks and servers stood
     again, the start of the values on them not included. ``left``: restarts that are left of ``most`` within ``within``
-    seconds.
+    seconds. ``holder``: names of the tasks that held the copy, empty for the notebook.
     """
 
     at: float
@@ -50,6 +51,7 @@ class Recovery:
     within: float
     tasks: int
     servers: int
+    holder: str = ""
 
     @property
     def redone(self) -> int:
@@ -60,12 +62,17 @@ class Recovery:
         steps = f"{self.redone} step{'' if self.redone == 1 else 's'}"
         return (
             f"{self.lost} at step {self.step} of the training.\n"
-            f"  Restored from the notebook's copy of step {self.kept} ({self.age:.1f} s old): {steps} will be redone, "
+            f"  Restored from {self.source} of step {self.kept} ({self.age:.1f} s old): {steps} will be redone, "
             "none is counted twice.\n"
             f"{self._gone}{self._undone}"
             f"  Recovered in {self.seconds:.1f} s: {self.tasks} compute tasks, {self.servers} parameter servers. "
             f"Training goes on ({self.left} of {self.most} restarts left). tfnb.recovery_log() has details."
         )
+
+    @property
+    def source(self) -> str:
+        """Whose copy it was, in words."""
+        return f"the copy held by {self.holder}" if self.holder else "the notebook's copy"
 
     @property
     def _gone(self) -> str:

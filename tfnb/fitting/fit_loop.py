@@ -176,14 +176,18 @@ def fit(
     this training, as `Session` takes it, with microbatches in packs of layers; not on a cluster.
 
     restarts: how often within ten minutes training on a cluster goes on by itself after a parameter server was lost; 0
-    raises ParameterServerLost at once. The notebook has a copy of all values, which is renewed every two seconds, less
-    often where that would take more than two percent of the time: tasks and servers begin anew from it on the workers
-    that are there, and all later steps are taken again. Each step counts once, in the values and in ``history``; a
-    callback of steps hears of one that is taken again with ``progress.again``. What steps of `tfnb.run` wrote since the
-    copy is gone; the block that is printed, and `tfnb.recovery_log`, say how many. Queues are copied, too: one that was
-    on the lost server holds what it held, with what this process put and took since the copy, but without what steps of
-    `tfnb.run` did to it. Where what was taken here followed from one of those steps, nobody knows what the queue held:
-    training stops then.
+    raises ParameterServerLost at once. Compute tasks hold copies of all values, on another host than the server where
+    there is one, renewed every two seconds, less often where that takes more than a twentieth of the time. The
+    notebook has a copy, too, for the loss of a server together with a task that held its values, or of the scheduler:
+    renewed every two seconds, less often where that takes more than half a percent of a processor's time or one percent
+    of the training's (of 50 MB about every ten seconds); four times as much while it is the only one, as with queues on
+    servers, with a single worker or in mode ``"allreduce"``. Tasks and servers begin anew from the newest copy on the
+    workers that are there, and all later steps are taken again. Each step counts once, in the values and in
+    ``history``; a callback of steps hears of one that is taken again with ``progress.again``. What steps of `tfnb.run`
+    wrote since the copy is gone; the block that is printed, and `tfnb.recovery_log`, say how many. Queues are copied,
+    too: one that was on the lost server holds what it held, with what this process put and took since the copy, but
+    without what steps of `tfnb.run` did to it. Where what was taken here followed from one of those steps, nobody knows
+    what the queue held: training stops then.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients, by rows or by what the loss of each part divides by. That

@@ -1,6 +1,6 @@
 """The notebook's side, in Dask's event loop: carries out the instructions of the machines of `modes`.
 
 `engine` holds the state of the cluster, `members` its data classes, `peers` calls tasks and servers and detects
-failures, `restarts` is the budget of restarts. `single_steps` runs steps of `run`, `step_record` makes a trace of one,
-`training` runs trainings, whose pieces `sources` makes.
+failures, `restarts` is the budget of restarts, `holders` chooses who holds copies of shards. `single_steps` runs steps
+of `run`, `step_record` makes a trace of one, `training` runs trainings, whose pieces `sources` makes.
 """

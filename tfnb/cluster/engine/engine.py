@@ -74,7 +74,7 @@ LINES = 100  # of who came and left that are kept
 
 class Pins(NamedTuple):
     """Values that servers pinned at one step of the cluster, contents of queues then, and applied steps of each
-    training. ``keys``: keys of the values, by shard.
+    training. ``keys``: keys of the values, ``nbytes``: their bytes, by shard.
     """
 
     number: int
@@ -84,6 +84,7 @@ class Pins(NamedTuple):
     applied: dict[Training, AppliedSteps]
     seen: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by the copies of queues, of each channel
     used: Mapping[str, int] = MappingProxyType({})  # steps of `run` that they have seen, by the name of a queue
+    nbytes: Mapping[int, int] = MappingProxyType({})
 
 
 class Engine:
@@ -282,7 +283,7 @@ class Engine:
                     async with self.single.turn, AsyncExitStack() as holds:
                         stand = [await holds.enter_async_context(training.held()) for training in [*self._trainings]]
                         step, applied = self.step, {each: each.applied_steps() for each in self._trainings}
-                        await self.insist_on(pins)
+                        answers = await self.insist_on(pins)
                         held = await copies.enter_async_context(self.contents.held(queues or {}, unheard=unheard))
                         used = dict(self.single.used)
                         is_one_step = all([await stands() for stands in stand])
@@ -294,7 +295,9 @@ class Engine:
                         "still or the values took long; pull again when it has less to do, or after the training",
                         step=self.step,
                     )
-                return Pins(number, wanted, step, await self.contents.fetched(held), applied, held.seen, used)
+                nbytes = {ask.shard: int(answer.meta["nbytes"]) for ask, answer in zip(pins, answers, strict=True)}
+                found = await self.contents.fetched(held)
+                return Pins(number, wanted, step, found, applied, held.seen, used, nbytes)
         except BaseException:
             self.unpin(Pins(number, wanted, self.step, {}, {}))
             raise
@@ -377,6 +380,11 @@ class Engine:
         watcher = self._trainings.pop(training, None)
         if watcher is not None:
             watcher.cancel()
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether tasks of a training in progress hold the Variables."""
+        return any(training.has_ranks for training in self._trainings)
 
     def with_ranks(self, placed: PlacedStep) -> list[Training]:
         """Trainings whose tasks hold Variables that this step reads or writes."""

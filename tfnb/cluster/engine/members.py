@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from distributed.comm.addressing import get_address_host
 
+from tfnb.cluster.engine.holders import Process
 from tfnb.cluster.wire.messages import GIVEN_UP, SILENCE, Peer
 from tfnb.state.batch_order import RowOrder
 from tfnb.state.chunks import ChunkedArray
@@ -33,6 +35,7 @@ class Member:
     shards: tuple[int, ...] = ()  # that it holds
     plans: set[str] = field(default_factory=set)
     is_charged: bool = False  # a restart of the budget was taken for it
+    copied: int = 0  # bytes of copies of other processes' shards that it holds
     late: int = 0  # steps that it computed in vain: others were first
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that it computed for a step, lately
 
@@ -40,6 +43,16 @@ class Member:
     def number(self) -> int:
         """The number by which a graph requests the task; its successor has the same."""
         return int(self.name.rpartition(":")[2])
+
+    @property
+    def host(self) -> str:
+        """The host of the task's worker."""
+        return get_address_host(self.peer.addr)
+
+    @property
+    def process(self) -> Process:
+        """The process of the task's worker."""
+        return self.host, int(self.info.get("pid", 0))
 
     @property
     def reported(self) -> bool:
@@ -79,7 +92,7 @@ class Member:
     def successor(self) -> Member:
         """The same task as a newcomer without registered plans; more patient if nothing was computed yet."""
         patience = SILENCE if self.seconds else min(GIVEN_UP, 2 * self.patience)
-        return Member(self.name, self.peer, self.future, self.info, patience=patience)
+        return Member(self.name, self.peer, self.future, self.info, patience=patience, copied=self.copied)
 
 
 @dataclass(frozen=True, slots=True)

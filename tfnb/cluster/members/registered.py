@@ -23,13 +23,17 @@ PATIENCE = 10.0  # seconds that the scheduler has for an answer
 
 
 class Registration:
-    """The entry of one cluster. ``without``: why there is none, in a line."""
+    """The entry of one cluster. ``without``: why there is none, in a line.
+
+    ``copy``: what the next `publish` says of the copies of the shards, see `ClusterTable`.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.cluster = uuid.uuid4().hex[:8]
         self.epoch, self.revision, self.others = 1, 0, 0
         self.without, self._is_scaled = "", False
+        self.copy: dict[str, Any] = {}
         self._heeds = False
         self._writing = asyncio.Lock()
 
@@ -58,17 +62,18 @@ class Registration:
         return self._is_scaled
 
     async def publish(self, members: Callable[[], Iterable[Member]]) -> None:
-        """Write the cluster's tasks to the registry. Raises Fenced if the entry is gone, or not ours."""
+        """Write the cluster's tasks and copy to the registry. Raises Fenced if the entry is gone, or not ours."""
         if self.without:
             return
         async with self._writing:
             tasks = {m.name: (m.peer.addr, m.peer.key, m.peer.incarnation, m.shards) for m in members()}
+            copy = self.copy
             for _ in range(2):  # an answer that was lost may have been written
-                entry = await self._ask("write", revision=self.revision, tasks=tasks)
+                entry = await self._ask("write", revision=self.revision, tasks=tasks, copy=copy)
                 if entry is None or entry["epoch"] != self.epoch:
                     break
                 self._read(entry)
-                if entry["is_written"] or entry["tasks"] == tasks:
+                if entry["is_written"] or (entry["tasks"] == tasks and entry["copy"] == copy):
                     return
         raise Fenced(
             f"cluster {self.cluster} is not this notebook's any more in the scheduler's registry: connect again"

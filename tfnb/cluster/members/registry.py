@@ -17,14 +17,17 @@ LATELY = 60.0  # seconds between two questions of adaptive scaling, at most: one
 
 
 class ClusterTable:
-    """Clusters by id: client, epoch, revision, and each task's address, key, incarnation and shards.
+    """Clusters by id: client, epoch, revision, each task's address, key, incarnation and shards, and the ``copy``.
+
+    The copy is the newest complete set of copies of the shards for a recovery: its id, step and bytes, and the task
+    that holds each shard; empty while the notebook holds them.
 
     >>> table = ClusterTable()
     >>> table.open("a", "client-1")["epoch"], table.open("b", "client-2")["epoch"]
     (1, 2)
-    >>> table.write("a", 0, {"task:0": ["tcp://h:1", "k", 7, []]})["revision"]
+    >>> table.write("a", 0, {"task:0": ["tcp://h:1", "k", 7, []]}, {"id": "1-3"})["revision"]
     1
-    >>> table.write("a", 0, {})["is_written"], table.read("a")["tasks"]["task:0"][2]
+    >>> table.write("a", 0, {}, {})["is_written"], table.read("a")["tasks"]["task:0"][2]
     (False, 7)
     >>> table.leave("client-1"), table.read("a"), list(table.clusters)
     (['a'], None, ['b'])
@@ -38,20 +41,23 @@ class ClusterTable:
         """Enter a cluster; idempotent, so that a request whose answer was lost can be repeated."""
         if cluster not in self.clusters:
             self.epochs += 1
-            self.clusters[cluster] = {"client": client, "epoch": self.epochs, "revision": 0, "tasks": {}}
+            self.clusters[cluster] = {"client": client, "epoch": self.epochs, "revision": 0, "tasks": {}, "copy": {}}
         return self.clusters[cluster]
 
     def read(self, cluster: str) -> dict[str, Any] | None:
         """The entry of a cluster, None where there is none."""
         return self.clusters.get(cluster)
 
-    def write(self, cluster: str, revision: int, tasks: dict[str, Any]) -> dict[str, Any] | None:
-        """Replace a cluster's tasks if ``revision`` is current: returns the entry then, None for an unknown cluster."""
+    def write(self, cluster: str, revision: int, tasks: dict[str, Any], copy: dict[str, Any]) -> dict[str, Any] | None:
+        """Replace a cluster's tasks and copy if ``revision`` is current.
+
+        Returns the entry then, None for an unknown cluster.
+        """
         entry = self.clusters.get(cluster)
         if entry is None:
             return None
         if is_written := entry["revision"] == revision:
-            self.clusters[cluster] = entry = {**entry, "revision": revision + 1, "tasks": tasks}
+            self.clusters[cluster] = entry = {**entry, "revision": revision + 1, "tasks": tasks, "copy": copy}
         return {**entry, "is_written": is_written}
 
     def close(self, cluster: str) -> None:
@@ -69,7 +75,7 @@ class ClusterTable:
 class Registry(SchedulerPlugin):
     """The table on a scheduler: ``scheduler.tfnb_registry(method=, ...)`` calls its methods."""
 
-    name = "tfnb-registry-2"  # of what it answers: another version has another table
+    name = "tfnb-registry-3"  # of what it answers: another version has another table
     idempotent = True
 
     async def start(self, scheduler: Any) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from itertools import chain, count
+from typing import Any
 
 from distributed import Client
 
@@ -97,6 +98,13 @@ class Supervisor:
                 await self._keep()
                 self._look([addr for addr, facts in found.items() if self._wanted.takes(facts)])
 
+    async def copied(self, copy: dict[str, Any]) -> None:
+        """Let the registry name the newest complete copies of the shards; later, where the scheduler is silent now."""
+        self._registered.copy = copy
+        if not self._engine.is_closing:
+            with suppress(Fenced):  # the cluster ends
+                await self._publish()
+
     def _say_who_left(self) -> None:
         engine, left = self._engine, list[Member]()
         for member in engine.places.values():
@@ -121,7 +129,8 @@ class Supervisor:
         except (OSError, TimeoutError):
             self._is_behind = True
         except Fenced as error:
-            self._engine.lose_entry(error)
+            if not self._engine.is_closing:  # else the entry is gone because it was closed
+                self._engine.lose_entry(error)
             raise
 
     async def _keep(self) -> None:

@@ -86,6 +86,8 @@ class Overview:
             )
         if member.is_there and self._codes.get(member.name):
             parts.append(self._codes[member.name])
+        if member.is_there and member.copied:
+            parts.append(f"holds {size(member.copied)} of copies for a recovery")
         if member.late:
             parts.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
         return CardRow(member.name, member.peer.addr, state, "; ".join(part for part in parts if part))

@@ -99,6 +99,11 @@ class QueueHomes:
         return self._trainings > 0 and any(home.journal.held is None for home in self._homes().values())
 
     @property
+    def are_copied(self) -> bool:
+        """Whether queues lie on servers whose contents are copied for the trainings in progress."""
+        return self._trainings > 0 and bool(self._homes())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of elements that were put and taken here since the last copy."""
         return sum(home.journal.nbytes for home in self._homes().values())

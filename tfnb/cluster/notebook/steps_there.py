@@ -300,6 +300,8 @@ class Steps:
             is_shown = True
         finally:
             self._variables.training.remove(written)
+            if not self._variables.training and self._engine.lost is None:
+                self._variables.safety.end()
             if not is_shown and self._engine.lost is None:  # an error, or Ctrl-C at whatever instant, also in `_show`
                 is_unwanted = self._engine.interrupts != interrupts or (end is not None and time.monotonic() >= end)
                 if is_unwanted and (silent := self._engine.peers.silent):

@@ -7,7 +7,7 @@ A Variable moves when a step uses it for the first time. What is written here by
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from tfnb.cluster.engine.engine import Engine, Pins
 from tfnb.cluster.notebook.holdings import Holdings
 from tfnb.cluster.notebook.pinned_values import PinnedValues
 from tfnb.cluster.notebook.queue_homes import QueueHomes
+from tfnb.cluster.notebook.recovery_copies import RecoveryCopies
 from tfnb.cluster.notebook.state_dicts import Hooks
 from tfnb.cluster.queues.contents_there import Copies
 from tfnb.errors import Aborted, FailedPrecondition, TfnbError
@@ -27,9 +28,16 @@ from tfnb.placement.placement import Homes, Piece, read_from
 from tfnb.placement.requests import shards_asked
 from tfnb.placement.shards import pack, together
 
-REFRESH = 2.0  # seconds between two pulls during a fit, at least
+REFRESH = 2.0  # seconds between two pulls during a fit, at least, and between two copies
 STILL = 0.05  # of the time, at most, that training stands still for them
 BUSY = 0.02  # of a processor's time, at most, that they take here; servers compute about as much
+RARER = 4.0  # times these shares are smaller while other processes hold a newer copy
+
+Publish = Callable[[dict[str, Any]], Awaitable[None]]  # writes facts of the newest copy to the registry
+
+
+async def _nowhere(facts: dict[str, Any]) -> None:
+    """Publish nothing."""
 
 
 class VariablesThere:
@@ -38,8 +46,14 @@ class VariablesThere:
     Coroutines run in the event loop, and the rest waits for it.
     """
 
-    def __init__(self, engine: Engine, do: Callable[..., Any], queues: QueueHomes | None = None) -> None:
+    def __init__(
+        self, engine: Engine, do: Callable[..., Any], queues: QueueHomes | None = None, publish: Publish = _nowhere
+    ) -> None:
         self.engine, self.do, self.held, self.hooks = engine, do, Holdings(), Hooks()
+        self.safety = RecoveryCopies(engine, self._all_asked, publish)
+        self.holder = ""  # names of the tasks that held the copy shown by the storages here; empty: it was pulled
+        self._sent_at: dict[str, float] = {}  # when values were written on the servers, other than by a step
+        self._left: dict[Variable, Any] = {}  # with marks of their storages when a server was lost, for `recall`
         self._queues = queues
         self.pulled_step = 0  # the step that the storages here show
         self.pulled_at = time.monotonic()
@@ -124,6 +138,7 @@ class VariablesThere:
         await self.engine.assign(_on_shards(variables, self.held.homes), [variable.key for variable in variables])
         for variable in variables:
             self.held.same(variable)
+            self._sent_at[variable.key] = time.monotonic()
 
     def sent_but_behind(self) -> list[Variable]:
         """Send local writes, except writes to outdated copies; returns the Variables of these writes."""
@@ -154,11 +169,16 @@ class VariablesThere:
                     training.kept = applied
                 if self._queues is not None:
                     self._queues.copied(eras, pulled)
-                self.pulled_step, self.pulled_at = pulled.step, begin
-                self.unseen[:] = [step for step in self.unseen if step > pulled.step]
+                self._shows(pulled.step, begin, "")
         still, busy = time.monotonic() - begin, time.process_time() - busy
-        self._due = time.monotonic() + max(REFRESH, still / STILL, busy / BUSY)
+        times = RARER if self.safety.is_current else 1.0
+        self._due = time.monotonic() + max(REFRESH, times * still / STILL, times * busy / BUSY)
         return pulled.step
+
+    def _shows(self, step: int, at: float, holder: str) -> None:
+        """The storages here show the values of a step, of this instant."""
+        self.pulled_step, self.pulled_at, self.holder = step, at, holder
+        self.unseen[:] = [number for number in self.unseen if number > step]
 
     async def values(
         self, variables: Sequence[Variable], queues: Mapping[Queue, tuple[int, str]] = MappingProxyType({})
@@ -175,6 +195,9 @@ class VariablesThere:
         """The homes of Variables, their values, and the contents of ``queues`` at the same step; see `Engine.pull`."""
         homes = dict(self.held.homes)
         return homes, *await self.engine.pull(*self._asked(variables, queues), unheard=unheard)
+
+    def _all_asked(self) -> tuple[Homes, dict[int, list[str]]]:
+        return dict(self.held.homes), self._asked(self.held.variables, {})[0]
 
     def _asked(
         self, variables: Iterable[Variable], queues: Mapping[Queue, tuple[int, str]]
@@ -214,6 +237,7 @@ class VariablesThere:
         here have to be of one step, so all are renewed.
         """
         self.held.superseded(variable)
+        self._sent_at[variable.key] = time.monotonic()
         if any(variable in written for written in self.training):
             self.renew()
         elif self.training:
@@ -226,10 +250,13 @@ class VariablesThere:
         self._due = 0.0
 
     def refresh(self) -> None:
-        """A pull now and then while training, for the case that a server is lost.
+        """A copy held by other processes, and a pull, now and then while training, for the loss of a server.
 
+        While queues lie on servers the copy is the pulled one: it is of the same step as the queues' contents here.
         What was written here stays: it is sent later, or refused.
         """
+        if self._queues is None or not self._queues.are_copied:
+            self.safety.refresh(REFRESH)
         if time.monotonic() > self._due:
             self.renew()
 
@@ -239,6 +266,53 @@ class VariablesThere:
             self.pull(self.held.written(self.held.variables, thorough=False))
         except Aborted:
             self._due = time.monotonic() + REFRESH
+
+    def leave(self) -> None:
+        """A server is lost: mark the storages here, so that `recall` leaves what is written from now on."""
+        copy = self.safety.newest
+        if copy is None or copy.at <= self.pulled_at or (self._queues is not None and self._queues.are_copied):
+            return
+        variables = [
+            v for v in self.held.variables
+            if v.key in copy.homes and not v.leads and self._sent_at.get(v.key, 0.0) < copy.at
+        ]  # fmt: skip
+        written = self.held.written(variables, thorough=False)
+        self._left = {variable: _mark(variable) for variable in variables if variable not in written}
+
+    def recall(self) -> bool:
+        """After the loss of a server: take the copy that other processes hold, if it is newer than the values here.
+
+        Not if one of the Variables was written here since, as by a run in another thread.
+        """
+        left, self._left = self._left, {}
+        if not left:
+            return False
+        link, what = self.engine.link, "taking the copy of the values"
+        try:
+            found = link.wait(link.start_aside(self.safety.fetched), None, what)  # its calls have deadlines
+            if found is None:
+                return False
+            taking = link.start_aside(self._take, left, found)
+            try:
+                return link.wait(taking, None, what)
+            except KeyboardInterrupt:
+                link.wait(taking, None, what)  # all of them, or none
+                raise
+        except TfnbError:  # the client was closed
+            return False
+
+    async def _take(self, left: Mapping[Variable, Any], found: Mapping[str, torch.Tensor]) -> bool:
+        copy = self.safety.newest
+        if copy is None or any(_mark(variable) != mark for variable, mark in left.items()):
+            return False
+        values = {variable: _joined(copy.homes[variable.key], found) for variable in left}
+        with torch.no_grad(), self.held.showing:
+            for variable, value in values.items():
+                lazy_memory.assign(variable.kept, value)
+        for training, applied in copy.pins.applied.items():
+            training.kept = applied
+        self._shows(copy.pins.step, copy.at, copy.names)
+        return True
 
     def release(self) -> None:
         """Variables live here again."""
@@ -283,6 +357,12 @@ class RemoteHome:
     def __str__(self) -> str:
         engine = self.there.engine
         return ", ".join(f"{engine.name_of(shard)} ({engine.shards[shard].peer.addr})" for shard in self._shards)
+
+
+def _mark(variable: Variable) -> tuple[int, int, int]:
+    """A mark of a storage, which every write here changes."""
+    storage = variable.kept
+    return storage.data_ptr(), 0 if storage.is_inference() else storage._version, variable.version
 
 
 def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[str, torch.Tensor]]:

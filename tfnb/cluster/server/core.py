@@ -296,11 +296,12 @@ class Core:
         With ``step`` a pull waits until so many rounds are committed, with ``staleness`` until the reading loop is at
         most so many steps ahead of the slowest one. ``rows_of``: keys whose values are read in part, at the row numbers
         in the tensors. ``tables``: large tables travel as their rows that are not zero. ``pinned``: the number of an
-        earlier pin of the client, whose values are returned.
+        earlier pin of the client, or of another client ``of``, whose values are returned.
         """
         if "pinned" in request.meta:
-            if (pinned := self.pins.get(_pin_of(request))) is None:
-                raise NotFound(f"the values that {request.op.client} pinned here were given up for later pins")
+            client, number = str(request.meta.get("of", request.op.client)), int(request.meta["pinned"])
+            if (pinned := self.pins.get((client, number))) is None:
+                raise NotFound(f"the values that {client} pinned here were given up for later pins")
             return pinned
         if "decided" in request.meta:
             self.trainings.decided(request)
@@ -313,12 +314,15 @@ class Core:
         return answer
 
     def _pin(self, request: Request) -> Ok:
-        """Hold on to the current values of ``keys`` as ``pinned``: steps go on, and write another generation."""
+        """Hold on to the current values of ``keys`` as ``pinned``: steps go on, and write another generation.
+
+        The answer has their bytes.
+        """
         self.pins.pop(pin := _pin_of(request), None)  # of a try before: its generation can be written
         for oldest in [held for held in self.pins if held[0] == pin[0]][: 1 - PINS]:
             del self.pins[oldest]
-        self.pins[pin] = self.with_values(self.ack(), request, "keys")
-        return self.ack()
+        self.pins[pin] = pinned = self.with_values(self.ack(), request, "keys")
+        return Ok({**self.ack().meta, "nbytes": envelope.size(pinned.tensors)})
 
     def _unpin(self, request: Request) -> Ok:
         """Drop pinned values, pulled by their client."""

@@ -53,6 +53,10 @@ class Cores:
         """Whether a request waits inside."""
         return any(core.lines for core in self._all)
 
+    def hold(self, nbytes: int) -> None:
+        """Count so many bytes beside the shards in the budget: copies of the shards of other processes."""
+        self._room.beside(nbytes)
+
     def add(self, core: Core) -> None:
         """One more shard."""
         self._of[core.shard] = core

@@ -27,6 +27,7 @@ class Room:
     def __init__(self, holders: Sequence[Holder]) -> None:
         self._holders = holders
         self._left = 0  # bytes that can be given away before it is counted again
+        self._beside = 0  # bytes of others in this process
 
     def take(self, asked: int | Callable[[], int], budget: int) -> None:
         """Raise ResourceExhausted if so many more bytes exceed the budget, even after unused memory was freed.
@@ -55,13 +56,17 @@ class Room:
         if used + more > budget:
             raise ResourceExhausted(f"bytes on this parameter server: asked {more}, used {used}, limit {budget}")
 
+    def beside(self, nbytes: int) -> None:
+        """Count so many bytes of others in the budget. From any thread: the next request counts anew."""
+        self._beside, self._left = nbytes, 0
+
     def grew(self, more: int) -> None:
         """Report bytes taken without a request: for another generation of a value with readers."""
         self._left = max(0, self._left - max(0, more))
 
     @property
     def _used(self) -> int:
-        return sum(holder.used for holder in self._holders)
+        return self._beside + sum(holder.used for holder in self._holders)
 
 
 def _number(asked: int | Callable[[], int]) -> int:

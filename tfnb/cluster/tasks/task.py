@@ -44,6 +44,7 @@ from tfnb.cluster.server.cores import Cores
 from tfnb.cluster.server.serving import Serving
 from tfnb.cluster.tasks.computing import Computing, in_thread
 from tfnb.cluster.tasks.exchange import Exchange
+from tfnb.cluster.tasks.held_copies import HeldCopies
 from tfnb.cluster.tasks.part_programs import PartProgram
 from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.tasks.reading import Reader
@@ -115,7 +116,8 @@ class ClusterTask:
         self.name, self.worker = name, worker
         self.host = host_of(worker.address) or "127.0.0.1"  # of ranks in one process, too
         self.budget = budget if budget is not None else _budget(limit or MEMORY_LIMIT)
-        self._room = int(ENDS * (limit or MEMORY_LIMIT)) - psutil.Process().memory_info().rss
+        self.most = int(ENDS * (limit or MEMORY_LIMIT))  # bytes of all memory of its process
+        self._room = self.most - psutil.Process().memory_info().rss
         self.incarnation = secrets.randbits(62)
         self.epoch = 0
         self.cores = Cores()  # of the shards that it holds
@@ -139,6 +141,7 @@ class ClusterTask:
         self.loops = Loops(self, self.plans)
         self.writes = ShardWrites(self._serve)
         self.streams = Streams(self.link, worker.security)
+        self.copies = HeldCopies(self, Streams(self.link, worker.security), self.cores.hold)
         about = self.link, self._loop, worker.security
         self.exchange = Exchange(name, self.incarnation, *about, self._served, lambda: self.epoch)
         torch.set_num_threads(threads or worker.state.nthreads)
@@ -150,6 +153,7 @@ class ClusterTask:
             "waits": self._waits, "code": self._code, "trace": self._trace, "deliver": self.exchange.deliver,
             "write_shards": self.writes.on,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
+            **dict.fromkeys(HeldCopies.METHODS, self.copies.on),
         }  # fmt: skip
 
     def end(self) -> None:
@@ -157,6 +161,7 @@ class ClusterTask:
         self.streams.end()
         self.exchange.close()
         self.writes.end()
+        self.copies.end()
         for threads in (self.computing, self.waiting):
             threads.close()
         thread = None
@@ -253,6 +258,15 @@ class ClusterTask:
         answered: asyncio.Future[Answer] = loop.create_future()
         serving.ask(request, lambda answer: _tell(loop, _set, answered, answer))
         return await answered
+
+    async def used(self) -> int:
+        """Bytes of the values of its own shards, with their older generations."""
+        asks = [
+            Request("stat", self.link.op(), self.epoch, self.incarnation, {"shard": core.shard}) for core in self.cores
+        ]
+        answers = [await self._serve(ask) for ask in asks]
+        stats = [answer.meta for answer in answers if isinstance(answer, Ok)]
+        return sum(int(stat[name]) for stat in stats for name in ("bytes", "spare", "staged"))
 
     async def _open_stream(self, request: Request) -> Answer:
         """The address where this task listens for direct streams and posts, and a key for one connection."""
