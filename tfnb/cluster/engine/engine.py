@@ -481,7 +481,7 @@ class Engine:
         else:
             self.notes.append(f"{late}; its process was replaced")
         member.lose()
-        self._report(e.TaskLoss(self.tasks.index(member)))
+        self._report(self.peers.lost(self.tasks.index(member)))
 
     def charge(self, member: Member) -> bool:
         """Charge a restart to the budget, once for each member; False if the budget is spent."""

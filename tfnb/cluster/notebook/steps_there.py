@@ -44,8 +44,10 @@ from tfnb.errors import (
 )
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.execution.tracing.trace import Trace
+from tfnb.graph import Graph
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
+from tfnb.placement.placement import Homes
 from tfnb.placement.requests import asked, ensure_on_servers, ensure_stages, numbers_of, tasks_of
 from tfnb.placement.row_guards import RowGuards
 from tfnb.recording.marks.notes import user_level
@@ -90,14 +92,19 @@ def batches(
 
 
 class Steps:
-    """Places steps on the tasks and servers, with the Variables that they need, and takes them."""
+    """Places steps on the tasks and servers, with the Variables that they need, and takes them.
+
+    is_staged: whether each task is the server of its stage of a pipeline.
+    """
 
     def __init__(
-        self, client: Client, engine: Engine, waiting: EventLoopWaiter, variables: VariablesThere, queues: QueueHomes
-    ) -> None:
+        self, client: Client, engine: Engine, waiting: EventLoopWaiter, variables: VariablesThere, queues: QueueHomes,
+        *, is_staged: bool = False,
+    ) -> None:  # fmt: skip
+        self._is_staged = is_staged
         self._client, self._engine, self._waiting = client, engine, waiting
         self._variables, self._queues = variables, queues
-        self._placed: OrderedDict[tuple[int, bool, bool, str, bool], tuple[weakref.ref[StepGraph], PlacedStep]] = (
+        self._placed: OrderedDict[tuple[Any, ...], tuple[weakref.ref[StepGraph], PlacedStep]] = (
             OrderedDict()
         )
         self.placing = threading.RLock()  # while it is held Variables stay where they are
@@ -231,7 +238,7 @@ class Steps:
         self, step: StepGraph, source: Ahead | Iterable[StepFeeds | None], *, mode: Mode | str = "sync",
         timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
         check: bool = False, see: See | None = None, compile: Compile = "off", exact: bool | None = False,
-        applied: AppliedSteps = NONE, seen: SeenSteps | None = None,
+        applied: AppliedSteps = NONE, seen: SeenSteps | None = None, graph: Graph | None = None,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
 
@@ -245,6 +252,7 @@ class Steps:
         numbers. ``check``, ``compile``: as of `run`. ``see``, too: then tasks do not divide the rows of a step.
         A step whose nodes ask for several tasks is taken in parts, one step after the other, whatever the mode.
         pipeline: such a step over microbatches, which each of its tasks, a stage, takes in the order of the schedule.
+        ``graph``: whose step it is; with ``ps="stages"`` its first pipeline moves Variables to the tasks of their stages.
         ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
         warn where they are not.
 
@@ -261,7 +269,7 @@ class Steps:
         end = None if timeout is None else time.monotonic() + timeout
         if how.is_pipeline:
             ensure_stages(asked(step.graph.nodes))
-        placed, why = self._placed_for(step, how, see, check, compile, one_by_one)
+        placed, why = self._placed_for(step, how, see, check, compile, one_by_one, step.whole if graph is None else graph)
         is_stepwise = why or not placed.writes
         tasks = sum(member.is_there for member in self._engine.places.values())
         is_joint = how.is_joint
@@ -309,10 +317,12 @@ class Steps:
                     self._show()
 
     def _placed_for(
-        self, step: StepGraph, how: Mode, see: See | None, check: bool, compile: Compile, one_by_one: str
+        self, step: StepGraph, how: Mode, see: See | None, check: bool, compile: Compile, one_by_one: str, graph: Graph
     ) -> tuple[PlacedStep, str]:
         """The plans of a training, and why its steps are taken one after the other; warns where that was not asked."""
-        placed = self.place(step, parallel=see is None and not how.is_pipeline, check=check, compile=compile)
+        staged = graph if how.is_pipeline and self._is_staged else None
+        parallel = see is None and not how.is_pipeline
+        placed = self.place(step, parallel=parallel, check=check, compile=compile, staged=staged)
         is_cut = bool(placed.parts) or how.is_pipeline
         undivided = placed.undivided or ""
         one_by_one = "a breakpoint is set" if see is not None else one_by_one
@@ -490,19 +500,25 @@ class Steps:
             raise self._waiting.explained(error)
 
     def place(
-        self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off", is_cut: bool = True
+        self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off", is_cut: bool = True,
+        staged: Graph | None = None,
     ) -> PlacedStep:  # fmt: skip
-        """The plans of a step, with its variables on the servers. is_cut: whether requests for tasks are met."""
+        """The plans of a step, with its variables on the servers. is_cut: whether requests for tasks are met.
+
+        staged: the graph of a pipeline whose Variables lie at the tasks of their stages.
+        """
         with self.placing:
             self._variables.drop_gone()
-            key, strays = (id(step), parallel, check, compile, is_cut), self._variables.strays(step)
+            key = id(step), parallel, check, compile, is_cut, staged is not None
+            strays = self._variables.strays(step)
             known = self._placed.get(key)
             if known is None or known[0]() is not step or strays:
                 names = list(dict.fromkeys(member.name for member in self._engine.tasks))
                 found = asked(step.graph.nodes)
                 tasks = tasks_of(found, names, len(self._engine.shards)) if is_cut else ()
-                homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
-                cut = split(step, homes, parallel=parallel and len(tasks) < 2, tasks=tasks)
+                homes = self._homes(step, names, staged)  # once: what the servers hold may change at any instant
+                divides, is_staged = parallel and len(tasks) < 2, staged is not None
+                cut = split(step, homes, parallel=divides, tasks=tasks, is_staged=is_staged)
                 ensure_on_servers(found, cut.placement.devices, cut.undivided)
                 placed = replace(place(cut, check=check, compile=compile), guards=RowGuards.of(step))
                 if len(tasks) > 1:
@@ -514,6 +530,16 @@ class Steps:
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
             return known[1]
+
+    def _homes(self, step: StepGraph, tasks: Sequence[str], staged: Graph | None) -> Homes:
+        """The homes of a step's Variables; where some moved to their stages, nothing is known of their old places."""
+        if staged is None:
+            return self._variables.homes_of(step)
+        before = dict(self._variables.held.homes)
+        homes = self._variables.homes_of_stages(step, numbers_of(tasks), staged)
+        if before != self._variables.held.homes:
+            self._placed.clear()
+        return homes
 
     def _show(self) -> None:
         """Send local writes and pull at the end of a training; local writes to outdated copies stay."""

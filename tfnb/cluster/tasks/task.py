@@ -124,6 +124,7 @@ class ClusterTask:
         self._sending: set[asyncio.Future[None]] = set()
         self.shards: list[Peer] = []  # the task that holds each of them
         self.link = worker_link(worker, envelope.BUDGET)
+        self.link.own = self.incarnation, self._answer_own
         self.plans: OrderedDict[str, ComputeProgram] = OrderedDict()
         self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
         self.steps: dict[int, asyncio.Task[Answer]] = {}  # by round
@@ -179,6 +180,13 @@ class ClusterTask:
             raise
         except BaseException as error:  # also SystemExit: it must not end the worker
             return write_outcome(failed(error, self.name), envelope.BUDGET)
+
+    async def _answer_own(self, request: Request) -> Answer:
+        """Answer a call of this task to a shard in its own process."""
+        try:
+            return await self._answer(request)
+        except Exception as error:  # as data, as from another process
+            return failed(error, self.name)
 
     async def _answer(self, request: Request) -> Answer:
         match request.method:
@@ -444,17 +452,20 @@ class ClusterTask:
     async def _pull(self, program: ComputeProgram, notes: StepNotes | None = None) -> dict[str, torch.Tensor]:
         """Values of all Variables that the program reads: one call for each process, and bytes only for changed
         values.
+
+        Those in this process are read where they lie, and not kept: a generation that nobody reads is written in place.
         """
-        asks, reads = [], program.reads
-        for shard, keys in reads.items():
-            held = [self.cache.get(key, (-1, None))[0] for key in keys]
+        asks, found = [], dict[str, torch.Tensor]()
+        for shard, keys in program.reads.items():
+            held = [-1 if shard in self.cores else self.cache.get(key, (-1, None))[0] for key in keys]
             asks.append(Ask(shard, "pull", {"keys": keys, "since": held}))
         for ask, answer in zip(asks, await self.ask(asks, notes), strict=True):
             fresh = iter(answer.tensors)
             for key, old, version in zip(ask.meta["keys"], ask.meta["since"], answer.meta["versions"], strict=True):
-                if old != version:
-                    self.cache[key] = (version, next(fresh))
-        return {key: self.cache[key][1] for keys in reads.values() for key in keys}
+                found[key] = next(fresh) if old != version else self.cache[key][1]
+                if ask.shard not in self.cores:
+                    self.cache[key] = (version, found[key])
+        return found
 
     async def _look_up(
         self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int, notes: StepNotes | None
