@@ -24,6 +24,7 @@ from tfnb.cluster.engine.members import Ahead, Member, Mode, SentData
 from tfnb.cluster.engine.peers import LATEST, LOOK, ClusterPeers, Looks
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.engine.single_steps import GRACE, SingleSteps
+from tfnb.cluster.engine.step_windows import StepWindows
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p
@@ -98,6 +99,7 @@ class Engine:
         self.peers = ClusterPeers(link, epoch, tasks, servers, self._report, self.say)
         self.tasks, self.servers, self.shards = self.peers.tasks, self.peers.servers, self.peers.shards
         self.single = SingleSteps(self)
+        self.windows = StepWindows(self, self.single)
         self.step = 0
         self.lost: TfnbError | None = None
         self.on_lost: Callable[[TfnbError], None] = lambda error: None

@@ -20,9 +20,11 @@ from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import MODES, Ahead, Mode, StepFeeds
 from tfnb.cluster.engine.sources import NONE, drawn_from
 from tfnb.cluster.engine.step_record import StepRecord
+from tfnb.cluster.engine.step_windows import may_be_lent
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes.joins import join, joins
 from tfnb.cluster.modes.leases import Offer
+from tfnb.cluster.modes.windows import BYTES, WindowSizes
 from tfnb.cluster.notebook import divided_rows
 from tfnb.cluster.notebook.collections import head, read
 from tfnb.cluster.notebook.queue_homes import QueueHomes
@@ -60,6 +62,7 @@ See = Callable[[Sequence[Any]], None]
 KEPT = 64  # placed programs
 _LATE = "a watched value depends on averaged gradients, or on the state after the step"
 STANDS = StepGroup(0, ())  # tells that tasks stand still
+_END: Any = object()  # of batches
 AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
 
 
@@ -89,6 +92,33 @@ def batches(
         if count == 0 and lengths:
             raise InvalidArgument(f"batch {number} of the data (from 0) has no rows: leave it out")
         yield StepFeeds(tuple(tensors), run_index, count or None, cut, number)
+
+
+class PeekedBatches:
+    """Batches that are drawn a window at a time."""
+
+    def __init__(self, batches: Iterator[StepFeeds | None]) -> None:
+        self._batches, self._ahead = batches, list[StepFeeds | None]()
+
+    def window(self, most: int, is_written: Callable[[], bool]) -> list[StepFeeds] | None:
+        """The next batches, at least one; none where tasks are to stand still, None at the end.
+
+        is_written: whether drawing a batch wrote a Variable: earlier batches do not see that.
+        """
+        found: list[StepFeeds] = []
+        nbytes = 0
+        while len(found) < most:
+            batch = self._ahead.pop() if self._ahead else next(self._batches, _END)
+            if batch is _END:
+                return found or None
+            nbytes += 0 if batch is None else envelope.size(batch.tensors)
+            if found and (batch is None or nbytes > BYTES or is_written()):
+                self._ahead.append(batch)
+                return found
+            if batch is None:
+                return []
+            found.append(batch)
+        return found
 
 
 class Steps:
@@ -284,7 +314,9 @@ class Steps:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
         steps = (
-            self._stepwise(step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline)
+            self._in_windows(step, placed, source, end, applied, seen)
+            if how.is_pipeline and not see and not one_by_one and may_be_lent(placed)
+            else self._stepwise(step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline)
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
         )
@@ -405,12 +437,7 @@ class Steps:
         """Drive every step from the notebook, if tasks' loops cannot. is_whole: no task divides rows."""
         copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
 
-        def now() -> AppliedSteps:
-            while later and later[0][0] <= self._variables.pulled_step:
-                copied.add([later.popleft()[1]])
-            return copied.copy()
-
-        seen.now = now
+        seen.now = partial(_now, copied, later, lambda: self._variables.pulled_step)
         ways = joins(step)
         self._variables.send_for_step(step.variables)
         if isinstance(source, Ahead):
@@ -429,6 +456,44 @@ class Steps:
             parts = [_picked(placed.fetched, part) for part in values]
             joined = [join(way, [part[i] for part in parts], rows_of) for i, way in enumerate(ways)]
             yield of_one(joined, batch.number)
+
+    def _in_windows(
+        self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], end: float | None,
+        applied: AppliedSteps, seen: SeenSteps,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
+        """Lend windows of steps to the stages of a pipeline that hold their Variables."""
+        copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
+        seen.now = partial(_now, copied, later, lambda: self._variables.pulled_step)
+        if isinstance(source, Ahead):
+            source = self._drawn(step, source, applied)
+        drawn, sizes = PeekedBatches(iter(source)), WindowSizes()
+        self._variables.send_for_step(step.variables)
+        while (batches := drawn.window(sizes.next, lambda: self._is_written(step))) is not None:
+            if not batches:
+                self._show()
+                yield STANDS
+                self._variables.send_for_step(step.variables)
+                continue
+            left, begin, before = self._left(end), time.monotonic(), self._engine.step
+            self._variables.send_for_step(step.variables, thorough=False)
+            self._variables.outdated(step)
+            patience = None if left is None else left + SETTLE
+            found = self._waiting.do("training", patience, self._engine.windows.run, placed, batches, left)
+            sizes.took(len(batches), time.monotonic() - begin)
+            for place, batch in enumerate(batches[: found.steps]):
+                _append(later, batch.number, before + place + 1)
+            if found.values:
+                columns = zip(*(_picked(placed.fetched, values) for values in found.values), strict=True)
+                stacked = [None if any(value is None for value in column) else torch.stack(column) for column in columns]
+                numbers = [batch.number for batch in batches[: len(found.values)]]
+                yield StepGroup(len(found.values), stacked, numbers)
+            if isinstance(found.error, NonFinite):
+                raise self._located(found.error, step, replace(batches[found.steps], rows=None), left)
+            if found.error is not None:
+                raise found.error
+
+    def _is_written(self, step: StepGraph) -> bool:
+        return bool(self._variables.held.written(step.variables, thorough=False))
 
     def _left(self, end: float | None) -> float | None:
         """Seconds until ``end``; raises DeadlineExceeded when ``end`` is past."""
@@ -571,6 +636,13 @@ def _ensure_summed(placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[s
     if why:
         raise Unimplemented(f"mode='allreduce' takes no such step: {why}. Use mode='sync'")
     return found
+
+
+def _now(copied: AppliedSteps, later: deque[tuple[int, int]], pulled: Callable[[], int]) -> AppliedSteps:
+    """The steps that the last pull shows."""
+    while later and later[0][0] <= pulled():
+        copied.add([later.popleft()[1]])
+    return copied.copy()
 
 
 def _append(later: deque[tuple[int, int]], number: int, step: int) -> None:

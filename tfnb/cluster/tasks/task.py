@@ -25,7 +25,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +48,7 @@ from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.tasks.reading import Reader
 from tfnb.cluster.tasks.shard_writes import ShardWrites
 from tfnb.cluster.tasks.step_notes import ShardCall, StepNotes, arrivals
+from tfnb.cluster.tasks.step_windows import StageWindow, missed
 from tfnb.cluster.tasks.task_loops import Loops
 from tfnb.cluster.wire import asking, envelope
 from tfnb.cluster.wire.messages import (
@@ -148,7 +148,7 @@ class ClusterTask:
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "reset": self._reset, "quit": self._quit, "stream": self._open_stream,
-            "waits": self._waits, "code": self._code, "trace": self._trace, "deliver": self.exchange.deliver,
+            "run_window": self._run_window, "waits": self._waits, "code": self._code, "trace": self._trace, "deliver": self.exchange.deliver,
             "write_shards": self.writes.on,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
@@ -324,11 +324,14 @@ class ClusterTask:
         """End a round, and all up to ``floor`` (by default the round itself); answers when the threads have left them.
 
         The answer has their pending waits. Servers drop staged parts; ``lost`` servers are not asked any more.
+        ``window``: how many rounds from this one on.
         """
         ended = int(request.meta["round"])
+        rounds = range(ended, ended + int(request.meta.get("window", 1)))
         self.floor = floor = max(self.floor, int(request.meta.get("floor", ended)))
-        self.over = {number for number in {*self.over, ended} if number > floor}
-        self.exchange.abort(ended, floor, StepAborted(f"round {ended} was cancelled"))
+        self.over = {number for number in {*self.over, *rounds} if number > floor}
+        for number in rounds:
+            self.exchange.abort(number, floor, StepAborted(f"round {number} was cancelled"))
         for number, step in list(self.steps.items()):
             if number <= floor or number == ended:
                 step.cancel()
@@ -340,6 +343,26 @@ class ClusterTask:
         for shard in request.meta.get("lost", ()):
             self.queues.lose(int(shard), ParameterServerLost(f"server {shard} was lost"))
         return Ok({"waits": [wait for waits in await asyncio.gather(*stopping) for wait in waits]})
+
+    async def _run_window(self, request: Request) -> Answer:
+        """Take a window of steps of a part; answers when this stage has left it, with the steps that it computed."""
+        number, meta = int(request.meta["round"]), request.meta
+        if number <= self.floor or number in self.over:
+            return Refusal("stale", f"round {number} is over")
+        program = self.plans.get(str(meta["plan"]))
+        if not isinstance(program, PartProgram):
+            return Refusal("unknown-plan", str(meta["plan"]))
+        self.plans.move_to_end(str(meta["plan"]))
+        self.exchange.arrivals = None
+        window = StageWindow(self.exchange, self._ask_here, program, _peers(meta), meta, request.tensors)
+        await self.waiting.work(number, window.take)
+        return window.answer
+
+    def _ask_here(self, ask: Ask, reply: Callable[[Answer], None]) -> None:
+        """Ask a shard in this process, from any thread."""
+        meta = {**ask.meta, "shard": ask.shard}
+        op = ask.op or self.link.op()
+        self._served().ask(Request(ask.method, op, self.epoch, self.incarnation, meta, ask.tensors), reply)
 
     async def _reset(self, request: Request) -> Answer:
         """End every round and loop, and drop data and copies of values; answers when nothing of them runs.
@@ -436,8 +459,7 @@ class ClusterTask:
         except NotDone as ended:
             return ended.outcome  # type: ignore[return-value]  # see `_passed_on`
         except Exception as error:
-            cause = error if isinstance(error, TfnbError) else None
-            return _missed(failed(error, self.name), cause)
+            return missed(failed(error, self.name), error)
         finally:
             if "parts" in meta:
                 self.exchange.end(number, sys.exception())
@@ -612,15 +634,6 @@ def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failure | Refusal:
 def _peers(meta: Mapping[str, Any]) -> dict[int, Peer]:
     """The task of each part of a step."""
     return {int(number): Peer(str(a), str(k), int(i)) for number, (a, k, i) in meta["parts"].items()}
-
-
-def _missed(answer: Failure, error: TfnbError | None) -> Failure:
-    """The failure of a part; if caused by a lost connection, marked for the notebook to find out whether a task is
-    lost.
-    """
-    if isinstance(error, Unavailable) and error.peers:
-        return replace(answer, details={"missed": True, "peer": error.peers[0]})
-    return answer
 
 
 def _tensors(out: Sequence[Any]) -> list[torch.Tensor]:
