@@ -2,9 +2,9 @@
 
 `python -m tests.benchmarks.cluster_pipeline [--width 512] [--rows 128] [--stages 4] [--microbatches 8] [--steps 4]
 [--turns 3] [--ps 1]`. A stage is two dense layers, updated by SGD. Processes have one thread each: one for
-``fit(microbatches=M)``, one for each stage of ``fit(mode="pipeline")``, each the server of its Variables (``--ps 1``: beside a parameter server)
-and the notebook, and
-one for each stage of `torch.distributed.pipelining` on gloo. All start from the same weights, and their weights are
+``fit(microbatches=M)``, one for each stage of ``fit(mode="pipeline")``, each the server of its Variables (``--ps 1``:
+beside a parameter server), with the notebook, and one for each stage of
+`torch.distributed.pipelining` on gloo. All start from the same weights, and their weights are
 compared first: ours bit for bit. Then they train in turns. A step's cost is the difference of a long and a short
 training, so that no start and no end is in it.
 

@@ -13,12 +13,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tests.cluster.conftest import workers
+from tests.cluster.conftest import stats, workers
 from tests.cluster.test_parts_there import assert_nothing_left, members
 from tests.cluster.test_pipelines import Net, assert_same, one_thread
 from tests.over_tasks import on
 from tfnb.cluster.driver import Cluster
-from tfnb.errors import FailedPrecondition, InvalidArgument, ParameterServerLost
+from tfnb.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NonFinite,
+    ParameterServerLost,
+)
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -147,7 +153,6 @@ class _Of:
 
 def test_variables_that_lie_elsewhere_move_and_runs_and_other_modes_go_on(staged) -> None:
     here, there = Wide(), Wide()
-    x, y = there.data
     before = tfnb.run(there.loss, there.data)
     expected = [here.fit(2).history, here.fit(2).history]
     cluster = staged()
@@ -234,7 +239,9 @@ def test_a_checkpoint_goes_on_with_another_number_of_stages(staged, tmp_path) ->
     here, there, other = Net(), Net(), Two()
     here.fit()
     cluster = staged()
-    there.fit(mode="pipeline", checkpoint=tmp_path, callbacks=Each(lambda progress: progress.step == 3 and progress.stop()))
+    there.fit(
+        mode="pipeline", checkpoint=tmp_path, callbacks=Each(lambda progress: progress.step == 3 and progress.stop())
+    )
     cluster.close()
     again = staged()
     assert other.fit(mode="pipeline", resume=tmp_path).steps == 1 == again.step
@@ -245,10 +252,82 @@ def test_a_checkpoint_goes_on_with_another_number_of_stages(staged, tmp_path) ->
 def test_what_stages_need(dask) -> None:
     with pytest.raises(InvalidArgument, match=r"connect\(1\): with ps='stages' each task is a stage .* has two"):
         tfnb.connect(1, ps="stages")
-    with pytest.raises(InvalidArgument, match="ps='stage': .*ps='stages' makes each task"):
+    with pytest.raises(InvalidArgument, match=r"ps='stage': .*ps='stages' makes each task"):
         tfnb.connect(2, ps="stage")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="workers=1: with ps='stages'"):
         tfnb.connect(dask, ps="stages", workers=1)
+
+
+def test_a_failure_within_a_window_keeps_the_steps_before_it(staged, dask) -> None:
+    here, there = Wide(), Wide()
+    here.fit(9)
+    cluster = staged()
+    x = next(iter(there.data))
+    bad = {key: value.clone() for key, value in there.data.items()}
+    bad[x][3, 2] = torch.nan
+    with pytest.raises(NonFinite, match=r"of variable .* holds NaN .* Variables are at step 9") as found:
+        there.fit(data=[*[there.data] * 9, bad, *[there.data] * 3], mode="pipeline")
+    assert found.value.task is not None and cluster.step == 9
+    assert_same(here, there)
+    assert all(core["staged"] == 0 for core in stats(cluster))
+    assert_nothing_left(dask)
+
+
+@pytest.mark.parametrize("after", [1, 40])
+def test_a_deadline_leaves_whole_steps(staged, dask, after: int) -> None:
+    """Tenths of a second: whichever step it meets, all stages have taken the same ones."""
+    here, there = Wide(), Wide()
+    cluster = staged()
+    there.fit(3, mode="pipeline")
+    with pytest.raises(DeadlineExceeded):
+        there.fit(4000, mode="pipeline", timeout=after / 10)
+    there.fit(2, mode="pipeline")
+    steps = cluster.step
+    cluster.close()
+    assert 5 <= steps < 4000
+    here.fit(steps)
+    assert_same(here, there)
+
+
+STATES = [
+    (1, "_computed", True), (1, "_stage", True), (1, "_stage", False), (1, "_agree", True), (1, "_agree", False),
+    (0, "_agree", False), (2, "_take", False),
+]  # fmt: skip
+
+
+def kill_itself(method: str, is_before: bool, call: int) -> None:
+    """On a worker: end the process at a call of a method of a window."""
+    from tfnb.cluster.tasks.step_windows import StageWindow
+
+    wrapped, calls = getattr(StageWindow, method), iter(range(1 << 20))
+
+    def called(*args: Any) -> Any:
+        is_now = next(calls) == call
+        if is_now and is_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = wrapped(*args)
+        if is_now:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(StageWindow, method, called)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "method", "is_before"), STATES)
+def test_a_stage_killed_within_a_window_costs_no_step_and_counts_none_twice(
+    staged, dask, stage: int, method: str, is_before: bool
+) -> None:
+    here, there = Wide(), Wide()
+    expected = [here.fit(steps).history for steps in (4, 12)]
+    cluster = staged()
+    first = there.fit(4, mode="pipeline").history
+    address = members(cluster)[stage].peer.addr
+    dask.run(kill_itself, method, is_before, 5, workers=[address])
+    assert [first, there.fit(12, mode="pipeline").history] == expected
+    assert members(cluster)[stage].peer.addr != address
+    assert_same(here, there)
+    assert_nothing_left(dask)
 
 
 @pytest.mark.slow

@@ -113,9 +113,9 @@ def split(
     """Split a step; ``homes``: where each variable lies.
 
     ``parallel``: the rows of a batch will be divided over replicas, so no single one of them can give a fetch that
-    depends on averaged gradients. ``tasks``: those that the graph asks for. ``is_staged``: whether these are stages that
-    hold their Variables: what is computed from gradients, such as a norm over all of them, is then done by the tasks,
-    so that no server needs the gradients of other stages.
+    depends on averaged gradients. ``tasks``: those that the graph asks for. ``is_staged``: whether these are stages
+    that hold their Variables: what is computed from gradients, such as a norm over all of them, is then done by the
+    tasks, so that no server needs the gradients of other stages.
     """
     why = None
     for divides in (True, False) if parallel else (False,):

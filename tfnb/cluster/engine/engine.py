@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from tfnb.cluster.engine.lent_windows import StepWindows
 from tfnb.cluster.engine.members import Ahead, Member, Mode, SentData
 from tfnb.cluster.engine.peers import LATEST, LOOK, ClusterPeers, Looks
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.engine.single_steps import GRACE, SingleSteps
-from tfnb.cluster.engine.step_windows import StepWindows
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import plan as p

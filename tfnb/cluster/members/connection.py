@@ -68,8 +68,8 @@ class Requirements(NamedTuple):
         """Raise InvalidArgument for an invalid number of workers, or invalid resources."""
         if self.ps is not None and not self.is_staged and (type(self.ps) is not int or self.ps < 1):
             raise InvalidArgument(
-                f"ps={self.ps!r}: the number of parameter servers is an integer from 1; ps='stages' makes each task the "
-                "server of its stage of a pipeline"
+                f"ps={self.ps!r}: the number of parameter servers is an integer from 1; ps='stages' makes each task "
+                "the server of its stage of a pipeline"
             )
         if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
             raise InvalidArgument(f"workers={self.workers!r}: the number of workers is an integer from 1")

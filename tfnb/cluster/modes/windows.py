@@ -13,10 +13,10 @@ ends the cluster, whose recovery brings all values of one earlier step. Pure: ti
 | planned | `Start` | running | `RunWindow` |
 | running | last `WindowAnswer`, none failed | over | `WindowEnd` with all steps |
 | running | `WindowAnswer` that failed, `Interrupt`, `Tick` at the deadline | stopping | `StopWindow` |
-| stopping | `Stopped` | asking | `AskApplied` |
-| asking | `Applied`, all alike | over | `WindowEnd` with these steps, and the cause |
-| asking | `Applied`, some behind | deciding | `CommitLast` for these |
-| deciding | `Decided` | over | `WindowEnd` |
+| stopping | `WindowExit` | asking | `AskApplied` |
+| asking | `WindowCounts`, all alike | over | `WindowEnd` with these steps, and the cause |
+| asking | `WindowCounts`, some behind | deciding | `CommitLast` for these |
+| deciding | `LastCommit` | over | `WindowEnd` |
 | all but over | `ShardLost` | over | `WindowEnd` without steps |
 """
 
@@ -42,21 +42,21 @@ class WindowAnswer(NamedTuple):
     is_missed: bool = False  # a message to it or from it: it may be tried again
 
 
-class Stopped(NamedTuple):
+class WindowExit(NamedTuple):
     """No task works on the window any more."""
 
 
-class Applied(NamedTuple):
+class WindowCounts(NamedTuple):
     """How many steps of the window each written shard has written."""
 
     steps: Mapping[int, int]
 
 
-class Decided(NamedTuple):
+class LastCommit(NamedTuple):
     """All shards have written the last step."""
 
 
-Event = e.Event | WindowAnswer | Stopped | Applied | Decided
+Event = e.Event | WindowAnswer | WindowExit | WindowCounts | LastCommit
 
 
 class RunWindow(NamedTuple):
@@ -123,14 +123,14 @@ class WindowMachine:
                 return self._stop(e.UserStop())
             case "running", e.Tick() if now >= self.deadline:
                 return self._stop(e.TimedOut())
-            case "stopping", Stopped():
+            case "stopping", WindowExit():
                 self.state = "asking"
                 return [AskApplied()]
-            case "asking", Applied(steps):
+            case "asking", WindowCounts(steps):
                 return self._decide(steps)
-            case "deciding", Decided():
+            case "deciding", LastCommit():
                 return self._end(self.steps)
-            case ("planned" | "running" | "stopping" | "asking" | "deciding"), e.ShardLost(shard):
+            case (("planned" | "running" | "stopping" | "asking" | "deciding"), e.ShardLost(shard)):
                 self.cause, self.is_missed = e.ServerLost(shard), False
                 return self._end(0)
         return []
@@ -156,7 +156,7 @@ class WindowMachine:
 # -- the stages' side -------------------------------------------------------------------------------------------------
 
 
-class Word(NamedTuple):
+class StageWord(NamedTuple):
     """A stage tells another one: that it has prepared a step (``is_go`` False), or that all have."""
 
     stage: int
@@ -167,7 +167,7 @@ class TellStage(NamedTuple):
     """Send a word to a stage."""
 
     to: int
-    word: Word
+    word: StageWord
 
 
 class WriteStep(NamedTuple):
@@ -180,10 +180,10 @@ class Agreement:
 
     >>> first, second = Agreement(0, (0, 1)), Agreement(1, (0, 1))
     >>> first.prepared(), second.prepared()
-    ([], [TellStage(to=0, word=Word(stage=1, is_go=False))])
-    >>> first.heard(Word(1))
-    [TellStage(to=1, word=Word(stage=0, is_go=True)), WriteStep()]
-    >>> second.heard(Word(0, is_go=True))
+    ([], [TellStage(to=0, word=StageWord(stage=1, is_go=False))])
+    >>> first.heard(StageWord(1))
+    [TellStage(to=1, word=StageWord(stage=0, is_go=True)), WriteStep()]
+    >>> second.heard(StageWord(0, is_go=True))
     [WriteStep()]
     """
 
@@ -192,17 +192,17 @@ class Agreement:
     ready: set[int] = field(default_factory=set)
 
     @property
-    def awaited(self) -> list[Word]:
+    def awaited(self) -> list[StageWord]:
         """The words that this stage waits for."""
         first, *others = self.stages
-        return [Word(stage) for stage in others] if self.here == first else [Word(first, is_go=True)]
+        return [StageWord(stage) for stage in others] if self.here == first else [StageWord(first, is_go=True)]
 
     def prepared(self) -> list[TellStage | WriteStep]:
         """This stage has prepared the step."""
         first = self.stages[0]
-        return self._ready(first) if self.here == first else [TellStage(first, Word(self.here))]
+        return self._ready(first) if self.here == first else [TellStage(first, StageWord(self.here))]
 
-    def heard(self, word: Word) -> list[TellStage | WriteStep]:
+    def heard(self, word: StageWord) -> list[TellStage | WriteStep]:
         """A word of another stage."""
         return [WriteStep()] if word.is_go else self._ready(word.stage)
 
@@ -210,7 +210,7 @@ class Agreement:
         self.ready.add(stage)
         if not self.ready.issuperset(self.stages):
             return []
-        return [*(TellStage(to, Word(self.here, is_go=True)) for to in self.stages[1:]), WriteStep()]
+        return [*(TellStage(to, StageWord(self.here, is_go=True)) for to in self.stages[1:]), WriteStep()]
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ import torch
 from distributed import Client
 
 from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.engine.lent_windows import may_be_lent
 from tfnb.cluster.engine.members import MODES, Ahead, Mode, StepFeeds
 from tfnb.cluster.engine.sources import NONE, drawn_from
 from tfnb.cluster.engine.step_record import StepRecord
-from tfnb.cluster.engine.step_windows import may_be_lent
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes.joins import join, joins
 from tfnb.cluster.modes.leases import Offer
@@ -134,9 +134,7 @@ class Steps:
         self._is_staged = is_staged
         self._client, self._engine, self._waiting = client, engine, waiting
         self._variables, self._queues = variables, queues
-        self._placed: OrderedDict[tuple[Any, ...], tuple[weakref.ref[StepGraph], PlacedStep]] = (
-            OrderedDict()
-        )
+        self._placed: OrderedDict[tuple[Any, ...], tuple[weakref.ref[StepGraph], PlacedStep]] = OrderedDict()
         self.placing = threading.RLock()  # while it is held Variables stay where they are
 
     def forget(self) -> None:
@@ -282,7 +280,8 @@ class Steps:
         numbers. ``check``, ``compile``: as of `run`. ``see``, too: then tasks do not divide the rows of a step.
         A step whose nodes ask for several tasks is taken in parts, one step after the other, whatever the mode.
         pipeline: such a step over microbatches, which each of its tasks, a stage, takes in the order of the schedule.
-        ``graph``: whose step it is; with ``ps="stages"`` its first pipeline moves Variables to the tasks of their stages.
+        ``graph``: whose step it is; with ``ps="stages"`` its first pipeline moves Variables to the tasks of their
+        stages.
         ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
         warn where they are not.
 
@@ -299,7 +298,9 @@ class Steps:
         end = None if timeout is None else time.monotonic() + timeout
         if how.is_pipeline:
             ensure_stages(asked(step.graph.nodes))
-        placed, why = self._placed_for(step, how, see, check, compile, one_by_one, step.whole if graph is None else graph)
+        placed, why = self._placed_for(
+            step, how, see, check, compile, one_by_one, step.whole if graph is None else graph
+        )
         is_stepwise = why or not placed.writes
         tasks = sum(member.is_there for member in self._engine.places.values())
         is_joint = how.is_joint
@@ -316,7 +317,9 @@ class Steps:
         steps = (
             self._in_windows(step, placed, source, end, applied, seen)
             if how.is_pipeline and not see and not one_by_one and may_be_lent(placed)
-            else self._stepwise(step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline)
+            else self._stepwise(
+                step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline
+            )
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
         )
@@ -474,17 +477,17 @@ class Steps:
                 yield STANDS
                 self._variables.send_for_step(step.variables)
                 continue
-            left, begin, before = self._left(end), time.monotonic(), self._engine.step
+            left, begin, run = self._left(end), time.monotonic(), self._engine.windows.run
             self._variables.send_for_step(step.variables, thorough=False)
             self._variables.outdated(step)
             patience = None if left is None else left + SETTLE
-            found = self._waiting.do("training", patience, self._engine.windows.run, placed, batches, left)
+            found = self._waiting.do("training", patience, run, placed, batches, left, partial(_append, later))
             sizes.took(len(batches), time.monotonic() - begin)
-            for place, batch in enumerate(batches[: found.steps]):
-                _append(later, batch.number, before + place + 1)
             if found.values:
                 columns = zip(*(_picked(placed.fetched, values) for values in found.values), strict=True)
-                stacked = [None if any(value is None for value in column) else torch.stack(column) for column in columns]
+                stacked = [
+                    None if any(value is None for value in column) else torch.stack(column) for column in columns
+                ]
                 numbers = [batch.number for batch in batches[: len(found.values)]]
                 yield StepGroup(len(found.values), stacked, numbers)
             if isinstance(found.error, NonFinite):

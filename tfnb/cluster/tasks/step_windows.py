@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from tfnb.cluster.modes.windows import Agreement, TellStage, Word, WriteStep
+from tfnb.cluster.modes.windows import Agreement, StageWord, TellStage, WriteStep
 from tfnb.cluster.tasks.computing import Compute
 from tfnb.cluster.tasks.exchange import Exchange
 from tfnb.cluster.tasks.part_programs import PartProgram
@@ -47,6 +48,10 @@ def missed(answer: Failure, error: Exception) -> Failure:
     return answer
 
 
+def _put(inbox: queue.SimpleQueue[StageWord | BaseException], word: StageWord, value: object, dead: object) -> None:
+    inbox.put(word)
+
+
 class StageWindow:
     """The steps of a window at this stage, and their fetches.
 
@@ -55,7 +60,8 @@ class StageWindow:
     """
 
     def __init__(
-        self, exchange: Exchange, ask: AskShard, program: PartProgram, parts: Mapping[int, Peer], meta: Mapping[str, Any],
+        self, exchange: Exchange, ask: AskShard, program: PartProgram, parts: Mapping[int, Peer],
+        meta: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         self._exchange, self._ask_shard, self._program, self._parts = exchange, ask, program, parts
@@ -84,7 +90,7 @@ class StageWindow:
             self.failure = missed(failed(error, self._exchange.name), error)
 
     def _take(self, compute: Compute, number: int, step: Mapping[str, Any]) -> None:
-        inbox: queue.SimpleQueue[Word | BaseException] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[StageWord | BaseException] = queue.SimpleQueue()
         joined: list[Peers] = []
 
         def meet(failed: Callable[[BaseException], None]) -> Peers:
@@ -111,8 +117,8 @@ class StageWindow:
         self._exchange.end(number)
 
     def _computed(self, step: Mapping[str, Any], meet: Any) -> tuple[list[torch.Tensor | None], list[Push]]:
-        """The part's fetches and pushes. Variables are read where they lie, and let go of: they are written in place."""
-        values = {}
+        """The part's fetches and pushes. Variables are read where they lie, and let go of, to be written in place."""
+        values: dict[str, torch.Tensor] = {}
         for shard, keys in self._program.reads.items():
             answer = self._ask(shard, "pull", {"keys": keys})
             values.update(zip(keys, answer.tensors, strict=True))
@@ -129,12 +135,12 @@ class StageWindow:
         self._ask(push.shard, "stage", about, push.tensors)
         self._ask(push.shard, "prepare", {**self._round(number), "workers": [self._worker]})
 
-    def _agree(self, number: int, peers: Peers, inbox: queue.SimpleQueue[Word | BaseException]) -> None:
+    def _agree(self, number: int, peers: Peers, inbox: queue.SimpleQueue[StageWord | BaseException]) -> None:
         """Return when all stages have prepared the step. Raises the error that ends the round."""
         agreement = Agreement(self._here, sorted(self._parts))
         for word in agreement.awaited:
             edge = GO if word.is_go else READY
-            peers.want(edge, (word.stage,), lambda value, dead, word=word: inbox.put(word))
+            peers.want(edge, (word.stage,), partial(_put, inbox, word))
         effects = agreement.prepared()
         while True:
             for effect in effects:

@@ -65,7 +65,7 @@ from tfnb.cluster.wire.messages import (
 )
 from tfnb.cluster.wire.streams import Streams, host_of
 from tfnb.cluster.wire.transport import outcome_header, read_request, worker_link, write_outcome
-from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, StepAborted, TfnbError, Unavailable
+from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, StepAborted, Unavailable
 from tfnb.execution import heap
 from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.tiers.tiered import limit_copies
@@ -148,8 +148,8 @@ class ClusterTask:
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "reset": self._reset, "quit": self._quit, "stream": self._open_stream,
-            "run_window": self._run_window, "waits": self._waits, "code": self._code, "trace": self._trace, "deliver": self.exchange.deliver,
-            "write_shards": self.writes.on,
+            "run_window": self._run_window, "waits": self._waits, "code": self._code, "trace": self._trace,
+            "deliver": self.exchange.deliver, "write_shards": self.writes.on,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tfnb.cluster.engine.members import StepFeeds
 from tfnb.cluster.engine.single_steps import FOREVER, GRACE, SingleSteps
@@ -18,7 +18,7 @@ from tfnb.cluster.modes import plan as p
 from tfnb.cluster.modes import windows as w
 from tfnb.cluster.tasks.programs import PlacedStep
 from tfnb.cluster.tasks.step_windows import CLIENT, commit_of
-from tfnb.cluster.wire.messages import Ask, Failure, NotDone, Ok, Outcome, Refusal, failed
+from tfnb.cluster.wire.messages import Ask, NotDone, Ok, Outcome, Refusal, failed
 from tfnb.cluster.wire.transport import read_outcome
 from tfnb.errors import TfnbError
 from tfnb.passes.flow.cut import Kind
@@ -41,8 +41,15 @@ class StepWindows:
     def __init__(self, engine: Engine, single: SingleSteps) -> None:
         self._engine, self._single, self._peers = engine, single, engine.peers
 
-    async def run(self, placed: PlacedStep, batches: Sequence[StepFeeds], seconds: float | None) -> WrittenSteps:
-        """Take steps, in a turn of their own; an error comes with the steps that were written before."""
+    async def run(
+        self, placed: PlacedStep, batches: Sequence[StepFeeds], seconds: float | None,
+        counted: Callable[[int, int], object],
+    ) -> WrittenSteps:  # fmt: skip
+        """Take steps, in a turn of their own; an error comes with the steps that were written before.
+
+        counted: gets the number of each written step in its training, and the cluster's count of steps with this one,
+        also where nobody waits any more.
+        """
         engine, since, steps, values = self._engine, self._engine.interrupts, 0, list[list[Any]]()
         deadline = float("inf") if seconds is None else time.monotonic() + seconds
         async with self._single.turn:
@@ -54,15 +61,18 @@ class StepWindows:
                     end = await window.taken(deadline, since)
                 except TfnbError as error:  # of a wait for tasks that were stopped before
                     return WrittenSteps(steps, values, error)
-                steps += end.steps
                 values += window.values(end.steps)
-                if end.steps:
-                    engine.step += end.steps
+                for batch in batches[steps : steps + end.steps]:
+                    engine.step += 1
+                    counted(batch.number, engine.step)
                     self._single.wrote(placed.written)
+                steps += end.steps
                 if not end.is_missed or steps == len(batches):
                     break
             is_over = end.cause is None or steps == len(batches)
-            return WrittenSteps(steps, values, None if is_over or end.cause is None else engine.error(end.cause, seconds))
+            return WrittenSteps(
+                steps, values, None if is_over or end.cause is None else engine.error(end.cause, seconds)
+            )
 
 
 class _Window:
@@ -90,8 +100,8 @@ class _Window:
         self._floor = min(min(others, default=self._rounds[0]), self._rounds[0]) - 1
         machine = w.WindowMachine(frozenset(tasks), len(self._batches), deadline)
         try:
-            async with engine.heard(since) as events:
-                self._events: asyncio.Queue[Any] = events
+            async with engine.heard(since) as heard:
+                self._events = cast("asyncio.Queue[Any]", heard)  # also those of the window
                 instructions = machine.on(e.Start(), time.monotonic())
                 while True:
                     for instruction in instructions:
@@ -99,7 +109,7 @@ class _Window:
                             await self._drop(instruction.steps, instruction.cause)
                             return instruction
                         self._begin(instruction)
-                    instructions = machine.on(await events.get(), time.monotonic())
+                    instructions = machine.on(await self._events.get(), time.monotonic())
         finally:
             for number in self._rounds:
                 single.ended(number)
@@ -185,7 +195,7 @@ class _Window:
             *(self._engine.stop(self._engine.tasks[task], "cancel", lambda: about) for task in self._tasks)
         )
         await asyncio.wait(running, timeout=GRACE)
-        self._events.put_nowait(w.Stopped())
+        self._events.put_nowait(w.WindowExit())
 
     async def _ask_applied(self) -> None:
         shards, seqs = self._placed.writes, self._rounds
@@ -196,7 +206,7 @@ class _Window:
             if not isinstance(answer, Ok):
                 return self._events.put_nowait(e.ShardLost(shard))
             found[shard] = len(answer.meta["applied"])
-        self._events.put_nowait(w.Applied(found))
+        self._events.put_nowait(w.WindowCounts(found))
 
     async def _commit(self, step: int, shards: Sequence[int]) -> None:
         """Let shards write what others have written; one that cannot is as good as lost."""
@@ -208,7 +218,7 @@ class _Window:
         ]  # fmt: skip
         with suppress(TfnbError):
             await self._engine.insist_on(asks, is_decided=True)
-            return self._events.put_nowait(w.Decided())
+            return self._events.put_nowait(w.LastCommit())
         self._events.put_nowait(e.ShardLost(shards[0]))
 
     def _worker(self, shard: int) -> list[int]:
