@@ -535,6 +535,7 @@ class TfnbMagics(RunMagics):
         """Connect to a cluster, or start one here; bare: the connected one, else a default one.
 
         %tfcluster 2 --ps 1
+        %tfcluster 4 --ps stages
         %tfcluster tcp://10.0.0.5:8786
         %tfcluster --close
         """

@@ -187,12 +187,15 @@ class _Window:
             case event:
                 return event
 
+    @property
+    def _about(self) -> dict[str, int]:
+        return {"round": self._rounds[0], "floor": self._floor, "window": len(self._rounds)}
+
     async def _stop(self) -> None:
         """Let all stages leave the window, and take their last answers."""
-        about = {"round": self._rounds[0], "floor": self._floor, "window": len(self._rounds)}
         running = [call for call in self._calls if call is not asyncio.current_task()]
         await asyncio.gather(
-            *(self._engine.stop(self._engine.tasks[task], "cancel", lambda: about) for task in self._tasks)
+            *(self._engine.stop(self._engine.tasks[task], "cancel", lambda: self._about) for task in self._tasks)
         )
         await asyncio.wait(running, timeout=GRACE)
         self._events.put_nowait(w.WindowExit())
@@ -226,8 +229,13 @@ class _Window:
         return list(self._placed.senders[shard])
 
     async def _drop(self, steps: int, cause: e.Cause | None) -> None:
-        """Let shards drop what was staged for steps that are not taken."""
-        if isinstance(cause, e.ServerLost) or steps == len(self._rounds):
+        """Let shards drop what was staged for steps that are not taken; nobody waits on for a stage that is lost."""
+        if isinstance(cause, e.ServerLost):
+            for member in (self._engine.tasks[task] for task in self._tasks):
+                if member.alive:
+                    self._engine.stop(member, "cancel", lambda: self._about)
+            return
+        if steps == len(self._rounds):
             return
         over = [{"round": number, "floor": self._floor} for number in self._rounds[steps:]]
         await self._engine.peers.settled_on(

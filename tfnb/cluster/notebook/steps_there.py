@@ -99,6 +99,7 @@ class PeekedBatches:
 
     def __init__(self, batches: Iterator[StepFeeds | None]) -> None:
         self._batches, self._ahead = batches, list[StepFeeds | None]()
+        self._error: Exception | None = None  # of the next batch
 
     def window(self, most: int, is_written: Callable[[], bool]) -> list[StepFeeds] | None:
         """The next batches, at least one; none where tasks are to stand still, None at the end.
@@ -108,7 +109,7 @@ class PeekedBatches:
         found: list[StepFeeds] = []
         nbytes = 0
         while len(found) < most:
-            batch = self._ahead.pop() if self._ahead else next(self._batches, _END)
+            batch = self._ahead.pop() if self._ahead else self._drawn(bool(found))
             if batch is _END:
                 return found or None
             nbytes += 0 if batch is None else envelope.size(batch.tensors)
@@ -119,6 +120,18 @@ class PeekedBatches:
                 return []
             found.append(batch)
         return found
+
+    def _drawn(self, is_later: bool) -> Any:
+        """The next batch. Raises what drawing one raised, but not before earlier batches of a window are taken."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return next(self._batches, _END)
+        except Exception as error:
+            if not is_later:
+                raise
+            self._error = error
+            return _END
 
 
 class Steps:

@@ -28,6 +28,7 @@ from tfnb.cluster.wire.transport import outcome_header
 from tfnb.errors import DeadlineExceeded, StepAborted, Unavailable
 from tfnb.execution.dataflow.machine import Peers
 
+LOOK = 0.5  # seconds
 READY, GO = -2, -3  # edges of the words of an agreement; those of values are counted from 0
 CLIENT = "stages"  # the identity of the commit of a round, whoever asks for it
 
@@ -107,7 +108,7 @@ class StageWindow:
             self.seconds += time.monotonic() - begin
             for push in pushes:
                 self._stage(push, number, int(step["run_index"]))
-            self._agree(number, joined[0], inbox)
+            compute(lambda: self._agree(number, joined[0], inbox))
             self.found.append(out)
             for shard in {push.shard for push in pushes}:
                 self._ask(shard, "commit", {**self._round(number), "workers": [self._worker]}, op=commit_of(number))
@@ -149,7 +150,10 @@ class StageWindow:
                         peers.tell(GO if word.is_go else READY, to, (word.stage,), None, None)
                     case WriteStep():
                         return
-            found = inbox.get()  # a round that nobody goes on with is aborted
+            found = None
+            while found is None:  # a call that is stopped ends between two looks
+                with suppress(queue.Empty):
+                    found = inbox.get(timeout=LOOK)
             if isinstance(found, BaseException):
                 raise found
             effects = agreement.heard(found)
