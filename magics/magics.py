@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -37,6 +37,14 @@ NOTHING = (
     "this cell recorded nothing: it calls torch on no placeholder, Variable or module; x = tfnb.placeholder(sample) "
     "makes data a part of the graph"
 )
+
+
+def _servers(text: str) -> int | str:
+    """``2``, or ``stages``."""
+    try:
+        return text if text == "stages" else int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number of parameter servers, and not stages") from None
 
 
 @magics_class
@@ -509,7 +517,8 @@ class TfnbMagics(RunMagics):
     @magic(
         argument("cluster", nargs="?", metavar="ADDR|N|VAR",
                  help="an address, a number of compute tasks, or a variable that holds a Client or cluster"),
-        argument("--ps", type=int, metavar="N", help="parameter servers"),
+        argument("--ps", type=_servers, metavar="N|stages",
+                 help="parameter servers; stages: each task is that of its stage of a pipeline"),
         argument("--workers", type=int, metavar="N", help="workers to wait for (servers and one compute task)"),
         argument("--resource", action="append", default=[], metavar="NAME=N",
                  help="take only workers that Dask knows to have it"),
@@ -526,6 +535,7 @@ class TfnbMagics(RunMagics):
         """Connect to a cluster, or start one here; bare: the connected one, else a default one.
 
         %tfcluster 2 --ps 1
+        %tfcluster 4 --ps stages
         %tfcluster tcp://10.0.0.5:8786
         %tfcluster --close
         """

@@ -1,9 +1,10 @@
 """A step of ``fit(mode="pipeline")`` beside the same microbatches in one process, and beside torch's own pipelines.
 
 `python -m tests.benchmarks.cluster_pipeline [--width 512] [--rows 128] [--stages 4] [--microbatches 8] [--steps 4]
-[--turns 3]`. A stage is two dense layers, updated by SGD. Processes have one thread each: one for
-``fit(microbatches=M)``, one for each stage of ``fit(mode="pipeline")`` beside a parameter server and the notebook, and
-one for each stage of `torch.distributed.pipelining` on gloo. All start from the same weights, and their weights are
+[--turns 3] [--ps 1]`. A stage is two dense layers, updated by SGD. Processes have one thread each: one for
+``fit(microbatches=M)``, one for each stage of ``fit(mode="pipeline")``, each the server of its Variables (``--ps 1``:
+beside a parameter server), with the notebook, and one for each stage of
+`torch.distributed.pipelining` on gloo. All start from the same weights, and their weights are
 compared first: ours bit for bit. Then they train in turns. A step's cost is the difference of a long and a short
 training, so that no start and no end is in it.
 
@@ -187,14 +188,14 @@ def processes(*args: Any, **options: Any) -> Iterator[Processes]:
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measured(sizes: Sizes, steps: int, turns: int) -> dict[str, list[Row]]:
+def measured(sizes: Sizes, steps: int, turns: int, ps: str = "stages") -> dict[str, list[Row]]:
     """The costs of a step, by the name of who takes it: ``one`` process, each of our schedules, each of torch's.
 
     ``idle second``: what the processes of our cluster take while nothing is asked of them.
     """
     with (
         processes([alone], sizes) as one, processes([rank] * sizes.stages, sizes, meets=True) as ranks,
-        workers(sizes.stages + 1) as client, tfnb.connect(client, ps=1),
+        workers(sizes.stages + (ps != "stages")) as client, tfnb.connect(client, ps="stages" if ps == "stages" else 1),
     ):  # fmt: skip
         net = Trained(sizes)
         ours = [os.getpid(), *client.run(os.getpid).values()]
@@ -256,10 +257,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--ps", choices=("stages", "1"), default="stages")
     options = parser.parse_args()
     sizes = Sizes(*(getattr(options, name) for name in Sizes._fields))
     torch.set_num_threads(1)
-    show(sizes, measured(sizes, options.steps, options.turns))
+    show(sizes, measured(sizes, options.steps, options.turns, options.ps))
 
 
 if __name__ == "__main__":

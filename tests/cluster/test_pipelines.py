@@ -37,7 +37,9 @@ class Net:
     Requests are soft, so that the same graph trains in one process.
     """
 
-    def __init__(self, *, stages: int = 3, dtype: torch.dtype = torch.float64, make: Any = None) -> None:
+    def __init__(
+        self, *, stages: int = 3, dtype: torch.dtype = torch.float64, make: Any = None, on: Any = on
+    ) -> None:  # fmt: skip
         torch.manual_seed(7)
         more = [nn.BatchNorm1d(6, dtype=dtype), nn.Identity(), nn.Identity()]
         self.layers = [nn.Sequential(nn.Linear(6, 6, dtype=dtype), more[at % 3]) for at in range(stages)]

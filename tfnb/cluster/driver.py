@@ -24,7 +24,7 @@ from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.members import Ahead, Mode, StepFeeds
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.members.adapting import Adapting
-from tfnb.cluster.members.connection import ConnectProgress, DaskCluster, LocalWorkers, Requirements
+from tfnb.cluster.members.connection import ConnectProgress, DaskCluster, LocalWorkers, Requirements, Servers
 from tfnb.cluster.members.deploy import find, start
 from tfnb.cluster.members.farewell import Farewell
 from tfnb.cluster.members.registered import Registration
@@ -73,7 +73,7 @@ _LOST = "the cluster was lost: runs are here now, with the values of its step {}
 def connect(
     cluster: int | str | Path | Client | deploy.Cluster | None = None,
     *,
-    ps: int | None = None,
+    ps: Servers | None = None,
     name: str | None = None,
     workers: int | None = None,
     resources: Mapping[str, float] | None = None,
@@ -88,7 +88,10 @@ def connect(
 
     cluster: a number n (a cluster of processes on this machine, n compute tasks plus ``ps`` servers, default one), a
     scheduler address or file, a Client, a cluster object, or nothing (Dask's default client, else a local cluster).
-    Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute. workers: so
+    Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute.
+    ``ps="stages"``: each task is a parameter server, too, and the first ``fit(mode="pipeline")`` of a graph moves the
+    Variables of each stage, with their optimizer slots, to its task, so that neither they nor their gradients travel;
+    for other steps the tasks are ordinary servers. Losing a task is then losing a server. workers: so
     many are waited for, default ``ps + 1``; where ``ps`` leaves no compute task, half of them become servers, which
     hold the ``ps`` shards round robin. resources: only workers that Dask knows to have so much are taken, such as
     ``{"GPU": 1}``; workers that are started here have it. security:
@@ -156,7 +159,8 @@ class Cluster:
         self._do = self._waiting.do
         self._queues = QueueHomes(self._engine, self._link)
         self._variables = VariablesThere(self._engine, self._do, self._queues, self._supervisor.copied)
-        self._steps = Steps(self.client, self._engine, self._waiting, self._variables, self._queues)
+        about = self.client, self._engine, self._waiting, self._variables, self._queues
+        self._steps = Steps(*about, is_staged=wanted.is_staged)
 
     # -- what is there --------------------------------------------------------------------------------------
 

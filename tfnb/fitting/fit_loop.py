@@ -136,7 +136,8 @@ def fit(
     updates; their means by rows stand in the history as ``val_...``. The tasks of a cluster stand still meanwhile.
     callbacks: functions that are called with a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or
     ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``. The tasks of a
-    cluster tell their steps in groups, up to half a second late, and what they have begun by then still counts. Between
+    cluster tell their steps in groups, up to half a second late (stages that are servers, ``connect(ps="stages")``, a
+    second), and what they have begun by then still counts. Between
     epochs they wait for what is called then in modes ``"sync"`` and ``"allreduce"``, so that a learning rate that it
     sets holds from the first step of the next epoch; in other modes, without validation data, an epoch is over when a
     step of the next one is told, and the rate holds from the first step that begins after that. An error in one ends

@@ -110,19 +110,21 @@ class Split:
 
 
 def split(
-    step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ...] = (),
+    step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ...] = (), is_staged: bool = False,
     weigh: Callable[[Value], Weight] = lambda value: ROWS,
 ) -> Split:  # fmt: skip
     """Split a step; ``homes``: where each variable lies.
 
     ``parallel``: the rows of a batch will be divided over replicas, so no single one of them can give a fetch that
-    depends on averaged gradients. ``tasks``: those that the graph asks for. ``weigh``: the weight of a
-    derivative, whose total the step fetches.
+    depends on averaged gradients. ``tasks``: those that the graph asks for. ``is_staged``: whether these are stages
+    that hold their Variables: what is computed from gradients, such as a norm over all of them, is then done by the
+    tasks, so that no server needs the gradients of other stages. ``weigh``: the weight of a derivative, whose total the
+    step fetches.
     """
     why = None
     for divides in (True, False) if parallel else (False,):
         try:
-            cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, tasks, divides, weigh)
+            cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, tasks, divides, is_staged, weigh)
             return replace(cut.parts(), undivided=why)
         except Undivided as error:
             why = why or str(error)
@@ -154,6 +156,7 @@ class _Cut:
     homes: Homes
     tasks: tuple[int, ...]
     divides: bool = False
+    is_staged: bool = False
     weigh: Callable[[Value], Weight] = lambda value: ROWS
     state: ResolvedStep = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
@@ -427,8 +430,9 @@ class _Cut:
     def _also(self) -> dict[int, frozenset[Place]]:
         """The servers that repeat a node of the task if their writes need its value, by the node's id.
 
-        All do what is behind the border of the gradients; one does what depends on nothing but constants and Variables
-        that it holds, or goes on to the next value of one that it holds whole. None does checks.
+        All do what is behind the border of the gradients (of stages, behind the updates); one does what depends on
+        nothing but constants and Variables that it holds, or goes on to the next value of one that it holds whole. None
+        does checks.
         """
         everywhere, checks = frozenset(map(server, self._targets)), {node.id for node in self.checks}
         found: dict[int, frozenset[Place]] = {}
@@ -438,7 +442,7 @@ class _Cut:
                 found[node.id] = frozenset(server(p.shard) for p in self.homes[node.attrs["variable"].key])
             elif node.id in checks:
                 found[node.id] = NOWHERE
-            elif node.id in self.state.updated or is_processed:
+            elif node.id in self.state.updated or (is_processed and not self.is_staged):
                 found[node.id] = everywhere
             elif node.id in self.gradient or not _is_plain(node):
                 found[node.id] = NOWHERE

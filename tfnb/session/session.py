@@ -386,7 +386,7 @@ class Session:
             fed = (None if values is None else (prepared.feeder.fed(values)[0], self.runs.take()) for values in data)
             source = cluster.batches(step, fed)
         options["one_by_one"] = "a Variable is watched" if prepared.trailing else ""
-        options |= {"see": prepared.see, "compile": self._mode}
+        options |= {"see": prepared.see, "compile": self._mode, "graph": self.graph}
         if check is not None:
             _ensure_nan(check)
             options["check"] = True

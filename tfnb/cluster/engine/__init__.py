@@ -2,5 +2,6 @@
 
 `engine` holds the state of the cluster, `members` its data classes, `peers` calls tasks and servers and detects
 failures, `restarts` is the budget of restarts, `holders` chooses who holds copies of shards. `single_steps` runs steps
-of `run`, `step_record` makes a trace of one, `training` runs trainings, whose pieces `sources` makes.
+of `run`, `step_record` makes a trace of one, `training` runs trainings, whose pieces `sources` makes; `lent_windows`
+lends steps to the stages of a pipeline.
 """

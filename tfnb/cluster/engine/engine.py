@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from tfnb.cluster.engine.lent_windows import StepWindows
 from tfnb.cluster.engine.members import Ahead, Member, Mode, SentData
 from tfnb.cluster.engine.peers import LATEST, LOOK, ClusterPeers, Looks
 from tfnb.cluster.engine.restarts import Restarts
@@ -98,6 +99,7 @@ class Engine:
         self.peers = ClusterPeers(link, epoch, tasks, servers, self._report, self.say)
         self.tasks, self.servers, self.shards = self.peers.tasks, self.peers.servers, self.peers.shards
         self.single = SingleSteps(self)
+        self.windows = StepWindows(self, self.single)
         self.step = 0
         self.lost: TfnbError | None = None
         self.on_lost: Callable[[TfnbError], None] = lambda error: None
@@ -488,7 +490,7 @@ class Engine:
         else:
             self.notes.append(f"{late}; its process was replaced")
         member.lose()
-        self._report(e.TaskLoss(self.tasks.index(member)))
+        self._report(self.peers.lost(self.tasks.index(member)))
 
     def charge(self, member: Member) -> bool:
         """Charge a restart to the budget, once for each member; False if the budget is spent."""

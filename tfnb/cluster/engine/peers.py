@@ -237,9 +237,10 @@ class ClusterPeers:
         self.link.suspect.add(member.peer.addr)
         return False
 
-    def lost(self, task: int) -> e.TaskLoss:
-        """The event that a task is lost, dead or silent."""
-        return e.TaskLoss(task, self.tasks[task].is_silent)
+    def lost(self, task: int) -> e.TaskLoss | e.ShardLost:
+        """The event that a task is lost, dead or silent; of one that holds shards the loss of these counts."""
+        member = self.tasks[task]
+        return e.ShardLost(member.shards[0]) if member.shards else e.TaskLoss(task, member.is_silent)
 
     def _silence(self, member: Member, now: float) -> float:
         """Seconds since a member's last answer; 0 if so many that nobody can have asked lately."""

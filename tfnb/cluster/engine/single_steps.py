@@ -83,6 +83,11 @@ class SingleSteps:
         """Register a write of Variables: a waiting step that has read one of them raises Aborted."""
         self._written.update(keys)
 
+    @property
+    def rounds(self) -> frozenset[int]:
+        """The rounds in progress."""
+        return frozenset(self._rounds)
+
     def number(self) -> int:
         """Reserve the number of a round that another driver runs, until the round has `ended`."""
         number = next(self._numbers)

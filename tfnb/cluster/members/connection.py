@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dask.utils import parse_bytes
 from distributed import Client
@@ -20,6 +20,10 @@ from distributed import Client
 from tfnb.errors import InvalidArgument
 
 SAID_AFTER = 2.0  # seconds
+Servers = int | Literal["stages"]
+"""How many parameter servers, or one at each task for the Variables of its stage of a pipeline."""
+STAGES = "stages"
+TOO_FEW = "with ps='stages' each task is a stage of a pipeline and the server of its Variables, and a pipeline has two"
 
 
 class ConnectProgress:
@@ -54,17 +58,23 @@ class ConnectProgress:
 
 
 class Requirements(NamedTuple):
-    """The workers for `connect`: the number of servers, the number to wait for, and the resources of each worker."""
+    """The workers for `connect`: the servers, the number of workers to wait for, and the resources of each worker."""
 
-    ps: int | None = None  # one in four
-    workers: int | None = None  # servers and one compute task
+    ps: Servers | None = None  # one in four
+    workers: int | None = None  # servers and one compute task; of stages two
     resources: Mapping[str, float] = MappingProxyType({})
 
     def check(self) -> None:
         """Raise InvalidArgument for an invalid number of workers, or invalid resources."""
-        for name, count, what in (("ps", self.ps, "parameter servers"), ("workers", self.workers, "workers")):
-            if count is not None and (type(count) is not int or count < 1):
-                raise InvalidArgument(f"{name}={count!r}: the number of {what} is an integer from 1")
+        if self.ps is not None and not self.is_staged and (type(self.ps) is not int or self.ps < 1):
+            raise InvalidArgument(
+                f"ps={self.ps!r}: the number of parameter servers is an integer from 1; ps='stages' makes each task "
+                "the server of its stage of a pipeline"
+            )
+        if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
+            raise InvalidArgument(f"workers={self.workers!r}: the number of workers is an integer from 1")
+        if self.is_staged and self.workers == 1:
+            raise InvalidArgument(f"workers=1: {TOO_FEW}")
         if not isinstance(self.resources, Mapping) or not all(
             isinstance(name, str) and type(amount) in (int, float) and amount > 0
             for name, amount in self.resources.items()
@@ -74,13 +84,21 @@ class Requirements(NamedTuple):
             )
 
     @property
+    def is_staged(self) -> bool:
+        """Whether each task is a parameter server, too."""
+        return self.ps == STAGES
+
+    @property
     def least(self) -> int:
         """Workers that are waited for.
 
         >>> Requirements().least, Requirements(ps=2).least, Requirements(ps=2, workers=2).least
         (1, 3, 2)
+        >>> Requirements(ps="stages").least
+        2
         """
-        return self.workers or (self.ps or 0) + 1
+        servers = 1 if isinstance(self.ps, str) else self.ps or 0
+        return self.workers or servers + 1
 
     def takes(self, facts: Mapping[str, Any]) -> bool:
         """Whether a worker has the resources.

@@ -28,7 +28,16 @@ from distributed.utils import silence_logging_cmgr
 
 from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.adapting import Adapting
-from tfnb.cluster.members.connection import AS_EVER, ConnectProgress, DaskCluster, LocalWorkers, Requirements
+from tfnb.cluster.members.connection import (
+    AS_EVER,
+    STAGES,
+    TOO_FEW,
+    ConnectProgress,
+    DaskCluster,
+    LocalWorkers,
+    Requirements,
+    Servers,
+)
 from tfnb.cluster.members.registered import Registration
 from tfnb.cluster.tasks.task import TaskActor, versions
 from tfnb.cluster.wire.messages import Failure, Ok, Outcome, Peer, raised
@@ -248,13 +257,18 @@ def _quietly(thing: Any) -> None:
 
 
 def local(tasks: int, wanted: Requirements, timeout: float, started: LocalWorkers = AS_EVER) -> DaskCluster:
-    """A cluster of processes on this machine: ``tasks`` compute tasks and ``wanted.ps`` servers, default one."""
+    """A cluster of processes on this machine: ``tasks`` compute tasks and ``wanted.ps`` servers, default one.
+
+    With ``ps="stages"`` the tasks are the servers.
+    """
     if tasks < 1:
         raise InvalidArgument(f"connect({tasks}): at least one compute task is needed")
     if wanted.workers is not None:
         raise InvalidArgument(f"workers={wanted.workers}: connect({tasks}) starts its own; others are waited for")
-    ps = 1 if wanted.ps is None else wanted.ps
-    wanted = wanted._replace(ps=ps, workers=tasks + ps)
+    if wanted.is_staged and tasks < 2:
+        raise InvalidArgument(f"connect({tasks}): {TOO_FEW}")
+    ps: Servers = 1 if wanted.ps is None else wanted.ps
+    wanted = wanted._replace(ps=ps, workers=tasks if isinstance(ps, str) else tasks + ps)
     begin = time.monotonic()
     cluster = _Local.__new__(_Local)  # so that its scheduler is seen while workers start
     progress = ConnectProgress()
@@ -347,17 +361,25 @@ class Roles(NamedTuple):
         return tuple(range(server, self.shards, self.servers))
 
 
-def roles(workers: int, ps: int | None) -> Roles:
+def roles(workers: int, ps: Servers | None) -> Roles:
     """Assign roles to workers. If the requested servers would leave no compute task, half of the workers hold all
     shards.
 
-    A single worker is a task and a server at once.
+    A single worker is a task and a server at once; so is each one with ``ps="stages"``. Raises InvalidArgument if that
+    makes a single stage.
 
     >>> [roles(n, None).servers for n in (1, 2, 3, 4, 8, 12)], roles(3, 2)
     ([1, 1, 1, 1, 2, 3], Roles(tasks=1, servers=2, shards=2))
     >>> roles(4, 16), roles(1, 4)
     (Roles(tasks=2, servers=2, shards=16), Roles(tasks=1, servers=1, shards=4))
+    >>> roles(4, "stages")
+    Roles(tasks=4, servers=4, shards=4)
     """
+    if ps == STAGES:
+        if workers < 2:
+            raise InvalidArgument(f"the Dask cluster has one worker: {TOO_FEW}. Start another one")
+        return Roles(workers, workers, workers)
+    assert not isinstance(ps, str)
     ps = max(1, workers // 4) if ps is None else ps
     servers = ps if ps < workers else max(1, workers // 2)
     return Roles(max(1, workers - servers), servers, ps)

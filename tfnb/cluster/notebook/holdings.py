@@ -91,6 +91,10 @@ class Holdings:
         self.homes[variable.key] = pieces
         self.same(variable)
 
+    def move(self, variable: Variable, pieces: tuple[Piece, ...]) -> None:
+        """Register other pieces of a Variable; its local storage is as current or stale as before."""
+        self.homes[variable.key] = pieces
+
     def same(self, variable: Variable) -> None:
         """Mark a Variable's local storage as equal to the servers' value."""
         self._prints[variable.key] = Print.of(variable.kept)

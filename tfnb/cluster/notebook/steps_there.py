@@ -17,12 +17,14 @@ import torch
 from distributed import Client
 
 from tfnb.cluster.engine.engine import Engine
+from tfnb.cluster.engine.lent_windows import may_be_lent
 from tfnb.cluster.engine.members import MODES, Ahead, Mode, StepFeeds
 from tfnb.cluster.engine.sources import NONE, drawn_from
 from tfnb.cluster.engine.step_record import StepRecord
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes.joins import join, joins
 from tfnb.cluster.modes.leases import Offer
+from tfnb.cluster.modes.windows import BYTES, WindowSizes
 from tfnb.cluster.notebook import divided_rows
 from tfnb.cluster.notebook.collections import head, read
 from tfnb.cluster.notebook.queue_homes import QueueHomes
@@ -44,9 +46,11 @@ from tfnb.errors import (
 )
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.execution.tracing.trace import Trace
+from tfnb.graph import Graph
 from tfnb.passes import StepGraph
 from tfnb.passes.flow.row_weights import WeighedStep, weighed
 from tfnb.placement.partition import split
+from tfnb.placement.placement import Homes
 from tfnb.placement.requests import asked, ensure_on_servers, ensure_stages, numbers_of, tasks_of
 from tfnb.placement.row_guards import RowGuards
 from tfnb.recording.marks.notes import user_level
@@ -59,6 +63,7 @@ See = Callable[[Sequence[Any]], None]
 KEPT = 64  # placed programs
 _LATE = "a watched value depends on averaged gradients, or on the state after the step"
 STANDS = StepGroup(0, ())  # tells that tasks stand still
+_END: Any = object()  # of batches
 AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
 
 
@@ -90,17 +95,60 @@ def batches(
         yield StepFeeds(tuple(tensors), run_index, count or None, cut, number)
 
 
+class PeekedBatches:
+    """Batches that are drawn a window at a time."""
+
+    def __init__(self, batches: Iterator[StepFeeds | None]) -> None:
+        self._batches, self._ahead = batches, list[StepFeeds | None]()
+        self._error: Exception | None = None  # of the next batch
+
+    def window(self, most: int, is_written: Callable[[], bool]) -> list[StepFeeds] | None:
+        """The next batches, at least one; none where tasks are to stand still, None at the end.
+
+        is_written: whether drawing a batch wrote a Variable: earlier batches do not see that.
+        """
+        found: list[StepFeeds] = []
+        nbytes = 0
+        while len(found) < most:
+            batch = self._ahead.pop() if self._ahead else self._drawn(bool(found))
+            if batch is _END:
+                return found or None
+            nbytes += 0 if batch is None else envelope.size(batch.tensors)
+            if found and (batch is None or nbytes > BYTES or is_written()):
+                self._ahead.append(batch)
+                return found
+            if batch is None:
+                return []
+            found.append(batch)
+        return found
+
+    def _drawn(self, is_later: bool) -> Any:
+        """The next batch. Raises what drawing one raised, but not before earlier batches of a window are taken."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return next(self._batches, _END)
+        except Exception as error:
+            if not is_later:
+                raise
+            self._error = error
+            return _END
+
+
 class Steps:
-    """Places steps on the tasks and servers, with the Variables that they need, and takes them."""
+    """Places steps on the tasks and servers, with the Variables that they need, and takes them.
+
+    is_staged: whether each task is the server of its stage of a pipeline.
+    """
 
     def __init__(
-        self, client: Client, engine: Engine, waiting: EventLoopWaiter, variables: VariablesThere, queues: QueueHomes
-    ) -> None:
+        self, client: Client, engine: Engine, waiting: EventLoopWaiter, variables: VariablesThere, queues: QueueHomes,
+        *, is_staged: bool = False,
+    ) -> None:  # fmt: skip
+        self._is_staged = is_staged
         self._client, self._engine, self._waiting = client, engine, waiting
         self._variables, self._queues = variables, queues
-        self._placed: OrderedDict[tuple[int, bool, bool, str, bool], tuple[weakref.ref[StepGraph], PlacedStep]] = (
-            OrderedDict()
-        )
+        self._placed: OrderedDict[tuple[Any, ...], tuple[weakref.ref[StepGraph], PlacedStep]] = OrderedDict()
         self.placing = threading.RLock()  # while it is held Variables stay where they are
 
     def forget(self) -> None:
@@ -232,7 +280,7 @@ class Steps:
         self, step: StepGraph, source: Ahead | Iterable[StepFeeds | None], *, mode: Mode | str = "sync",
         timeout: float | None = None, one_by_one: str = "", changes: Callable[[], Mode | None] = lambda: None,
         check: bool = False, see: See | None = None, compile: Compile = "off", exact: bool | None = False,
-        applied: AppliedSteps = NONE, seen: SeenSteps | None = None,
+        applied: AppliedSteps = NONE, seen: SeenSteps | None = None, graph: Graph | None = None,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields the fetched values of steps that are applied, in groups.
 
@@ -246,6 +294,8 @@ class Steps:
         numbers. ``check``, ``compile``: as of `run`. ``see``, too: then tasks do not divide the rows of a step.
         A step whose nodes ask for several tasks is taken in parts, one step after the other, whatever the mode.
         pipeline: such a step over microbatches, which each of its tasks, a stage, takes in the order of the schedule.
+        ``graph``: whose step it is; with ``ps="stages"`` its first pipeline moves Variables to the tasks of their
+        stages.
         ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
         warn where they are not.
 
@@ -262,7 +312,9 @@ class Steps:
         end = None if timeout is None else time.monotonic() + timeout
         if how.is_pipeline:
             ensure_stages(asked(step.graph.nodes))
-        placed, why = self._placed_for(step, how, see, check, compile, one_by_one)
+        placed, why = self._placed_for(
+            step, how, see, check, compile, one_by_one, step.whole if graph is None else graph
+        )
         is_stepwise = why or not placed.writes
         tasks = sum(member.is_there for member in self._engine.places.values())
         is_joint = how.is_joint
@@ -277,7 +329,11 @@ class Steps:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
         steps = (
-            self._stepwise(step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline)
+            self._in_windows(step, placed, source, end, applied, seen)
+            if how.is_pipeline and not see and not one_by_one and may_be_lent(placed)
+            else self._stepwise(
+                step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline
+            )
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
         )
@@ -312,10 +368,12 @@ class Steps:
                     self._show()
 
     def _placed_for(
-        self, step: StepGraph, how: Mode, see: See | None, check: bool, compile: Compile, one_by_one: str
+        self, step: StepGraph, how: Mode, see: See | None, check: bool, compile: Compile, one_by_one: str, graph: Graph
     ) -> tuple[PlacedStep, str]:
         """The plans of a training, and why its steps are taken one after the other; warns where that was not asked."""
-        placed = self.place(step, parallel=see is None and not how.is_pipeline, check=check, compile=compile)
+        staged = graph if how.is_pipeline and self._is_staged else None
+        parallel = see is None and not how.is_pipeline
+        placed = self.place(step, parallel=parallel, check=check, compile=compile, staged=staged)
         is_cut = bool(placed.parts) or how.is_pipeline
         undivided = placed.undivided or ""
         one_by_one = "a breakpoint is set" if see is not None else one_by_one
@@ -398,12 +456,7 @@ class Steps:
         """Drive every step from the notebook, if tasks' loops cannot. is_whole: no task divides rows."""
         copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
 
-        def now() -> AppliedSteps:
-            while later and later[0][0] <= self._variables.pulled_step:
-                copied.add([later.popleft()[1]])
-            return copied.copy()
-
-        seen.now = now
+        seen.now = partial(_now, copied, later, lambda: self._variables.pulled_step)
         self._variables.send_for_step(step.variables)
         if isinstance(source, Ahead):
             source = self._drawn(step, source, applied)
@@ -421,6 +474,44 @@ class Steps:
             parts = [_picked(placed.fetched, part) for part in values]
             joined = [join(each, parts, at, rows_of) for at, each in enumerate(placed.joins)]
             yield of_one(joined, batch.number)
+
+    def _in_windows(
+        self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], end: float | None,
+        applied: AppliedSteps, seen: SeenSteps,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
+        """Lend windows of steps to the stages of a pipeline that hold their Variables."""
+        copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
+        seen.now = partial(_now, copied, later, lambda: self._variables.pulled_step)
+        if isinstance(source, Ahead):
+            source = self._drawn(step, source, applied)
+        drawn, sizes = PeekedBatches(iter(source)), WindowSizes()
+        self._variables.send_for_step(step.variables)
+        while (batches := drawn.window(sizes.next, lambda: self._is_written(step))) is not None:
+            if not batches:
+                self._show()
+                yield STANDS
+                self._variables.send_for_step(step.variables)
+                continue
+            left, begin, run = self._left(end), time.monotonic(), self._engine.windows.run
+            self._variables.send_for_step(step.variables, thorough=False)
+            self._variables.outdated(step)
+            patience = None if left is None else left + SETTLE
+            found = self._waiting.do("training", patience, run, placed, batches, left, partial(_append, later))
+            sizes.took(len(batches), time.monotonic() - begin)
+            if found.values:
+                columns = zip(*(_picked(placed.fetched, values) for values in found.values), strict=True)
+                stacked = [
+                    None if any(value is None for value in column) else torch.stack(column) for column in columns
+                ]
+                numbers = [batch.number for batch in batches[: len(found.values)]]
+                yield StepGroup(len(found.values), stacked, numbers)
+            if isinstance(found.error, NonFinite):
+                raise self._located(found.error, step, replace(batches[found.steps], rows=None), left)
+            if found.error is not None:
+                raise found.error
+
+    def _is_written(self, step: StepGraph) -> bool:
+        return bool(self._variables.held.written(step.variables, thorough=False))
 
     def _left(self, end: float | None) -> float | None:
         """Seconds until ``end``; raises DeadlineExceeded when ``end`` is past."""
@@ -492,21 +583,26 @@ class Steps:
             raise self._waiting.explained(error)
 
     def place(
-        self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off", is_cut: bool = True
+        self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off", is_cut: bool = True,
+        staged: Graph | None = None,
     ) -> PlacedStep:  # fmt: skip
-        """The plans of a step, with its variables on the servers. is_cut: whether requests for tasks are met."""
+        """The plans of a step, with its variables on the servers. is_cut: whether requests for tasks are met.
+
+        staged: the graph of a pipeline whose Variables lie at the tasks of their stages.
+        """
         with self.placing:
             self._variables.drop_gone()
-            key, strays = (id(step), parallel, check, compile, is_cut), self._variables.strays(step)
+            key = id(step), parallel, check, compile, is_cut, staged is not None
+            strays = self._variables.strays(step)
             known = self._placed.get(key)
             if known is None or known[0]() is not step or strays:
                 names = list(dict.fromkeys(member.name for member in self._engine.tasks))
                 found = asked(step.graph.nodes)
                 tasks = tasks_of(found, names, len(self._engine.shards)) if is_cut else ()
-                homes = self._variables.homes_of(step)  # once: what the servers hold may change at any instant
-                parallel = parallel and len(tasks) < 2
-                about = weighed(step) if parallel else WeighedStep(step)
-                cut = split(about.step, homes, parallel=parallel, tasks=tasks, weigh=about.of)
+                homes = self._homes(step, names, staged)  # once: what the servers hold may change at any instant
+                divides, is_staged = parallel and len(tasks) < 2, staged is not None
+                about = weighed(step) if divides else WeighedStep(step)
+                cut = split(about.step, homes, parallel=divides, tasks=tasks, is_staged=is_staged, weigh=about.of)
                 ensure_on_servers(found, cut.placement.devices, cut.undivided)
                 placed = place(cut, check=check, compile=compile)
                 placed = replace(placed, guards=RowGuards.of(step), joins=joins(about))
@@ -519,6 +615,16 @@ class Steps:
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
             return known[1]
+
+    def _homes(self, step: StepGraph, tasks: Sequence[str], staged: Graph | None) -> Homes:
+        """The homes of a step's Variables; where some moved to their stages, nothing is known of their old places."""
+        if staged is None:
+            return self._variables.homes_of(step)
+        before = dict(self._variables.held.homes)
+        homes = self._variables.homes_of_stages(step, numbers_of(tasks), staged)
+        if before != self._variables.held.homes:
+            self._placed.clear()
+        return homes
 
     def _show(self) -> None:
         """Send local writes and pull at the end of a training; local writes to outdated copies stay."""
@@ -550,6 +656,13 @@ def _ensure_summed(placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[s
     if why:
         raise Unimplemented(f"mode='allreduce' takes no such step: {why}. Use mode='sync'")
     return found
+
+
+def _now(copied: AppliedSteps, later: deque[tuple[int, int]], pulled: Callable[[], int]) -> AppliedSteps:
+    """The steps that the last pull shows."""
+    while later and later[0][0] <= pulled():
+        copied.add([later.popleft()[1]])
+    return copied.copy()
 
 
 def _append(later: deque[tuple[int, int]], number: int, step: int) -> None:

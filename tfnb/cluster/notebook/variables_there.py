@@ -6,7 +6,9 @@ A Variable moves when a step uses it for the first time. What is written here by
 
 from __future__ import annotations
 
+import itertools
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -20,13 +22,15 @@ from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.recovery_copies import RecoveryCopies
 from tfnb.cluster.notebook.state_dicts import Hooks
 from tfnb.cluster.queues.contents_there import Copies
-from tfnb.errors import Aborted, FailedPrecondition, TfnbError
-from tfnb.graph import Variable, lazy_memory
+from tfnb.cluster.wire.messages import Ask
+from tfnb.errors import Aborted, FailedPrecondition, InvalidArgument, TfnbError
+from tfnb.graph import Graph, Variable, lazy_memory
 from tfnb.graph.queue import Queue
 from tfnb.passes import StepGraph
 from tfnb.placement.placement import Homes, Piece, read_from
 from tfnb.placement.requests import shards_asked
 from tfnb.placement.shards import pack, together
+from tfnb.placement.stage_homes import moves, stage_shards
 
 REFRESH = 2.0  # seconds between two pulls during a fit, at least, and between two copies
 STILL = 0.05  # of the time, at most, that training stands still for them
@@ -61,6 +65,10 @@ class VariablesThere:
         self.training: list[frozenset[Variable]] = []  # what each training in progress writes
         self._due = time.monotonic() + REFRESH  # when they are to be pulled again
         self._unseen: set[str] = set()  # folders of which was said that servers do not see them
+        self._moves = itertools.count(1)
+        self._stage_of: weakref.WeakKeyDictionary[Variable, tuple[int, weakref.ref[Graph]]] = (
+            weakref.WeakKeyDictionary()
+        )  # by the pipeline that a graph trained
 
     def outdated(self, step: StepGraph) -> None:
         """A step writes its Variables there: the storages here are old."""
@@ -68,9 +76,71 @@ class VariablesThere:
 
     def homes_of(self, step: StepGraph) -> dict[str, tuple[Piece, ...]]:
         """The homes of a step's Variables: present ones, and new ones for Variables not on servers yet."""
+        return self._homes(step, {})
+
+    def _homes(self, step: StepGraph, stages: Mapping[Variable, int]) -> dict[str, tuple[Piece, ...]]:
         held, groups, count = self.held.homes, together(step.graph), len(self.engine.shards)
-        asked = shards_asked(step.graph.nodes, groups, held, count)
+        asked = {**stages, **shards_asked(step.graph.nodes, groups, held, count)}
         return {**held, **pack(groups, held, self.held.loads(count), step.whole, asked)}
+
+    def homes_of_stages(self, step: StepGraph, tasks: Collection[int], graph: Graph) -> dict[str, tuple[Piece, ...]]:
+        """The homes of the Variables of a pipeline whose tasks are servers: those of its stages, where they move.
+
+        graph: of the step. It fixes the stage of its Variables. Raises InvalidArgument naming one whose stage another
+        graph has fixed elsewhere, and FailedPrecondition for one that another training writes.
+        """
+        groups = together(step.graph)
+        asked = shards_asked(step.graph.nodes, groups, {}, len(self.engine.shards))  # requests of the user stand
+        wanted = {**stage_shards(step, groups, tasks), **asked}
+        for variable, shard in wanted.items():
+            fixed, owner = self._stage_of.get(variable, (shard, None))
+            other = None if owner is None else owner()
+            if fixed != shard and other is not None and other is not graph:
+                raise InvalidArgument(
+                    f"variable {variable.name} lies at task:{fixed}, where a pipeline of graph {other.name} trains it, "
+                    f"and graph {graph.name} has it in the stage of task:{shard}: place its stages alike, or connect "
+                    "again to train this graph only"
+                )
+        self._rehome(wanted)
+        self._stage_of.update({variable: (shard, weakref.ref(graph)) for variable, shard in wanted.items()})
+        return self._homes(step, wanted)
+
+    def _rehome(self, wanted: Mapping[Variable, int]) -> None:
+        """Move Variables that do not lie whole on the wanted shards. Raises FailedPrecondition."""
+        lies = {variable.key: [piece.shard for piece in self.held.homes[variable.key]] for variable in wanted
+                if variable in self.held}  # fmt: skip
+        moved = moves(wanted, lies)
+        for variable in moved:
+            if any(variable in written for written in self.training):
+                raise FailedPrecondition(
+                    f"variable {variable.name} is to move to task:{wanted[variable]}, the stage of this pipeline, and "
+                    "another training writes it: wait for that one"
+                )
+        if moved:
+            homes = {v.key: (Piece(wanted[v], f"{v.key}@{wanted[v]}.{next(self._moves)}"),) for v in moved}
+            self.do("moving variables to their stages", None, self._moved, moved, homes)
+
+    async def _moved(self, variables: Sequence[Variable], homes: Homes) -> None:
+        """Move Variables from shard to shard, all or none, between two steps; keys on their servers are new ones.
+
+        Tasks keep copies by key and version, and versions are of a server.
+        """
+        async with self.engine.single.turn:
+            old: dict[int, list[str]] = {}
+            for variable in variables:
+                for piece in self.held.homes[variable.key]:
+                    old.setdefault(piece.shard, []).append(piece.key)
+            found: dict[str, torch.Tensor] = {}
+            asks = [Ask(shard, "pull", {"keys": keys}) for shard, keys in old.items()]
+            for ask, answer in zip(asks, await self.engine.insist_on(asks), strict=True):
+                found.update(zip(ask.meta["keys"], answer.tensors, strict=True))
+            values = {v.key: _joined(self.held.homes[v.key], found) for v in variables}
+            self.engine.single.wrote(values)
+            await self._create(variables, homes, values)
+            for variable in variables:
+                self.held.move(variable, homes[variable.key])
+                variable.home = RemoteHome(self, [piece.shard for piece in homes[variable.key]])
+            await self.engine.insist_on([Ask(shard, "drop", {"keys": keys}) for shard, keys in old.items()])
 
     def strays(self, step: StepGraph) -> list[Variable]:
         """The variables of a step that are still at home."""
@@ -88,19 +158,24 @@ class VariablesThere:
     async def _move(self, variables: Sequence[Variable], homes: Homes) -> None:
         """Move all Variables to servers, or none: if a server has no room, the pieces created before are dropped."""
         variables = [variable for variable in variables if variable not in self.held]
-        made: dict[int, list[str]] = {}
-        try:
-            for is_trained in (True, False):  # what tasks do not read lies in other slabs
-                for shard, values in _on_shards([v for v in variables if v.trainable is is_trained], homes).items():
-                    await self.engine.create(shard, values)
-                    made.setdefault(shard, []).extend(values)
-        except TfnbError:
-            if self.engine.lost is None:
-                await self.engine.drop(made)
-            raise
+        await self._create(variables, homes, {variable.key: variable.kept.cpu() for variable in variables})
         for variable in variables:
             self.held.adopt(variable, homes[variable.key])
             variable.home = RemoteHome(self, [piece.shard for piece in homes[variable.key]])
+
+    async def _create(self, variables: Sequence[Variable], homes: Homes, values: Mapping[str, torch.Tensor]) -> None:
+        """Create the pieces of Variables on servers, all or none. values: of the Variables, by key."""
+        made: dict[int, list[str]] = {}
+        try:
+            for is_trained in (True, False):  # what tasks do not read lies in other slabs
+                some = [variable for variable in variables if variable.trainable is is_trained]
+                for shard, pieces in _on_shards(some, homes, values).items():
+                    await self.engine.create(shard, pieces)
+                    made.setdefault(shard, []).extend(pieces)
+        except TfnbError:
+            if self.engine.lost is None:
+                await self.engine.insist_on([Ask(shard, "drop", {"keys": keys}) for shard, keys in made.items()])
+            raise
 
     def drop_gone(self) -> None:
         """Variables that nobody can reach, of a cell that was recorded again, are dropped on the servers too."""
@@ -135,7 +210,8 @@ class VariablesThere:
             self.do("sending what was written here", None, self._sent, written)
 
     async def _sent(self, variables: Sequence[Variable]) -> None:
-        await self.engine.assign(_on_shards(variables, self.held.homes), [variable.key for variable in variables])
+        values = {variable.key: variable.kept.cpu() for variable in variables}
+        await self.engine.assign(_on_shards(variables, self.held.homes, values), list(values))
         for variable in variables:
             self.held.same(variable)
             self._sent_at[variable.key] = time.monotonic()
@@ -365,13 +441,14 @@ def _mark(variable: Variable) -> tuple[int, int, int]:
     return storage.data_ptr(), 0 if storage.is_inference() else storage._version, variable.version
 
 
-def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[str, torch.Tensor]]:
-    """The local values of Variables, in pieces, by shard."""
+def _on_shards(
+    variables: Iterable[Variable], homes: Homes, values: Mapping[str, torch.Tensor]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """The values of Variables, in pieces, by shard."""
     found: dict[int, dict[str, torch.Tensor]] = {}
     for variable in variables:
-        value = variable.kept.cpu()
         for piece in homes[variable.key]:
-            found.setdefault(piece.shard, {})[piece.key] = piece.of(value)
+            found.setdefault(piece.shard, {})[piece.key] = piece.of(values[variable.key])
     return found
 
 

@@ -43,6 +43,7 @@ from tfnb.passes.flow.cut import ELSEWHERE, Kind, Part
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.step_flow import CutOptions, StepFlow, in_parts, optimized_step
 from tfnb.placement.partition import Split
+from tfnb.placement.placement import Homes
 
 
 class SentValue(NamedTuple):
@@ -85,7 +86,8 @@ def part_plans(
         mine = {**facts, "part": part.place.number, "pushes": pushes}
         plan = plan_of(step.graph, outputs, split.feeds, mine, constants - _tensors_in(part))
         kinds = tuple(None if kind is None else int(kind) for kind in found.kinds(part))
-        plans.append(PartPlan(part.place.number, plan, kinds))
+        shards = _read_by(part, split.placement.homes) | {push["shard"] for push in pushes}
+        plans.append(PartPlan(part.place.number, plan, kinds, shards))
     position = {part.place: at for at, part in enumerate(found.parts)}
     return tuple(plans), {shard: (position[place],) for shard, place in sender.items()}
 
@@ -125,6 +127,13 @@ def _push(
         "at": [at[each.value, place] for each in mine], "rows": [each.rows for each in mine],
         "grads": [each.gradient for each in mine], "weights": [],  # of one part that has all rows
     }  # fmt: skip
+
+
+def _read_by(part: Part, homes: Homes) -> frozenset[int]:
+    """The shards that a part reads."""
+    nodes = [op.node for op in part.flow.ops if op.node is not None and op.kind != ELSEWHERE]
+    read = [node.attrs["variable"] for node in nodes if node.op == "tfnb.read"]
+    return frozenset(piece.shard for variable in read for piece in homes[variable.key])
 
 
 def _tensors_in(part: Part) -> set[int]:

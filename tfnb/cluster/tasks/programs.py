@@ -64,12 +64,14 @@ class Plan:
 class PartPlan:
     """The plan of the part of a step that one task does.
 
-    feeds: of each feed how much it wants, see `tfnb.passes.flow.cut.Kind`; None: nothing.
+    feeds: of each feed how much it wants, see `tfnb.passes.flow.cut.Kind`; None: nothing. shards: that it reads, or
+    sends to.
     """
 
     task: int
     plan: Plan
     feeds: tuple[int | None, ...]
+    shards: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +49,7 @@ from tfnb.cluster.tasks.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.tasks.reading import Reader
 from tfnb.cluster.tasks.shard_writes import ShardWrites
 from tfnb.cluster.tasks.step_notes import ShardCall, StepNotes, arrivals
+from tfnb.cluster.tasks.step_windows import StageWindow, missed
 from tfnb.cluster.tasks.task_loops import Loops
 from tfnb.cluster.wire import asking, envelope
 from tfnb.cluster.wire.messages import (
@@ -66,7 +66,7 @@ from tfnb.cluster.wire.messages import (
 )
 from tfnb.cluster.wire.streams import Streams, host_of
 from tfnb.cluster.wire.transport import outcome_header, read_request, worker_link, write_outcome
-from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, StepAborted, TfnbError, Unavailable
+from tfnb.errors import InvalidArgument, NonFiniteGradient, ParameterServerLost, StepAborted, Unavailable
 from tfnb.execution import heap
 from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.tiers.tiered import limit_copies
@@ -126,6 +126,7 @@ class ClusterTask:
         self._sending: set[asyncio.Future[None]] = set()
         self.shards: list[Peer] = []  # the task that holds each of them
         self.link = worker_link(worker, envelope.BUDGET)
+        self.link.own = self.incarnation, self._answer_own
         self.plans: OrderedDict[str, ComputeProgram] = OrderedDict()
         self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
         self.steps: dict[int, asyncio.Task[Answer]] = {}  # by round
@@ -150,8 +151,8 @@ class ClusterTask:
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "reset": self._reset, "quit": self._quit, "stream": self._open_stream,
-            "waits": self._waits, "code": self._code, "trace": self._trace, "deliver": self.exchange.deliver,
-            "write_shards": self.writes.on,
+            "run_window": self._run_window, "waits": self._waits, "code": self._code, "trace": self._trace,
+            "deliver": self.exchange.deliver, "write_shards": self.writes.on,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
             **dict.fromkeys(HeldCopies.METHODS, self.copies.on),
         }  # fmt: skip
@@ -184,6 +185,13 @@ class ClusterTask:
             raise
         except BaseException as error:  # also SystemExit: it must not end the worker
             return write_outcome(failed(error, self.name), envelope.BUDGET)
+
+    async def _answer_own(self, request: Request) -> Answer:
+        """Answer a call of this task to a shard in its own process."""
+        try:
+            return await self._answer(request)
+        except Exception as error:  # as data, as from another process
+            return failed(error, self.name)
 
     async def _answer(self, request: Request) -> Answer:
         match request.method:
@@ -330,11 +338,14 @@ class ClusterTask:
         """End a round, and all up to ``floor`` (by default the round itself); answers when the threads have left them.
 
         The answer has their pending waits. Servers drop staged parts; ``lost`` servers are not asked any more.
+        ``window``: how many rounds from this one on.
         """
         ended = int(request.meta["round"])
+        rounds = range(ended, ended + int(request.meta.get("window", 1)))
         self.floor = floor = max(self.floor, int(request.meta.get("floor", ended)))
-        self.over = {number for number in {*self.over, ended} if number > floor}
-        self.exchange.abort(ended, floor, StepAborted(f"round {ended} was cancelled"))
+        self.over = {number for number in {*self.over, *rounds} if number > floor}
+        for number in rounds:
+            self.exchange.abort(number, floor, StepAborted(f"round {number} was cancelled"))
         for number, step in list(self.steps.items()):
             if number <= floor or number == ended:
                 step.cancel()
@@ -346,6 +357,26 @@ class ClusterTask:
         for shard in request.meta.get("lost", ()):
             self.queues.lose(int(shard), ParameterServerLost(f"server {shard} was lost"))
         return Ok({"waits": [wait for waits in await asyncio.gather(*stopping) for wait in waits]})
+
+    async def _run_window(self, request: Request) -> Answer:
+        """Take a window of steps of a part; answers when this stage has left it, with the steps that it computed."""
+        number, meta = int(request.meta["round"]), request.meta
+        if number <= self.floor or number in self.over:
+            return Refusal("stale", f"round {number} is over")
+        program = self.plans.get(str(meta["plan"]))
+        if not isinstance(program, PartProgram):
+            return Refusal("unknown-plan", str(meta["plan"]))
+        self.plans.move_to_end(str(meta["plan"]))
+        self.exchange.arrivals = None
+        window = StageWindow(self.exchange, self._ask_here, program, _peers(meta), meta, request.tensors)
+        await self.waiting.work(number, window.take)
+        return window.answer
+
+    def _ask_here(self, ask: Ask, reply: Callable[[Answer], None]) -> None:
+        """Ask a shard in this process, from any thread."""
+        meta = {**ask.meta, "shard": ask.shard}
+        op = ask.op or self.link.op()
+        self._served().ask(Request(ask.method, op, self.epoch, self.incarnation, meta, ask.tensors), reply)
 
     async def _reset(self, request: Request) -> Answer:
         """End every round and loop, and drop data and copies of values; answers when nothing of them runs.
@@ -442,8 +473,7 @@ class ClusterTask:
         except NotDone as ended:
             return ended.outcome  # type: ignore[return-value]  # see `_passed_on`
         except Exception as error:
-            cause = error if isinstance(error, TfnbError) else None
-            return _missed(failed(error, self.name), cause)
+            return missed(failed(error, self.name), error)
         finally:
             if "parts" in meta:
                 self.exchange.end(number, sys.exception())
@@ -458,17 +488,20 @@ class ClusterTask:
     async def _pull(self, program: ComputeProgram, notes: StepNotes | None = None) -> dict[str, torch.Tensor]:
         """Values of all Variables that the program reads: one call for each process, and bytes only for changed
         values.
+
+        Those in this process are read where they lie, and not kept: a generation that nobody reads is written in place.
         """
-        asks, reads = [], program.reads
-        for shard, keys in reads.items():
-            held = [self.cache.get(key, (-1, None))[0] for key in keys]
+        asks, found = [], dict[str, torch.Tensor]()
+        for shard, keys in program.reads.items():
+            held = [-1 if shard in self.cores else self.cache.get(key, (-1, None))[0] for key in keys]
             asks.append(Ask(shard, "pull", {"keys": keys, "since": held}))
         for ask, answer in zip(asks, await self.ask(asks, notes), strict=True):
             fresh = iter(answer.tensors)
             for key, old, version in zip(ask.meta["keys"], ask.meta["since"], answer.meta["versions"], strict=True):
-                if old != version:
-                    self.cache[key] = (version, next(fresh))
-        return {key: self.cache[key][1] for keys in reads.values() for key in keys}
+                found[key] = next(fresh) if old != version else self.cache[key][1]
+                if ask.shard not in self.cores:
+                    self.cache[key] = (version, found[key])
+        return found
 
     async def _look_up(
         self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int, notes: StepNotes | None
@@ -615,15 +648,6 @@ def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failure | Refusal:
 def _peers(meta: Mapping[str, Any]) -> dict[int, Peer]:
     """The task of each part of a step."""
     return {int(number): Peer(str(a), str(k), int(i)) for number, (a, k, i) in meta["parts"].items()}
-
-
-def _missed(answer: Failure, error: TfnbError | None) -> Failure:
-    """The failure of a part; if caused by a lost connection, marked for the notebook to find out whether a task is
-    lost.
-    """
-    if isinstance(error, Unavailable) and error.peers:
-        return replace(answer, details={"missed": True, "peer": error.peers[0]})
-    return answer
 
 
 def _tensors(out: Sequence[Any]) -> list[torch.Tensor]:

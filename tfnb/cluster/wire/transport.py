@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -105,7 +105,11 @@ def allowance(method: str, nbytes: int, seen: Sequence[float] = ()) -> float:
 
 
 class Link:
-    """The calling side of one process, bound to its event loop. ``pool`` is Dask's connection pool."""
+    """The calling side of one process, bound to its event loop. ``pool`` is Dask's connection pool.
+
+    ``own``: the incarnation of the task in this process, and what answers calls to that one without a message: tensors
+    go and come as they are.
+    """
 
     def __init__(self, pool: Any, *, budget: int = envelope.BUDGET) -> None:
         self.pool, self.budget = pool, budget
@@ -114,6 +118,7 @@ class Link:
         self.scheduler: Any = None  # set: calls go through the scheduler, for workers that cannot be reached
         self.latencies: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=128))
         self.heard: dict[str, float] = {}  # when each address answered last
+        self.own: tuple[int, Callable[[Request], Awaitable[Ok | Failure | Refusal]]] | None = None
         self._seq = itertools.count()
         self._left: set[asyncio.Task[Any]] = set()  # exchanges whose caller is gone
 
@@ -155,6 +160,8 @@ class Link:
         Raises UnsupportedDtype, ResourceExhausted or InvalidArgument if the message cannot be encoded, before sending.
         """
         op = op or self.op()
+        if self.own is not None and peer.incarnation == self.own[0]:
+            return await self.own[1](Request(method, op, epoch, peer.incarnation, dict(meta or {}), tuple(tensors)))
         deadline = deadline or self.deadline(method, envelope.size(tensors))
         begin = time.monotonic()
         message = write_request(

@@ -1,7 +1,8 @@
 """Where each op of the dataflow form is done. Pure.
 
-An op has a home, or it is done anew at each place that wants its value: what is fed, constants, the number of the run,
-and all that a loop counts with. The control loop of EuroSys'18 §4.4 is the loop's own counter, done anew at each place.
+An op has a home, or it is done anew at each place that wants its value: what is fed, constants, tensors of one number,
+the number of the run, and all that a loop counts with. The control loop of EuroSys'18 §4.4 is the loop's own counter,
+done anew at each place.
 
 A node's home is the place that it asks for. One that asks for nothing goes where its first operand is, or where it is
 first used if that has no home; the ops that a loop or branch is made of go with the values that they pass on.
@@ -159,7 +160,7 @@ def _is_anywhere(flow: Flow, op: Op) -> bool:
     """Whether an op is done anew wherever its value is wanted."""
     match op.kind:
         case frames.NODE:
-            return op.node is not None and op.node.op == "tfnb.constant"
+            return op.node is not None and (op.node.op == "tfnb.constant" or _is_filled(op.node))
         case frames.ENTER:
             return op.part[1] or op.part[0] == frames.COUNTER
         case frames.SWITCH if op.part in _GATES:
@@ -167,6 +168,11 @@ def _is_anywhere(flow: Flow, op: Op) -> bool:
         case frames.LOOPCOND:
             return flow.ops[op.inputs[0].op].kind == frames.BELOW
     return op.kind in ANYWHERE or op.part == frames.COUNTER
+
+
+def _is_filled(node: Node) -> bool:
+    """Whether a node fills a tensor of known size with a number, and asks for no place: sending it would cost more."""
+    return node.op == "aten.full.default" and not (node.inputs or node.symbols or node.control or node.device)
 
 
 def _with(flow: Flow, op: Op) -> tuple[int, ...]:
