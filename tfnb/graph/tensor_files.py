@@ -24,7 +24,8 @@ import torch
 
 from tfnb.errors import CheckpointCorrupt, CheckpointWriteError, InvalidArgument, ResourceExhausted, Unimplemented
 from tfnb.graph import lazy_memory, strict_json
-from tfnb.graph.files import opened, raw, replace_file, sha256
+from tfnb.graph.mapped_files import pieces, span_of
+from tfnb.graph.files import opened, replace_file, sha256
 
 HEADER_CAP = 16 * 2**20  # bytes
 TENSOR_CAP = 2**17  # tensors of a file: each takes a thousand bytes here, and few in a header
@@ -63,7 +64,8 @@ class TensorDraft(NamedTuple):
         with path.open("wb") as file:
             file.write(len(self.header).to_bytes(8, "little") + self.header)
             for tensor in self.tensors:
-                file.write(raw(tensor))
+                for piece in pieces(tensor):
+                    file.write(piece)
 
 
 def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> TensorDraft:
