@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from tfnb.errors import TfnbError, Unimplemented
+from tfnb.execution import heap
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.explain import explained
 from tfnb.execution.lowering.lower import lower_step
@@ -193,18 +195,19 @@ class PackStep:
         file = next((copy.region.file for copy in host.values() if isinstance(copy, RegionCopy)), None)
         device = VirtualDevice(budget, host, ProcessCopy if file is None else partial(RangeCopy, file))
         done = PackRun()
-        for kind, item, at in plan.moves:
-            match kind:
-                case MoveKind.RUN:
-                    self._task(self.tasks[at], device, feeds, run, done)
-                case MoveKind.IN:
-                    device.load(item)
-                case MoveKind.OUT:
-                    device.store(item)
-                case MoveKind.WAIT:
-                    device.settle(item)
-                case _:
-                    device.drop(item)
+        with nullcontext() if file is None else heap.returned():
+            for kind, item, at in plan.moves:
+                match kind:
+                    case MoveKind.RUN:
+                        self._task(self.tasks[at], device, feeds, run, done)
+                    case MoveKind.IN:
+                        device.load(item)
+                    case MoveKind.OUT:
+                        device.store(item)
+                    case MoveKind.WAIT:
+                        device.settle(item)
+                    case _:
+                        device.drop(item)
         device.close()
         done.most, done.loaded, done.stored = device.most, device.loaded, device.stored
         return done, {variable: device.host[item] for item, variable in items.items() if variable in written}
