@@ -28,6 +28,7 @@ from tfnb.execution.lowering.program import Program
 from tfnb.execution.virtual_device import HostCopy, ProcessCopy, RangeCopy, RegionCopy, VirtualDevice, host_copy
 from tfnb.graph import Contents, Dim, Node, Spec, Value, Variable, mapped_files
 from tfnb.graph.graph import new_id
+from tfnb.graph.mapped_files import region_of
 from tfnb.graph.variable_locks import LOCKS, Access, Use, VariableSnapshot
 from tfnb.interrupts import from_signal_handler
 from tfnb.kernels.random import REPLICA
@@ -324,6 +325,13 @@ class PackPlan:
     budget: int
     last: PackRun | None = None
 
+    @property
+    def where(self) -> str:
+        """Where Variables lie outside of the device."""
+        kept = [v.kept for v in self.step.of.variables if v.initialized]
+        folders = {str(region.file.folder) for tensor in kept if (region := region_of(tensor)) is not None}
+        return f"in files of {', '.join(sorted(folders))}" if folders else "on the host"
+
     @cached_property
     def lru(self) -> int:
         """Bytes that swapping the least recently used tensors moves, in program order, written back if clean."""
@@ -339,7 +347,7 @@ class PackPlan:
         packs, microbatches = self.step.of.cut.packs, len(self.step.rows)
         return (
             f"at most {self.schedule.most:,} bytes of {self.budget:,} on the device, Variables of "
-            f"{self.step.state_bytes:,} on the host: {packs} packs x {microbatches} microbatches, "
+            f"{self.step.state_bytes:,} {self.where}: {packs} packs x {microbatches} microbatches, "
             f"{self.schedule.moved:,} bytes a step move (least recently used: {self.lru:,})"
         )
 

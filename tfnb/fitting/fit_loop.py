@@ -233,7 +233,7 @@ def fit(
     division = division_of(microbatches, session, how)
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
-    checked = _validation(session, validation, feeds, names, watched)
+    checked = _validation(session, validation, feeds, names, watched, division)
     if isinstance(data, TensorQueue):
         session.reads(data)
         data = QueueElements(data)
@@ -728,9 +728,9 @@ def _interrupts(run: _Run) -> Iterator[None]:
 
 
 def _validation(
-    session: Session, data: Any, feeds: Any, names: Sequence[str], watched: tuple[Any, ...]
+    session: Session, data: Any, feeds: Any, names: Sequence[str], watched: tuple[Any, ...], division: Division
 ) -> Callable[[_Run], dict[str, float]]:  # fmt: skip
-    """A function for the watched values over the validation data, by name."""
+    """A function for the watched values over the validation data, by name; in packs if the training is."""
     if data is None:
         return lambda run: {}
     if not names:
@@ -750,8 +750,12 @@ def _validation(
     def values(run: _Run) -> dict[str, float]:
         metrics = Metrics(names)
         source = batches(data, feeds=None if isinstance(data, Mapping) else feeds, shuffle=False)
+        microbatches = 1 if session.memory_budget is None else division.microbatches
         for at, batch in enumerate(source.each, 1):
-            found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))
+            if microbatches > 1:
+                found = session.make_callable(watched, batch.keys, microbatches=microbatches)(*batch.values)
+            else:
+                found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))
             metrics.add(at, StepReport((1,), (batch.rows,), found))
             run.stop_if_wanted()
         metrics.read()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,12 +21,15 @@ from tfnb.errors import ResourceExhausted
 from tfnb.graph import mapped_files
 from tfnb.graph.mapped_files import region_of, span_of
 
+if sys.platform != "win32":
+    import resource
+
 LARGE = 64 << 20  # bytes: a smaller value is copied whole
 CHUNK = 16 << 20  # bytes that are looked at together
 _PAGE = mmap.PAGESIZE
 _THERE = np.uint64(62)  # in a word of the page map: the first bit of "in memory", and of "swapped out"
 _made: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # of `zeros`, by address
-_MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
+_MAPS, _PAGES, _STATUS = Path("/proc/self/maps"), Path("/proc/self/pagemap"), Path("/proc/self/status")
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -210,12 +214,19 @@ def ensure_room(nbytes: int, what: str) -> None:
 
 
 def free() -> int | None:
-    """Bytes that can be had without swapping, as Linux says."""
+    """Bytes that can be had without swapping, as Linux says, within the limit of this process (RLIMIT_DATA)."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        free = _kibibytes(Path("/proc/meminfo"), "MemAvailable:")
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        data = 0 if limit == resource.RLIM_INFINITY else _kibibytes(_STATUS, "VmData:")
+        return free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - data))
     except (OSError, StopIteration):
         return None
+
+
+def _kibibytes(file: Path, name: str) -> int:
+    """A line of a file of the system's, in bytes."""
+    return next(int(line.split()[1]) << 10 for line in file.read_text().splitlines() if line.startswith(name))
 
 
 def _has_rows(tensor: torch.Tensor) -> bool:

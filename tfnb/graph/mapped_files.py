@@ -49,21 +49,18 @@ class MappedFile:
             raise Unimplemented("mapped memory replaces mappings in place, which is written for Linux only")
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
         try:
-            self._file = tempfile.TemporaryFile(prefix="tfnb-state-", dir=self.folder, buffering=0)  # noqa: SIM115
+            with tempfile.TemporaryFile(prefix="tfnb-state-", dir=self.folder) as file:
+                self.descriptor = os.dup(file.fileno())
         except OSError as error:
             raise InvalidArgument(
                 f"no file can be made in {self.folder}, the folder of mapped memory: {error.strerror}; name a folder "
                 "on a disk that this process may write, tfnb.mapped_memory(FOLDER)"
             ) from error
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
         self._lock, self._process, self._size = threading.Lock(), os.getpid(), 0
         self._free: dict[int, list[int]] = {}  # offsets, by length
         self.regions: weakref.WeakSet[MappedRegion] = weakref.WeakSet()
         self.touched = 0
-
-    @property
-    def descriptor(self) -> int:
-        """The number of the open file."""
-        return self._file.fileno()
 
     @property
     def is_in_memory(self) -> bool:
@@ -283,7 +280,8 @@ def copied(tensor: torch.Tensor, file: MappedFile) -> torch.Tensor:
         return made
     source, start = span
     begin = source.offset + start
-    for first, last in source.file.extents(begin, begin + tensor.nbytes):
+    written = tuple(source.file.extents(begin, begin + tensor.nbytes))  # reading ahead makes more of it look written
+    for first, last in written:
         at = first - begin
         for part in source.pieces(start + at, last - first):
             target.file.write(target.offset + at, part)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from tfnb.errors import FailedPrecondition
 from tfnb.graph import current, mapped_files
-from tfnb.graph.mapped_files import LEAST, MappedFile
+from tfnb.graph.mapped_files import MappedFile
 
 _UNFILLED = frozenset({torch.empty, torch.empty_like, torch.Tensor.new_empty})
 _FACTORIES = _UNFILLED | {torch.zeros, torch.zeros_like, torch.Tensor.new_zeros}
@@ -112,7 +112,7 @@ class _Factories(TorchFunctionMode):
         if torch.device(device).type != "cpu" or not is_plain:
             return None
         spec = func(*args, **{**kwargs, "device": "meta"})
-        if spec.nbytes < LEAST or not spec.is_contiguous():
+        if spec.nbytes < mapped_files.LEAST or not spec.is_contiguous():
             return None
         made = mapped_files.zeros(spec.shape, spec.dtype, self.file, zero=func not in _UNFILLED)
         return made.requires_grad_(bool(kwargs.get("requires_grad")))
@@ -149,5 +149,6 @@ def _is_plain(tensor: Any) -> bool:
     """Whether a tensor is large enough, and plain memory of the CPU that is not shared with another process."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() >= LEAST and not tensor.is_shared()
+        and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() >= mapped_files.LEAST
+        and not tensor.is_shared()
     )  # fmt: skip

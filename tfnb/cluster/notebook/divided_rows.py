@@ -23,6 +23,7 @@ from tfnb.graph import Node, Spec, Value
 from tfnb.graph.lazy_memory import ensure_room
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested
+from tfnb.memory.scratch import variable_bytes
 from tfnb.passes import StepGraph, feed_symbols, peak
 from tfnb.passes.flow.merges import MERGES
 from tfnb.passes.microbatches import divide
@@ -51,10 +52,10 @@ class Observation:
     is_settled: bool = True
 
 
-def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds) -> Observation:
-    """`look` at a step over ``count`` microbatches in this process."""
+def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds, room: int | None = None) -> Observation:
+    """`look` at a step over ``count`` microbatches in this process; room: bytes that it may hold, Variables counted."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
-    seen = look(step, homes, count, [batch])
+    seen = look(step, homes, count, [batch], room)
     return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
 
 
@@ -65,9 +66,11 @@ def _of_microbatches(note: str) -> str:
     return note
 
 
-def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds]) -> Observation:
+def look(
+    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], room: int | None = None
+) -> Observation:  # fmt: skip
     """Compare gradients on ``batches``, on more than one if quick. ``tasks``: the number of replicas that divide a
-    batch.
+    batch. ``room``: the most bytes that this may hold, by default what is free.
     """
     averaged = [value for value, way in zip(step.fetches, joins(step), strict=True) if way == "mean"]
     found = probe(step, homes)
@@ -79,7 +82,8 @@ def look(step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds]
     if found.why_not:
         return Observation(tuple(notes))
     try:
-        seen = _Comparing(step, found, tasks, [v for v in found.watched if v in averaged]).first(batches)
+        watched = [v for v in found.watched if v in averaged]
+        seen = _Comparing(step, found, tasks, watched, room).first(batches)
     except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError) as error:
         why = error.message if isinstance(error, DeadlineExceeded) else "this process has not the memory for it"
         return Observation((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
@@ -132,6 +136,7 @@ class _Comparing:
     probe: MeansProbe
     tasks: int
     watched: Sequence[Value]  # averaged by rows
+    room: int | None
     _end: float = field(init=False)
     _draw: Program | None = field(init=False, default=None)
     _compute: Program = field(init=False)
@@ -201,6 +206,8 @@ class _Comparing:
         feeds = [tensor.to(spec.device) for tensor, spec in zip(feeds, specs, strict=True)]
         sizes = self._sizes(feeds[: len(self.probe.feeds)])
         nbytes = 2 * peak(program.graph, program.fetches, program.feeds, sizes)  # those of all rows are kept meanwhile
+        if self.room is not None and nbytes + sum(map(variable_bytes, program.variables)) > self.room:
+            raise ResourceExhausted(f"a look at the whole step holds more than its budget of {self.room:,} bytes")
         ensure_room(nbytes, f"a step of {max(sizes.values(), default=0)} rows in this process")
         left = self._end - time.monotonic()
         if left <= 0:
