@@ -209,7 +209,9 @@ def test_a_full_disk_is_an_error_with_its_numbers_and_what_was_there_stays(tmp_p
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, hard))  # as a disk of 3 MiB
     try:
-        with pytest.raises(ResourceExhausted, match=r"no room for 4,194,304 bytes of mapped memory in .*bytes are free"):
+        with pytest.raises(
+            ResourceExhausted, match=r"no room for 4,194,304 bytes of mapped memory in .*bytes are free"
+        ):
             mapped_files.zeros((4 << 20,), torch.uint8, file)
         more = mapped_files.zeros((1 << 20,), torch.uint8, file)
     finally:

@@ -75,7 +75,9 @@ def test_values_are_those_without_a_budget_and_moves_those_of_the_virtual_device
     for plan in found:
         assert plan.last.loaded + plan.last.stored == plan.schedule.moved and plan.last.most == plan.schedule.most
     assert "in files of" in sessions[1].status()[0] and "on the host" in sessions[0].status()[0]
-    assert all(torch.equal(one, other) for one, other in zip(plain.net.parameters(), made.net.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(plain.net.parameters(), made.net.parameters(), strict=True)
+    )
 
 
 def test_gradients_and_border_values_go_to_the_file_and_their_ranges_come_back() -> None:
@@ -126,7 +128,9 @@ def test_an_interrupt_leaves_a_whole_number_of_steps() -> None:
     """Ctrl-C at ten moments of steps: values are those after some step, and later steps go on from there."""
     plain, made = Training("dense"), mapped("dense")
     session, wanted = tight(made), [values(plain)]
-    reference = tfnb.Session(plain.graph, compile="off").make_callable([plain.train], [plain.x, plain.y], microbatches=8)
+    reference = tfnb.Session(plain.graph, compile="off").make_callable(
+        [plain.train], [plain.x, plain.y], microbatches=8
+    )
     call = session.make_callable([made.train], [made.x, made.y], microbatches=8)
     done = 0
     for moment in range(10):

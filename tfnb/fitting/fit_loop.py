@@ -172,7 +172,8 @@ def fit(
     Variables on several servers, another server may have written its part of that step already.
 
     timeout, progress_after: seconds; the second says when progress begins to be shown. memory_budget: of the steps of
-    this training, as `Session` takes it, with microbatches in packs of layers; not on a cluster.
+    this training, in bytes or text such as ``"2GB"``, as `Session` takes it, with microbatches in packs of layers (of a
+    model made in `tfnb.mapped_memory` the process holds no more, validation included); not on a cluster.
 
     restarts: how often within ten minutes training on a cluster goes on by itself after a parameter server was lost; 0
     raises ParameterServerLost at once. The notebook has a copy of all values, which is renewed every two seconds, less
