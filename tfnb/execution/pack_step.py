@@ -306,8 +306,8 @@ class PackProgram:
 def _pending(written: Sequence[tuple[torch.Tensor, HostCopy]], variables: tuple[Variable, ...]) -> Pending:
     """The writes of a step: copies within the process, and the next generations of mapped tensors, which go first."""
     here = [(target, copy.tensor) for target, copy in written if isinstance(copy, ProcessCopy)]
-    mapped = [[target] for target, copy in written if isinstance(copy, RegionCopy) and copy.is_written]
-    flips = [Update(mapped_files.flip, mapped, {})] if mapped else []
+    mapped = [target for target, copy in written if isinstance(copy, RegionCopy) and copy.is_written]
+    flips = [Update(mapped_files.flip, [mapped], {})] if mapped else []
     return Pending([target for target, _ in here], [value for _, value in here], flips, variables)
 
 

@@ -262,7 +262,7 @@ def span_of(tensor: torch.Tensor) -> tuple[MappedRegion, int] | None:
         return None
     found = _REGIONS.get(tensor.untyped_storage().data_ptr())
     is_plain = found is not None and not tensor.is_conj() and not tensor.is_neg()
-    return (found, tensor.storage_offset() * tensor.element_size()) if found is not None and is_plain else None
+    return (found, int(tensor.storage_offset()) * tensor.element_size()) if found is not None and is_plain else None
 
 
 def region_of(tensor: torch.Tensor) -> MappedRegion | None:

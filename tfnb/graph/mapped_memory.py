@@ -132,7 +132,7 @@ class _Registration:
         self._moved: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}  # a storage that lives, and its copy
 
     def __call__(self, module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        if _FILE.get() is not self.file or not _is_plain(tensor) or mapped_files.span_of(tensor) is not None:
+        if tensor is None or _FILE.get() is not self.file or not _is_plain(tensor) or mapped_files.span_of(tensor):
             return
         storage = tensor.untyped_storage()
         self._moved = {key: one for key, one in self._moved.items() if not one[0].expired()}
@@ -145,7 +145,7 @@ class _Registration:
             tensor.data = made.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is large enough, and plain memory of the CPU that is not shared with another process."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.device.type == "cpu"

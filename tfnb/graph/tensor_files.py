@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from tfnb.errors import CheckpointCorrupt, CheckpointWriteError, InvalidArgument, ResourceExhausted, Unimplemented
-from tfnb.graph import lazy_memory, strict_json
+from tfnb.graph import lazy_memory, mapped_files, strict_json
 from tfnb.graph.files import opened, replace_file, sha256
-from tfnb.graph.mapped_files import LEAST, MappedFile, pieces, region_of, span_of, zeros
+from tfnb.graph.mapped_files import MappedFile, pieces, region_of, span_of, zeros
 
 HEADER_CAP = 16 * 2**20  # bytes
 TENSOR_CAP = 2**17  # tensors of a file: each takes a thousand bytes here, and few in a header
@@ -340,7 +340,7 @@ def _read(
 
 
 def _zeros(nbytes: int, file: MappedFile | None) -> torch.Tensor:
-    if file is not None and nbytes >= LEAST:
+    if file is not None and nbytes >= mapped_files.LEAST:
         return zeros((nbytes,), torch.uint8, file)
     if nbytes >= lazy_memory.LARGE:
         return lazy_memory.zeros((nbytes,), torch.uint8)
