@@ -317,15 +317,14 @@ def _read(
     """Each key, its tensor in memory of ours, and the sha256 of the bytes that were put there."""
     entries = header.entries
     nbytes = sum(entry.nbytes for key, entry in entries.items() if key not in mapped)
-    free = lazy_memory.free()
-    spare = None if free is None or 2 * nbytes <= free or not nbytes else MappedFile()
+    spare = _spare(path, nbytes)
     piece = np.empty(min(_PIECE, max((entry.nbytes for entry in entries.values()), default=0)), np.uint8)
     file.seek(header.begin)
     for key, entry in entries.items():
         try:
             whole = _zeros(entry.nbytes, mapped.get(key, spare))
         except ResourceExhausted as error:
-            raise ResourceExhausted(f"{path} takes {nbytes} bytes; {free} are free in memory, and {error}") from error
+            raise _too_large(path, nbytes, error) from error
         summed, at = hashlib.sha256(), 0
         while at < entry.nbytes:
             part = piece[: entry.nbytes - at]
@@ -337,6 +336,22 @@ def _read(
                 lazy_memory.assign(whole[at : at + len(part)], torch.from_numpy(part))
             at += len(part)
         yield key, whole.view(entry.dtype).view(entry.shape), summed.hexdigest()
+
+
+def _spare(path: Path, nbytes: int) -> MappedFile | None:
+    """A file for tensors of so many bytes, where twice as many are not free in memory."""
+    free = lazy_memory.free()
+    if free is None or 2 * nbytes <= free or not nbytes:
+        return None
+    try:
+        return MappedFile()
+    except InvalidArgument as error:
+        raise _too_large(path, nbytes, error) from error
+
+
+def _too_large(path: Path, nbytes: int, error: Exception) -> ResourceExhausted:
+    free = lazy_memory.free()
+    return ResourceExhausted(f"{path} takes {nbytes} bytes; {free} are free in memory, and {error}")
 
 
 def _zeros(nbytes: int, file: MappedFile | None) -> torch.Tensor:
