@@ -200,6 +200,7 @@ class World:
             }) for how in ("add", "sub", "mul", "div", "update")},
             "Variable.divide": Call(w.divide, {"partitions": 2, "partition_bytes": None}),
             "initialize": Call(tfnb.initialize, {"*what": g}),
+            "mapped_memory": Call(tfnb.mapped_memory, {"folder": self.folder}),
             "Session": Call(tfnb.Session, {"graph": g, "cluster": None, "compile": "auto", "executor": "auto",
                                            "layout": "torch", "memory_budget": 10**9}),
             "Session.run": Call(s.run, {"fetches": self.y, "feed_dict": feeds, "timeout": 9.0,

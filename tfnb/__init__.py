@@ -35,6 +35,7 @@ _HOME = {
         "gradient_override", "gradients", "jvp", "register_gradient", "stop_gradient",
     ),
     "tfnb.graph": ("Graph", "Node", "Spec", "Variable"),
+    "tfnb.graph.mapped_memory": ("mapped_memory",),
     "tfnb.graph.variable": ("initialize",),
     "tfnb.graph.resources": ("container", "containers", "reset"),
     "tfnb.recording": (

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import tfnb
 from tests.graph.build import Builder
 from tfnb.errors import CheckpointCorrupt, ResourceExhausted, TfnbError
-from tfnb.graph import Graph, lazy_memory, tensor_files
+from tfnb.graph import Graph, lazy_memory, mapped_files, tensor_files
 from tfnb.graph.tensor_files import read_tensors, write_tensors
 from tfnb.state import checkpoint
 
@@ -128,6 +128,7 @@ def test_every_dtype_is_as_safetensors_gives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int | None
 ) -> None:
     monkeypatch.setattr(lazy_memory, "free", lambda: free)
+    monkeypatch.setattr(mapped_files, "LEAST", 1)
     raw = torch.randint(0, 2, (3, 16), dtype=torch.uint8)
     dtypes = [*dict.fromkeys(tensor_files.DTYPES.values())]
     tensors = {str(t): raw.clone().view(t) if t.is_floating_point or t.is_complex else raw.to(t) for t in dtypes}
@@ -146,6 +147,7 @@ def test_a_spare_file_has_no_name_and_is_refused_where_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lazy_memory, "free", lambda: 0)
+    monkeypatch.setattr(mapped_files, "LEAST", 1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     path, load = of_a_checkpoint(tmp_path)
     assert torch.equal(load(), VALUE)

@@ -102,7 +102,7 @@ class Training:
 @pytest.mark.parametrize(
     "net", [net if at < 3 else pytest.param(net, marks=pytest.mark.slow) for at, net in enumerate(NETS)]
 )
-def test_a_budget_of_a_quarter_of_weights_and_state_trains_as_without(net: str) -> None:
+def test_a_budget_of_a_quarter_of_weights_and_state_or_of_the_largest_task_trains_as_without(net: str) -> None:
     """P10, P11, P13: bytes as planned, never over the budget (the device raises), values bitwise in float64."""
     plain, tight = Training(net), Training(net)
     step = PackStep(tight.programs(), (2,) * MICROBATCHES)
@@ -115,8 +115,10 @@ def test_a_budget_of_a_quarter_of_weights_and_state_trains_as_without(net: str) 
     ((_, found),) = session.plans()
     assert found.last is not None and found.last.most == found.schedule.most <= budget
     assert found.last.loaded + found.last.stored == found.schedule.moved
-    if net == "transformer":
-        assert budget == step.state_bytes // 4 and found.schedule.moved < 0.3 * found.lru
+    is_quarter = budget == step.state_bytes // 4
+    assert is_quarter == (net == "transformer")  # the update of the last layer of others, with its slots, is more
+    if is_quarter:
+        assert found.schedule.moved < 0.3 * found.lru
         text = rf"{LAYERS} packs x 8 microbatches, {found.schedule.moved:,} bytes a step move"
         assert re.search(text, session.status()[0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -300,13 +300,13 @@ def test_a_file_that_is_saved_again_keeps_its_mode(tmp_path: Path, save: Callabl
 def test_nobody_else_can_read_a_private_file_while_it_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.chmod(0o600)
     modes = []
-    real = tensor_files.raw
+    real = tensor_files.pieces
 
-    def looked_at(tensor: torch.Tensor) -> memoryview:
+    def looked_at(tensor: torch.Tensor) -> Iterator[memoryview]:
         modes.extend(draft.stat().st_mode & 0o777 for draft in path.parent.glob(".*.tmp"))
         return real(tensor)
 
-    monkeypatch.setattr(tensor_files, "raw", looked_at)
+    monkeypatch.setattr(tensor_files, "pieces", looked_at)
     checkpoint.save(path, TENSORS, META)
     assert modes == [0o600, 0o600]
 

@@ -3,7 +3,8 @@
 Each piece of `tfnb.memory.pack_cut` is lowered to a program of its own, which computes on copies of its Variables; the
 moves of `tfnb.memory.moves` say when they come and go. New values of Variables stay in a second generation on the host
 until the commit of the step: one that is stopped before has written nothing. The device is virtual: tensors are those
-of the CPU, and what it holds is counted and enforced.
+of the CPU, and what it holds is counted and enforced. Where Variables lie in a mapped file (`tfnb.mapped_memory`) that
+is all that the process holds of them, and the commit maps the second generation in place of the first.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 
 from tfnb.errors import TfnbError, Unimplemented
-from tfnb.execution.commit import Pending, commit
+from tfnb.execution import heap
+from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.explain import explained
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.virtual_device import VirtualDevice
-from tfnb.graph import Contents, Dim, Node, Spec, Value, Variable
+from tfnb.execution.virtual_device import HostCopy, ProcessCopy, RangeCopy, RegionCopy, VirtualDevice, host_copy
+from tfnb.graph import Contents, Dim, Node, Spec, Value, Variable, mapped_files
 from tfnb.graph.graph import new_id
+from tfnb.graph.mapped_files import region_of
 from tfnb.graph.variable_locks import LOCKS, Access, Use, VariableSnapshot
 from tfnb.interrupts import from_signal_handler
 from tfnb.kernels.random import REPLICA
@@ -184,26 +188,29 @@ class PackStep:
     def compute(
         self, feeds: Mapping[Value, torch.Tensor], storages: Mapping[Variable, torch.Tensor], plan: Schedule,
         budget: int, run: int = 0,
-    ) -> tuple[PackRun, dict[Variable, torch.Tensor]]:  # fmt: skip
+    ) -> tuple[PackRun, dict[Variable, HostCopy]]:  # fmt: skip
         """Carry a plan out on a device of ``budget`` bytes; the new values of Variables. No storage is written."""
+        written = set(self.of.writes)
         items = {item: _variable(item) for item in self.sizes if item.role in (Role.WEIGHT, Role.STATE)}
-        device = VirtualDevice(budget, {item: storages[variable] for item, variable in items.items()})
+        host: dict[Any, HostCopy] = {item: host_copy(storages[v], v in written) for item, v in items.items()}
+        file = next((copy.region.file for copy in host.values() if isinstance(copy, RegionCopy)), None)
+        device = VirtualDevice(budget, host, ProcessCopy if file is None else partial(RangeCopy, file))
         done = PackRun()
-        for kind, item, at in plan.moves:
-            match kind:
-                case MoveKind.RUN:
-                    self._task(self.tasks[at], device, feeds, run, done)
-                case MoveKind.IN:
-                    device.load(item)
-                case MoveKind.OUT:
-                    device.store(item)
-                case MoveKind.WAIT:
-                    device.settle(item)
-                case _:
-                    device.drop(item)
+        with nullcontext() if file is None else heap.returned():
+            for kind, item, at in plan.moves:
+                match kind:
+                    case MoveKind.RUN:
+                        self._task(self.tasks[at], device, feeds, run, done)
+                    case MoveKind.IN:
+                        device.load(item)
+                    case MoveKind.OUT:
+                        device.store(item)
+                    case MoveKind.WAIT:
+                        device.settle(item)
+                    case _:
+                        device.drop(item)
         device.close()
         done.most, done.loaded, done.stored = device.most, device.loaded, device.stored
-        written = set(self.of.writes)
         return done, {variable: device.host[item] for item, variable in items.items() if variable in written}
 
     def _task(
@@ -293,8 +300,15 @@ class PackProgram:
         plan.last, new = plan.step.compute(given, state, plan.schedule, plan.budget, run)
         values = self.programs.cut.state.same
         fetched = [plan.last.fetched.get(values.get(value, value)) for value in self.fetches]
-        targets = [storages[self.variables.index(variable)] for variable in self.writes]
-        return fetched, Pending(targets, [new[variable] for variable in self.writes], [], self.writes)
+        return fetched, _pending([(storages[self.variables.index(v)], new[v]) for v in self.writes], self.writes)
+
+
+def _pending(written: Sequence[tuple[torch.Tensor, HostCopy]], variables: tuple[Variable, ...]) -> Pending:
+    """The writes of a step: copies within the process, and the next generations of mapped tensors, which go first."""
+    here = [(target, copy.tensor) for target, copy in written if isinstance(copy, ProcessCopy)]
+    mapped = [target for target, copy in written if isinstance(copy, RegionCopy) and copy.is_written]
+    flips = [Update(mapped_files.flip, [mapped], {})] if mapped else []
+    return Pending([target for target, _ in here], [value for _, value in here], flips, variables)
 
 
 def rows_of(programs: PackPrograms, feeds: Sequence[torch.Tensor]) -> Rows:
@@ -311,6 +325,13 @@ class PackPlan:
     budget: int
     last: PackRun | None = None
 
+    @property
+    def where(self) -> str:
+        """Where Variables lie outside of the device."""
+        kept = [v.kept for v in self.step.of.variables if v.initialized]
+        folders = {str(region.file.folder) for tensor in kept if (region := region_of(tensor)) is not None}
+        return f"in files of {', '.join(sorted(folders))}" if folders else "on the host"
+
     @cached_property
     def lru(self) -> int:
         """Bytes that swapping the least recently used tensors moves, in program order, written back if clean."""
@@ -326,7 +347,7 @@ class PackPlan:
         packs, microbatches = self.step.of.cut.packs, len(self.step.rows)
         return (
             f"at most {self.schedule.most:,} bytes of {self.budget:,} on the device, Variables of "
-            f"{self.step.state_bytes:,} on the host: {packs} packs x {microbatches} microbatches, "
+            f"{self.step.state_bytes:,} {self.where}: {packs} packs x {microbatches} microbatches, "
             f"{self.schedule.moved:,} bytes a step move (least recently used: {self.lru:,})"
         )
 

@@ -1,20 +1,112 @@
-"""A device of so many bytes, tried on the CPU: tensors are copied to it and back, and what it holds is enforced."""
+"""A device of so many bytes on the CPU: tensors are copied to it and back, and what it holds is enforced.
+
+Outside of it a tensor lies in a `HostCopy`: in the memory of the process, where the device is virtual and saves none,
+or in a mapped file, so that the process holds no more than the device does. Plans and counters are the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, MutableMapping
+import weakref
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
+
+from tfnb.graph.mapped_files import MappedFile, MappedRegion, region_of
+
+
+class HostCopy(Protocol):
+    """Where a tensor lies outside of a device. What is written stays beside the value that the step began with."""
+
+    def read(self) -> torch.Tensor:
+        """A new tensor with the value written last, else with that of the beginning."""
+        ...
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Keep a value of the device, which may use its memory for something else afterwards."""
+        ...
+
+
+class ProcessCopy:
+    """A tensor in the memory of the process; of a value that is written the tensor itself is kept."""
+
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+        self.tensor = tensor
+
+    def read(self) -> torch.Tensor:
+        assert self.tensor is not None
+        return self.tensor.clone(memory_format=torch.contiguous_format)
+
+    def write(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class RegionCopy:
+    """A mapped tensor, read from its file; values are written to the next generation of its region."""
+
+    def __init__(self, tensor: torch.Tensor, region: MappedRegion) -> None:
+        self.like, self.region, self.is_written = tensor, region, False
+
+    def read(self) -> torch.Tensor:
+        made = torch.empty(self.like.shape, dtype=self.like.dtype)
+        region = self.region
+        region.file.read(region.next if self.is_written else region.offset, _bytes(made))
+        return made
+
+    def write(self, tensor: torch.Tensor) -> None:
+        self.region.file.write(self.region.next, _bytes(tensor.contiguous()))
+        self.is_written = True
+
+
+class RangeCopy:
+    """A value of one step, such as a gradient, in a range of a file, with the strides that it had."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self.file, self.range, self.size = file, -1, 0
+
+    def read(self) -> torch.Tensor:
+        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        self.file.read(self.range, _bytes(made))
+        return made
+
+    def write(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.resolve_conj().resolve_neg()
+        self.shape, self.strides, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        if self.range < 0:
+            self.size = tensor.nbytes
+            self.range = self.file.take(self.size)
+            weakref.finalize(self, self.file.give, self.range, self.size).atexit = False
+        self.file.write(self.range, _bytes(tensor))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor that has all of its storage."""
+    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return flat.numpy().data  # type: ignore[no-any-return]
+
+
+def host_copy(tensor: torch.Tensor, is_written: bool) -> ProcessCopy | RegionCopy:
+    """Where a tensor lies outside of a device; a mapped one that is written has room for its next generation then.
+
+    >>> host_copy(torch.ones(2), False).read()
+    tensor([1., 1.])
+    """
+    region = region_of(tensor)
+    if region is None:
+        return ProcessCopy(tensor)
+    if is_written:
+        region.reserve()
+    return RegionCopy(tensor, region)
 
 
 class VirtualDevice:
     """The tensors on a device of ``budget`` bytes, by key; going over it is a MemoryError.
 
-    host: the tensors outside, which `load` copies in and `store` copies out, as new tensors. most: bytes held at once.
-    loaded, stored: bytes copied.
+    host: the tensors outside, which `load` copies in and `store` copies out. spare: makes the host's copy of a tensor
+    that had none. most: bytes held at once. loaded, stored: bytes copied.
 
-    >>> device = VirtualDevice(16, {"w": torch.zeros(3)})
+    >>> device = VirtualDevice(16, {"w": ProcessCopy(torch.zeros(3))})
     >>> device.load("w")
     >>> device.held, device.loaded
     (12, 12)
@@ -23,18 +115,18 @@ class VirtualDevice:
     MemoryError: 8 bytes do not fit beside 12 of 16
     """
 
-    def __init__(self, budget: int, host: MutableMapping[Hashable, torch.Tensor]) -> None:
-        self.budget, self.host = budget, host
+    def __init__(
+        self, budget: int, host: MutableMapping[Hashable, HostCopy], spare: Callable[[], HostCopy] = ProcessCopy
+    ) -> None:  # fmt: skip
+        self.budget, self.host, self.spare = budget, host, spare
         self.here: dict[Hashable, torch.Tensor] = {}
         self._leaving: dict[Hashable, int] = {}
         self.held = self.most = self.loaded = self.stored = 0
 
     def load(self, key: Hashable) -> None:
         """Copy a tensor in."""
-        tensor = self.host[key]
-        self.put(
-            key, tensor.clone(memory_format=torch.contiguous_format) if not tensor.is_contiguous() else tensor.clone()
-        )
+        tensor = self.host[key].read()
+        self.put(key, tensor)
         self.loaded += tensor.nbytes
 
     def put(self, key: Hashable, tensor: torch.Tensor) -> None:
@@ -45,7 +137,9 @@ class VirtualDevice:
     def store(self, key: Hashable) -> None:
         """Copy a tensor out; its bytes are held until `settle`."""
         tensor = self.here.pop(key)
-        self.host[key] = tensor
+        if key not in self.host:
+            self.host[key] = self.spare()
+        self.host[key].write(tensor)
         self._leaving[key] = tensor.nbytes
         self.stored += tensor.nbytes
 

@@ -174,7 +174,8 @@ def fit(
     Variables on several servers, another server may have written its part of that step already.
 
     timeout, progress_after: seconds; the second says when progress begins to be shown. memory_budget: of the steps of
-    this training, as `Session` takes it, with microbatches in packs of layers; not on a cluster.
+    this training, in bytes or text such as ``"2GB"``, as `Session` takes it, with microbatches in packs of layers (of a
+    model made in `tfnb.mapped_memory` the process holds no more, validation included); not on a cluster.
 
     restarts: how often within ten minutes training on a cluster goes on by itself after a parameter server was lost; 0
     raises ParameterServerLost at once. Compute tasks hold copies of all values, on another host than the server where
@@ -241,7 +242,7 @@ def fit(
     division = division_of(microbatches, session, how)
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
-    checked = _validation(session, validation, feeds, names, watched)
+    checked = _validation(session, validation, feeds, names, watched, division)
     if isinstance(data, TensorQueue):
         session.reads(data)
         data = QueueElements(data)
@@ -736,9 +737,9 @@ def _interrupts(run: _Run) -> Iterator[None]:
 
 
 def _validation(
-    session: Session, data: Any, feeds: Any, names: Sequence[str], watched: tuple[Any, ...]
+    session: Session, data: Any, feeds: Any, names: Sequence[str], watched: tuple[Any, ...], division: Division
 ) -> Callable[[_Run], dict[str, float]]:  # fmt: skip
-    """A function for the watched values over the validation data, by name."""
+    """A function for the watched values over the validation data, by name; in packs if the training is."""
     if data is None:
         return lambda run: {}
     if not names:
@@ -758,8 +759,12 @@ def _validation(
     def values(run: _Run) -> dict[str, float]:
         metrics = Metrics(names)
         source = batches(data, feeds=None if isinstance(data, Mapping) else feeds, shuffle=False)
+        microbatches = 1 if session.memory_budget is None else division.microbatches
         for at, batch in enumerate(source.each, 1):
-            found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))
+            if microbatches > 1:
+                found = session.make_callable(watched, batch.keys, microbatches=microbatches)(*batch.values)
+            else:
+                found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))
             metrics.add(at, StepReport((1,), (batch.rows,), found))
             run.stop_if_wanted()
         metrics.read()

@@ -13,6 +13,7 @@ from tfnb.cluster.notebook.divided_rows import look_at_microbatches
 from tfnb.cluster.notebook.steps_there import batches as batches_of
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, Unimplemented
 from tfnb.graph import Spec, Variable
+from tfnb.graph.mapped_files import region_of
 from tfnb.passes.flow.microbatch_schedules import SCHEDULES
 from tfnb.recording import Operation, Tensor
 from tfnb.recording.marks.notes import user_level
@@ -182,7 +183,9 @@ def look_at_means(
     first = next(iter(batches_of(step, [(tensors, 0)])), None)
     if key not in known and first is not None:
         is_in_packs = session.memory_budget is not None and session.cluster is None
-        seen = look_at_microbatches(step, microbatches, first, by_rows=is_in_packs)
+        is_mapped = any(v.initialized and region_of(v.kept) is not None for v in step.variables)
+        room = session.memory_budget if is_mapped else None
+        seen = look_at_microbatches(step, microbatches, first, room, by_rows=is_in_packs)
         for note in seen.notes:
             warnings.warn(note, stacklevel=user_level(None))
         if seen.is_settled:

@@ -1,7 +1,8 @@
 """The graph: data that every room above works on.
 
 `graph` is a named handle to `contents`: a tuple of `node`s, with `subgraph`s inside. `spec` says what a value is,
-`variable` and `queue` name state. `variable_locks`, `held` and `lazy_memory` belong to Variables. `ops`, `op_facts`
+`variable` and `queue` name state. `variable_locks`, `held`, `lazy_memory` and `mapped_files` belong to Variables;
+`mapped_memory` makes modules in such a file. `ops`, `op_facts`
 and `pure` say what torch's operators are. `forms` has the readable form and the JSON form; `files` writes whole
 files, `tensor_files` those of tensors, and `strict_json` reads what strangers wrote. `check` and `difference` look at
 contents; `current` is the stack of open recordings; `collector` is Python's own.

@@ -22,6 +22,7 @@ from typing import BinaryIO, NoReturn
 import torch
 
 from tfnb.errors import CheckpointWriteError, InvalidArgument
+from tfnb.graph.mapped_files import pieces
 
 if sys.platform != "win32":
     import fcntl
@@ -134,10 +135,7 @@ def _raise_write_error(path: Path, error: OSError) -> NoReturn:
 
 def sha256(tensor: torch.Tensor) -> str:
     """Of the bytes of a dense tensor alone, not of dtype and shape."""
-    return hashlib.sha256(raw(tensor)).hexdigest()
-
-
-def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense tensor, in the order of its elements."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy().data
+    summed = hashlib.sha256()
+    for piece in pieces(tensor):
+        summed.update(piece)
+    return summed.hexdigest()

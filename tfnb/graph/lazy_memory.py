@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,13 +18,18 @@ import numpy as np
 import torch
 
 from tfnb.errors import ResourceExhausted
+from tfnb.graph import mapped_files
+from tfnb.graph.mapped_files import region_of, span_of
+
+if sys.platform != "win32":
+    import resource
 
 LARGE = 64 << 20  # bytes: a smaller value is copied whole
 CHUNK = 16 << 20  # bytes that are looked at together
 _PAGE = mmap.PAGESIZE
 _THERE = np.uint64(62)  # in a word of the page map: the first bit of "in memory", and of "swapped out"
 _made: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # of `zeros`, by address
-_MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
+_MAPS, _PAGES, _STATUS = Path("/proc/self/maps"), Path("/proc/self/pagemap"), Path("/proc/self/status")
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -44,8 +50,17 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros beside a value: beside a table as lazy as this."""
+    """Zeros beside a value: beside a table as lazy as this, beside a mapped tensor in the same file."""
+    if (region := region_of(tensor)) is not None:
+        return mapped_files.zeros(tensor.shape, tensor.dtype, region.file)
     return zeros(tensor.shape, tensor.dtype) if is_table(tensor) else torch.zeros_like(tensor)
+
+
+def beside(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A value that lies where a tensor does: a large one beside a mapped tensor in the same file."""
+    region = region_of(tensor)
+    is_here = region is None or value.nbytes < mapped_files.LEAST or span_of(value) is not None
+    return value if region is None or is_here else mapped_files.copied(value, region.file)
 
 
 def is_table(tensor: torch.Tensor) -> bool:
@@ -138,9 +153,14 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Rows behind each other, in new memory unless there is one part."""
     if len(parts) == 1:
         return parts[0]
-    if not any(map(is_table, parts)):
+    shape, region = (sum(map(len, parts)), *parts[0].shape[1:]), region_of(parts[0])
+    if region is not None:
+        whole = mapped_files.zeros(shape, parts[0].dtype, region.file)
+    elif any(map(is_table, parts)):
+        whole = zeros(shape, parts[0].dtype)
+    else:
         return torch.cat([*parts])
-    whole, start = zeros((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype), 0
+    start = 0
     for part in parts:
         assign(whole[start : start + len(part)], part)
         start += len(part)
@@ -148,7 +168,12 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that takes no more memory than the tensor does. Raises ResourceExhausted if less is free."""
+    """A copy that takes no more memory than the tensor does, and lies in its file if it is mapped.
+
+    Raises ResourceExhausted if less is free.
+    """
+    if (span := span_of(tensor)) is not None:
+        return mapped_files.copied(tensor, span[0].file)
     if tensor.numel() * tensor.element_size() < LARGE or tensor.device.type != "cpu":
         return tensor.clone()
     ensure_room(committed(tensor) if tensor.is_contiguous() else tensor.numel() * tensor.element_size(), "a copy")
@@ -167,6 +192,9 @@ def copied(table: torch.Tensor) -> torch.Tensor:
 
 def assign(target: torch.Tensor, value: torch.Tensor) -> None:
     """Write a whole value into a tensor of its shape; rows of a table that are zero in both are not touched."""
+    if span_of(target) is not None:
+        mapped_files.assign(target, value)
+        return
     if not (is_table(value) and _has_rows(target)):
         target.copy_(value)
         return
@@ -186,12 +214,19 @@ def ensure_room(nbytes: int, what: str) -> None:
 
 
 def free() -> int | None:
-    """Bytes that can be had without swapping, as Linux says."""
+    """Bytes that can be had without swapping, as Linux says, within the limit of this process (RLIMIT_DATA)."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        free = _kibibytes(Path("/proc/meminfo"), "MemAvailable:")
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        data = 0 if limit == resource.RLIM_INFINITY else _kibibytes(_STATUS, "VmData:")
+        return free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - data))
     except (OSError, StopIteration):
         return None
+
+
+def _kibibytes(file: Path, name: str) -> int:
+    """A line of a file of the system's, in bytes."""
+    return next(int(line.split()[1]) << 10 for line in file.read_text().splitlines() if line.startswith(name))
 
 
 def _has_rows(tensor: torch.Tensor) -> bool:

@@ -10,21 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 
 from tfnb.errors import CheckpointCorrupt, CheckpointWriteError, InvalidArgument, ResourceExhausted, Unimplemented
-from tfnb.graph import lazy_memory, strict_json
-from tfnb.graph.files import opened, raw, replace_file, sha256
+from tfnb.graph import lazy_memory, mapped_files, strict_json
+from tfnb.graph.files import opened, replace_file, sha256
+from tfnb.graph.mapped_files import MappedFile, pieces, region_of, span_of, zeros
 
 HEADER_CAP = 16 * 2**20  # bytes
 TENSOR_CAP = 2**17  # tensors of a file: each takes a thousand bytes here, and few in a header
@@ -40,18 +40,21 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"  # the key of a header that is no tensor
 _PIECE = 1 << 22  # bytes that are read, hashed and put in their place together
-_ALIGNED = 64  # bytes
 
 
 # -- writing ------------------------------------------------------------------------------------------------
 
 
 class TensorDraft(NamedTuple):
-    """A tensor file that is not written yet: its digest, its header, and its tensors in the order of their bytes."""
+    """A tensor file that is not written yet: its digest, its header, and its tensors in the order of their bytes.
+
+    sums: the sha256 of each tensor. A mapped one is no copy: it is read from its file, and must stand still.
+    """
 
     digest: str
     header: bytes
     tensors: tuple[torch.Tensor, ...]
+    sums: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
@@ -62,8 +65,14 @@ class TensorDraft(NamedTuple):
         """Fill a file; other threads go on meanwhile."""
         with path.open("wb") as file:
             file.write(len(self.header).to_bytes(8, "little") + self.header)
-            for tensor in self.tensors:
-                file.write(raw(tensor))
+            for tensor, expected in zip(self.tensors, self.sums, strict=True):
+                summed = hashlib.sha256() if span_of(tensor) is not None else None
+                for piece in pieces(tensor):
+                    file.write(piece)
+                    if summed is not None:
+                        summed.update(piece)
+                if summed is not None and summed.hexdigest() != expected:
+                    raise CheckpointWriteError(f"cannot write {path}: a mapped tensor changed meanwhile; save again")
 
 
 def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> TensorDraft:
@@ -72,11 +81,9 @@ def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[st
     Raises CheckpointWriteError for facts and tensors that are more than `read_tensors` takes.
     """
     stored = {key: _stored(key, tensor) for key, tensor in tensors.items()}
-    text = json.dumps({
-        **about,
-        "complex": [key for key, tensor in tensors.items() if tensor.is_complex()],
-        "sha256": {key: sha256(tensor) for key, tensor in stored.items()},
-    })  # fmt: skip
+    sums = {key: sha256(tensor) for key, tensor in stored.items()}
+    complex = [key for key, tensor in tensors.items() if tensor.is_complex()]
+    text = json.dumps({**about, "complex": complex, "sha256": sums})
     digest = _digest(text, {key: TensorEntry(of.dtype, tuple(of.shape)) for key, of in stored.items()})
     ordered = dict(sorted(stored.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))  # all are aligned
     header = _header(ordered, {"tfnb": text, "digest": digest})
@@ -85,7 +92,7 @@ def drafted(path: object, tensors: Mapping[str, torch.Tensor], about: Mapping[st
             f"cannot write {path}: {len(stored)} tensors and the facts about them make a header of {len(header)} "
             f"bytes; at most {HEADER_CAP} can be read again. What was there before is unchanged"
         )
-    return TensorDraft(digest, header, tuple(ordered.values()))
+    return TensorDraft(digest, header, tuple(ordered.values()), tuple(sums[key] for key in ordered))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:
@@ -118,6 +125,8 @@ def _stored(key: str, tensor: torch.Tensor) -> torch.Tensor:
         raise Unimplemented(f"{key}: {plain.dtype} tensors cannot be written to a file; convert it to another dtype")
     if key == _METADATA:
         raise InvalidArgument(f"a file has no tensor named {_METADATA}: safetensors keeps that name for itself")
+    if span_of(plain) is not None:  # mapped, and larger than the memory: `TensorDraft.write` looks whether it changed
+        return plain
     return torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)  # a copy: digest and file see one value
 
 
@@ -222,20 +231,24 @@ def _entry(key: str, record: Any) -> tuple[str, tuple[int, int], TensorEntry]:
 # -- reading ------------------------------------------------------------------------------------------------
 
 
-def read_tensors(path: Path, *, of_others: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
+def read_tensors(
+    path: Path, *, of_others: bool = False, beside: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
     """Tensors, the facts about the tensors, and the digest; raises CheckpointCorrupt naming file and key.
 
     Nobody else can change the tensors: they are in memory of this process, or, where twice their bytes are not free, in
     a spare file without a name in the system's temp folder. ResourceExhausted is raised where neither has room.
-    of_others: a file that another library wrote is read, too: it has no facts and no digest.
+    of_others: a file that another library wrote is read, too: it has no facts and no digest. beside: tensors by key;
+    what takes the place of a mapped one is read into its file.
     """
     with opened(path) as file:
         header = read_header(path, file)
+        mapped = {key: region.file for key, like in beside.items() if (region := region_of(like)) is not None}
         if of_others and header.is_of_others:
-            return {key: tensor for key, tensor, _ in _read(path, file, header)}, {}, ""
+            return {key: tensor for key, tensor, _ in _read(path, file, header, mapped)}, {}, ""
         about = _facts(path, header)
         stored, sums = dict[str, torch.Tensor](), dict[str, str]()
-        for key, tensor, summed in _read(path, file, header):
+        for key, tensor, summed in _read(path, file, header, mapped):
             stored[key], sums[key] = tensor, summed
     checked(path, header, about, sums)
     whole = {key: torch.view_as_complex(t) if key in about["complex"] else t for key, t in stored.items()}
@@ -298,14 +311,21 @@ def _digest(text: str, entries: Mapping[str, TensorEntry]) -> str:
     return hashlib.sha256(f"{text}\n{json.dumps(specs)}".encode()).hexdigest()
 
 
-def _read(path: Path, file: BinaryIO, header: Header) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _read(
+    path: Path, file: BinaryIO, header: Header, mapped: Mapping[str, MappedFile]
+) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Each key, its tensor in memory of ours, and the sha256 of the bytes that were put there."""
-    memory = _memory(path, header)
-    piece = np.empty(min(_PIECE, max((entry.nbytes for entry in header.entries.values()), default=0)), np.uint8)
+    entries = header.entries
+    nbytes = sum(entry.nbytes for key, entry in entries.items() if key not in mapped)
+    spare = _spare(path, nbytes)
+    piece = np.empty(min(_PIECE, max((entry.nbytes for entry in entries.values()), default=0)), np.uint8)
     file.seek(header.begin)
-    for key, entry in header.entries.items():
-        whole, summed, at = memory(entry.nbytes), hashlib.sha256(), 0
-        target = whole.numpy()
+    for key, entry in entries.items():
+        try:
+            whole = _zeros(entry.nbytes, mapped.get(key, spare))
+        except ResourceExhausted as error:
+            raise _too_large(path, nbytes, error) from error
+        summed, at = hashlib.sha256(), 0
         while at < entry.nbytes:
             part = piece[: entry.nbytes - at]
             part = part[: file.readinto(part.data)]  # type: ignore[attr-defined]
@@ -313,29 +333,30 @@ def _read(path: Path, file: BinaryIO, header: Header) -> Iterator[tuple[str, tor
                 raise CheckpointCorrupt(f"{path} is truncated: {key} ends after {at} of {entry.nbytes} bytes")
             summed.update(part.data)
             if part.any():  # a large table of zeros takes memory only where something is
-                target[at : at + len(part)] = part
+                lazy_memory.assign(whole[at : at + len(part)], torch.from_numpy(part))
             at += len(part)
         yield key, whole.view(entry.dtype).view(entry.shape), summed.hexdigest()
 
 
-def _memory(path: Path, header: Header) -> Callable[[int], torch.Tensor]:
-    """A function that gives each tensor of a file its bytes, all zero: in memory, or where little is free in a file."""
-    sizes = [-(-entry.nbytes // _ALIGNED) * _ALIGNED for entry in header.entries.values()]
+def _spare(path: Path, nbytes: int) -> MappedFile | None:
+    """A file for tensors of so many bytes, where twice as many are not free in memory."""
     free = lazy_memory.free()
-    if free is None or 2 * sum(sizes) <= free or not sum(sizes):
-        return lambda nbytes: (
-            torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-            if nbytes < lazy_memory.LARGE
-            else lazy_memory.zeros((nbytes,), torch.uint8)
-        )
+    if free is None or 2 * nbytes <= free or not nbytes:
+        return None
     try:
-        with tempfile.TemporaryFile() as spare:
-            os.posix_fallocate(spare.fileno(), 0, sum(sizes))  # else a full disk ends the process at a write
-            arena = torch.frombuffer(mmap.mmap(spare.fileno(), sum(sizes)), dtype=torch.uint8)
-    except OSError as error:
-        raise ResourceExhausted(
-            f"{path} takes {sum(sizes)} bytes; {free} are free in memory, and in {tempfile.gettempdir()} there is "
-            f"no room for a copy: {error.strerror}. Free memory, or name another folder in TMPDIR"
-        ) from error
-    places = iter(arena.split(sizes))
-    return lambda nbytes: next(places)[:nbytes]
+        return MappedFile()
+    except InvalidArgument as error:
+        raise _too_large(path, nbytes, error) from error
+
+
+def _too_large(path: Path, nbytes: int, error: Exception) -> ResourceExhausted:
+    free = lazy_memory.free()
+    return ResourceExhausted(f"{path} takes {nbytes} bytes; {free} are free in memory, and {error}")
+
+
+def _zeros(nbytes: int, file: MappedFile | None) -> torch.Tensor:
+    if file is not None and nbytes >= mapped_files.LEAST:
+        return zeros((nbytes,), torch.uint8, file)
+    if nbytes >= lazy_memory.LARGE:
+        return lazy_memory.zeros((nbytes,), torch.uint8)
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")

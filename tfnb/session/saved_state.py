@@ -307,7 +307,9 @@ class SavedState:
         self, path: str | PathLike[str], *, strict: bool = True, mapping: Mapping[str, str] | None = None
     ) -> None:
         """Load the state from a file, all or nothing: `Session.restore`."""
-        saved, about = checkpoint.load(path)
+        keys = dict(mapping or {})
+        here = ((label, variable) for label, variable in settable(self._graph).items() if variable.initialized)
+        saved, about = checkpoint.load(path, {keys.get(label, label): variable.kept for label, variable in here})
         tensors, held = queue_contents.split(saved, about.get("queues", ()))
         if not strict or mapping:
             about = {name: facts for name, facts in about.items() if name not in _OF_OPTIMIZERS}

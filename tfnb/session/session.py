@@ -118,10 +118,11 @@ class Session:
     not count. A step that fits runs as it does without a budget; of one that does not, values are computed again, with
     the same bits, in generated code. A run that cannot keep the budget raises ResourceExhausted with its largest node
     and the smallest budget that it could; `status` tells what is planned. Steps over microbatches (`make_callable`,
-    `fit`) run in packs, one for each numbered layer of a module: Variables and sums of gradients lie on the host, and
-    copies of those that a pack needs come to the device and go, so that both may be many times the budget; values are
-    bitwise those without it. That device is virtual, on the CPU: its bytes are counted and enforced, and RAM holds the
-    Variables beside it. What loops keep for
+    `fit`) run in packs, one for each numbered layer of a module: Variables and sums of gradients lie outside of the
+    device, and copies of those that a pack needs come to it and go, so that both may be many times the budget; values
+    are bitwise those without it. The device is virtual, on the CPU: its bytes are counted and enforced. Outside of it
+    is a file for a model made in `tfnb.mapped_memory`, and the process holds no more than the budget; for others it is
+    RAM, and none is saved. What loops keep for
     their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
     costs less as predicted (see ``swap_memory`` of `while_loop`).
 

@@ -146,20 +146,23 @@ def save_shards(
     return Checkpoint(store.path_of(name), manifest.bytes, unwritten.specs, manifest.meta), manifest
 
 
-def load(path: str | PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(
+    path: str | PathLike[str], beside: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors by label, and ``meta``, which is empty for a safetensors file of another library.
 
-    path: a file of `save`, or a manifest; also an fsspec URL. Raises CheckpointCorrupt naming file and key, or
+    path: a file of `save`, or a manifest; also an fsspec URL. beside: tensors by label; the value of a mapped one is
+    read into its file (`tfnb.mapped_memory`), others into memory. Raises CheckpointCorrupt naming file and key, or
     CheckpointIncompatible for a file of another kind or version.
     """
     store, name = located(path)
     with store.got(name) as file:
         if not file.is_file() or not manifests.is_manifest(file):
-            tensors, about, digest = read_tensors(file, of_others=True)
+            tensors, about, digest = read_tensors(file, of_others=True, beside=beside)
             return tensors, _meta(path, about) if digest else {}
     manifest = manifests.read(store, name)
     meta = meta_of(path, manifest)
-    return manifests.load(store, manifest), meta
+    return manifests.load(store, manifest, beside), meta
 
 
 def verified(path: str | PathLike[str]) -> dict[str, Any]:

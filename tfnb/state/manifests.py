@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -256,19 +257,28 @@ def verify(store: CheckpointStore, shard: Shard) -> None:
     _ensure_is(store, shard, about, digest)
 
 
-def load(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The tensors by label, after all digests were compared. Raises CheckpointCorrupt."""
+def load(
+    store: CheckpointStore, manifest: Manifest, beside: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
+    """The tensors by label, after all digests were compared; ``beside`` as of `read_tensors`. Raises
+    CheckpointCorrupt.
+    """
     for shard in manifest.shards:  # before memory is taken for the first of many
         with _opened(store, shard):
             pass
     held: dict[Shard, dict[str, torch.Tensor]] = {}
     for shard in manifest.shards:
         with _opened(store, shard) as path:
-            tensors, about, digest = read_tensors(path)
+            tensors, about, digest = read_tensors(path, beside=beside)
         _ensure_is(store, shard, about, digest)
         held[shard] = tensors
-    return {label: _joined(label, [_of(held[shard], shard, label) for shard in shards])
-            for label, shards in manifest.layout.items()}  # fmt: skip
+    found: dict[str, torch.Tensor] = {}
+    for label, shards in manifest.layout.items():
+        found[label] = _joined(label, [_of(held[shard], shard, label) for shard in shards])
+        if len(shards) > 1:  # rows of one tensor, each in a shard of its own
+            for shard in shards:
+                held[shard].pop(label, None)
+    return found
 
 
 def _of(tensors: Mapping[str, torch.Tensor], shard: Shard, label: str) -> torch.Tensor:

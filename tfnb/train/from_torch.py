@@ -20,6 +20,7 @@ from tfnb.errors import FailedPrecondition, Unsupported
 from tfnb.gradients import IndexedSlices
 from tfnb.gradients.rules.index import without_padding
 from tfnb.graph import Variable, current
+from tfnb.graph.lazy_memory import beside
 from tfnb.kernels.optim import NUMBERS, SWITCHES
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
@@ -244,8 +245,9 @@ class FromTorch(Optimizer):
     def _begin(self, rule: UpdateRule, parameter: torch.Tensor, names: Collection[str]) -> None:
         """Make the initial slot values, some of them from the current learning rate."""
         with _disable_current_modes(), torch.no_grad():
-            made = rule.initial(parameter.detach())
-        self._first.setdefault(parameter, {}).update({name: made[name] for name in names})
+            value = parameter.detach()
+            made = rule.initial(value)
+        self._first.setdefault(parameter, {}).update({name: beside(value, made[name]) for name in names})
 
     def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """A slot in torch's state. A missing slot is created when needed outside of a recording."""

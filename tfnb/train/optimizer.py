@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.gradients import IndexedSlices, gradients
 from tfnb.graph import Graph, Value, Variable, current
+from tfnb.graph.lazy_memory import beside
 from tfnb.graph.ops import STEP
 from tfnb.recording import Operation, Recorder, Tensor, reopen, variable
 from tfnb.recording.cells.statements import outermost
@@ -136,8 +137,11 @@ class Optimizer:
         if owner not in self._slots:
             stem = f"{owner.name}/{type(self).__name__}"
             with _disable_current_modes(), torch.no_grad():  # an open recording must not record initial values
-                values = self.initial(_value(owner))
-                made = {name: Variable(v, name=f"{stem}/{name}", trainable=False) for name, v in values.items()}
+                value = _value(owner)
+                made = {
+                    name: Variable(beside(value, start), name=f"{stem}/{name}", trainable=False)
+                    for name, start in self.initial(value).items()
+                }
             self._slots[owner] = made
         return dict(self._slots[owner])
 

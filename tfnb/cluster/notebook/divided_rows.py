@@ -24,6 +24,7 @@ from tfnb.graph import Node, Spec, Value
 from tfnb.graph.lazy_memory import ensure_room
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested
+from tfnb.memory.scratch import variable_bytes
 from tfnb.passes import StepGraph, feed_symbols, peak
 from tfnb.passes.flow.merges import MERGES, merged, number_of
 from tfnb.passes.flow.row_weights import Reason, weighed
@@ -53,10 +54,12 @@ class Observation:
     is_settled: bool = True
 
 
-def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds, *, by_rows: bool = False) -> Observation:
-    """`look` at a step over ``count`` microbatches in this process."""
+def look_at_microbatches(
+    step: StepGraph, count: int, batch: StepFeeds, room: int | None = None, *, by_rows: bool = False
+) -> Observation:  # fmt: skip
+    """`look` at a step over ``count`` microbatches in this process; room: bytes that it may hold, Variables counted."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
-    seen = look(step, homes, count, [batch], by_rows=by_rows)
+    seen = look(step, homes, count, [batch], room, by_rows=by_rows)
     return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
 
 
@@ -68,10 +71,12 @@ def _of_microbatches(note: str) -> str:
 
 
 def look(
-    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], *, by_rows: bool = False
+    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], room: int | None = None, *,
+    by_rows: bool = False,
 ) -> Observation:  # fmt: skip
     """Compare gradients on ``batches``, on more than one if quick. ``tasks``: the number of replicas that divide a
-    batch. by_rows: parts are weighted by their rows alone.
+    batch. ``room``: the most bytes that this may hold, by default what is free. by_rows: parts are weighted by their
+    rows alone.
     """
     averaged = [value for value, how in zip(step.fetches, joins(weighed(step)), strict=False) if how.way == "mean"]
     found = probe(step, homes, by_rows=by_rows)
@@ -83,7 +88,8 @@ def look(
     if found.why_not:
         return Observation(tuple(notes))
     try:
-        seen = _Comparing(step, found, tasks, [v for v in found.watched if v in averaged]).first(batches)
+        watched = [v for v in found.watched if v in averaged]
+        seen = _Comparing(step, found, tasks, watched, room).first(batches)
     except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError) as error:
         why = error.message if isinstance(error, DeadlineExceeded) else "this process has not the memory for it"
         return Observation((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
@@ -136,6 +142,7 @@ class _Comparing:
     probe: MeansProbe
     tasks: int
     watched: Sequence[Value]  # averaged by rows
+    room: int | None
     _end: float = field(init=False)
     _draw: Program | None = field(init=False, default=None)
     _compute: Program = field(init=False)
@@ -206,6 +213,8 @@ class _Comparing:
         feeds = [tensor.to(spec.device) for tensor, spec in zip(feeds, specs, strict=True)]
         sizes = self._sizes(feeds[: len(self.probe.feeds)])
         nbytes = 2 * peak(program.graph, program.fetches, program.feeds, sizes)  # those of all rows are kept meanwhile
+        if self.room is not None and nbytes + sum(map(variable_bytes, program.variables)) > self.room:
+            raise ResourceExhausted(f"a look at the whole step holds more than its budget of {self.room:,} bytes")
         ensure_room(nbytes, f"a step of {max(sizes.values(), default=0)} rows in this process")
         left = self._end - time.monotonic()
         if left <= 0:

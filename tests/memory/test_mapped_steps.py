@@ -1,0 +1,235 @@
+"""Steps in packs whose Variables lie in a mapped file: in the memory of the budget, with the bits of plain steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.memory.test_pack_steps import MICROBATCHES, NETS, Training
+from tfnb.errors import ResourceExhausted
+from tfnb.execution.pack_step import PackStep
+from tfnb.graph import mapped_files
+from tfnb.graph.mapped_files import region_of
+from tfnb.memory.pack_tasks import Role
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mappings are replaced in place on Linux")
+ROOT = Path(__file__).parent.parent.parent
+WEIGHTS = 100_835_328  # bytes, of 12 layers of 512 in float32
+ROOM, BUDGET = 120_000_000, 60_000_000
+
+
+@pytest.fixture(autouse=True)
+def doubles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small nets in float64 whose tensors are large enough for a file."""
+    monkeypatch.setattr(mapped_files, "LEAST", 64)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def mapped(net: str = "batch norm", rows: int = 16) -> Training:
+    with tfnb.mapped_memory():
+        made = Training(net, rows)
+    assert sum(region_of(v.storage) is not None for v in made.graph.variables) >= 3
+    return made
+
+
+def tight(made: Training) -> tfnb.Session:
+    """A session with a quarter of the bytes of weights and state, or what the largest task needs."""
+    step = PackStep(made.programs(), (2,) * MICROBATCHES)
+    budget = max(step.state_bytes // 4, *map(step.need, step.tasks))
+    return tfnb.Session(made.graph, compile="off", memory_budget=budget)
+
+
+def values(made: Training) -> list[torch.Tensor]:
+    return [variable.value().clone() for variable in made.graph.variables]
+
+
+# -- values and counters ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "net", [net if at < 3 else pytest.param(net, marks=pytest.mark.slow) for at, net in enumerate(NETS)]
+)
+def test_values_are_those_without_a_budget_and_moves_those_of_the_virtual_device(net: str) -> None:
+    plain, virtual, made = Training(net), Training(net), mapped(net)
+    want = plain.trained(tfnb.Session(plain.graph, compile="off"), 3)
+    sessions = [tight(virtual), tight(made)]
+    assert all(map(torch.equal, virtual.trained(sessions[0], 3), want))
+    assert all(map(torch.equal, made.trained(sessions[1], 3), want))
+    found = [plan for session in sessions for _, plan in session.plans()]
+    moves = [[(act, at) for act, _, at in plan.schedule.moves] for plan in found]
+    assert moves[0] == moves[1] and found[0].schedule.bytes == found[1].schedule.bytes
+    for plan in found:
+        assert plan.last.loaded + plan.last.stored == plan.schedule.moved and plan.last.most == plan.schedule.most
+    assert "in files of" in sessions[1].status()[0] and "on the host" in sessions[0].status()[0]
+    assert all(
+        torch.equal(one, other) for one, other in zip(plain.net.parameters(), made.net.parameters(), strict=True)
+    )
+
+
+def test_gradients_and_border_values_go_to_the_file_and_their_ranges_come_back() -> None:
+    """Without grouping they are evicted; the file grows no more after the first step."""
+    made = mapped("transformer")
+    step = PackStep(made.programs(), (2,) * MICROBATCHES, grouped=False, just_in_time=False)
+    plan = step.planned(max(step.state_bytes // 4, *map(step.need, step.tasks)))
+    assert plan.of(Role.GRADIENT) and plan.of(Role.BORDER)
+    feeds = {made.x.value: made.rows, made.y.value: made.labels}
+    file, sizes = region_of(made.net.h[0].up.weight).file, []
+    for _ in range(3):
+        step.compute(feeds, {v: v.storage for v in step.of.variables}, plan, plan.most)
+        sizes.append(os.fstat(file.descriptor).st_size)
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_fit_validates_in_packs_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    found = []
+    for is_mapped in (False, True):
+        made = mapped("dense", 22) if is_mapped else Training("dense", 22)
+        data = {made.x: made.rows, made.y: made.labels}
+        budget, folder = "100KB" if is_mapped else None, tmp_path / str(is_mapped)
+        options: dict[str, Any] = {"batch_size": 16, "microbatches": 4, "memory_budget": budget, "exact": False}
+        options |= {"watch": {"loss": made.loss}, "validation": data, "checkpoint": folder}
+        history = tfnb.fit(made.train, data, epochs=1, **options).history
+        half = values(made)
+        tfnb.fit(made.train, data, epochs=1, batch_size=16, microbatches=4, memory_budget=budget, exact=False)
+        session = tfnb.session.default_session(made.graph)
+        session.restore(tfnb.state.checkpoint_folder.newest(folder))
+        assert all(map(torch.equal, half, values(made)))
+        found.append(([*half], history[0]["loss"], history[0]["val_loss"]))
+    assert all(map(torch.equal, found[0][0], found[1][0])) and found[0][1] == found[1][1]
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-12)
+
+
+def test_a_training_that_is_too_large_to_be_looked_at_is_told() -> None:
+    made = mapped("dense")
+    with pytest.warns(UserWarning, match="was not looked at: this process has not the memory"):
+        tfnb.fit(
+            made.train, {made.x: made.rows, made.y: made.labels}, batch_size=16, microbatches=4, memory_budget="100KB"
+        )
+
+
+# -- faults -----------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_leaves_a_whole_number_of_steps() -> None:
+    """Ctrl-C at ten moments of steps: values are those after some step, and later steps go on from there."""
+    plain, made = Training("dense"), mapped("dense")
+    session, wanted = tight(made), [values(plain)]
+    reference = tfnb.Session(plain.graph, compile="off").make_callable(
+        [plain.train], [plain.x, plain.y], microbatches=8
+    )
+    call = session.make_callable([made.train], [made.x, made.y], microbatches=8)
+    done = 0
+    for moment in range(10):
+        timer = threading.Timer(0.003 + 0.007 * moment, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            while True:
+                call(made.rows, made.labels)
+                done += 1
+        timer.join()
+        while len(wanted) <= done + 1:
+            reference(plain.rows, plain.labels)
+            wanted.append(values(plain))
+        now = values(made)
+        is_committed = [all(map(torch.equal, now, wanted[at])) for at in (done, done + 1)]
+        assert any(is_committed)
+        done += is_committed[1] and not is_committed[0]
+
+
+def test_a_disk_that_fails_in_a_step_leaves_it_unwritten_and_the_next_one_goes_on() -> None:
+    plain, made = Training("dense"), mapped("dense")
+    session = tight(made)
+    made.trained(session, 1)
+    before, file = values(made), region_of(made.net[0][0].weight).file
+    kept, file.descriptor = file.descriptor, os.open("/dev/full", os.O_RDWR)  # every write fails
+    broken = file.descriptor
+    try:
+        with pytest.raises(ResourceExhausted, match=r"cannot write mapped memory in .*No space left"):
+            made.trained(session, 1)
+    finally:
+        file.descriptor = kept
+        os.close(broken)
+    assert all(map(torch.equal, before, values(made)))
+    made.trained(session, 1)
+    plain.trained(tfnb.Session(plain.graph, compile="off"), 2)
+    assert all(map(torch.equal, values(plain), values(made)))
+
+
+def test_a_disk_without_room_for_the_next_generation_stops_the_step_before_it_begins() -> None:
+    made = mapped("dense")
+    session, before = tight(made), values(made)
+    file = region_of(made.net[0][0].weight).file
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.fstat(file.descriptor).st_size + 8192, hard))
+    try:
+        with pytest.raises(ResourceExhausted, match=r"no room for .* takes what it writes twice"):
+            made.trained(session, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert all(map(torch.equal, before, values(made)))
+    made.trained(session, 1)
+
+
+def test_a_folder_that_is_removed_meanwhile_is_no_matter(tmp_path: Path) -> None:
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    with tfnb.mapped_memory(folder):
+        made = Training("dense")
+    folder.rmdir()
+    made.trained(tight(made), 2)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------
+
+
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    given = [sys.executable, "-m", "tests.memory.larger_than_memory", *arguments]
+    return subprocess.run(given, capture_output=True, text=True, timeout=500, cwd=ROOT)
+
+
+def told(*arguments: str) -> dict[str, Any]:
+    done = process(*arguments)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_training_of_400_mb_is_made_run_saved_and_restored_in_120(tmp_path: Path) -> None:
+    """Weights, gradients, and two slots: four times the weights, and 3.4 times what the process may have.
+
+    The limit is on its data, and all of its resident pages, those of files counted, are within it, too.
+    """
+    found = told("--room", str(ROOM), "--budget", str(BUDGET), "--folder", str(tmp_path), "--save", str(tmp_path / "v"))
+    assert found["weights"] == WEIGHTS and 4 * WEIGHTS > 3.3 * ROOM
+    assert found["most"] < ROOM and found["held"] <= BUDGET
+    assert found["moved"] == found["planned"] and found["is_restored"]
+    assert [file.name for file in tmp_path.iterdir()] == ["v"]
+
+
+@pytest.mark.slow
+def test_plain_torch_ends_in_the_same_memory() -> None:
+    done = process("--how", "torch", "--room", str(ROOM))
+    assert done.returncode == 1 and "can't allocate memory" in done.stderr
+
+
+@pytest.mark.slow
+def test_weights_and_slots_are_those_of_a_training_that_fits() -> None:
+    sizes = ["--width", "256", "--dtype", "float64", "--steps", "3"]
+    small = told("--room", "80e6", "--budget", "35e6", *sizes)
+    plain = told("--how", "plain", *sizes)
+    assert small["digest"] == plain["digest"] and small["losses"] == plain["losses"]
+    assert small["most"] < 60e6 < 4 * plain["weights"] < plain["most"] + 60e6
