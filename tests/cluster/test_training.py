@@ -14,6 +14,7 @@ from tests.cluster.test_cuts import Counters
 from tfnb.cluster.engine.members import Member, Mode
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes import events as e
+from tfnb.cluster.modes.joins import Join
 from tfnb.cluster.modes.leases import Offer, TaskPause
 from tfnb.cluster.modes.rounds import CutAt
 from tfnb.cluster.wire.messages import Ok, Peer
@@ -36,9 +37,10 @@ def listening(tasks, mode="sync", ways=("mean",)):
         forget=lambda _: None, later=lambda work: work.close(),
     )  # fmt: skip
     placed = SimpleNamespace(
-        writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"), late=None, guards=RowGuards()
-    )
-    training = Quiet(engine, placed, Mode(mode), ways, None, list(tasks), float("inf"))
+        writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"), late=None, guards=RowGuards(),
+        joins=[Join(way) for way in ways],
+    )  # fmt: skip
+    training = Quiet(engine, placed, Mode(mode), None, list(tasks), float("inf"))
     training.feed(e.Start())
 
     def tell(task, number, start, steps, rows, value, parts, place=None):

@@ -232,16 +232,19 @@ class _Recorded:
 
     def __init__(self, info: Any, samples: list[Any]) -> None:
         self.info, self.samples = info, samples
-        self.feeds: list[Any] = []
+        feeds: list[Any] = []
+
+        def placeholder(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            feed = tfnb.placeholder(x, shape=tuple(x.shape))
+            feeds.append(feed)
+            return feed
+
         made = [tree_map(_own, _parts(sample)) for sample in samples]
         with tfnb.record() as self.graph:
-            self.results = [_called(info, tree_map(self._placeholder, parts)) for parts in made]
-
-    def _placeholder(self, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        self.feeds.append(tfnb.placeholder(x, shape=tuple(x.shape)))
-        return self.feeds[-1]
+            self.results = [_called(info, tree_map(placeholder, parts)) for parts in made]
+        self.feeds = feeds
 
     @property
     def is_random(self) -> bool:

@@ -82,6 +82,7 @@ def test_code_that_a_library_makes_is_not_the_users() -> None:
         things.clear()
 
 
+@pytest.mark.filterwarnings("ignore:recording. this cell or block keeps heard")
 def test_a_handler_that_raises_nothing_is_called_once_and_the_recording_goes_on(heard: list[str]) -> None:
     things = [Mortal()]
     with tfnb.record() as graph:
@@ -96,6 +97,7 @@ def test_a_handler_that_raises_nothing_is_called_once_and_the_recording_goes_on(
     assert len(graph.nodes) == 2
 
 
+@pytest.mark.filterwarnings("ignore:recording. this cell or block keeps heard")
 def test_a_second_press_counts_at_once(heard: list[str]) -> None:
     things = [Mortal(), Mortal()]
     with tfnb.record():

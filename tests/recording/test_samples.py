@@ -83,6 +83,7 @@ def test_gradients_looked_at_are_those_of_torch() -> None:
         torch.testing.assert_close(got.sample, expected)
 
 
+@pytest.mark.filterwarnings("ignore:recording. this cell or block keeps CALLS")
 def test_forward_code_on_gradients_has_values_at_once() -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.ones(3))
