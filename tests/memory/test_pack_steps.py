@@ -130,7 +130,8 @@ def test_the_budget_of_fit_holds_for_microbatches_with_a_shorter_last_batch() ->
         fed = {made.x: made.rows, made.y: made.labels}
         tfnb.fit(made.train, fed, batch_size=16, epochs=2, microbatches=4, memory_budget=budget)
         weights.append([variable.value().clone() for variable in made.graph.variables])
-    assert all(map(torch.equal, *weights))
+    # packs average cross entropy by rows, plain microbatches by targets that count
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=1e-12)
 
 
 def test_every_node_is_in_one_piece_but_for_what_is_computed_again_and_time_never_goes_back() -> None:
