@@ -167,8 +167,8 @@ class Saver:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the session is at another step than the last checkpoint, or that one could not be written."""
-        return self.failures > 0 or self._session.state.trained != self._begun
+        """Whether the session is at a later step than the last checkpoint; a lost cluster takes it back to earlier."""
+        return self._session.state.trained > (-1 if self.written is None else self.written[1])
 
     def begin(self, values: Mapping[str, float] = _NO_VALUES) -> None:
         """Copy the current state of the session, and let a thread write the copy; the previous file is settled

@@ -108,7 +108,7 @@ class PinnedValues:
     def _say_unseen(self, store: CheckpointStore, unseen: Collection[int]) -> None:
         """Tell the user which servers do not see a local folder."""
         if unseen and isinstance(store, LocalStore):
-            members = dict.fromkeys(self.engine.shards[shard] for shard in unseen)
+            members = dict.fromkeys(self.engine.shards[shard] for shard in sorted(unseen))
             names = ", ".join(f"{one.name} on {parse_address(one.peer.addr)[1]}" for one in members)
             self.say(
                 str(store),
