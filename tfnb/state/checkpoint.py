@@ -153,8 +153,10 @@ def load(
 
     path: a file of `save`, or a manifest; also an fsspec URL. beside: tensors by label; the value of a mapped one is
     read into its file (`tfnb.mapped_memory`), others into memory. Raises CheckpointCorrupt naming file and key, or
-    CheckpointIncompatible for a file of another kind or version.
+    CheckpointIncompatible for a file of another kind or version, or InvalidArgument for another ``beside``.
     """
+    if not isinstance(beside, Mapping) or not all(isinstance(like, torch.Tensor) for like in beside.values()):
+        raise InvalidArgument(f"beside gives tensors by label, not {beside!r:.60}")
     store, name = located(path)
     with store.got(name) as file:
         if not file.is_file() or not manifests.is_manifest(file):
