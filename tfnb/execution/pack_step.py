@@ -39,7 +39,8 @@ from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role,
 from tfnb.memory.rematerialize import counted
 from tfnb.memory.scratch import variable_bytes
 from tfnb.passes import StepGraph, feed_symbols, step_graph
-from tfnb.passes.flow.merges import begin, way_of
+from tfnb.passes.flow.merges import ROWS, Weight, begin, way_of
+from tfnb.passes.flow.row_weights import weighed
 from tfnb.passes.liveness import nominal
 from tfnb.passes.pipeline import with_fed
 
@@ -49,9 +50,13 @@ Rows = tuple[int, ...]  # of each microbatch
 
 @dataclass
 class PackRun:
-    """A computed step. most: bytes on the device at once. loaded, stored: bytes copied. seconds: of each task."""
+    """A computed step. most: bytes on the device at once. loaded, stored: bytes copied. seconds: of each task.
+
+    told: the fetches of each microbatch that others wait for: totals, and means that are weighted by one.
+    """
 
     fetched: dict[Value, torch.Tensor] = field(default_factory=dict)
+    told: dict[Value, list[torch.Tensor]] = field(default_factory=dict)
     most: int = 0
     loaded: int = 0
     stored: int = 0
@@ -65,7 +70,11 @@ class PackPrograms:
     """
 
     def __init__(self, step: StepGraph, pack_of: Sequence[int] | None = None) -> None:
-        self.step, self.cut = step, PackCut(step, pack_of)
+        about = weighed(step)
+        for value in step.fetches:
+            self._ensure_mean(step, value)
+        self.step, self.cut, self.weigh = about.step, PackCut(about.step, pack_of), about.of
+        self.totals = {total: self.cut.state.resolved(total) for total in about.totals}
         self.by_id = self.cut.graph.contents.by_id
         shown = feed_symbols(step.whole.contents, step.feeds)
         self.axes = {symbol: axis for symbol, (_, axis) in shown.items()}
@@ -73,8 +82,6 @@ class PackPrograms:
             names = ", ".join(self.axes) or "none"
             raise Unimplemented(f"packs divide the one size, on axis 0, that feeds share, and here sizes vary: {names}")
         self.divided = frozenset(v for v in step.feeds if any(isinstance(size, Dim) for size in self.spec(v).shape))
-        for value in step.fetches:
-            self._ensure_mean(value)
         self.lowered = [(cut, self._lowered(cut)) for cut in self.cut.pieces]
         self.variables = tuple(dict.fromkeys(v for _, program in self.lowered for v in program.variables))
         self.writes = tuple(dict.fromkeys(v for cut, _ in self.lowered for v in cut.written))
@@ -90,9 +97,10 @@ class PackPrograms:
         """The spec of a value of the step."""
         return self.by_id[value.node].outputs[value.index]
 
-    def _ensure_mean(self, value: Value) -> None:
-        node = self.step.whole.contents.by_id[value.node]
-        if node.outputs and way_of(self.step.whole.contents, value, is_fed=value in self.step.feeds) != "mean":
+    @staticmethod
+    def _ensure_mean(step: StepGraph, value: Value) -> None:
+        node = step.whole.contents.by_id[value.node]
+        if node.outputs and way_of(step.whole.contents, value, is_fed=value in step.feeds) != "mean":
             raise Unimplemented(
                 f"{node.name} is fetched, and packs give means of real numbers over microbatches: leave it out, or run "
                 "without memory_budget"
@@ -209,6 +217,10 @@ class PackStep:
                         device.settle(item)
                     case _:
                         device.drop(item)
+        for value, parts in done.told.items():
+            total = done.fetched[value] = _zeros(parts[0])
+            for micro, part in enumerate(parts):
+                self._add(total, part, micro, self.of.weigh(value), done)
         device.close()
         done.most, done.loaded, done.stored = device.most, device.loaded, device.stored
         return done, {variable: device.host[item] for item, variable in items.items() if variable in written}
@@ -220,7 +232,7 @@ class PackStep:
         cut, program = self.programs[task.piece]
         micro = max(task.micro, 0)
         stop, here = self.stops[micro], device.here
-        start, share = stop - self.rows[micro], self.rows[micro] / self.stops[-1]
+        start = stop - self.rows[micro]
         whole = self.of.step.feeds
         given = {value: feeds[value][start:stop] if value in self.of.divided else feeds[value] for value in whole}
         given |= {value: here[DeviceItem(Role.BORDER, value, task.micro)] for value in cut.takes}
@@ -242,18 +254,37 @@ class PackStep:
             pending.variables = ()  # they are written at the end of the step
             commit(pending)
             made = {DeviceItem(Role.BORDER, value, task.micro): _own(values[value]) for value in cut.gives}
+            for value in cut.fetched:
+                if value in self.of.totals.values() or self.of.weigh(value).total is not None:
+                    done.told.setdefault(value, []).append(_own(values[value]))
+                else:
+                    mean = done.fetched.setdefault(value, _zeros(values[value]))
+                    self._add(mean, values[value], micro, self.of.weigh(value), done)
             for value in cut.gradients if cut.phase is Phase.BACKWARD else ():
                 item = DeviceItem(Role.GRADIENT, value)
                 total = here.get(item)
                 if total is None:
                     total = made[item] = _zeros(values[value])
-                total.add_(values[value].to(total.dtype), alpha=share)
-            for value in cut.fetched:
-                total = done.fetched.setdefault(value, _zeros(values[value]))
-                total.add_(values[value].to(total.dtype), alpha=share)
+                self._add(total, values[value], micro, self.of.weigh(value), done)
             done.seconds[task] = time.thread_time() - began
         for item, tensor in made.items():
             device.put(item, tensor)
+
+    def _add(self, total: torch.Tensor, value: torch.Tensor, micro: int, weight: Weight, done: PackRun) -> None:
+        """Add a microbatch's value to a mean or sum over all of them, with the bits of `tfnb.passes.microbatches`."""
+        value = value.to(total.dtype)
+        if weight.total is None:
+            total.add_(value, alpha=self.rows[micro] / self.stops[-1] if weight == ROWS else 1)
+            return
+        numbers = [float(number) for number in done.told[self.of.totals[weight.total]]]  # type: ignore[index]
+        own = [weight.of(number) for number in numbers]
+        if any(own[:micro]):
+            if own[micro]:
+                total.add_(value, alpha=own[micro])
+        else:
+            total.copy_(value).mul_(own[micro] or 1.0)
+        if micro == len(self.rows) - 1 and any(own):
+            total.div_(weight.of(sum(numbers)))
 
 
 def _variable(item: DeviceItem) -> Variable:

@@ -182,10 +182,9 @@ def look_at_means(
     key = updates, step.fetches, "microbatches", microbatches
     first = next(iter(batches_of(step, [(tensors, 0)])), None)
     if key not in known and first is not None:
-        is_in_packs = session.memory_budget is not None and session.cluster is None
         is_mapped = any(v.initialized and region_of(v.kept) is not None for v in step.variables)
         room = session.memory_budget if is_mapped else None
-        seen = look_at_microbatches(step, microbatches, first, room, by_rows=is_in_packs)
+        seen = look_at_microbatches(step, microbatches, first, room)
         for note in seen.notes:
             warnings.warn(note, stacklevel=user_level(None))
         if seen.is_settled:

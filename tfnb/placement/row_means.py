@@ -18,7 +18,7 @@ from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import map_nodes, nested
 from tfnb.passes import StepGraph, feed_symbols
-from tfnb.passes.flow.merges import ROWS, SUM, Weight
+from tfnb.passes.flow.merges import ROWS, Weight
 from tfnb.passes.flow.row_weights import REDUCTIONS, Reason, WeighedStep, name_of, weighed
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Homes, Transfer
@@ -97,20 +97,12 @@ class MeansProbe:
         return kind if kind in ("extreme", "statistic", "product") else "across"
 
 
-def probe(step: StepGraph, homes: Homes, *, by_rows: bool = False) -> MeansProbe | None:
-    """The probe that compares the gradients of a step; None if tasks average no gradients.
-
-    by_rows: all parts are weighted by their rows, whatever the losses divide by.
-    """
+def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
+    """The probe that compares the gradients of a step; None if tasks average no gradients."""
     weights = weighed(step)
     hidden = next(
         itertools.chain((weights.reasons[y] for y in weights.losses if y in weights.reasons), weights.mixed), None
     )
-    if by_rows:
-        by_id = step.whole.contents.by_id
-        kinds = {y: weights.of(y) for y in weights.losses if weights.of(y) != ROWS}
-        counted = {y: Reason("sum" if one == SUM else "counted", by_id[y.node]) for y, one in kinds.items()}
-        weights = WeighedStep(step, losses=weights.losses, reasons={**weights.reasons, **counted})
     updates = StepGraph(step.whole, step.graph, _operations(step), step.feeds)
     for each in (step, updates):  # what is fetched may be of averaged gradients
         rows, losses, watched, numbers = _numbers(each, weights)

@@ -54,12 +54,10 @@ class Observation:
     is_settled: bool = True
 
 
-def look_at_microbatches(
-    step: StepGraph, count: int, batch: StepFeeds, room: int | None = None, *, by_rows: bool = False
-) -> Observation:  # fmt: skip
+def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds, room: int | None = None) -> Observation:
     """`look` at a step over ``count`` microbatches in this process; room: bytes that it may hold, Variables counted."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
-    seen = look(step, homes, count, [batch], room, by_rows=by_rows)
+    seen = look(step, homes, count, [batch], room)
     return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
 
 
@@ -71,15 +69,13 @@ def _of_microbatches(note: str) -> str:
 
 
 def look(
-    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], room: int | None = None, *,
-    by_rows: bool = False,
+    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], room: int | None = None
 ) -> Observation:  # fmt: skip
     """Compare gradients on ``batches``, on more than one if quick. ``tasks``: the number of replicas that divide a
-    batch. ``room``: the most bytes that this may hold, by default what is free. by_rows: parts are weighted by their
-    rows alone.
+    batch. ``room``: the most bytes that this may hold, by default what is free.
     """
     averaged = [value for value, how in zip(step.fetches, joins(weighed(step)), strict=False) if how.way == "mean"]
-    found = probe(step, homes, by_rows=by_rows)
+    found = probe(step, homes)
     if found is None:
         return Observation()
     notes = [_of_norms(found.norms, tasks)] if found.norms else []

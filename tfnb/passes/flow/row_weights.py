@@ -34,11 +34,6 @@ from tfnb.passes.resolve import resolve
 
 SAID: Mapping[str, tuple[str, str]] = {
     "sum": ("{op} is a sum over rows", "divide it by the number of rows, x.shape[0]"),
-    "counted": (
-        "{op} divides by what counts in all rows, such as targets that are not ignored, and packs of microbatches "
-        "average by rows",
-        "leave out memory_budget, or divide by the number of rows, x.shape[0]",
-    ),
     "weighted": (
         "a sum over rows is divided by another one through which gradients flow, or which is no single number",
         "take the divisor's detach(), where it is one number",
