@@ -20,7 +20,7 @@ import torch, tfnb
 evil = {EVIL!r}
 weight = tfnb.Variable(torch.ones(3, 1), name=evil)
 queue = tfnb.FIFOQueue(4, [torch.float32], [()], name=evil)
-with tfnb.record(evil) as graph:
+with tfnb.record("net") as graph:  # a graph's name is one word: no markup gets into it
     x = tfnb.placeholder(torch.ones(4, 3), name="x")
     loss = (x @ weight - 2).square().mean()
     train = tfnb.train.SGD(0.01).minimize(loss)
@@ -89,7 +89,7 @@ def test_a_card_is_opened_by_a_key(opened: Lab, source: str) -> None:
     summary.send_keys("\ue007")
     assert outputs(opened, place, ".querySelector('details').open") is True
     assert OBJECTS[source] in opened.text(place)
-    assert EVIL in opened.text(place) or source in ("loss.spec", "loss", "train")
+    assert EVIL in opened.text(place) or source in ("loss.spec", "loss", "train", "session")
 
 
 @pytest.mark.parametrize("source", RUNS)

@@ -111,7 +111,7 @@ def operation_facts(operation: Any) -> Facts:
 
 def session_html(session: object) -> str:
     """A Session: its home, and the code of its signatures."""
-    return _details(repr(session).strip("<>"), session_facts(session), "")
+    return _details(repr(session)[1:-1], session_facts(session), "")
 
 
 def session_facts(session: Any) -> Facts:
