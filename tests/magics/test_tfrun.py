@@ -304,6 +304,18 @@ def test_variables_survive_a_file(net, tmp_path):
     assert torch.equal(net.names["model"].weight, weight)
 
 
+def test_a_file_says_how_many_steps_were_taken(net, tmp_path):
+    net.ok("%%tfgraph net --no-show\nstep = tfnb.train.SGD(0.1).minimize(model(x).mean())")
+    net.ok("tfnb.fit(step, {x: torch.ones(24, 3)}, batch_size=8, epochs=2)")
+    saved = net.ok(f"%tfsave {tmp_path / 'net.safetensors'}").result
+    assert "steps and runs: 6\n" in repr(saved) and "unfinished" not in repr(saved)
+    net.ok(
+        "try:\n    tfnb.fit(step, {x: torch.ones(24, 3)}, batch_size=8, callbacks=[lambda p: 1 / 0])\nexcept Exception: pass"
+    )
+    saved = net.ok(f"%tfsave {tmp_path / 'net.safetensors'}").result
+    assert "unfinished fit: step" in repr(saved)
+
+
 def test_a_file_gives_a_torch_optimizer_its_learning_rate(net, tmp_path):
     net.ok("opt = torch.optim.SGD(model.parameters(), lr=0.1)")
     net.ok("%%tfgraph net --no-show\nstep = tfnb.train.from_torch(opt).minimize(model(x).mean())")

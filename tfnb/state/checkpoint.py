@@ -105,8 +105,10 @@ class Checkpoint:
     def facts(self) -> list[tuple[str, str]]:
         """Rows of (name, text) that both the plain text and the HTML form show."""
         found = [(name, str(self.meta[name])) for name in ("graph", "graph_hash") if name in self.meta]
-        for name, key in (("training", "steps"), ("streams", "runs")):
-            found += [(key, str(self.meta[name][key]))] if name in self.meta else []
+        if "streams" in self.meta:  # each step of `fit` and each `run` takes one number of the random streams
+            found.append(("steps and runs", str(self.meta["streams"]["runs"])))
+        if unfinished := self.meta.get("training", {}).get("steps"):
+            found.append(("unfinished fit", f"step {unfinished}"))
         for name in ("sources", "optimizers", "schedulers"):
             found += [(name, ", ".join(self.meta[name]))] if self.meta.get(name) else []
         held = [f"{label} ({about['found']['size']})" for label, about in self.meta.get("queues", {}).items()]
