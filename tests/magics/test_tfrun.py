@@ -309,9 +309,8 @@ def test_a_file_says_how_many_steps_were_taken(net, tmp_path):
     net.ok("tfnb.fit(step, {x: torch.ones(24, 3)}, batch_size=8, epochs=2)")
     saved = net.ok(f"%tfsave {tmp_path / 'net.safetensors'}").result
     assert "steps and runs: 6\n" in repr(saved) and "unfinished" not in repr(saved)
-    net.ok(
-        "try:\n    tfnb.fit(step, {x: torch.ones(24, 3)}, batch_size=8, callbacks=[lambda p: 1 / 0])\nexcept Exception: pass"
-    )
+    failing = "tfnb.fit(step, {x: torch.ones(24, 3)}, batch_size=8, callbacks=[lambda progress: 1 / 0])"
+    net.ok(f"try:\n    {failing}\nexcept Exception:\n    pass")
     saved = net.ok(f"%tfsave {tmp_path / 'net.safetensors'}").result
     assert "unfinished fit: step" in repr(saved)
 
